@@ -1,0 +1,148 @@
+"""The shape of a model: what a Hugging Face `config.json` says, reduced to what the decoder needs."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from et_jax.types import UsageError
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained length.
+
+    `linear` divides every frequency by `factor`; `llama3` divides the low ones only, blending between
+    the two corner wavelengths (Llama 3.1); `yarn` blends by rotation count and scales the rotation
+    (Peng et al. 2023, section 3).
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_positions: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer with rotary positions, RMS norms and a gated SiLU feed-forward.
+
+    `windows` holds each layer's sliding window in tokens, None where the layer sees everything.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Return the configuration that `values`, a parsed `config.json`, describes.
+
+    Raises UsageError for an architecture or a feature outside the supported families, before any
+    weight is touched; `source` is the file named in the message.
+    """
+    names = values.get("architectures") or [values.get("model_type", "none given")]
+    architecture = ARCHITECTURES.get(names[0])
+    if architecture is None:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UsageError(f"{source}: architecture {names[0]} is not supported; use one of {supported}.")
+
+    def need(key: str) -> Any:
+        if values.get(key) is None:
+            raise UsageError(f"{source}: the field {key} is missing; take the file from the model's repository again.")
+        return values[key]
+
+    if values.get("hidden_act", "silu") != "silu":
+        raise UsageError(f"{source}: hidden_act {values['hidden_act']} is not supported; only silu is.")
+    for bias in ("attention_bias", "mlp_bias"):
+        if values.get(bias):
+            raise UsageError(f"{source}: {bias} is not supported; use a model without it.")
+
+    heads, layers = need("num_attention_heads"), need("num_hidden_layers")
+    kv_heads = values.get("num_key_value_heads") or heads
+    hidden = need("hidden_size")
+    if heads % kv_heads:
+        raise UsageError(f"{source}: {heads} query heads cannot share {kv_heads} KV heads; the file is damaged.")
+    eos = values.get("eos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=need("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=need("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=values.get("head_dim") or hidden // heads,
+        max_positions=need("max_position_embeddings"),
+        norm_eps=values.get("rms_norm_eps", 1e-6),
+        rope_theta=float(_rope_parameters(values).get("rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(values, source),
+        windows=_windows(values, architecture, layers),
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        bos_token_id=values.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    )
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
+    base = {"rope_theta": values["rope_theta"]} if values.get("rope_theta") else {}
+    return base | dict(values.get("rope_scaling") or {}) | dict(values.get("rope_parameters") or {})
+
+
+def _rope_scaling(values: Mapping[str, Any], source: str) -> RopeScaling | None:
+    parameters = _rope_parameters(values)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UsageError(f"{source}: rope_type {kind} is not supported; use default, linear, llama3 or yarn.")
+    if "factor" not in parameters:
+        raise UsageError(f"{source}: rope_type {kind} needs a factor; add one to the rotary settings.")
+    original = parameters.get("original_max_position_embeddings") or values["max_position_embeddings"]
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+    given = {name: float(parameters[name]) for name in optional if parameters.get(name) is not None}
+    return RopeScaling(kind=kind, factor=float(parameters["factor"]), original_max_positions=original, **given)
+
+
+def _windows(values: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window. Qwen configurations carry one that is off unless they say so."""
+    window = values.get("sliding_window")
+    if window is None or (architecture.startswith("qwen") and not values.get("use_sliding_window")):
+        return (None,) * num_layers
+    if kinds := values.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = values.get("max_window_layers", 0) if architecture.startswith("qwen") else 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))

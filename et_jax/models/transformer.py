@@ -1,0 +1,176 @@
+"""The transformer: weights as a pytree, and `forward`, which knows no cache, page, mask or kernel."""
+
+import dataclasses
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from et_jax.models.config import ModelConfig
+from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
+from et_jax.types import pytree
+
+Memory = TypeVar("Memory")
+
+
+class Attend(Protocol):
+    """Attention as the model sees it: new queries, keys and values in; mixed values out.
+
+    `memory` is whatever the caller threads through the layers (a KV cache, a mask, nothing at all).
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "b t h d"],
+        k: Float[Array, "b t k d"],
+        v: Float[Array, "b t k d"],
+        memory: Memory,
+    ) -> tuple[Float[Array, "b t h d"], Memory]: ...
+
+
+@pytree
+class LayerParams:
+    """Weights of one layer, stored [out, in]. Biases and head norms are None where a family has none."""
+
+    attention_norm: Float[Array, " w"]
+    q: Float[Array, "h*d w"]
+    k: Float[Array, "k*d w"]
+    v: Float[Array, "k*d w"]
+    o: Float[Array, "w h*d"]
+    q_bias: Float[Array, " h*d"] | None
+    k_bias: Float[Array, " k*d"] | None
+    v_bias: Float[Array, " k*d"] | None
+    q_norm: Float[Array, " d"] | None
+    k_norm: Float[Array, " d"] | None
+    ffn_norm: Float[Array, " w"]
+    gate: Float[Array, "f w"]
+    up: Float[Array, "f w"]
+    down: Float[Array, "w f"]
+
+
+@pytree
+class Params:
+    """Weights of a model. `head` is None where the embedding serves as the output matrix too."""
+
+    embedding: Float[Array, "v w"]
+    layers: tuple[LayerParams, ...]
+    final_norm: Float[Array, " w"]
+    head: Float[Array, "v w"] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSpec:
+    """A weight before it exists: its shape, the logical name of each axis, and its initial deviation.
+
+    `deviation` None starts at one (norms), 0 at zero (biases).
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    deviation: float | None
+
+
+def describe(config: ModelConfig) -> Params:
+    """Return the tree of `WeightSpec` that a model of this configuration holds."""
+    c = config
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    sizes = {
+        "vocab": c.vocab_size,
+        "width": c.hidden_size,
+        "ffn": c.intermediate_size,
+        "heads": queries,
+        "kv_heads": keys,
+        "head_dim": c.head_dim,
+    }
+
+    def spec(*axes: str, deviation: float | None = 0.02) -> WeightSpec:
+        return WeightSpec(shape=tuple(sizes[axis] for axis in axes), axes=axes, deviation=deviation)
+
+    residual = 0.02 / (2 * c.num_layers) ** 0.5  # GPT-2: the sum over layers keeps its variance
+    layer = LayerParams(
+        attention_norm=spec("width", deviation=None),
+        q=spec("heads", "width"),
+        k=spec("kv_heads", "width"),
+        v=spec("kv_heads", "width"),
+        o=spec("width", "heads", deviation=residual),
+        q_bias=spec("heads", deviation=0.0) if c.qkv_bias else None,
+        k_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
+        v_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
+        q_norm=spec("head_dim", deviation=None) if c.qk_norm else None,
+        k_norm=spec("head_dim", deviation=None) if c.qk_norm else None,
+        ffn_norm=spec("width", deviation=None),
+        gate=spec("ffn", "width"),
+        up=spec("ffn", "width"),
+        down=spec("width", "ffn", deviation=residual),
+    )
+    return Params(
+        embedding=spec("vocab", "width"),
+        layers=(layer,) * c.num_layers,
+        final_norm=spec("width", deviation=None),
+        head=None if c.tie_embeddings else spec("vocab", "width"),
+    )
+
+
+def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Return random weights drawn as `describe` says."""
+    specs, treedef = jax.tree.flatten(describe(config))
+
+    def draw(spec: WeightSpec, key: PRNGKeyArray) -> Array:
+        if spec.deviation is None:
+            return jnp.ones(spec.shape, dtype)
+        return (spec.deviation * jax.random.normal(key, spec.shape)).astype(dtype)
+
+    return treedef.unflatten([draw(spec, k) for spec, k in zip(specs, jax.random.split(key, len(specs)), strict=True)])
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    attend: Attend,
+    memory: Memory,
+) -> tuple[Float[Array, "b t v"], Memory]:
+    """Return float32 logits at every position and the memory after all layers.
+
+    Under jit, logits the caller ignores are never computed.
+    """
+    angles = rope_angles(config, positions)
+    x = params.embedding[tokens]
+    for index, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{index}"):
+            x, memory = block(layer, config, index, x, angles, attend, memory)
+    return logits(params, config, x), memory
+
+
+def block(
+    layer: LayerParams,
+    config: ModelConfig,
+    index: int,
+    x: Float[Array, "b t w"],
+    angles: tuple[Float[Array, "b t d/2"], Float[Array, "b t d/2"]],
+    attend: Attend,
+    memory: Memory,
+) -> tuple[Float[Array, "b t w"], Memory]:
+    """Return the residual stream after layer `index`, and the memory its attention left."""
+    c, (b, t, _) = config, x.shape
+    y = rms_norm(x, layer.attention_norm, c.norm_eps)
+    q = linear(y, layer.q, layer.q_bias).reshape(b, t, c.num_heads, c.head_dim)
+    k = linear(y, layer.k, layer.k_bias).reshape(b, t, c.num_kv_heads, c.head_dim)
+    v = linear(y, layer.v, layer.v_bias).reshape(b, t, c.num_kv_heads, c.head_dim)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
+    with jax.named_scope("attend"):
+        out, memory = attend(index, rotate(q, *angles), rotate(k, *angles), v, memory)
+    x = x + linear(out.reshape(b, t, -1), layer.o)
+    y = rms_norm(x, layer.ffn_norm, c.norm_eps)
+    return x + feed_forward(y, layer.gate, layer.up, layer.down), memory
+
+
+def logits(params: Params, config: ModelConfig, x: Float[Array, "b t w"]) -> Float[Array, "b t v"]:
+    """Return float32 logits of residual-stream states."""
+    weight = params.embedding if params.head is None else params.head
+    y = rms_norm(x, params.final_norm, config.norm_eps)
+    return jnp.einsum("...i,oi->...o", y, weight, preferred_element_type=jnp.float32)
