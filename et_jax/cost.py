@@ -4,12 +4,12 @@ Bytes are the cost of decoding: at small batches every weight and every listed p
 step, and reading them is what a step waits for.
 """
 
+import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-from et_jax.types import pytree
 
 
 def num_bytes(tree: object) -> int:
@@ -17,9 +17,9 @@ def num_bytes(tree: object) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@pytree
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of each thing a step may read: the weights, one KV head's block, one block's summary."""
+    """Bytes of each thing a step may read: all weights, one KV head's block, one block's summary."""
 
     weights: int
     block: int
@@ -34,8 +34,9 @@ def sequence_bytes(
     Blocks and summaries count over layers and KV heads. The share is of the configured batch, so that a
     sequence's cost does not depend on its company.
     """
-    own = blocks_read.astype("float32") * float(traffic.block) + summaries_read.astype("float32") * float(traffic.summary)
-    return own + float(traffic.weights) / batch
+    blocks = blocks_read.astype(jnp.float32) * float(traffic.block)
+    summaries = summaries_read.astype(jnp.float32) * float(traffic.summary)
+    return blocks + summaries + traffic.weights / batch
 
 
 def token_flops(num_weights: int, tokens_read: float, group_size: int, head_dim: int) -> float:

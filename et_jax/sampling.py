@@ -56,11 +56,13 @@ def count(counts: TokenCounts, token: Int[Array, " b"], produced: Bool[Array, " 
     return replace(counts, generated=counts.generated.at[rows, token].add(produced.astype(jnp.int32)))
 
 
-def threshold(logits: Float[Array, "b v"], temperature: Float[Array, " b"], sampling: Sampling) -> Float[Array, " b"]:
-    """Return the least logit each row keeps: the strictest of top-k, then top-p of what top-k kept, and min-p.
+def threshold(
+    logits: Float[Array, "b v"], temperature: Float[Array, " b"], sampling: Sampling, least: Float[Array, " b"]
+) -> Float[Array, " b"]:
+    """Return the least logit each row keeps: the strictest of `least`, top-k, top-p of what top-k kept, min-p.
 
-    Greedy rows (temperature 0) get -inf, as do rows that ask for nothing; the passes are skipped when
-    no row asks.
+    Never above the greatest logit, so that a token is always left. Rows that are greedy or ask for
+    nothing get `least`; a truncation's passes are skipped when no row asks for it.
     """
     asks = temperature > 0
     peak = jnp.max(logits, axis=-1)
@@ -81,7 +83,8 @@ def threshold(logits: Float[Array, "b v"], temperature: Float[Array, " b"], samp
 
     cut_p = jax.lax.cond(jnp.any(wants_p), bisect_p, lambda _: jnp.full_like(peak, -jnp.inf), None)
     cut_min = jnp.where(asks, peak + heat * jnp.log(sampling.min_p), -jnp.inf)
-    return jnp.minimum(jnp.maximum(jnp.maximum(cut_k, cut_p), cut_min), peak)
+    cut = jnp.maximum(jnp.maximum(cut_k, cut_p), jnp.maximum(cut_min, least))
+    return jnp.minimum(cut, peak)
 
 
 def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[Array, " b"]) -> Float[Array, " b"]:
