@@ -6,6 +6,7 @@ step, and reading them is what a step waits for.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,12 @@ def sequence_bytes(
     blocks = blocks_read.astype(jnp.float32) * float(traffic.block)
     summaries = summaries_read.astype(jnp.float32) * float(traffic.summary)
     return blocks + summaries + traffic.weights / batch
+
+
+def num_multiplied(params: Any) -> int:
+    """Return the weights a token is multiplied with: all, less an embedding that is not the head too."""
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+    return sum(sizes) - (0 if params.head is None else math.prod(params.embedding.shape))
 
 
 def token_flops(num_weights: int, tokens_read: float, group_size: int, head_dim: int) -> float:

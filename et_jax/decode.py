@@ -103,13 +103,15 @@ class Request:
     """One sequence about to start: the last token of its prompt, and what was asked for.
 
     `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
-    prompt's tokens and is None unless the decoder keeps penalties.
+    prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
+    that several continuations of one prompt differ.
     """
 
     token: Int[Array, ""]
     limit: Int[Array, ""]
     arrival: Int[Array, ""]
     urgency: Float[Array, ""]
+    index: Int[Array, ""]
     stop_ids: Int[Array, " i"]
     sampling: sampling.Sampling
     in_prompt: Bool[Array, " v"] | None
@@ -275,7 +277,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         arrival=state.arrival.at[slot].set(request.arrival),
         urgency=state.urgency.at[slot].set(request.urgency),
         stop_ids=state.stop_ids.at[slot].set(request.stop_ids),
-        sampling=put(state.sampling, request.sampling),
+        sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
         signals=put(state.signals, _signals(())),
         control=put(state.control, _fresh_control(config, request.sampling.temperature)),
@@ -317,8 +319,8 @@ def fork(
 
     rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("table", "cache")}
     forked = replace(state, **jax.tree.map(row, rest), cache=copied)
-    key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(state.sampling.key[slot]), into))
-    keys = forked.sampling.key.at[into].set(jnp.where(granted, key, forked.sampling.key[into]))
+    split = sampling.fold_key(jax.tree.map(lambda x: x[slot], state.sampling), into).key
+    keys = forked.sampling.key.at[into].set(jnp.where(granted, split, forked.sampling.key[into]))
     return replace(
         forked,
         sampling=replace(forked.sampling, key=keys),

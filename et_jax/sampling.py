@@ -112,6 +112,12 @@ def _unordered(keys: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def fold_key(sampling: Sampling, number: Int[Array, ""]) -> Sampling:
+    """Return one request's settings with `number` folded into its key."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(sampling.key), number)
+    return replace(sampling, key=jax.random.key_data(key))
+
+
 def uniform(sampling: Sampling, position: Int[Array, " b"]) -> Float[Array, " b"]:
     """Return one number in [0, 1) per row, from the request's key folded with the token's position."""
 
