@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Int
 from et_jax.models.config import ModelConfig
 
 
-def linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
+def linear(
+    x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
+) -> Float[Array, "*b o"]:
     """Return `x @ weight.T + bias`, accumulated in float32, in the dtype of `x`.
 
     Weights are stored [out, in]: on CPU the same row then gives the same bits among 2 to 1024 rows.

@@ -5,6 +5,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from et_jax.models.config import ModelConfig
@@ -127,7 +128,7 @@ def describe(config: ModelConfig) -> Params:
     )
 
 
-def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> Params:
+def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
     """Return random weights drawn as `describe` says."""
     specs, treedef = jax.tree.flatten(describe(config))
 
