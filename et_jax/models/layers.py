@@ -1,4 +1,7 @@
-"""The pieces of a transformer layer: linear maps, RMS norm, rotary positions, gated feed-forward."""
+"""The pieces of a transformer layer: linear maps, RMS norm, rotary positions, gated feed-forward.
+
+The axis letter `r` is the rotary pairs of a head: half the head dim.
+"""
 
 import math
 
@@ -37,7 +40,7 @@ def feed_forward(
     return linear(gated * linear(x, up), down)
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[Float[Array, " d/2"], float]:
+def rope_frequencies(config: ModelConfig) -> tuple[Float[Array, " r"], float]:
     """Return the rotary frequencies (radians per position) and the factor on cosines and sines.
 
     Formulas: Su et al. 2021; `llama3` as published with Llama 3.1; `yarn` from Peng et al. 2023, section 3.
@@ -70,7 +73,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[Float[Array, " d/2"], float]:
 
 def rope_angles(
     config: ModelConfig, positions: Int[Array, "b t"]
-) -> tuple[Float[Array, "b t d/2"], Float[Array, "b t d/2"]]:
+) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
     """Return the cosines and sines of every position, float32."""
     frequencies, factor = rope_frequencies(config)
     angles = positions[..., None].astype(jnp.float32) * frequencies
@@ -78,7 +81,7 @@ def rope_angles(
 
 
 def rotate(
-    x: Float[Array, "b t h d"], cosine: Float[Array, "b t d/2"], sine: Float[Array, "b t d/2"]
+    x: Float[Array, "b t h d"], cosine: Float[Array, "b t r"], sine: Float[Array, "b t r"]
 ) -> Float[Array, "b t h d"]:
     """Return `x` turned by its positions; channel i is paired with channel i + d/2 (Hugging Face's order)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
