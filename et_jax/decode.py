@@ -304,9 +304,9 @@ def fork(
     refused fork changes nothing.
     """
     length = state.length[slot]
-    full, partial_tokens = length // config.page_size, length % config.page_size
+    full, held = length // config.page_size, -(-length // config.page_size)
     shared = pages.share(state.table, slot, into, full)
-    wanted = jnp.where(jnp.arange(config.num_slots) == into, full + (partial_tokens > 0), 0)
+    wanted = jnp.where(jnp.arange(config.num_slots) == into, held, 0)
     table, granted = pages.reserve(shared, wanted, 1)
     granted = granted[into]
     page, fresh = state.table.pages[slot, full], table.pages[into, full]
