@@ -1,5 +1,25 @@
-"""Every test runs with strict dtype promotion: a silent float32 next to a bfloat16 is an error."""
+"""What every test shares: strict dtype promotion, repeatable examples, and the data folder."""
 
+import os
+from pathlib import Path
+
+import hypothesis
 import jax
+import pytest
 
+# A silent float32 next to a bfloat16 is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The same examples in every run and nothing kept between runs; the first example of many compiles.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Return the folder of real weights, text and prompts: ET_JAX_SHARED, or `shared` beside the repository."""
+    beside = Path(__file__).resolve().parents[1].parent / "shared"
+    folder = Path(os.environ.get("ET_JAX_SHARED") or beside)
+    if not folder.is_dir():
+        pytest.skip(f"no data folder at {folder}; set ET_JAX_SHARED to the folder that holds models/ and text/")
+    return folder
