@@ -1,0 +1,116 @@
+"""Make the files in tests/golden: small random models and what transformers computes from them.
+
+Runs in an environment of its own, which holds torch and transformers and needs no et_jax:
+
+    python scripts/make_golden.py tests/golden
+    python scripts/make_golden.py tests/golden --greedy FOLDER   # also greedy texts of a real model
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+
+LENGTH = 40  # tokens of a sequence: beyond the windows and the original lengths below
+COMMON = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+GROUPED = COMMON | {"num_key_value_heads": 2}
+
+
+def rope(kind: str, **settings) -> dict:
+    """Return the rotary settings of one kind."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
+
+
+FAMILIES = {
+    "llama2": ("LlamaConfig", COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama_untied": ("LlamaConfig", GROUPED | {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
+    "llama3": (
+        "LlamaConfig",
+        GROUPED
+        | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "llama_linear": ("LlamaConfig", GROUPED | rope("linear", factor=4.0)),
+    "llama_yarn": (
+        "LlamaConfig",
+        GROUPED | {"head_dim": 16} | rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
+    "mistral": ("MistralConfig", GROUPED | {"sliding_window": 8}),
+    "qwen2": (
+        "Qwen2Config",
+        GROUPED
+        | {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "num_hidden_layers": 3}),
+}
+PROMPTS = (
+    "Once upon a time",
+    "One day, a little girl named Lily found a needle in her",
+    "Tom and his dog went to the",
+    "The big bear was sad because",
+    '"Can I have a cookie?" Ben asked his',
+)
+
+
+def make_family(folder: Path, config_name: str, settings: dict, seed: int) -> None:
+    """Write one random model and its logits on one random sequence, all float32."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.5)
+            else:
+                weight.normal_(std=0.2)
+        tokens = torch.randint(0, config.vocab_size, (1, LENGTH))
+        logits = model(tokens).logits
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    np.savez(folder / "golden.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy())
+    print(f"{folder.name}: logits deviate by {logits.std():.2f}")
+
+
+def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
+    """Write the greedy continuations of the model in `folder`: at most `num_tokens`, or to its end token."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt).ids
+        output = model.generate(torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False)[0, len(ids) :].tolist()
+        stopped = output[-1] == model.config.eos_token_id
+        row = {"prompt": prompt, "prompt_ids": ids, "ids": output, "text": tokenizer.decode(output), "stopped": stopped}
+        rows.append(row)
+        print(f"{len(output)} tokens{', stopped' if stopped else ''}: {row['text'][:60]!r}")
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the golden files")
+    parser.add_argument("--greedy", type=Path, metavar="FOLDER", help="model to write greedy texts of")
+    arguments = parser.parse_args()
+    for seed, (name, (config_name, settings)) in enumerate(FAMILIES.items()):
+        make_family(arguments.out / name, config_name, settings, seed)
+    if arguments.greedy:
+        make_greedy(arguments.out / f"{arguments.greedy.name}.json", arguments.greedy)
+
+
+if __name__ == "__main__":
+    main()
