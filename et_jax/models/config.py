@@ -77,16 +77,20 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UsageError(f"{source}: architecture {names[0]} is not supported; use one of {supported}.")
 
-    def need(key: str) -> Any:
-        if values.get(key) is None:
-            raise UsageError(f"{source}: the field {key} is missing; take the file from the model's repository again.")
-        return values[key]
+    def need(key: str) -> int:
+        number = values.get(key)
+        if not isinstance(number, int) or number < 1:
+            given = "missing" if number is None else f"{number!r}, not a positive integer"
+            raise UsageError(f"{source}: the field {key} is {given}; take the file from the model's repository again.")
+        return number
 
     if values.get("hidden_act", "silu") != "silu":
         raise UsageError(f"{source}: hidden_act {values['hidden_act']} is not supported; only silu is.")
     for bias in ("attention_bias", "mlp_bias"):
         if values.get(bias):
             raise UsageError(f"{source}: {bias} is not supported; use a model without it.")
+    if values.get("quantization_config"):
+        raise UsageError(f"{source}: quantised weights are not supported; use the bfloat16 or float32 original.")
 
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     kv_heads = values.get("num_key_value_heads") or heads
@@ -116,6 +120,64 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
     )
 
 
+def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` values that describe `config`, in the spelling that old readers know too.
+
+    Raises ValueError where the family has no spelling for the configuration, such as a Llama with windows.
+    """
+    c = config
+    class_names = {architecture: name for name, architecture in ARCHITECTURES.items()}
+    if c.architecture not in class_names:
+        raise ValueError(f"architecture is {c.architecture!r}; it must be one of {', '.join(class_names)}.")
+    values: dict[str, Any] = {
+        "architectures": [class_names[c.architecture]],
+        "model_type": c.architecture,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_positions,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.rope_scaling is None else _scaling_to_hugging_face(c.rope_scaling),
+        "tie_word_embeddings": c.tie_embeddings,
+        "bos_token_id": c.bos_token_id,
+        "eos_token_id": c.eos_token_ids[0] if len(c.eos_token_ids) == 1 else list(c.eos_token_ids) or None,
+    }
+    window = next((window for window in c.windows if window is not None), None)
+    if c.architecture == "mistral":
+        values["sliding_window"] = window
+    elif window is not None:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in c.windows]
+        values |= {
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "max_window_layers": kinds.index("sliding_attention"),
+            "layer_types": kinds,
+        }
+    if from_hugging_face(values) != c:
+        raise ValueError(
+            f"a {c.architecture} config.json cannot describe {c}; choose an architecture that has its parts."
+        )
+    return values
+
+
+def _scaling_to_hugging_face(scaling: RopeScaling) -> dict[str, Any]:
+    fields = dataclasses.asdict(scaling)
+    used = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
+    }[scaling.kind]
+    given = {name: fields[name] for name in used if fields[name] is not None}
+    original = {"original_max_position_embeddings": scaling.original_max_positions}
+    return {"rope_type": scaling.kind, "type": scaling.kind} | given | original
+
+
 def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
     base = {"rope_theta": values["rope_theta"]} if values.get("rope_theta") else {}
@@ -124,6 +186,11 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_scaling(values: Mapping[str, Any], source: str) -> RopeScaling | None:
     parameters = _rope_parameters(values)
+    if values.get("partial_rotary_factor", 1.0) != 1.0 or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UsageError(f"{source}: partial_rotary_factor is not supported; use a model that rotates whole heads.")
+    for name in ("mscale", "mscale_all_dim", "truncate"):
+        if name in parameters:
+            raise UsageError(f"{source}: the rotary setting {name} is not supported; use a model without it.")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
@@ -138,11 +205,15 @@ def _rope_scaling(values: Mapping[str, Any], source: str) -> RopeScaling | None:
 
 
 def _windows(values: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window. Qwen configurations carry one that is off unless they say so."""
+    """Each layer's sliding window. Llama has none; Qwen configurations carry one that is off unless they say so."""
     window = values.get("sliding_window")
-    if window is None or (architecture.startswith("qwen") and not values.get("use_sliding_window")):
+    if (
+        window is None
+        or architecture == "llama"
+        or (architecture.startswith("qwen") and not values.get("use_sliding_window"))
+    ):
         return (None,) * num_layers
     if kinds := values.get("layer_types"):
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = values.get("max_window_layers", 0) if architecture.startswith("qwen") else 0
+    first = values.get("max_window_layers", 28) if architecture.startswith("qwen") else 0
     return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -1,4 +1,7 @@
-"""The pieces of a transformer layer: linear maps, RMS norm, rotary positions, gated feed-forward."""
+"""The pieces of a transformer layer: linear maps, RMS norm, rotary positions, gated feed-forward.
+
+The axis letter `r` is the rotary pairs of a head: half the head dim.
+"""
 
 import math
 
@@ -9,7 +12,9 @@ from jaxtyping import Array, Float, Int
 from et_jax.models.config import ModelConfig
 
 
-def linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
+def linear(
+    x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
+) -> Float[Array, "*b o"]:
     """Return `x @ weight.T + bias`, accumulated in float32, in the dtype of `x`.
 
     Weights are stored [out, in]: on CPU the same row then gives the same bits among 2 to 1024 rows.
@@ -35,7 +40,7 @@ def feed_forward(
     return linear(gated * linear(x, up), down)
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[Float[Array, " d/2"], float]:
+def rope_frequencies(config: ModelConfig) -> tuple[Float[Array, " r"], float]:
     """Return the rotary frequencies (radians per position) and the factor on cosines and sines.
 
     Formulas: Su et al. 2021; `llama3` as published with Llama 3.1; `yarn` from Peng et al. 2023, section 3.
@@ -68,7 +73,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[Float[Array, " d/2"], float]:
 
 def rope_angles(
     config: ModelConfig, positions: Int[Array, "b t"]
-) -> tuple[Float[Array, "b t d/2"], Float[Array, "b t d/2"]]:
+) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
     """Return the cosines and sines of every position, float32."""
     frequencies, factor = rope_frequencies(config)
     angles = positions[..., None].astype(jnp.float32) * frequencies
@@ -76,7 +81,7 @@ def rope_angles(
 
 
 def rotate(
-    x: Float[Array, "b t h d"], cosine: Float[Array, "b t d/2"], sine: Float[Array, "b t d/2"]
+    x: Float[Array, "b t h d"], cosine: Float[Array, "b t r"], sine: Float[Array, "b t r"]
 ) -> Float[Array, "b t h d"]:
     """Return `x` turned by its positions; channel i is paired with channel i + d/2 (Hugging Face's order)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

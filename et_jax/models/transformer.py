@@ -1,19 +1,22 @@
 """The transformer: weights as a pytree, and `forward`, which knows no cache, page, mask or kernel."""
 
 import dataclasses
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
 from et_jax.types import pytree
 
+T = TypeVar("T")
 Memory = TypeVar("Memory")
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention as the model sees it: new queries, keys and values in; mixed values out.
 
@@ -32,16 +35,19 @@ class Attend(Protocol):
 
 @pytree
 class LayerParams:
-    """Weights of one layer, stored [out, in]. Biases and head norms are None where a family has none."""
+    """Weights of one layer, stored [out, in]. Biases and head norms are None where a family has none.
+
+    `hd` is query heads times head dim, `kd` KV heads times head dim.
+    """
 
     attention_norm: Float[Array, " w"]
-    q: Float[Array, "h*d w"]
-    k: Float[Array, "k*d w"]
-    v: Float[Array, "k*d w"]
-    o: Float[Array, "w h*d"]
-    q_bias: Float[Array, " h*d"] | None
-    k_bias: Float[Array, " k*d"] | None
-    v_bias: Float[Array, " k*d"] | None
+    q: Float[Array, "hd w"]
+    k: Float[Array, "kd w"]
+    v: Float[Array, "kd w"]
+    o: Float[Array, "w hd"]
+    q_bias: Float[Array, " hd"] | None
+    k_bias: Float[Array, " kd"] | None
+    v_bias: Float[Array, " kd"] | None
     q_norm: Float[Array, " d"] | None
     k_norm: Float[Array, " d"] | None
     ffn_norm: Float[Array, " w"]
@@ -72,6 +78,13 @@ class WeightSpec:
     deviation: float | None
 
 
+def _unchecked(cls: type[T], **children) -> T:
+    """Return a `cls` around children that are no arrays, which a shape-checking `__init__` would refuse."""
+    tree = object.__new__(cls)
+    vars(tree).update(children)
+    return tree
+
+
 def describe(config: ModelConfig) -> Params:
     """Return the tree of `WeightSpec` that a model of this configuration holds."""
     c = config
@@ -89,7 +102,8 @@ def describe(config: ModelConfig) -> Params:
         return WeightSpec(shape=tuple(sizes[axis] for axis in axes), axes=axes, deviation=deviation)
 
     residual = 0.02 / (2 * c.num_layers) ** 0.5  # GPT-2: the sum over layers keeps its variance
-    layer = LayerParams(
+    layer = _unchecked(
+        LayerParams,
         attention_norm=spec("width", deviation=None),
         q=spec("heads", "width"),
         k=spec("kv_heads", "width"),
@@ -105,7 +119,8 @@ def describe(config: ModelConfig) -> Params:
         up=spec("ffn", "width"),
         down=spec("width", "ffn", deviation=residual),
     )
-    return Params(
+    return _unchecked(
+        Params,
         embedding=spec("vocab", "width"),
         layers=(layer,) * c.num_layers,
         final_norm=spec("width", deviation=None),
@@ -113,7 +128,7 @@ def describe(config: ModelConfig) -> Params:
     )
 
 
-def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> Params:
+def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
     """Return random weights drawn as `describe` says."""
     specs, treedef = jax.tree.flatten(describe(config))
 
@@ -150,7 +165,7 @@ def block(
     config: ModelConfig,
     index: int,
     x: Float[Array, "b t w"],
-    angles: tuple[Float[Array, "b t d/2"], Float[Array, "b t d/2"]],
+    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
     attend: Attend,
     memory: Memory,
 ) -> tuple[Float[Array, "b t w"], Memory]:

@@ -1,0 +1,149 @@
+"""The KV cache: pages of keys and values, and a summary of every page."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int8
+
+from et_jax.types import pytree, replace
+
+_LANE = 128  # the last axis is padded to whole lanes, so that a page is one transfer on every chip
+
+
+@pytree
+class PageSummary:
+    """What is known of each page without reading it, over the tokens written to it.
+
+    `key_box` holds the channelwise minimum of the keys in its first half and the maximum in its second;
+    `mean` the mean key, then the mean value; `value_radius` the greatest distance of a value from the
+    mean value. Laid out as a cached token is, key part first.
+    """
+
+    key_box: Float[Array, "k p e"]
+    mean: Float[Array, "k p e"]
+    value_radius: Float[Array, "k p"]
+
+
+@pytree
+class LayerCache:
+    """One layer's pages: key and value of a token side by side on the last axis, then padding.
+
+    `key_codes` are 8-bit copies of the keys for certified selection, None unless asked for.
+    """
+
+    pages: Float[Array, "k p s e"]
+    summary: PageSummary
+    key_codes: Int8[Array, "k p s d"] | None
+
+
+@pytree
+class KVCache:
+    """The pages of every layer."""
+
+    layers: tuple[LayerCache, ...]
+
+
+def token_width(head_dim: int) -> int:
+    """Return `e`: key and value of one head, padded to a multiple of 128."""
+    return -(-2 * head_dim // _LANE) * _LANE
+
+
+def empty(
+    num_layers: int, num_kv_heads: int, head_dim: int, num_pages: int, page_size: int, dtype: DTypeLike
+) -> KVCache:
+    """Return a cache of zeros."""
+    e = token_width(head_dim)
+
+    def layer() -> LayerCache:
+        return LayerCache(
+            pages=jnp.zeros((num_kv_heads, num_pages, page_size, e), dtype),
+            summary=PageSummary(
+                key_box=jnp.zeros((num_kv_heads, num_pages, e), dtype),
+                mean=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32),
+                value_radius=jnp.zeros((num_kv_heads, num_pages), jnp.float32),
+            ),
+            key_codes=None,
+        )
+
+    return KVCache(layers=tuple(layer() for _ in range(num_layers)))
+
+
+def write(
+    layer: LayerCache,
+    k: Float[Array, "b t k d"],
+    v: Float[Array, "b t k d"],
+    table: Int[Array, "b n"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+) -> LayerCache:
+    """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they touch.
+
+    The pages must be reserved. Tokens beyond `count` are dropped. A summary is recomputed from the
+    page's stored tokens, never merged, so that it is exact whatever was there before.
+    """
+    num_pages, page_size, e = layer.pages.shape[1:]
+    t, d = k.shape[1], k.shape[3]
+    new = jnp.concatenate([k, v], axis=-1).astype(layer.pages.dtype)
+    new = jnp.pad(new, ((0, 0), (0, 0), (0, 0), (0, e - 2 * d))).transpose(2, 0, 1, 3)
+    position = start[:, None] + jnp.arange(t)
+    page = _page_of(table, position // page_size, jnp.arange(t) < count[:, None], num_pages)
+    pages = layer.pages.at[:, page, position % page_size].set(new, mode="drop")
+
+    end = start + count
+    block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
+    num_tokens = jnp.clip(end[:, None] - block * page_size, 0, page_size)
+    page = _page_of(table, block, (num_tokens > 0) & (count[:, None] > 0), num_pages)
+    fresh = summarise(pages[:, page], num_tokens, d)
+    old = layer.summary
+    summary = PageSummary(
+        key_box=old.key_box.at[:, page].set(fresh.key_box, mode="drop"),
+        mean=old.mean.at[:, page].set(fresh.mean, mode="drop"),
+        value_radius=old.value_radius.at[:, page].set(fresh.value_radius, mode="drop"),
+    )
+    return replace(layer, pages=pages, summary=summary)
+
+
+def _page_of(table: Int[Array, "b n"], block: Int[Array, "b t"], keep: Array, num_pages: int) -> Int[Array, "b t"]:
+    """Return each block's page, and one past the last page (which a write drops) where `keep` is False."""
+    last = table.shape[1] - 1
+    return jnp.where(keep, jnp.take_along_axis(table, jnp.minimum(block, last), axis=1), num_pages)
+
+
+def summarise(pages: Float[Array, "k *p s e"], num_tokens: Int[Array, "*p"], head_dim: int) -> PageSummary:
+    """Return the summary of `pages`, of which the first `num_tokens` tokens count."""
+    d, e = head_dim, pages.shape[-1]
+    keep = (jnp.arange(pages.shape[-2]) < num_tokens[..., None])[None, ..., None]
+    key, value = pages[..., :d], pages[..., d : 2 * d]
+    box = jnp.concatenate(
+        [jnp.min(jnp.where(keep, key, jnp.inf), axis=-2), jnp.max(jnp.where(keep, key, -jnp.inf), axis=-2)], axis=-1
+    )
+    tokens = jnp.where(keep, pages.astype(jnp.float32), 0.0)
+    mean = jnp.sum(tokens, axis=-2) / jnp.maximum(num_tokens, 1).astype(jnp.float32)[None, ..., None]
+    apart = jnp.where(keep, value.astype(jnp.float32) - mean[..., None, d : 2 * d], 0.0)
+    pad = [(0, 0)] * (box.ndim - 1) + [(0, e - 2 * d)]
+    return PageSummary(
+        key_box=jnp.pad(box, pad),
+        mean=mean,
+        value_radius=jnp.sqrt(jnp.max(jnp.sum(apart * apart, axis=-1), axis=-1)),
+    )
+
+
+def copy_page(cache: KVCache, page: Int[Array, ""], into: Int[Array, ""]) -> KVCache:
+    """Return the cache with `page`, its summary included, copied over the page `into`."""
+
+    def copy(x: Array) -> Array:
+        return x.at[:, into].set(x[:, page])
+
+    return KVCache(
+        layers=tuple(
+            LayerCache(
+                pages=copy(layer.pages),
+                summary=PageSummary(
+                    key_box=copy(layer.summary.key_box),
+                    mean=copy(layer.summary.mean),
+                    value_radius=copy(layer.summary.value_radius),
+                ),
+                key_codes=None if layer.key_codes is None else copy(layer.key_codes),
+            )
+            for layer in cache.layers
+        )
+    )

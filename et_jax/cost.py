@@ -1,0 +1,55 @@
+"""What a step costs, in bytes moved and in FLOPs, from shapes and from what the step really read.
+
+Bytes are the cost of decoding: at small batches every weight and every listed page is read once per
+step, and reading them is what a step waits for.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def num_bytes(tree: object) -> int:
+    """Return the bytes the arrays of a pytree hold."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of each thing a step may read: all weights, one KV head's block, one block's summary."""
+
+    weights: int
+    block: int
+    summary: int
+
+
+def sequence_bytes(
+    traffic: Traffic, batch: int, blocks_read: Int[Array, " b"], summaries_read: Int[Array, " b"]
+) -> Float[Array, " b"]:
+    """Return each sequence's own bytes in a step: its blocks, its summaries, its share of the weights.
+
+    Blocks and summaries count over layers and KV heads. The share is of the configured batch, so that a
+    sequence's cost does not depend on its company.
+    """
+    blocks = blocks_read.astype(jnp.float32) * float(traffic.block)
+    summaries = summaries_read.astype(jnp.float32) * float(traffic.summary)
+    return blocks + summaries + traffic.weights / batch
+
+
+def num_multiplied(params: Any) -> int:
+    """Return the weights a token is multiplied with: all, less an embedding that is not the head too."""
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+    return sum(sizes) - (0 if params.head is None else math.prod(params.embedding.shape))
+
+
+def token_flops(num_weights: int, tokens_read: float, group_size: int, head_dim: int) -> float:
+    """Return the FLOPs of one token: two per weight, and four per channel of every key and value read.
+
+    `num_weights` counts the weights that are multiplied (an embedding only where it is the head too);
+    `tokens_read` counts cached tokens over layers and KV heads, each met by `group_size` query heads.
+    """
+    return 2.0 * num_weights + 4.0 * head_dim * group_size * tokens_read

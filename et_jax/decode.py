@@ -1,0 +1,609 @@
+"""The hall: the decode state, and the pure functions that carry a sequence from prompt to text.
+
+    prefill -> insert -> step, step, step -> release
+
+Every function takes a state and returns a state. `decoder` binds the static configuration and jits
+them with the state donated, so that the cache is updated in place.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax import cache as kv
+from et_jax import cost, entropy, pages, sampling
+from et_jax.attend import Memory, Reading, Receipts, decode_attend, list_words, prefill_attend, start_receipts
+from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain
+from et_jax.control.clock import paper
+from et_jax.control.priority import fcfs
+from et_jax.control.select import AnySelector, Selector, dense
+from et_jax.control.smoothing import ema_entropy
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import Params, forward
+from et_jax.types import pytree, replace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Controller:
+    """The three doors and the queue: what runs the decoder beside the model.
+
+    `law` runs after every token. `temperature_rule` decides the temperature of the very token about to
+    be drawn; None leaves it to the law. `selector` is one for all layers, or one per layer. `priority`
+    orders the sequences when more are resident than a step serves; every step of waiting adds `aging`.
+    """
+
+    law: AnyLaw = dataclasses.field(default_factory=lambda: chain(ema_entropy(), paper()))
+    temperature_rule: TemperatureRule | None = None
+    selector: AnySelector | tuple[AnySelector, ...] = dataclasses.field(default_factory=dense)
+    priority: PriorityRule = dataclasses.field(default_factory=fcfs)
+    aging: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What is fixed for the life of a decoder; each field shapes the compiled programs.
+
+    `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
+    slot. A prompt is prefilled `chunk` tokens at a time, a multiple of `page_size`. `max_steps` is the
+    most one `decode` call can run. `num_logprobs` alternatives are reported with every token.
+    `penalties` keeps token counts. `backend` names the attention kernels.
+    """
+
+    model: ModelConfig
+    num_slots: int
+    batch: int
+    page_size: int
+    num_pages: int
+    max_length: int
+    chunk: int
+    max_steps: int
+    cache_dtype: DTypeLike
+    backend: str
+    num_logprobs: int = 0
+    num_stop_ids: int = 8
+    penalties: bool = False
+    controller: Controller = dataclasses.field(default_factory=Controller)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.batch <= self.num_slots:
+            raise ValueError(f"batch: got {self.batch}, wanted 2 to num_slots = {self.num_slots}")
+        if self.chunk % self.page_size:
+            raise ValueError(f"chunk: got {self.chunk}, wanted a multiple of page_size = {self.page_size}")
+        selector = self.controller.selector
+        if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
+            raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
+
+    @property
+    def blocks_per_slot(self) -> int:
+        """Blocks a slot of `max_length` tokens holds."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def law(self) -> Law:
+        """The controller's law, with its starting values."""
+        return chain(self.controller.law)
+
+    @property
+    def reading(self) -> Reading:
+        """How attention reads the cache."""
+        given = self.controller.selector
+        each = given if isinstance(given, tuple) else (given,) * self.model.num_layers
+        selectors = tuple(s if isinstance(s, Selector) else Selector(s) for s in each)
+        return Reading(model=self.model, page_size=self.page_size, selectors=selectors, backend=self.backend)
+
+
+@pytree
+class Request:
+    """One sequence about to start: the last token of its prompt, and what was asked for.
+
+    `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
+    prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
+    that several continuations of one prompt differ.
+    """
+
+    token: Int[Array, ""]
+    limit: Int[Array, ""]
+    arrival: Int[Array, ""]
+    urgency: Float[Array, ""]
+    index: Int[Array, ""]
+    stop_ids: Int[Array, " i"]
+    sampling: sampling.Sampling
+    in_prompt: Bool[Array, " v"] | None
+
+
+@pytree
+class DecodeState:
+    """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
+
+    `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
+    tokens were produced of at most `limit`. `signals` is what was last observed of each slot.
+    """
+
+    token: Int[Array, " b"]
+    length: Int[Array, " b"]
+    generated: Int[Array, " b"]
+    limit: Int[Array, " b"]
+    active: Bool[Array, " b"]
+    arrival: Int[Array, " b"]
+    urgency: Float[Array, " b"]
+    stop_ids: Int[Array, "b i"]
+    sampling: sampling.Sampling
+    counts: sampling.TokenCounts | None
+    signals: Signals
+    control: ControlState
+    table: pages.PageTable
+    cache: kv.KVCache
+
+
+@pytree
+class StepOutput:
+    """What a step did for every slot; rows where `produced` is False hold nothing to read.
+
+    `refused` slots were to advance but no page was free: nothing of them changed. `failed` slots had
+    logits that are not numbers: they are stopped, and their text ends before this token. `temperature`
+    is the one the token was drawn at. `top_tokens` and `top_logprobs` are None unless asked for.
+    """
+
+    token: Int[Array, "*b"]
+    produced: Bool[Array, "*b"]
+    finished: Bool[Array, "*b"]
+    failed: Bool[Array, "*b"]
+    refused: Bool[Array, "*b"]
+    temperature: Float[Array, "*b"]
+    entropic_time: Float[Array, "*b"]
+    total_cost: Float[Array, "*b"]
+    signals: Signals
+    top_tokens: Int[Array, "*b a"] | None
+    top_logprobs: Float[Array, "*b a"] | None
+
+
+def _signals(shape: tuple[int, ...]) -> Signals:
+    fields = {f.name: jnp.zeros(shape, jnp.float32) for f in dataclasses.fields(Signals)}
+    whole = ("blocks_read", "length", "generated", "remaining", "arrival", "pages_held")
+    return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
+
+
+def _fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> ControlState:
+    """The control state of one sequence before its first token."""
+    zero = jnp.zeros((), jnp.float32)
+    shape = (config.model.num_layers, config.model.num_kv_heads, list_words(config.blocks_per_slot))
+    return config.law.init(
+        ControlState(
+            entropy=zero,
+            entropic_time=zero,
+            total_cost=zero,
+            temperature=temperature,
+            surprisal_cap=jnp.full((), jnp.inf, jnp.float32),
+            tolerance=zero,
+            priority=zero,
+            wait=jnp.zeros((), jnp.int32),
+            block_mask=jnp.zeros(shape, jnp.uint32),
+            memory={},
+        )
+    )
+
+
+def empty(config: DecoderConfig) -> DecodeState:
+    """Return the state of a decoder that holds no sequence."""
+    b, v, model = config.num_slots, config.model.vocab_size, config.model
+
+    def integers(*shape: int) -> Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    def numbers() -> Array:
+        return jnp.zeros(b, jnp.float32)
+
+    settings = sampling.Sampling(
+        temperature=numbers(),
+        top_k=integers(b),
+        top_p=jnp.ones(b, jnp.float32),
+        min_p=numbers(),
+        repetition_penalty=jnp.ones(b, jnp.float32),
+        presence_penalty=numbers(),
+        frequency_penalty=numbers(),
+        key=jnp.zeros((b, 2), jnp.uint32),
+    )
+    counts = sampling.TokenCounts(in_prompt=jnp.zeros((b, v), bool), generated=integers(b, v))
+    return DecodeState(
+        token=integers(b),
+        length=integers(b),
+        generated=integers(b),
+        limit=integers(b),
+        active=jnp.zeros(b, bool),
+        arrival=integers(b),
+        urgency=numbers(),
+        stop_ids=jnp.full((b, config.num_stop_ids), -1, jnp.int32),
+        sampling=settings,
+        counts=counts if config.penalties else None,
+        signals=_signals((b,)),
+        control=jax.vmap(partial(_fresh_control, config))(numbers()),
+        table=pages.empty(b, config.blocks_per_slot, config.num_pages),
+        cache=kv.empty(
+            model.num_layers, model.num_kv_heads, model.head_dim, config.num_pages, config.page_size, config.cache_dtype
+        ),
+    )
+
+
+def prefill(
+    config: DecoderConfig,
+    params: Params,
+    state: DecodeState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, " t"],
+    count: Int[Array, ""],
+) -> tuple[DecodeState, Bool[Array, ""]]:
+    """Write the next `count` prompt tokens of an inactive slot into the cache; False where pages ran out.
+
+    `tokens` is one chunk, padded. The prompt's last token is left for `insert`, so that every token is
+    sampled in `step`. A refused chunk changes nothing.
+    """
+    start = state.length[slot]
+    blocks = -(-(start + count) // config.page_size)
+    here = jnp.arange(config.num_slots) == slot
+    most = config.chunk // config.page_size + 1
+    table, granted = pages.reserve(state.table, jnp.where(here, blocks, 0), most)
+    granted = granted[slot]
+    written = jnp.where(granted, count, 0)
+    attend = prefill_attend(config.reading, table.pages[slot][None], start[None], written[None])
+    positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    _, cache = forward(params, config.model, tokens[None], positions[None], attend, state.cache)
+    return replace(state, table=table, cache=cache, length=state.length.at[slot].add(written)), granted
+
+
+def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
+    """Start a sequence in `slot`, whose prompt but for the last token has been prefilled."""
+
+    def put(tree: Any, row: Any) -> Any:
+        return jax.tree.map(lambda x, y: x.at[slot].set(y), tree, row)
+
+    counts = state.counts
+    if counts is not None:
+        if request.in_prompt is None:
+            raise ValueError("request.in_prompt: got None, wanted the prompt's tokens, because penalties are kept")
+        none_yet = jnp.zeros(config.model.vocab_size, jnp.int32)
+        counts = put(counts, sampling.TokenCounts(in_prompt=request.in_prompt, generated=none_yet))
+    return replace(
+        state,
+        token=state.token.at[slot].set(request.token),
+        generated=state.generated.at[slot].set(0),
+        limit=state.limit.at[slot].set(request.limit),
+        active=state.active.at[slot].set(request.limit > 0),
+        arrival=state.arrival.at[slot].set(request.arrival),
+        urgency=state.urgency.at[slot].set(request.urgency),
+        stop_ids=state.stop_ids.at[slot].set(request.stop_ids),
+        sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
+        counts=counts,
+        signals=put(state.signals, _signals(())),
+        control=put(state.control, _fresh_control(config, request.sampling.temperature)),
+    )
+
+
+def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Stop a slot's sequence and give back its pages."""
+    return replace(
+        state,
+        active=state.active.at[slot].set(False),
+        length=state.length.at[slot].set(0),
+        table=pages.release(state.table, slot),
+    )
+
+
+def fork(
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], into: Int[Array, ""]
+) -> tuple[DecodeState, Bool[Array, ""]]:
+    """Continue `slot`'s sequence a second time in the empty slot `into`; False where no page was free.
+
+    Full pages are shared by reference count; the partial page is copied with its summary. The key is
+    folded with `into`, so that the two futures differ; everything else, control included, is equal. A
+    refused fork changes nothing.
+    """
+    length = state.length[slot]
+    full, partial_tokens = length // config.page_size, length % config.page_size
+    shared = pages.share(state.table, slot, into, full)
+    wanted = jnp.where(jnp.arange(config.num_slots) == into, full + (partial_tokens > 0), 0)
+    table, granted = pages.reserve(shared, wanted, 1)
+    granted = granted[into]
+    page, fresh = state.table.pages[slot, full], table.pages[into, full]
+    copied = kv.copy_page(state.cache, jnp.where(granted, page, 0), jnp.where(granted, fresh, 0))
+    rows = jnp.arange(config.num_slots)
+    source = jnp.where((rows == into) & granted, slot, rows)
+
+    def row(x: Array) -> Array:
+        return x[source]
+
+    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("table", "cache")}
+    forked = replace(state, **jax.tree.map(row, rest), cache=copied)
+    split = sampling.fold_key(jax.tree.map(lambda x: x[slot], state.sampling), into).key
+    keys = forked.sampling.key.at[into].set(jnp.where(granted, split, forked.sampling.key[into]))
+    return replace(
+        forked,
+        sampling=replace(forked.sampling, key=keys),
+        table=jax.tree.map(lambda new, old: jnp.where(granted, new, old), table, state.table),
+    ), granted
+
+
+def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+    """Advance the sequences served by one token.
+
+    choose -> reserve -> forward -> measure -> sample -> control -> scatter. A slot that got no page is
+    refused: no token, and its clock, key and control are unchanged.
+    """
+    state = _prioritise(config, state)
+    rows = _choose(config, state)
+    served = _take(state.active, rows)
+    length = _take(state.length, rows)
+    wanted = jnp.where(served, length // config.page_size + 1, 0)
+    table, granted = pages.reserve(state.table, _scatter(jnp.zeros_like(state.length), rows, wanted), 1)
+    run = served & _take(granted, rows)
+
+    tolerance = _take(state.control.tolerance, rows)
+    attend = decode_attend(config.reading, _take(table.pages, rows), length, run, tolerance)
+    memory = Memory(cache=state.cache, receipts=start_receipts(config.batch))
+    token = _take(state.token, rows)
+    logits, memory = forward(params, config.model, token[:, None], length[:, None], attend, memory)
+    logits = logits[:, 0]
+
+    with jax.named_scope("control"):
+        control = _take(state.control, rows)
+        settings = _take(state.sampling, rows)
+        counts = _take(state.counts, rows)
+        signals, raw = _measure(config, params, state, rows, run, logits, memory.receipts)
+        failed = run & ~jnp.isfinite(raw.s0)
+        produced = run & ~failed
+        normaliser = entropy.log_normaliser(raw)
+        drawn = _sample(config, logits, settings, counts, signals, control, length + 1, normaliser)
+        logit = jnp.take_along_axis(logits, drawn.token[:, None], axis=1)[:, 0]
+        signals = replace(drawn.signals, surprisal=normaliser - logit)
+        masks = jnp.stack(memory.receipts.block_masks, axis=1)
+        control = _decide(config, settings, signals, replace(control, block_mask=masks))
+
+    stopped = jnp.any(drawn.token[:, None] == _take(state.stop_ids, rows), axis=1)
+    finished = produced & (stopped | (signals.generated >= _take(state.limit, rows)))
+
+    def put(tree: Any, new: Any) -> Any:
+        return jax.tree.map(lambda old, x: _scatter(old, rows, _where(produced, x, _take(old, rows))), tree, new)
+
+    waited = jnp.where(state.active, state.control.wait + 1, 0)
+    every = jnp.zeros(config.num_slots, bool)
+    after = replace(
+        state,
+        token=put(state.token, drawn.token),
+        length=put(state.length, length + 1),
+        generated=put(state.generated, signals.generated),
+        active=_scatter(state.active, rows, _take(state.active, rows) & ~finished & ~failed),
+        counts=put(state.counts, None if counts is None else sampling.count(counts, drawn.token, produced)),
+        signals=put(state.signals, signals),
+        control=put(replace(state.control, wait=waited), replace(control, wait=jnp.zeros_like(control.wait))),
+        table=table,
+        cache=memory.cache,
+    )
+    top = jax.lax.top_k(logits, config.num_logprobs) if config.num_logprobs else None
+    output = StepOutput(
+        token=after.token,
+        produced=_scatter(every, rows, produced),
+        finished=_scatter(every, rows, finished),
+        failed=_scatter(every, rows, failed),
+        refused=_scatter(every, rows, served & ~run),
+        temperature=_scatter(jnp.zeros_like(state.control.temperature), rows, drawn.temperature),
+        entropic_time=after.control.entropic_time,
+        total_cost=after.control.total_cost,
+        signals=after.signals,
+        top_tokens=None if top is None else _spread(config, rows, top[1]),
+        top_logprobs=None if top is None else _spread(config, rows, top[0] - normaliser[:, None]),
+    )
+    return after, output
+
+
+def decode(
+    config: DecoderConfig, params: Params, state: DecodeState, num_steps: Int[Array, ""]
+) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
+    """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
+
+    Returns the outputs stacked over `max_steps`, of which the returned number were run.
+    """
+    _, shapes = jax.eval_shape(partial(step, config), params, state)
+    outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
+    num_steps = jnp.minimum(num_steps, config.max_steps)
+
+    def going(carry: tuple) -> Bool[Array, ""]:
+        i, state, _ = carry
+        return (i < num_steps) & jnp.any(state.active)
+
+    def advance(carry: tuple) -> tuple:
+        i, state, outputs = carry
+        state, output = step(config, params, state)
+        return i + 1, state, jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
+
+    ran, state, outputs = jax.lax.while_loop(going, advance, (jnp.int32(0), state, outputs))
+    return state, outputs, ran
+
+
+def snapshot(state: DecodeState) -> DecodeState:
+    """Return a copy that outlives a donating step."""
+    return jax.tree.map(jnp.copy, state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The functions of this module with their configuration bound, jitted, the state they are given donated."""
+
+    config: DecoderConfig
+    empty: Callable[[], DecodeState]
+    prefill: Callable[[Params, DecodeState, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+    insert: Callable[[DecodeState, Any, Request], DecodeState]
+    step: Callable[[Params, DecodeState], tuple[DecodeState, StepOutput]]
+    decode: Callable[[Params, DecodeState, Any], tuple[DecodeState, StepOutput, Int[Array, ""]]]
+    release: Callable[[DecodeState, Any], DecodeState]
+    fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+
+
+def decoder(config: DecoderConfig) -> Decoder:
+    """Return the decoder of a configuration."""
+    return Decoder(
+        config=config,
+        empty=jax.jit(partial(empty, config)),
+        prefill=jax.jit(partial(prefill, config), donate_argnums=1),
+        insert=jax.jit(partial(insert, config), donate_argnums=0),
+        step=jax.jit(partial(step, config), donate_argnums=1),
+        decode=jax.jit(partial(decode, config), donate_argnums=1),
+        release=jax.jit(release, donate_argnums=0),
+        fork=jax.jit(partial(fork, config), donate_argnums=0),
+    )
+
+
+# The parts of a step.
+
+
+def _take(tree: Any, rows: Int[Array, " r"] | None) -> Any:
+    """The rows a step serves; None is all of them, in place."""
+    return tree if rows is None else jax.tree.map(lambda x: x[rows], tree)
+
+
+def _scatter(x: Array, rows: Int[Array, " r"] | None, new: Array) -> Array:
+    return new if rows is None else x.at[rows].set(new)
+
+
+def _spread(config: DecoderConfig, rows: Int[Array, " r"] | None, new: Array) -> Array:
+    return _scatter(jnp.zeros((config.num_slots, *new.shape[1:]), new.dtype), rows, new)
+
+
+def _where(keep: Bool[Array, " r"], new: Array, old: Array) -> Array:
+    return jnp.where(keep.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def _prioritise(config: DecoderConfig, state: DecodeState) -> DecodeState:
+    """Score every slot, with the one place where waiting counts."""
+    signals = replace(state.signals, arrival=state.arrival, urgency=state.urgency, length=state.length)
+    score = jax.vmap(config.controller.priority)(signals, state.control)
+    aged = score + config.controller.aging * state.control.wait.astype(jnp.float32)
+    return replace(state, control=replace(state.control, priority=aged))
+
+
+def _choose(config: DecoderConfig, state: DecodeState) -> Int[Array, " r"] | None:
+    """The `batch` runnable slots of highest priority, or None when every slot advances."""
+    if config.batch == config.num_slots:
+        return None
+    priority = jnp.where(state.active, state.control.priority, -jnp.inf)
+    return jax.lax.top_k(priority, config.batch)[1]
+
+
+def _traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
+    layer = cache.layers[0]
+    num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
+    return cost.Traffic(
+        weights=cost.num_bytes(params),
+        block=cost.num_bytes(layer.pages) // num_blocks,
+        summary=cost.num_bytes(layer.summary) // num_blocks,
+    )
+
+
+def _measure(
+    config: DecoderConfig,
+    params: Params,
+    state: DecodeState,
+    rows: Int[Array, " r"] | None,
+    run: Bool[Array, " r"],
+    logits: Float[Array, "r v"],
+    receipts: Receipts,
+) -> tuple[Signals, entropy.Moments]:
+    """The raw signals of this step, before sampling, and the moments they come from."""
+    raw = entropy.moments(logits)
+    bits, spread = entropy.entropy(raw), entropy.varentropy(raw)
+    generated = _take(state.generated, rows) + 1
+    length = _take(state.length, rows) + run.astype(jnp.int32)
+    signals = replace(
+        _take(state.signals, rows),
+        entropy=bits,
+        varentropy=spread,
+        entropy_low=bits,
+        entropy_high=bits,
+        kept_mass=receipts.kept_mass,
+        blocks_read=receipts.blocks_read,
+        cost=cost.sequence_bytes(
+            _traffic(params, state.cache), config.batch, receipts.blocks_read, receipts.summaries_read
+        ),
+        length=length,
+        generated=generated,
+        remaining=_take(state.limit, rows) - generated,
+        arrival=_take(state.arrival, rows),
+        pages_held=-(-length // config.page_size),
+        urgency=_take(state.urgency, rows),
+    )
+    return signals, raw
+
+
+@pytree
+class _Drawn:
+    """A token per row, the temperature it was drawn at, and the signals with those of sampling filled in."""
+
+    token: Int[Array, " r"]
+    temperature: Float[Array, " r"]
+    signals: Signals
+
+
+def _sample(
+    config: DecoderConfig,
+    logits: Float[Array, "r v"],
+    settings: sampling.Sampling,
+    counts: sampling.TokenCounts | None,
+    signals: Signals,
+    control: ControlState,
+    position: Int[Array, " r"],
+    normaliser: Float[Array, " r"],
+) -> _Drawn:
+    """Penalise, set the temperature, truncate, draw. `normaliser` is the raw log-sum-exp."""
+    if counts is not None:
+        logits = sampling.penalise(logits, settings, counts)
+    rule = config.controller.temperature_rule
+    heat = control.temperature
+    if rule is not None:
+
+        def decide(row: Float[Array, " v"], signals: Signals, control: ControlState) -> Float[Array, ""]:
+            def moments_at(temperature: Float[Array, ""]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+                m = entropy.moments(row, temperature)
+                return entropy.entropy(m), entropy.varentropy(m)
+
+            return rule(moments_at, signals, control)
+
+        heat = jax.vmap(decide)(logits, signals, control)
+    greedy = settings.temperature == 0
+    heat = jnp.where(greedy, 0.0, heat)
+    cut = sampling.threshold(logits, heat, settings, normaliser - control.surprisal_cap)
+    token = sampling.draw(logits, heat, cut, sampling.uniform(settings, position))
+    warm = entropy.moments(logits, jnp.where(heat > 0, heat, 1.0))
+    kept = _truncated_entropy(logits, heat, cut, entropy.entropy(warm))
+    cold = heat == 0
+    signals = replace(
+        signals,
+        tempered_entropy=jnp.where(cold, 0.0, entropy.entropy(warm)),
+        tempered_varentropy=jnp.where(cold, 0.0, entropy.varentropy(warm)),
+        truncated_entropy=jnp.where(cold, 0.0, kept),
+    )
+    return _Drawn(token=token, temperature=heat, signals=signals)
+
+
+def _truncated_entropy(
+    logits: Float[Array, "r v"], temperature: Float[Array, " r"], cut: Float[Array, " r"], whole: Float[Array, " r"]
+) -> Float[Array, " r"]:
+    """Entropy after truncation, in nats; `whole`, the entropy before it, where no row is cut."""
+
+    def cut_off(_: None) -> Float[Array, " r"]:
+        kept = jnp.where(logits >= cut[:, None], logits, -jnp.inf)
+        return entropy.entropy(entropy.moments(kept, jnp.where(temperature > 0, temperature, 1.0)))
+
+    return jax.lax.cond(jnp.any(cut > -jnp.inf), cut_off, lambda _: whole, None)
+
+
+def _decide(
+    config: DecoderConfig, settings: sampling.Sampling, signals: Signals, control: ControlState
+) -> ControlState:
+    """Run the laws on every row; greedy requests stay greedy under every law."""
+    control = replace(control, total_cost=control.total_cost + signals.cost)
+    decided = jax.vmap(config.law)(signals, control)
+    return replace(decided, temperature=jnp.where(settings.temperature == 0, 0.0, decided.temperature))

@@ -1,0 +1,290 @@
+"""Weights from files: a Hugging Face folder or a converted one, read tensor by tensor; and back again.
+
+`resolve` finds the folder, `load` reads it. config.json is checked before any weight is downloaded or
+read, and the name, shape and dtype of every tensor before the first one is.
+
+A tensor that the configuration does not call for is an error, since dropping it (a bias, a norm, a
+layer) would change the text; only the ones in `INERT` are passed over.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey, SequenceKey
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from et_jax.models.config import ModelConfig, config_to_hugging_face, from_hugging_face
+from et_jax.models.transformer import Params, WeightSpec, describe
+from et_jax.types import UsageError
+
+OUTER_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attention_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "ffn_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+INERT = re.compile(r"rotary_emb\.inv_freq$")
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+STORED_NAMES = {"bfloat16": "BF16", "float32": "F32"}
+STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
+HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+CONVERTED = "orbax"
+
+
+def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
+    """Return the spec of every weight by its Hugging Face name, in the order of the leaves of `Params`."""
+
+    def name(path: tuple[Any, ...]) -> str:
+        match path:
+            case (GetAttrKey(), SequenceKey(idx=index), GetAttrKey(name=field)):
+                return f"model.layers.{index}.{LAYER_NAMES[field]}"
+            case (GetAttrKey(name=field),):
+                return OUTER_NAMES[field]
+        raise ValueError(f"path is {path}; wanted a field of Params or of one of its layers.")
+
+    return {name(path): spec for path, spec in jax.tree.leaves_with_path(describe(config))}
+
+
+def assemble(config: ModelConfig, weights: Mapping[str, Float[Array, "..."]]) -> Params:
+    """Return the `Params` of weights given by Hugging Face name."""
+    treedef = jax.tree.structure(describe(config))
+    return treedef.unflatten([weights[name] for name in weight_specs(config)])
+
+
+def resolve(name: str | Path) -> Path:
+    """Return the folder of a model: `name` itself, or the local copy of the hub model `owner/model`.
+
+    From the hub config.json comes first and is checked before any weight is downloaded. The token and the
+    cache are the hub library's own (HF_TOKEN, HF_HOME). Raises UsageError where there is no such model.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UsageError(f"{name} is a file; name the folder that holds config.json and the safetensors.")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
+        raise UsageError(f"{name} is neither a folder nor a hub name such as owner/model; check the spelling.")
+
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
+
+    repository = str(name)
+    try:
+        config = hf_hub_download(repository, "config.json")
+        read_config(Path(config).parent)
+        return Path(snapshot_download(repository, allow_patterns=list(HUB_FILES)))
+    except errors.GatedRepoError as error:
+        page = f"https://huggingface.co/{name}"
+        raise UsageError(f"{name} is gated: accept its terms at {page} and set HF_TOKEN to your token.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UsageError(
+            f"{name} is neither a folder here nor a model on the hub; check the spelling, "
+            "or set HF_TOKEN if the model is private."
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise UsageError(
+            f"{name} is not a folder here and the hub cannot be reached; go online, or name a folder holding a model."
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise UsageError(f"{name} has no config.json on the hub; choose a model in Hugging Face format.") from error
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"{name} could not be downloaded ({reason}); try again, or name a local folder.") from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return the configuration in `folder`/config.json. Raises UsageError where it is absent or unreadable."""
+    return from_hugging_face(_read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def load(folder: str | Path, dtype: str = "auto") -> tuple[ModelConfig, Params]:
+    """Return the configuration and the weights in `folder`, cast once to `dtype`, on the default device.
+
+    `auto` keeps the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32).
+    One tensor at a time passes through host memory. Raises UsageError naming the file or the tensor that
+    is absent, damaged or of another shape.
+    """
+    folder = Path(folder)
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"dtype {dtype} is not supported; use auto, {' or '.join(DTYPES)}.")
+    config = read_config(folder)
+    if (folder / CONVERTED).is_dir():
+        return config, _restore(folder, config, dtype)
+    tensors = _headers(folder)
+    sources = _sources(config, tensors)
+    target = DTYPES.get(dtype, STORED[tensors[sources[OUTER_NAMES["embedding"]]][1]])
+    specs = weight_specs(config)
+    return config, assemble(config, {name: _read(tensors[sources[name]][0], sources[name], target) for name in specs})
+
+
+def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) -> None:
+    """Write config.json and model.safetensors, as `load` and other readers take them."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = weight_specs(config)
+    tensors = {name: np.asarray(leaf) for name, leaf in zip(names, jax.tree.leaves(params), strict=True)}
+    _write_config(folder, config, params)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_converted(path: str | Path, config: ModelConfig, params: Params) -> None:
+    """Write config.json and the weights as an orbax checkpoint, which `load` takes too."""
+    import orbax.checkpoint
+
+    path = Path(path).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    weights = dict(zip(weight_specs(config), jax.tree.leaves(params), strict=True))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / CONVERTED, weights, force=True)
+    _write_config(path, config, params)
+
+
+def restore_converted(path: str | Path) -> tuple[ModelConfig, Params]:
+    """Return what `save_converted` wrote, bit for bit. Raises UsageError where the folder holds no such thing."""
+    path = Path(path)
+    if not (path / CONVERTED).is_dir():
+        raise UsageError(f"{path} holds no converted weights ({CONVERTED}/); convert the model into it first.")
+    config = read_config(path)
+    return config, _restore(path, config, "auto")
+
+
+def _restore(path: Path, config: ModelConfig, dtype: str) -> Params:
+    """Return converted weights, cast to `dtype`, checked as those of a Hugging Face folder are."""
+    import orbax.checkpoint
+
+    folder = path.absolute() / CONVERTED
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        try:
+            metadata = checkpointer.metadata(folder).item_metadata.tree
+        except (AttributeError, OSError, ValueError) as error:
+            raise UsageError(f"{folder} is damaged; convert the model again.") from error
+        tensors = {
+            name: (folder, STORED_NAMES.get(str(m.dtype), str(m.dtype)), m.shape) for name, m in metadata.items()
+        }
+        _sources(config, tensors)
+        target = DTYPES.get(dtype, STORED[tensors[OUTER_NAMES["embedding"]][1]])
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = {
+            name: jax.ShapeDtypeStruct(spec.shape, target, sharding=sharding)
+            for name, spec in weight_specs(config).items()
+        }
+        try:
+            return assemble(config, checkpointer.restore(folder, wanted))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{folder} is damaged; convert the model again.") from error
+
+
+def _write_config(folder: Path, config: ModelConfig, params: Params) -> None:
+    values = config_to_hugging_face(config) | {"torch_dtype": str(params.embedding.dtype)}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{file.parent} has no {file.name}; name a folder that holds a Hugging Face model.") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} is not readable JSON ({error}); fetch the file again.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{file} is not a JSON object; fetch the file again.")
+    return values
+
+
+def _shard_files(folder: Path) -> Iterable[Path]:
+    """Return the safetensors files of a folder: those the index names, or the single one."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise UsageError(f"{index} has no weight_map; fetch the file again.")
+        files = [folder / name for name in sorted(set(names.values()))]
+        for file in files:
+            if not file.exists():
+                raise UsageError(f"{index.name} names {file.name}, which is not in {folder}; fetch that file too.")
+        return files
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise UsageError(f"{folder} holds only pytorch_model.bin; convert it to safetensors, which cannot run code.")
+    raise UsageError(f"{folder} holds no model.safetensors; fetch the weights too.")
+
+
+def _headers(folder: Path) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+    """Return the file, stored dtype and shape of every tensor in the folder."""
+    tensors = {}
+    for file in _shard_files(folder):
+        with _open(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                piece = reader.get_slice(name)
+                tensors[name] = (file, piece.get_dtype(), tuple(piece.get_shape()))
+    return tensors
+
+
+def _sources(config: ModelConfig, tensors: Mapping[str, tuple[Path, str, tuple[int, ...]]]) -> dict[str, str]:
+    """Return, for every weight of the model, the name of the tensor that holds it, all of them checked."""
+    embedding, head = OUTER_NAMES["embedding"], OUTER_NAMES["head"]
+    sources = {}
+    for name, spec in weight_specs(config).items():
+        source = head if name == embedding and config.tie_embeddings and name not in tensors else name
+        if source not in tensors:
+            raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
+        file, stored, shape = tensors[source]
+        if shape != spec.shape:
+            wanted = f"{list(spec.shape)} by config.json"
+            raise UsageError(f"{file}: tensor {source} has shape {list(shape)} but {wanted}; use files of one model.")
+        if stored not in STORED:
+            raise UsageError(f"{file}: tensor {source} is stored as {stored}; use a {', '.join(STORED)} model.")
+        sources[name] = source
+    inert = {head} if config.tie_embeddings else set()
+    for name in sorted(tensors.keys() - set(sources.values()) - inert):
+        if not INERT.search(name):
+            raise UsageError(f"{tensors[name][0]}: tensor {name} has no place in this {config.architecture} model.")
+    return sources
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, "numpy")
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} is truncated or damaged ({error}); fetch it again.") from error
+
+
+def _read(file: Path, name: str, dtype: DTypeLike) -> Float[Array, "..."]:
+    """Return one tensor on the device. The file is mapped for this tensor alone, so its pages go with it."""
+    with _open(file) as reader:
+        tensor = reader.get_tensor(name)
+    return jax.block_until_ready(jax.device_put(tensor.astype(dtype, copy=False)))

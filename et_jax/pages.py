@@ -1,0 +1,91 @@
+"""Which page holds which block: page table, reference counts and free pages. Integers only.
+
+Page 0 is the null page: it stands in the table where a slot holds no block and is never handed out.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from et_jax.types import pytree, replace
+
+
+@pytree
+class PageTable:
+    """Pages of every slot, and the pages that are free.
+
+    `pages[b, n]` is the page of slot b's block n, 0 beyond `num_blocks[b]`. `references[p]` counts the
+    slots that hold page p. The first `num_free` entries of `free` are the pages to hand out, last first.
+    """
+
+    pages: Int[Array, "b n"]
+    num_blocks: Int[Array, " b"]
+    references: Int[Array, " p"]
+    free: Int[Array, " p"]
+    num_free: Int[Array, ""]
+
+
+def empty(num_slots: int, num_blocks: int, num_pages: int) -> PageTable:
+    """Return a table in which every page but the null page is free; page 1 is handed out first."""
+    free = jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32)
+    return PageTable(
+        pages=jnp.zeros((num_slots, num_blocks), jnp.int32),
+        num_blocks=jnp.zeros(num_slots, jnp.int32),
+        references=jnp.zeros(num_pages, jnp.int32),
+        free=free,
+        num_free=jnp.asarray(num_pages - 1, jnp.int32),
+    )
+
+
+def reserve(table: PageTable, blocks: Int[Array, " b"], most: int) -> tuple[PageTable, Bool[Array, " b"]]:
+    """Grow every slot to hold `blocks` blocks, by at most `most` each; False where pages ran out.
+
+    Slots are served in order, and one that does not fit holds back those after it that need pages, so
+    that no one is overtaken. A refused slot is unchanged.
+    """
+    need = jnp.clip(blocks - table.num_blocks, 0, most)
+    end = jnp.cumsum(need)
+    granted = (need == 0) | (end <= table.num_free)
+    steps = jnp.arange(most)
+    take = granted[:, None] & (steps < need[:, None])  # "b most"
+    from_top = (end - need)[:, None] + steps
+    page = table.free[jnp.where(take, table.num_free - 1 - from_top, 0)]
+    block = jnp.where(take, table.num_blocks[:, None] + steps, table.pages.shape[1])
+    rows = jnp.arange(need.shape[0])[:, None]
+    return replace(
+        table,
+        pages=table.pages.at[rows, block].set(page, mode="drop"),
+        num_blocks=table.num_blocks + jnp.where(granted, need, 0),
+        references=table.references.at[jnp.where(take, page, table.references.shape[0])].add(1, mode="drop"),
+        num_free=table.num_free - jnp.sum(jnp.where(granted, need, 0)),
+    ), granted
+
+
+def release(table: PageTable, slot: Int[Array, ""]) -> PageTable:
+    """Give back every page of `slot`; those nobody else holds become free."""
+    num_pages = table.references.shape[0]
+    pages = table.pages[slot]
+    held = jnp.arange(pages.shape[0]) < table.num_blocks[slot]
+    references = table.references.at[jnp.where(held, pages, num_pages)].add(-1, mode="drop")
+    freed = held & (references[pages] == 0)
+    place = jnp.where(freed, table.num_free + jnp.cumsum(freed) - 1, num_pages)
+    return replace(
+        table,
+        pages=table.pages.at[slot].set(0),
+        num_blocks=table.num_blocks.at[slot].set(0),
+        references=references,
+        free=table.free.at[place].set(pages, mode="drop"),
+        num_free=table.num_free + jnp.sum(freed, dtype=jnp.int32),
+    )
+
+
+def share(table: PageTable, slot: Int[Array, ""], into: Int[Array, ""], blocks: Int[Array, ""]) -> PageTable:
+    """Give the empty slot `into` the first `blocks` pages of `slot`, held by both from now on."""
+    num_pages = table.references.shape[0]
+    pages = table.pages[slot]
+    shared = jnp.arange(pages.shape[0]) < blocks
+    return replace(
+        table,
+        pages=table.pages.at[into].set(jnp.where(shared, pages, 0)),
+        num_blocks=table.num_blocks.at[into].set(blocks),
+        references=table.references.at[jnp.where(shared, pages, num_pages)].add(1, mode="drop"),
+    )

@@ -1,0 +1,152 @@
+"""One token from logits: penalties, temperature, truncation, a draw with the request's own key.
+
+Nothing sorts the vocabulary. Truncation finds one threshold per row: tokens whose logit reaches it are
+kept, ties together. Thresholds are bisected over the ordered bit patterns of float32, so they are exact.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from et_jax.types import pytree, replace
+
+_LANES = 256  # vocabulary entries per partial sum of the draw: about the square root of a large vocabulary
+
+
+@pytree
+class Sampling:
+    """What a request asks of sampling, one row per slot.
+
+    `temperature` 0 is greedy. Off values: `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1,
+    `presence_penalty` and `frequency_penalty` 0. `key` is the request's own key data; a token's draw
+    folds in its position.
+    """
+
+    temperature: Float[Array, "*b"]
+    top_k: Int[Array, "*b"]
+    top_p: Float[Array, "*b"]
+    min_p: Float[Array, "*b"]
+    repetition_penalty: Float[Array, "*b"]
+    presence_penalty: Float[Array, "*b"]
+    frequency_penalty: Float[Array, "*b"]
+    key: UInt32[Array, "*b 2"]
+
+
+@pytree
+class TokenCounts:
+    """What each slot has seen, kept only when a request penalises it: prompt tokens, generated counts."""
+
+    in_prompt: Bool[Array, "*b v"]
+    generated: Int[Array, "*b v"]
+
+
+def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCounts) -> Float[Array, "b v"]:
+    """Return logits after the repetition penalty (Keskar et al. 2019, over prompt and text) and the
+    presence and frequency penalties (over the text alone, as the OpenAI API defines them)."""
+    seen = counts.in_prompt | (counts.generated > 0)
+    repetition = sampling.repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = logits - sampling.frequency_penalty[:, None] * counts.generated.astype(jnp.float32)
+    return logits - sampling.presence_penalty[:, None] * (counts.generated > 0).astype(jnp.float32)
+
+
+def count(counts: TokenCounts, token: Int[Array, " b"], produced: Bool[Array, " b"]) -> TokenCounts:
+    """Return the counts after one more token in every row where one was produced."""
+    rows = jnp.arange(token.shape[0])
+    return replace(counts, generated=counts.generated.at[rows, token].add(produced.astype(jnp.int32)))
+
+
+def threshold(
+    logits: Float[Array, "b v"], temperature: Float[Array, " b"], sampling: Sampling, least: Float[Array, " b"]
+) -> Float[Array, " b"]:
+    """Return the least logit each row keeps: the strictest of `least`, top-k, top-p of what top-k kept, min-p.
+
+    Never above the greatest logit, so that a token is always left. Rows that are greedy or ask for
+    nothing get `least`; a truncation's passes are skipped when no row asks for it.
+    """
+    asks = temperature > 0
+    peak = jnp.max(logits, axis=-1)
+    heat = jnp.where(asks, temperature, 1.0)
+    wants_k = asks & (sampling.top_k > 0) & (sampling.top_k < logits.shape[-1])
+    wants_p = asks & (sampling.top_p < 1.0)
+
+    def bisect_k(_: None) -> Float[Array, " b"]:
+        ones = jnp.ones_like(logits)
+        return jnp.where(wants_k, _cut(logits, ones, sampling.top_k.astype(jnp.float32)), -jnp.inf)
+
+    cut_k = jax.lax.cond(jnp.any(wants_k), bisect_k, lambda _: jnp.full_like(peak, -jnp.inf), None)
+
+    def bisect_p(_: None) -> Float[Array, " b"]:
+        mass = jnp.exp((logits - peak[:, None]) / heat[:, None])
+        mass = jnp.where(logits >= cut_k[:, None], mass, 0.0)
+        return jnp.where(wants_p, _cut(logits, mass, sampling.top_p * jnp.sum(mass, axis=-1)), -jnp.inf)
+
+    cut_p = jax.lax.cond(jnp.any(wants_p), bisect_p, lambda _: jnp.full_like(peak, -jnp.inf), None)
+    cut_min = jnp.where(asks, peak + heat * jnp.log(sampling.min_p), -jnp.inf)
+    cut = jnp.maximum(jnp.maximum(cut_k, cut_p), jnp.maximum(cut_min, least))
+    return jnp.minimum(cut, peak)
+
+
+def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[Array, " b"]) -> Float[Array, " b"]:
+    """Return the greatest logit x of each row such that the tokens with logit >= x weigh at least `goal`."""
+    keys = _ordered(logits)
+
+    def halve(_: int, bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]):
+        low, high = bounds  # the weight at or above low reaches the goal; above high it does not
+        middle = low + (high - low) // 2 + (high - low) % 2
+        reached = jnp.sum(jnp.where(keys >= middle[:, None], weight, 0.0), axis=-1) >= goal
+        return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
+
+    low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)))
+    return _unordered(low)
+
+
+def _ordered(x: Float[Array, "*b"]) -> UInt32[Array, "*b"]:
+    """Map float32 to integers in the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
+
+
+def _unordered(keys: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
+    bits = jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(0x80000000), ~keys)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def fold_key(sampling: Sampling, number: Int[Array, ""]) -> Sampling:
+    """Return one request's settings with `number` folded into its key."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(sampling.key), number)
+    return replace(sampling, key=jax.random.key_data(key))
+
+
+def uniform(sampling: Sampling, position: Int[Array, " b"]) -> Float[Array, " b"]:
+    """Return one number in [0, 1) per row, from the request's key folded with the token's position."""
+
+    def draw(key: UInt32[Array, " 2"], position: Int[Array, ""]) -> Float[Array, ""]:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+
+    return jax.vmap(draw)(sampling.key, position)
+
+
+def draw(
+    logits: Float[Array, "b v"], temperature: Float[Array, " b"], cut: Float[Array, " b"], u: Float[Array, " b"]
+) -> Int[Array, " b"]:
+    """Return one token per row by inverse CDF of softmax(logits / temperature) over logits >= cut.
+
+    Greedy where the temperature is 0. Partial sums over runs of the vocabulary find the run, then the
+    token within it, so that no cumulative sum over the whole vocabulary is needed.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    weight = jnp.where(logits >= cut[:, None], jnp.exp((logits - peak) / heat), 0.0)
+    weight = jnp.pad(weight, ((0, 0), (0, -weight.shape[-1] % _LANES))).reshape(weight.shape[0], -1, _LANES)
+    runs = jnp.cumsum(jnp.sum(weight, axis=-1), axis=-1)
+    target = u * runs[:, -1]
+    run = jnp.argmax(runs > target[:, None], axis=-1)
+    before = jnp.where(run > 0, jnp.take_along_axis(runs, jnp.maximum(run - 1, 0)[:, None], axis=-1)[:, 0], 0.0)
+    inside = jnp.take_along_axis(weight, run[:, None, None], axis=1)[:, 0]
+    within = jnp.cumsum(inside, axis=-1) > (target - before)[:, None]
+    # Rounding may leave the target just past the run's own sum: then its last token of any weight.
+    last = _LANES - 1 - jnp.argmax(inside[:, ::-1] > 0, axis=-1)
+    lane = jnp.where(jnp.any(within, axis=-1), jnp.argmax(within & (inside > 0), axis=-1), last)
+    return jnp.where(temperature > 0, (run * _LANES + lane).astype(jnp.int32), greedy)

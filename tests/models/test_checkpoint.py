@@ -1,0 +1,359 @@
+"""Checkpoints: bits survive the way to disk and back, mistakes end in one sentence, memory stays small."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from huggingface_hub import errors
+from safetensors.numpy import load_file, save_file
+
+from et_jax.models.checkpoint import (
+    load,
+    resolve,
+    restore_converted,
+    save_converted,
+    weight_specs,
+    write_hugging_face,
+)
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import initialise
+from et_jax.types import UsageError
+
+CONFIG = ModelConfig(
+    architecture="qwen2",
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    windows=(None, None),
+    qkv_bias=True,
+)
+TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
+EMBEDDING, HEAD, BIAS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.bias"
+
+
+def random_params(config=CONFIG, dtype=jnp.float32):
+    """Weights that all differ, biases and norms too."""
+    leaves, treedef = jax.tree.flatten(initialise(config, jax.random.key(0), dtype))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return treedef.unflatten([jax.random.normal(k, leaf.shape, dtype) for k, leaf in zip(keys, leaves, strict=True)])
+
+
+def assert_same_bits(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_hugging_face(tmp_path / "model", CONFIG, random_params())
+    return tmp_path / "model"
+
+
+def change(folder: Path, alter) -> None:
+    """Rewrite the folder's tensors after `alter` changed the dict of them."""
+    tensors = {name: array.copy() for name, array in load_file(folder / "model.safetensors").items()}
+    alter(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def split(folder: Path) -> None:
+    """Divide the single file into two shards and an index."""
+    tensors = {name: array.copy() for name, array in load_file(folder / "model.safetensors").items()}
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, folder / shard)
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("config", [CONFIG, TIED])
+def test_a_hugging_face_folder_returns_every_bit(tmp_path, config, dtype):
+    params = random_params(config, dtype)
+    write_hugging_face(tmp_path, config, params)
+    loaded_config, loaded = load(tmp_path)
+    assert loaded_config == config
+    assert_same_bits(loaded, params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("config", [CONFIG, TIED])
+def test_a_converted_folder_returns_every_bit(tmp_path, config, dtype):
+    params = random_params(config, dtype)
+    save_converted(tmp_path, config, params)
+    for restored_config, restored in (restore_converted(tmp_path), load(tmp_path)):
+        assert restored_config == config
+        assert_same_bits(restored, params)
+
+
+def test_names_are_those_of_the_format(folder):
+    names = set(load_file(folder / "model.safetensors"))
+    layer = {f"self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")} | {
+        "self_attn.o_proj.weight",
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+        "mlp.down_proj.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    }
+    expected = {f"model.layers.{index}.{name}" for index in range(2) for name in layer}
+    assert names == expected | {EMBEDDING, HEAD, "model.norm.weight"}
+    assert set(weight_specs(TIED)) == names - {HEAD}
+
+
+@pytest.mark.parametrize("written", [write_hugging_face, save_converted])
+def test_a_dtype_asked_for_is_one_cast_of_the_file(tmp_path, written):
+    params = random_params()
+    written(tmp_path, CONFIG, params)
+    assert_same_bits(load(tmp_path, "bfloat16")[1], jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    assert_same_bits(load(tmp_path, "float32")[1], params)
+
+
+def test_float16_becomes_float32(folder):
+    half = {name: array.astype(np.float16) for name, array in load_file(folder / "model.safetensors").items()}
+    save_file(half, folder / "model.safetensors")
+    _, params = load(folder)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    assert np.array_equal(params.embedding, half[EMBEDDING].astype(np.float32))
+
+
+def test_shards_hold_what_one_file_held(folder):
+    split(folder)
+    assert_same_bits(load(folder)[1], random_params())
+
+
+@pytest.mark.parametrize("kept", [EMBEDDING, HEAD])
+def test_a_tied_model_takes_its_one_matrix_under_either_name(tmp_path, kept):
+    params = random_params(TIED)
+    write_hugging_face(tmp_path, TIED, params)
+    change(tmp_path, lambda tensors: tensors.update({kept: tensors.pop(EMBEDDING)}))
+    assert_same_bits(load(tmp_path)[1], params)
+
+
+def test_a_tied_model_ignores_a_head(tmp_path):
+    params = random_params(TIED)
+    write_hugging_face(tmp_path, TIED, params)
+    change(tmp_path, lambda tensors: tensors.update({HEAD: -tensors[EMBEDDING]}))
+    assert_same_bits(load(tmp_path)[1], params)
+
+
+def test_rotary_tables_are_passed_over(folder):
+    inert = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    change(folder, lambda tensors: tensors.update(inert))
+    assert_same_bits(load(folder)[1], random_params())
+
+
+def only_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def truncate(size):
+    def cut(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:size])
+
+    return cut
+
+
+def lose_shard(folder):
+    split(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def altered(alter):
+    return lambda folder: change(folder, alter)
+
+
+def write_config(text):
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (write_config("{"), "config.json is not readable JSON"),
+        (write_config("[1]"), "config.json is not a JSON object"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
+        (only_pickle, "only pytorch_model.bin"),
+        (lose_shard, "index.json names model-00002-of-00002.safetensors"),
+        (truncate(5), "truncated"),
+        (truncate(100), "truncated"),
+        (truncate(-1), "truncated"),
+        (altered(lambda tensors: tensors.pop(BIAS)), f"lack the tensor {BIAS}"),
+        (altered(lambda tensors: tensors.pop(HEAD)), f"lack the tensor {HEAD}"),
+        (altered(lambda tensors: tensors.update({BIAS: np.zeros(3, np.float32)})), rf"{BIAS} has shape \[3\]"),
+        (altered(lambda tensors: tensors.update({BIAS: np.zeros(16, np.int8)})), f"{BIAS} is stored as I8"),
+        (altered(lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(16)})), "no place"),
+        (altered(lambda tensors: tensors.update({"model.layers.2.input_layernorm.weight": np.zeros(16)})), "no place"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_sentence(folder, damage, words):
+    damage(folder)
+    with pytest.raises(UsageError, match=words) as refusal:
+        load(folder)
+    assert str(refusal.value).endswith(".")
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_dtype_is_refused(folder):
+    with pytest.raises(UsageError, match="int8"):
+        load(folder, "int8")
+
+
+def test_a_folder_without_converted_weights_is_refused(folder):
+    with pytest.raises(UsageError, match="holds no converted weights"):
+        restore_converted(folder)
+
+
+def test_converted_weights_of_another_model_are_refused(tmp_path):
+    save_converted(tmp_path, CONFIG, random_params())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 25}))
+    with pytest.raises(UsageError, match=r"has shape \[24, 16\] but \[25, 16\] by config\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["_METADATA", "manifest.ocdbt", "d"])
+def test_damaged_converted_weights_are_refused(tmp_path, lost):
+    save_converted(tmp_path, CONFIG, random_params())
+    for file in list((tmp_path / "orbax").rglob(lost)):
+        file.rename(file.with_name("lost")) if file.exists() else None
+    with pytest.raises(UsageError, match="damaged"):
+        load(tmp_path)
+
+
+def test_a_local_folder_resolves_to_itself(folder):
+    assert resolve(folder) == folder
+    assert resolve(str(folder)) == folder
+
+
+class Hub:
+    """A hub of one model: serves the files of `folder` and notes what was asked of it."""
+
+    def __init__(self, monkeypatch, folder=None, error=None):
+        self.folder, self.error, self.asked = folder, error, []
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot)
+
+    def download(self, repository, name):
+        self.asked.append((repository, name))
+        if self.error:
+            raise self.error
+        return str(self.folder / name)
+
+    def snapshot(self, repository, allow_patterns):
+        self.asked.append((repository, tuple(allow_patterns)))
+        return str(self.folder)
+
+
+def test_a_hub_name_brings_the_config_first(monkeypatch, folder):
+    hub = Hub(monkeypatch, folder)
+    assert resolve("owner/model-1.5b") == folder
+    assert hub.asked[0] == ("owner/model-1.5b", "config.json")
+    repository, patterns = hub.asked[1]
+    assert repository == "owner/model-1.5b"
+    files = ["model.safetensors", "model-00001-of-00002.safetensors", "consolidated.safetensors", "pytorch_model.bin"]
+    taken = [file for file in files if any(Path(file).match(pattern) for pattern in patterns)]
+    assert taken == files[:2]
+
+
+def test_an_unknown_architecture_is_refused_before_any_weight(monkeypatch, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    hub = Hub(monkeypatch, folder)
+    with pytest.raises(UsageError, match="MambaForCausalLM"):
+        resolve("owner/model")
+    assert hub.asked == [("owner/model", "config.json")]
+    (folder / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(UsageError, match="MambaForCausalLM"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (errors.GatedRepoError("", response=Mock()), "gated: accept its terms"),
+        (errors.RepositoryNotFoundError("", response=Mock()), "neither a folder here nor a model on the hub"),
+        (errors.LocalEntryNotFoundError(""), "cannot be reached"),
+        (errors.OfflineModeIsEnabled(""), "cannot be reached"),
+        (errors.EntryNotFoundError(""), "no config.json"),
+        (OSError("No space left on device"), "No space left on device"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_in_one_sentence(monkeypatch, error, words):
+    Hub(monkeypatch, error=error)
+    with pytest.raises(UsageError, match=words) as refusal:
+        resolve("owner/model")
+    assert "owner/model" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["no-such-folder", "./no/such/folder", "owner/model/extra"])
+def test_a_name_of_neither_kind_never_reaches_the_hub(monkeypatch, name):
+    hub = Hub(monkeypatch)
+    with pytest.raises(UsageError, match="neither a folder nor a hub name"):
+        resolve(name)
+    assert hub.asked == []
+
+
+def test_a_file_is_no_folder(folder):
+    with pytest.raises(UsageError, match="is a file"):
+        resolve(folder / "model.safetensors")
+
+
+MEASURE = """
+import sys
+import jax
+from et_jax.models.checkpoint import load
+
+def peak():  # of this program alone: getrusage's figure starts at that of the process it was forked from
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+jax.block_until_ready(jax.numpy.ones(8) + 1)
+before = peak()
+_, params = load(sys.argv[1], sys.argv[2])
+leaves = jax.tree.leaves(params)
+print(peak() - before, sum(leaf.nbytes for leaf in leaves), max(leaf.size * 4 for leaf in leaves))
+"""
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory):
+    """A float32 model of about 200 MB, none of its tensors over 8 MB."""
+    sizes = {"vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 256}
+    config = dataclasses.replace(CONFIG, **sizes, num_layers=6, windows=(None,) * 6)
+    folder = tmp_path_factory.mktemp("large")
+    write_hugging_face(folder, config, initialise(config, jax.random.key(0)))
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype):
+    command = [sys.executable, "-c", MEASURE, str(large_folder), dtype]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    grown, held, largest = (int(figure) for figure in output.split())
+    assert held > 1e8
+    # A tensor passes through as mapped pages, a copy and a cast; the rest is room for the allocator.
+    assert grown < held + 6 * largest + 16e6, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
