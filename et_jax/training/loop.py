@@ -1,0 +1,218 @@
+"""The training loop: optimizer, checkpoints that a kill leaves whole, progress, the deadline."""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Float, Int
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import Params, initialise
+from et_jax.training import corpus, loss
+from et_jax.training.schedule import Schedule
+from et_jax.types import UsageError, pytree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run is: all that decides its numbers, and how often it reports and saves (in steps)."""
+
+    model: ModelConfig
+    schedule: Schedule
+    seed: int = 0
+    windows_per_step: int = 4  # of corpus.WINDOW tokens
+    window: int = corpus.WINDOW
+    matrix_rate: float = 0.02  # Muon, for the matrices inside the layers (Jordan et al. 2024)
+    other_rate: float = 3e-3  # AdamW, for the embedding and the norms
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    report_every: int = 20
+    evaluate_every: int = 250
+    save_every: int = 100
+    evaluated_tokens: int = 32_768  # tokens of held-out text scored during training
+
+
+@pytree
+class TrainState:
+    """Stacked weights and the optimizer's memory, float32."""
+
+    params: Params
+    optimizer: Any
+
+
+def optimizer(settings: Settings) -> optax.GradientTransformation:
+    """Return gradient clipping, then Muon on the layers' matrices and AdamW on the rest, at peak rates."""
+
+    def dimensions(params: Params) -> Params:
+        def choose(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+            return optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1) if leaf.ndim == 3 else None
+
+        return jax.tree_util.tree_map_with_path(choose, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip_norm),
+        optax.contrib.muon(
+            settings.matrix_rate,
+            weight_decay=settings.weight_decay,
+            adam_weight_decay=settings.weight_decay,
+            adam_learning_rate=settings.other_rate,
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=dimensions,
+        ),
+    )
+
+
+def initial_state(settings: Settings) -> TrainState:
+    """Return random weights drawn from the seed and an empty optimizer memory."""
+    params = loss.stack(initialise(settings.model, jax.random.key(settings.seed)))
+    return TrainState(params=params, optimizer=optimizer(settings).init(params))
+
+
+def make_step(settings: Settings):
+    """Return the compiled training step: (state, inputs, targets, factor) -> (state, loss in nats per token)."""
+    transform = optimizer(settings)
+
+    def step(
+        state: TrainState, inputs: Int[Array, "b t"], targets: Int[Array, "b t"], factor: Float[Array, ""]
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        value, gradients = jax.value_and_grad(loss.mean_loss)(state.params, settings.model, inputs, targets)
+        updates, memory = transform.update(gradients, state.optimizer, state.params)
+        params = jax.tree.map(lambda leaf, update: leaf + factor * update, state.params, updates)
+        return TrainState(params=params, optimizer=memory), value
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def evaluate(params: Params, settings: Settings, rows: corpus.Rows, batch_tokens: int = 8192) -> np.ndarray:
+    """Return -log p of every target of `rows`, nats, zero where the mask says that it does not count."""
+    size = max(1, batch_tokens // rows.inputs.shape[1])
+    parts = []
+    for begin in range(0, len(rows.inputs), size):
+        inputs, targets = (np.pad(y, ((0, max(0, begin + size - len(y))), (0, 0))) for y in (rows.inputs, rows.targets))
+        parts.append(loss.token_losses(params, settings.model, inputs[begin : begin + size], targets[begin : begin + size]))
+    losses = np.concatenate([np.asarray(part) for part in parts])[: len(rows.inputs)]
+    return np.where(rows.target_mask, losses, 0.0)
+
+
+def train(
+    settings: Settings, train_tokens: corpus.Tokens, held_out: corpus.Tokens, folder: Path, steps: int | None, minutes: float | None
+) -> int:
+    """Train to the end, or until SIGTERM, from the last checkpoint in `folder`; return the steps done.
+
+    With `steps` the run is reproducible; with `minutes` of wall time the number of steps is planned while
+    the learning rate is still constant, written to the log and to the checkpoints, and reproducible by it.
+    """
+    if (steps is None) == (minutes is None):
+        raise UsageError("Give either --steps or --minutes, so that the training knows when to end.")
+    started, stopped = time.monotonic(), []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pid").write_text(f"{os.getpid()}\n")
+    with _manager(folder) as manager, (folder / "log.jsonl").open("a") as log, _progress() as bar:
+        state, step, planned = _resume(manager, settings)
+        steps = steps or planned
+        task = bar.add_task("training", completed=step, total=steps)
+        run_step, recent, marks = make_step(settings), [], [(step, started)]
+        while not stopped and (steps is None or step < steps):
+            if steps is None and minutes is not None and step - marks[0][0] >= settings.report_every:
+                (first, since), now = marks[0], time.monotonic()
+                steps = settings.schedule.planned(step, (now - since) / (step - first), minutes * 60 - (now - started))
+                bar.update(task, total=steps)
+            length = settings.schedule.length(step, steps)
+            rows = corpus.training_rows(
+                train_tokens, settings.seed, step, settings.windows_per_step, length, settings.window
+            )
+            factor = settings.schedule.factor(step, steps)
+            state, value = run_step(state, rows.inputs, rows.targets, np.float32(factor))
+            recent.append(float(value))  # waits, so that clocks and signals see finished steps only
+            step += 1
+            bar.update(task, completed=step)
+            last = step == steps
+            if step % settings.report_every == 0 or last:
+                now = time.monotonic()
+                record = {
+                    "step": step,
+                    "of": steps,
+                    "loss": float(np.mean(recent)),
+                    "factor": factor,
+                    "length": length,
+                    "tokens_per_second": len(recent) * rows.inputs.size / (now - marks[-1][1]),
+                    "minutes": (now - started) / 60,
+                }
+                marks, recent = [*marks[-10:], (step, now)], []
+                if step % settings.evaluate_every == 0 or last:
+                    record |= _held_out_figures(state.params, settings, held_out, length)
+                _report(log, bar, record)
+            if step % settings.save_every == 0 or last:
+                _save(manager, state, step, steps)
+        if stopped:
+            _save(manager, state, step, steps)
+    return step
+
+
+def _held_out_figures(params: Params, settings: Settings, held_out: corpus.Tokens, length: int) -> dict[str, float]:
+    """Mean loss on rows spread evenly over the held-out works."""
+    rows = corpus.held_out_rows(held_out, length)
+    chosen = np.linspace(0, len(rows.inputs) - 1, max(1, settings.evaluated_tokens // length)).astype(int)
+    rows = corpus.Rows(inputs=rows.inputs[chosen], targets=rows.targets[chosen], target_mask=rows.target_mask[chosen])
+    nats = float(evaluate(params, settings, rows).sum() / rows.target_mask.sum())
+    return {"held_out_per_token": nats, "held_out_per_byte": nats * len(held_out.ids) / held_out.num_bytes}
+
+
+def _manager(folder: Path) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+        (folder / "checkpoints").absolute(),
+        options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
+    )
+
+
+def _save(manager: ocp.CheckpointManager, state: TrainState, step: int, steps: int | None) -> None:
+    """Write a checkpoint under a temporary name, renamed when whole."""
+    if step in manager.all_steps():
+        return
+    leaves = ocp.args.StandardSave(jax.tree.leaves(state))  # type: ignore[call-arg]
+    manager.save(step, args=ocp.args.Composite(state=leaves, plan=ocp.args.JsonSave({"steps": steps})))  # type: ignore[call-arg]
+
+
+def _resume(manager: ocp.CheckpointManager, settings: Settings) -> tuple[TrainState, int, int | None]:
+    """The last checkpoint's state, steps done and planned number of steps, or a fresh start."""
+    state = initial_state(settings)
+    step = manager.latest_step()
+    if step is None:
+        return state, 0, None
+    leaves, treedef = jax.tree.flatten(state)
+    wanted = ocp.args.StandardRestore(leaves)  # type: ignore[call-arg]
+    found = manager.restore(step, args=ocp.args.Composite(state=wanted, plan=ocp.args.JsonRestore()))  # type: ignore[call-arg]
+    return treedef.unflatten(found["state"]), step, found["plan"]["steps"]
+
+
+def load_params(folder: Path, settings: Settings) -> tuple[Params, int]:
+    """Return the stacked weights of the last checkpoint in `folder` and its step."""
+    with _manager(folder) as manager:
+        if manager.latest_step() is None:
+            raise UsageError(f"{folder} holds no checkpoint yet; train first, or name the folder of a run.")
+        state, step, _ = _resume(manager, settings)
+    return state.params, step
+
+
+def _progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, transient=True)
+
+
+def _report(log: TextIO, bar: Progress, record: dict[str, Any]) -> None:
+    """One line for people, one for programs."""
+    log.write(json.dumps(record) + "\n")
+    log.flush()
+    words = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in record.items()]
+    bar.console.print(", ".join(words), soft_wrap=True, highlight=False)

@@ -1,0 +1,39 @@
+"""When the learning rate falls, when the rows grow long, and how many steps fit into the time given."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Warm-up, a constant learning rate, a linear decay to zero (WSD: Hu et al. 2024, MiniCPM, section 4).
+
+    `warmup` is in steps; `decay_share` and `long_share` are the last parts of all steps, in which the
+    learning rate falls and rows are `long_length` tokens instead of `short_length`. `long_cost` is the
+    measured time of a step of long rows over one of short rows with as many tokens.
+    """
+
+    warmup: int = 100
+    decay_share: float = 0.3
+    long_share: float = 0.18
+    short_length: int = 512
+    long_length: int = 2048
+    long_cost: float = 1.4
+
+    def factor(self, step: int, steps: int | None) -> float:
+        """Return the learning rate of `step` as a share of its peak; with `steps` None the decay is not planned yet."""
+        rise = min(1.0, (step + 1) / self.warmup)
+        return rise if steps is None else min(rise, (steps - step) / max(1.0, self.decay_share * steps))
+
+    def length(self, step: int, steps: int | None) -> int:
+        """Return the tokens per row of `step`."""
+        return self.short_length if steps is None or step < (1 - self.long_share) * steps else self.long_length
+
+    def planned(self, step: int, seconds_per_step: float, seconds_left: float) -> int | None:
+        """Return the number of steps at which to end if the decay must begin at `step` to end in time, else None.
+
+        Until then the learning rate does not depend on the number of steps, so a run that is given this
+        number from the start is the same run.
+        """
+        steps = round(step / (1 - self.decay_share))
+        equivalents = (steps - step) + self.long_share * steps * (self.long_cost - 1)
+        return steps if equivalents * seconds_per_step >= seconds_left else None
