@@ -20,7 +20,8 @@ from et_jax.models.transformer import Params
 from et_jax.pallas.backend import pick
 from et_jax.requests import MAX_STOP_IDS, Completion, FinishReason, SamplingParams, TokenTrace
 from et_jax.sampling import Sampling
-from et_jax.tokenizer import Detokenizer, StopScanner, Tokenizer, load_tokenizer
+from et_jax.stop import StopStrings
+from et_jax.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from et_jax.types import UsageError
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
@@ -31,7 +32,11 @@ _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenEvent:
-    """One token as it comes. `text` is ready to print; `completion` is set on a sequence's last event."""
+    """One token as it comes, or the end of a sequence.
+
+    `text` is ready to print. `trace` is None where a sequence ends without a new token (interrupted, or
+    failed); `completion` is set on its last event.
+    """
 
     prompt_index: int
     index: int
@@ -169,9 +174,17 @@ class Model:
             run.admit(waiting)
             yield from run.advance()
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the token ids of a conversation, by the model's own chat template, ready for a reply."""
-        return self.tokenizer.chat(messages)
+    def describe(self) -> list[str]:
+        """Return lines that say what runs where, for a person."""
+        c, width = self.config, self.params.embedding.dtype
+        cache = jax.eval_shape(self._decoder(False, 0).empty).cache
+        return [
+            f"model {self.name}: {c.architecture}, {c.num_layers} layers, {cost.num_bytes(self.params) / 1e6:.1f} MB {width}",
+            f"device {jax.devices()[0].device_kind}, attention backend {self.backend}",
+            f"cache {self.num_pages} pages of {self.page_size} tokens, {cost.num_bytes(cache) / 1e6:.1f} MB, "
+            f"{self.num_slots} slots of {self.max_model_len} tokens",
+            f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
+        ]
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -259,7 +272,7 @@ class _Sequence:
         self.model = model
         self.stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else model.tokenizer.eos_ids))
         self.detokenizer = Detokenizer(model.tokenizer)
-        self.scanner = StopScanner(params.stop)
+        self.stops = StopStrings(params.stop)
         self.text = ""
         self.trace: list[TokenTrace] = []
 
@@ -292,23 +305,21 @@ class _Sequence:
     def take(self, row: TokenTrace, finished: bool) -> TokenEvent:
         """Add a token, and end if it is the last or completes a stop string."""
         ends_text = finished and row.token in self.stop_ids
-        piece, stopped = self.scanner.push("" if ends_text else self.detokenizer.push(row.token))
+        piece = "" if ends_text else self.stops.push(self.detokenizer.push(row.token))
         self.text += piece
         self.trace.append(dataclasses.replace(row, text=piece))
-        if stopped:
-            return self.end("stop", piece)
+        if ends_text or self.stops.found is not None:
+            return dataclasses.replace(self.end("stop", piece), trace=self.trace[-1])
         if finished:
-            return self.end("stop" if ends_text else "length", piece)
-        return self._event(piece, None)
+            return dataclasses.replace(self.end("length", piece), trace=self.trace[-1])
+        return self._event(piece, self.trace[-1], None)
 
     def end(self, reason: FinishReason, piece: str = "", error: str | None = None) -> TokenEvent:
         """End with what is there; text held back because it might have become a stop string is let go."""
-        if not self.scanner.stopped:
-            rest, _ = self.scanner.push(self.detokenizer.flush())
-            rest += self.scanner.flush()
-            self.text, piece = self.text + rest, piece + rest
-            if self.trace:
-                self.trace[-1] = dataclasses.replace(self.trace[-1], text=self.trace[-1].text + rest)
+        rest = self.stops.push(self.detokenizer.flush()) + self.stops.flush()
+        self.text, piece = self.text + rest, piece + rest
+        if self.trace:
+            self.trace[-1] = dataclasses.replace(self.trace[-1], text=self.trace[-1].text + rest)
         completion = Completion(
             prompt=self.prompt,
             prompt_tokens=len(self.tokens),
@@ -319,15 +330,11 @@ class _Sequence:
             trace=tuple(self.trace),
             error=error,
         )
-        return self._event(piece, completion)
+        return self._event(piece, None, completion)
 
-    def _event(self, piece: str, completion: Completion | None) -> TokenEvent:
+    def _event(self, piece: str, trace: TokenTrace | None, completion: Completion | None) -> TokenEvent:
         return TokenEvent(
-            prompt_index=self.prompt_index,
-            index=self.index,
-            text=piece,
-            trace=self.trace[-1] if self.trace else None,
-            completion=completion,
+            prompt_index=self.prompt_index, index=self.index, text=piece, trace=trace, completion=completion
         )
 
 
