@@ -133,7 +133,7 @@ class Model:
         self.num_pages = num_pages or self.num_slots * self._blocks(self.max_model_len) + 1
         self.chunk = self._blocks(min(chunk, self.max_model_len)) * self.page_size
         self.controller = controller or Controller()
-        self.backend = backend or pick(jax.default_backend())
+        self.backend = backend or pick()
         self.num_multiplied = cost.num_multiplied(params)
         self._tell = progress or (lambda _: None)
         self._decoders: dict[tuple[bool, int], Decoder] = {}
