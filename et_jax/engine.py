@@ -25,9 +25,12 @@ from et_jax.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from et_jax.types import UsageError
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
-_BURST_SECONDS = 0.05  # the longest a streaming caller waits between two looks at the device
 _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
 _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
+
+
+Prompts = str | Sequence[str | Sequence[int]]
+"""One text, or several prompts, each a text or a list of token ids."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,14 +139,13 @@ class Model:
         self.backend = backend or pick()
         self.num_multiplied = cost.num_multiplied(params)
         self._tell = progress or (lambda _: None)
-        self._decoders: dict[tuple[bool, int], Decoder] = {}
+        self._decoders: dict[tuple[bool, int, Controller], Decoder] = {}
 
-    def generate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None, **settings: Any
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompts, params: SamplingParams | None = None, **settings: Any) -> list[Completion]:
         """Return the continuations of every prompt, in order, `n` of each.
 
         Give a `SamplingParams`, or its fields as keywords: `model.generate("It was", temperature=0.7)`.
+        The keywords of `stream` serve here too, `controller` among them.
         """
         ended = [event for event in self.stream(prompts, params, **settings) if event.completion]
         ended.sort(key=lambda event: (event.prompt_index, event.index))
@@ -151,21 +153,23 @@ class Model:
 
     def stream(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         params: SamplingParams | None = None,
         *,
-        burst_seconds: float = _BURST_SECONDS,
+        controller: Controller | None = None,
+        burst_seconds: float = 0.05,
         cancelled: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> Iterator[TokenEvent]:
         """Yield every token of every continuation as it comes; prompts are texts, or lists of token ids.
 
-        The device runs at most about `burst_seconds` between two looks. When `cancelled` answers True,
-        every unfinished sequence ends with what it has, as "abort".
+        `controller` stands in for the model's own; each one compiles once. The device runs at most about
+        `burst_seconds` between two looks. When `cancelled` answers True, every unfinished sequence ends
+        with what it has, as "abort".
         """
         params = params or SamplingParams(**settings)
         waiting = collections.deque(self._sequences([prompts] if isinstance(prompts, str) else prompts, params))
-        run = _Run(self, self._decoder(params.penalises, params.logprobs), burst_seconds)
+        run = _Run(self, self._decoder(params.penalises, params.logprobs, controller or self.controller), burst_seconds)
         while waiting or run.slots:
             if cancelled():
                 for sequence in [*run.slots.values(), *waiting]:
@@ -177,7 +181,7 @@ class Model:
     def describe(self) -> list[str]:
         """Return lines that say what runs where, for a person."""
         c, width = self.config, self.params.embedding.dtype
-        cache = jax.eval_shape(self._decoder(False, 0).empty).cache
+        cache = jax.eval_shape(self._decoder(False, 0, self.controller).empty).cache
         return [
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {cost.num_bytes(self.params) / 1e6:.1f} MB {width}",
             f"device {jax.devices()[0].device_kind}, attention backend {self.backend}",
@@ -189,7 +193,7 @@ class Model:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _sequences(self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams) -> list["_Sequence"]:
+    def _sequences(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list["_Sequence"]:
         """Check every prompt before any work is done for one."""
         sequences = []
         for prompt_index, prompt in enumerate(prompts):
@@ -225,8 +229,8 @@ class Model:
                 )
         return sequences
 
-    def _decoder(self, penalties: bool, num_logprobs: int) -> Decoder:
-        key = (penalties, num_logprobs)
+    def _decoder(self, penalties: bool, num_logprobs: int, controller: Controller) -> Decoder:
+        key = (penalties, num_logprobs, controller)
         if key not in self._decoders:
             self._tell("compiling")
             self._decoders[key] = decoder(
@@ -244,7 +248,7 @@ class Model:
                     num_logprobs=num_logprobs,
                     num_stop_ids=_EOS_SLOTS + MAX_STOP_IDS,
                     penalties=penalties,
-                    controller=self.controller,
+                    controller=controller,
                 )
             )
         return self._decoders[key]

@@ -42,7 +42,8 @@ class TokenCounts:
 
 def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCounts) -> Float[Array, "b v"]:
     """Return logits after the repetition penalty (Keskar et al. 2019, over prompt and text) and the
-    presence and frequency penalties (over the text alone, as the OpenAI API defines them)."""
+    presence and frequency penalties (over the text alone, as the OpenAI API defines them).
+    """
     seen = counts.in_prompt | (counts.generated > 0)
     repetition = sampling.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)

@@ -51,7 +51,9 @@ def write_card(
     """Write the model card; the yardstick is read from `ngram.json` in the run's folder."""
     yardstick = run / "ngram.json"
     if not yardstick.exists():
-        raise UsageError(f"{yardstick} is not there; run scripts/ngram_baseline.py first, the model card compares with it.")
+        raise UsageError(
+            f"{yardstick} is not there; run scripts/ngram_baseline.py first, the model card compares with it."
+        )
     ngram = json.loads(yardstick.read_text())
     notes = {side: json.loads((run / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
     c, schedule = settings.model, settings.schedule

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -99,13 +98,20 @@ def evaluate(params: Params, settings: Settings, rows: corpus.Rows, batch_tokens
     parts = []
     for begin in range(0, len(rows.inputs), size):
         inputs, targets = (np.pad(y, ((0, max(0, begin + size - len(y))), (0, 0))) for y in (rows.inputs, rows.targets))
-        parts.append(loss.token_losses(params, settings.model, inputs[begin : begin + size], targets[begin : begin + size]))
+        parts.append(
+            loss.token_losses(params, settings.model, inputs[begin : begin + size], targets[begin : begin + size])
+        )
     losses = np.concatenate([np.asarray(part) for part in parts])[: len(rows.inputs)]
     return np.where(rows.target_mask, losses, 0.0)
 
 
 def train(
-    settings: Settings, train_tokens: corpus.Tokens, held_out: corpus.Tokens, folder: Path, steps: int | None, minutes: float | None
+    settings: Settings,
+    train_tokens: corpus.Tokens,
+    held_out: corpus.Tokens,
+    folder: Path,
+    steps: int | None,
+    minutes: float | None,
 ) -> int:
     """Train to the end, or until SIGTERM, from the last checkpoint in `folder`; return the steps done.
 
