@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from et_jax import cost
@@ -287,23 +288,23 @@ class _Sequence:
         in_prompt = np.zeros(self.model.config.vocab_size, bool)
         in_prompt[self.tokens] = True
         return Request(
-            token=np.int32(self.tokens[-1]),
-            limit=np.int32(self.limit),
-            arrival=np.int32(self.arrival),
-            urgency=np.float32(0),
-            index=np.int32(self.index),
-            stop_ids=np.asarray(stops, np.int32),
+            token=jnp.int32(self.tokens[-1]),
+            limit=jnp.int32(self.limit),
+            arrival=jnp.int32(self.arrival),
+            urgency=jnp.float32(0),
+            index=jnp.int32(self.index),
+            stop_ids=jnp.asarray(stops, jnp.int32),
             sampling=Sampling(
-                temperature=np.float32(p.temperature),
-                top_k=np.int32(p.top_k),
-                top_p=np.float32(p.top_p),
-                min_p=np.float32(p.min_p),
-                repetition_penalty=np.float32(p.repetition_penalty),
-                presence_penalty=np.float32(p.presence_penalty),
-                frequency_penalty=np.float32(p.frequency_penalty),
-                key=np.asarray([p.seed >> 32, p.seed & 0xFFFFFFFF], np.uint32),
+                temperature=jnp.float32(p.temperature),
+                top_k=jnp.int32(p.top_k),
+                top_p=jnp.float32(p.top_p),
+                min_p=jnp.float32(p.min_p),
+                repetition_penalty=jnp.float32(p.repetition_penalty),
+                presence_penalty=jnp.float32(p.presence_penalty),
+                frequency_penalty=jnp.float32(p.frequency_penalty),
+                key=jnp.asarray([p.seed >> 32, p.seed & 0xFFFFFFFF], jnp.uint32),
             ),
-            in_prompt=in_prompt if p.penalises else None,
+            in_prompt=jnp.asarray(in_prompt) if p.penalises else None,
         )
 
     def take(self, row: TokenTrace, finished: bool) -> TokenEvent:

@@ -92,7 +92,7 @@ def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[A
     """Return the greatest logit x of each row such that the tokens with logit >= x weigh at least `goal`."""
     keys = _ordered(logits)
 
-    def halve(_: int, bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]):
+    def halve(_: Int[Array, ""], bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]):
         low, high = bounds  # the weight at or above low reaches the goal; above high it does not
         middle = low + (high - low) // 2 + (high - low) % 2
         reached = jnp.sum(jnp.where(keys >= middle[:, None], weight, 0.0), axis=-1) >= goal
