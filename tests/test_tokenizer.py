@@ -1,5 +1,6 @@
 """Tokenizers: the conventions of both file formats, chat templates, and text that streams in pieces."""
 
+import functools
 import json
 import os
 import shutil
@@ -284,12 +285,20 @@ def prepared(tmp_path_factory):
         shutil.copy(MISTRAL, FOLDERS["mistral"] / "tokenizer.model")
     yield
     FOLDERS.clear()
+    loaded.cache_clear()
+    loaded_parts.cache_clear()
 
 
-def loaded(name, cache={}):  # noqa: B006 (a cache, since hypothesis calls often)
-    if name not in cache:
-        cache[name] = load_tokenizer(FOLDERS[name])
-    return cache[name]
+@functools.cache
+def loaded(name):
+    return load_tokenizer(FOLDERS[name])
+
+
+@functools.cache
+def loaded_parts(name):
+    """Ids that make up drawn sequences: of single bytes, of a text, of two characters of several bytes."""
+    tokenizer = loaded(name)
+    return byte_ids(tokenizer) or [0], tokenizer.encode(TEXT), tokenizer.encode("🐈日本 ß")
 
 
 def byte_ids(tokenizer):
@@ -298,14 +307,13 @@ def byte_ids(tokenizer):
     return [id for id in range(600) if backend.visible(id) and "\ufffd" in backend.decode([id])]
 
 
-def drawn_ids(data, tokenizer, size):
-    anything, of_text = st.integers(0, size + 5), st.sampled_from(tokenizer.encode(TEXT))
-    bytes_only = st.sampled_from(byte_ids(tokenizer) or [0])
+def drawn_ids(data, name, size):
+    lone, text, word = loaded_parts(name)
     parts = st.one_of(
-        st.lists(anything, max_size=6),
-        st.lists(bytes_only, max_size=40),
-        st.lists(of_text, max_size=6),
-        st.just(tokenizer.encode("🐈日本 ß")),
+        st.lists(st.integers(0, size + 5), max_size=6),
+        st.lists(st.sampled_from(lone), max_size=40),
+        st.lists(st.sampled_from(text), max_size=6),
+        st.just(word),
     )
     return [id for part in data.draw(st.lists(parts, max_size=6)) for id in part]
 
@@ -314,12 +322,11 @@ def drawn_ids(data, tokenizer, size):
     ("name", "size"), [("byte_level", 330), ("byte_fallback", 266), ("stories", 2048), ("mistral", 32000)]
 )
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_streamed_pieces_add_up_to_the_whole_text(name, size, data):
     if not any((FOLDERS[name] / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
         pytest.skip("the shared tokenizers are absent; set ET_JAX_SHARED to their folder")
-    tokenizer = loaded(name)
-    ids = drawn_ids(data, tokenizer, size)
+    tokenizer, ids = loaded(name), drawn_ids(data, name, size)
     stream = Detokenizer(tokenizer)
     pieces = [stream.push(id) for id in ids]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
