@@ -5,7 +5,6 @@ This is where the cache, the selectors and the kernels meet. The step and the pr
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,8 @@ def decode_attend(
         )
         seen = memory.receipts
         if mask is None:
-            bits = _mask_of(blocks, counts, table.shape[1])
+            readable = _readable(lengths, table.shape[1], reading.page_size, window)
+            bits = jnp.broadcast_to(readable[:, None], (*counts.shape, table.shape[1]))
             summaries, kept = seen.summaries_read, seen.kept_mass
         else:
             bits = mask
@@ -171,13 +171,6 @@ def _every_block(
     counts = _held_blocks(lengths, reading.page_size) - first
     shape = (lengths.shape[0], reading.model.num_kv_heads)
     return jnp.broadcast_to(blocks[:, None], (*shape, most)), jnp.broadcast_to(counts[:, None], shape)
-
-
-def _mask_of(blocks: Int[Array, "b k m"], counts: Int[Array, "b k"], num_blocks: int) -> Bool[Array, "b k n"]:
-    """The mask of a list of consecutive blocks."""
-    block = jnp.arange(num_blocks)
-    first = blocks[..., :1]
-    return (block >= first) & (block < first + counts[..., None])
 
 
 def _readable(lengths: Int[Array, " b"], num_blocks: int, page_size: int, window: int | None) -> Bool[Array, "b n"]:
@@ -260,8 +253,3 @@ def _kept_mass(
 
 def _with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:
     return replace(cache, layers=(*cache.layers[:layer], cached, *cache.layers[layer + 1 :]))
-
-
-def list_words(num_blocks: int) -> int:
-    """Return the 32-bit words that hold one bit per block."""
-    return math.ceil(num_blocks / 32)

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import cache as kv
 from et_jax import cost, entropy, pages, sampling
-from et_jax.attend import Memory, Reading, Receipts, decode_attend, list_words, prefill_attend, start_receipts
-from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain
+from et_jax.attend import Memory, Reading, Receipts, decode_attend, prefill_attend, start_receipts
+from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain, num_words
 from et_jax.control.clock import paper
 from et_jax.control.priority import fcfs
 from et_jax.control.select import AnySelector, Selector, dense
@@ -172,7 +172,7 @@ def _signals(shape: tuple[int, ...]) -> Signals:
 def _fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> ControlState:
     """The control state of one sequence before its first token."""
     zero = jnp.zeros((), jnp.float32)
-    shape = (config.model.num_layers, config.model.num_kv_heads, list_words(config.blocks_per_slot))
+    shape = (config.model.num_layers, config.model.num_kv_heads, num_words(config.blocks_per_slot))
     return config.law.init(
         ControlState(
             entropy=zero,

@@ -85,6 +85,11 @@ def pack_blocks(mask: Bool[Array, "*b n"]) -> UInt32[Array, "*b n32"]:
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
+def num_words(num_blocks: int) -> int:
+    """Return the 32-bit words that hold one bit per block."""
+    return -(-num_blocks // 32)
+
+
 def _unchanged(state: ControlState) -> ControlState:
     return state
 
