@@ -181,10 +181,10 @@ class Model:
 
     def describe(self) -> list[str]:
         """Return lines that say what runs where, for a person."""
-        c, width = self.config, self.params.embedding.dtype
+        c, weights = self.config, f"{cost.num_bytes(self.params) / 1e6:.1f} MB {self.params.embedding.dtype}"
         cache = jax.eval_shape(self._decoder(False, 0, self.controller).empty).cache
         return [
-            f"model {self.name}: {c.architecture}, {c.num_layers} layers, {cost.num_bytes(self.params) / 1e6:.1f} MB {width}",
+            f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
             f"device {jax.devices()[0].device_kind}, attention backend {self.backend}",
             f"cache {self.num_pages} pages of {self.page_size} tokens, {cost.num_bytes(cache) / 1e6:.1f} MB, "
             f"{self.num_slots} slots of {self.max_model_len} tokens",
@@ -211,8 +211,8 @@ class Model:
             pages = self._blocks(len(tokens) - 1 + limit)
             if pages > self.num_pages - 1:
                 raise UsageError(
-                    f"The prompt of {len(tokens)} tokens and {limit} more need {pages} pages of {self.page_size} tokens "
-                    f"and the pool holds {self.num_pages - 1}; raise num_pages, or lower max_tokens."
+                    f"The prompt of {len(tokens)} tokens and {limit} more need {pages} pages of {self.page_size} "
+                    f"tokens and the pool holds {self.num_pages - 1}; raise num_pages, or lower max_tokens."
                 )
             for index in range(params.n):
                 sequences.append(

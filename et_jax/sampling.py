@@ -41,8 +41,10 @@ class TokenCounts:
 
 
 def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCounts) -> Float[Array, "b v"]:
-    """Return logits after the repetition penalty (Keskar et al. 2019, over prompt and text) and the
-    presence and frequency penalties (over the text alone, as the OpenAI API defines them).
+    """Return logits after the penalties that the requests ask for.
+
+    Repetition counts prompt and text (Keskar et al. 2019); presence and frequency count the text alone,
+    as the OpenAI API defines them.
     """
     seen = counts.in_prompt | (counts.generated > 0)
     repetition = sampling.repetition_penalty[:, None]
