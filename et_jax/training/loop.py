@@ -42,7 +42,7 @@ class Settings:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     report_every: int = 20
-    evaluate_every: int = 250
+    evaluate_every: int = 200
     save_every: int = 100
     evaluated_tokens: int = 32_768  # tokens of held-out text scored during training
 
