@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
+    """Parse the arguments, fit the model, score."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--corpus", type=Path, default=ROOT / "../shared/text/novels/novels.tar.xz", help="tar of .txt files"
