@@ -1,7 +1,7 @@
 """Stop strings: the shown text does not depend on how it was cut, and nothing shown is ever taken back."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from et_jax.stop import StopStrings
@@ -26,12 +26,14 @@ def run(pieces, stops):
     return shown, watch.flush(), watch.found
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(TEXT, max_size=8), STOPS)
 def test_the_text_is_cut_at_the_first_complete_stop_string(pieces, stops):
     shown, rest, found = run(pieces, stops)
     assert ("".join(shown) + rest, found) == cut_at_first_stop("".join(pieces), stops)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TEXT, STOPS)
 def test_only_what_could_become_a_stop_string_is_held_back(text, stops):
     shown, rest, found = run([text], stops)

@@ -79,7 +79,7 @@ def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
     return {name(path): spec for path, spec in jax.tree.leaves_with_path(describe(config))}
 
 
-def assemble(config: ModelConfig, weights: Mapping[str, Float[Array, "..."]]) -> Params:
+def assemble(config: ModelConfig, weights: Mapping[str, Float[Array | np.ndarray, "..."]]) -> Params:
     """Return the `Params` of weights given by Hugging Face name."""
     treedef = jax.tree.structure(describe(config))
     return treedef.unflatten([weights[name] for name in weight_specs(config)])
