@@ -33,7 +33,7 @@ class Receipts:
     blocks_read: Int[Array, " b"]
     summaries_read: Int[Array, " b"]
     kept_mass: Float[Array, " b"]
-    block_masks: tuple[UInt32[Array, "b k n/32"], ...]
+    block_masks: tuple[UInt32[Array, "b k words"], ...]
 
 
 @pytree
