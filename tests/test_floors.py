@@ -12,7 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 # A module imports its own top-level name and those on lower floors. Rooms share a floor, so none imports another.
 FLOORS = {
     "types": 0,
-    **dict.fromkeys(("entropy", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "control"), 1),
+    **dict.fromkeys(
+        ("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "control"), 1
+    ),
     **dict.fromkeys(("models", "pallas", "tasks", "scheduler"), 1),
     "decode": 2,
     "engine": 3,
