@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 # A module imports its own top-level name and those on lower floors. Rooms share a floor, so none imports another.
 FLOORS = {
     "types": 0,
-    **dict.fromkeys(("entropy", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "control"), 1),
-    **dict.fromkeys(("models", "pallas", "tasks", "scheduler", "requests", "snapshots"), 1),
+    **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost"), 1),
+    **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "requests", "snapshots"), 1),
     **dict.fromkeys(("attend", "plot"), 2),
     "decode": 3,
     "engine": 4,

@@ -1,0 +1,110 @@
+"""How much attention a block can hold, from what is stored of it, without reading its keys.
+
+A block of n tokens with scores s_j = query . key_j holds the mass Z = sum e^{s_j}. Every function here
+brackets the scores, or log Z in nats, for each query head and block. They are float32 bounds on the
+float32 scores of the stored keys: give `certified` a slack for rounding.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int8
+
+from et_jax.types import pytree
+
+
+@pytree
+class Interval:
+    """A lower and an upper bound per query head and block."""
+
+    low: Float[Array, "g n"]
+    high: Float[Array, "g n"]
+
+
+def scores(query: Float[Array, "g d"], key: Float[Array, "n d"]) -> Float[Array, "g n"]:
+    """Return query . key in full float32: chips that multiply in fewer bits would break every bound."""
+    return jnp.einsum(
+        "gd,nd->gn", query.astype(jnp.float32), key.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def box(query: Float[Array, "g d"], key_min: Float[Array, "n d"], key_max: Float[Array, "n d"]) -> Interval:
+    """Return the range of query . key over keys between `key_min` and `key_max` in every channel.
+
+    The upper end is sum_c max(q_c min_c, q_c max_c), Quest's score (Tang et al. 2024).
+    """
+    up, down = jnp.maximum(query, 0), jnp.minimum(query, 0)
+    return Interval(low=scores(up, key_min) + scores(down, key_max), high=scores(up, key_max) + scores(down, key_min))
+
+
+def ball(query: Float[Array, "g d"], key_mean: Float[Array, "n d"], key_radius: Float[Array, " n"]) -> Interval:
+    """Return the range of query . key over keys within `key_radius` of `key_mean`: the mean's score -+ |q| r."""
+    length = jnp.linalg.norm(query.astype(jnp.float32), axis=-1, keepdims=True)
+    middle = scores(query, key_mean)
+    return Interval(low=middle - length * key_radius, high=middle + length * key_radius)
+
+
+def both(a: Interval, b: Interval) -> Interval:
+    """Return the part common to two sound intervals, itself sound."""
+    return Interval(low=jnp.maximum(a.low, b.low), high=jnp.minimum(a.high, b.high))
+
+
+def log_mass(score: Interval, mean: Float[Array, "g n"], num_tokens: Int[Array, " n"]) -> Interval:
+    """Return bounds on log Z, in nats, from the range of the scores and their mean; -inf for an empty block.
+
+    Above by the chord, Z <= n [(u - mean) e^l + (mean - l) e^u] / (u - l), never above n e^u; below by
+    Jensen, Z >= n e^mean. A single token has l = mean = u, and the bounds meet.
+    """
+    mean = jnp.clip(mean, score.low, score.high)
+    width = score.high - score.low
+    share = jnp.where(width > 0, (mean - score.low) / jnp.where(width > 0, width, 1.0), 1.0)
+    chord = score.high + jnp.log(share + (1.0 - share) * jnp.exp(-width))
+    return _held(num_tokens, Interval(low=mean, high=chord))
+
+
+def box_mass(score: Interval, num_tokens: Int[Array, " n"]) -> Interval:
+    """Return n e^l <= Z <= n e^u as bounds on log Z, in nats; -inf for an empty block."""
+    return _held(num_tokens, score)
+
+
+def _held(num_tokens: Int[Array, " n"], per_token: Interval) -> Interval:
+    held = num_tokens > 0
+    log_count = jnp.log(jnp.maximum(num_tokens, 1).astype(jnp.float32))
+    return Interval(
+        low=jnp.where(held, log_count + per_token.low, -jnp.inf),
+        high=jnp.where(held, log_count + per_token.high, -jnp.inf),
+    )
+
+
+def coded_mass(
+    query: Float[Array, "g d"],
+    codes: Int8[Array, "n s d"],
+    scale: Float[Array, "n d"],
+    offset: Float[Array, "n d"],
+    num_tokens: Int[Array, " n"],
+) -> Interval:
+    """Return bounds on log Z, in nats, from keys stored as offset + scale * code, each rounded to the nearest.
+
+    A key is within scale / 2 of its code in every channel, a score within e = sum_c |q_c| scale_c / 2,
+    so log Z is within e of the codes' own. With scale = (max - min) / 255 the error is 1/510 of the box
+    width. Only the first `num_tokens` codes of a block count.
+    """
+    q = query.astype(jnp.float32)
+    error = scores(jnp.abs(q), 0.5 * scale.astype(jnp.float32))
+    scaled = q[:, None, :] * scale.astype(jnp.float32)
+    score = jnp.einsum("gnd,nsd->gns", scaled, codes.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    counts = jnp.arange(codes.shape[1]) < num_tokens[:, None]
+    estimate = scores(q, offset) + jax.nn.logsumexp(score, axis=-1, where=counts)
+    held = num_tokens > 0
+    return Interval(low=jnp.where(held, estimate - error, -jnp.inf), high=jnp.where(held, estimate + error, -jnp.inf))
+
+
+def kept_mass(
+    upper: Float[Array, "g n"], opened: Bool[Array, " n"], log_opened: Float[Array, " g"]
+) -> Float[Array, " g"]:
+    """Return the share of attention mass certainly read: Z_S / (Z_S + U_D) for each query head.
+
+    `upper` bounds every block's log Z, and `log_opened` is log Z_S, the log-sum-exp that attention
+    returned for the opened blocks, in nats. 1 where nothing was left unread.
+    """
+    left = jax.nn.logsumexp(jnp.where(opened, -jnp.inf, upper), axis=-1)
+    return jnp.where(jnp.isneginf(left), 1.0, jax.nn.sigmoid(log_opened - left))

@@ -1,0 +1,167 @@
+"""Bounds: every block's mass lies between them, whatever its keys; certificates never promise too much."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from et_jax.control import bounds, select
+
+FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
+NUM_BLOCKS = 10
+
+SLACK = 1e-3  # nats: what `certified` grants to rounding
+# Scores reach a few tens before rounding to float32 exceeds the slack; models stay far below.
+many = settings(max_examples=40, deadline=None)
+drawn = given(seed=st.integers(0, 100_000), family=st.sampled_from(FAMILIES), spread=st.floats(0.01, 40.0))
+
+
+def codes_of(b):
+    """Return 8-bit codes, scale and offset of the keys, rounded to the nearest within each block's box."""
+    low, high = np.asarray(b.view.key_min, np.float64), np.asarray(b.view.key_max, np.float64)
+    scale = np.where(high > low, (high - low) / 255, 1.0)
+    codes = np.rint((b.key - low[:, None]) / scale[:, None]) - 128
+    return (
+        jnp.asarray(np.nan_to_num(codes), jnp.int8),
+        jnp.asarray(scale, jnp.float32),
+        jnp.asarray(low + 128 * scale, jnp.float32),
+    )
+
+
+def ball_bounds(view, radius):
+    score = bounds.both(
+        bounds.box(view.query, view.key_min, view.key_max), bounds.ball(view.query, view.key_mean, radius)
+    )
+    return bounds.log_mass(score, bounds.scores(view.query, view.key_mean), view.num_tokens)
+
+
+box, chord, ball = jax.jit(select.box_bounds), jax.jit(select.chord_bounds), jax.jit(ball_bounds)
+coded = jax.jit(lambda view, codes, scale, offset: bounds.coded_mass(view.query, codes, scale, offset, view.num_tokens))
+kept_mass = jax.jit(bounds.kept_mass)
+
+
+def radius_of(b):
+    middle = np.asarray(b.view.key_mean, np.float64)[:, None]
+    apart = np.linalg.norm(b.key - middle, axis=-1)
+    return jnp.asarray(np.max(np.nan_to_num(apart), axis=-1), jnp.float32)
+
+
+@many
+@drawn
+def test_every_block_holds_at_least_its_lower_and_at_most_its_upper_bound(blocks, seed, family, spread):
+    b = blocks(seed, family, spread)
+    held = np.asarray(b.view.num_tokens) > 0
+    for interval in (box(b.view), chord(b.view), ball(b.view, radius_of(b)), coded(b.view, *codes_of(b))):
+        low, high = np.asarray(interval.low, np.float64), np.asarray(interval.high, np.float64)
+        assert np.all(low[:, held] <= b.log_mass[:, held] + SLACK)
+        assert np.all(b.log_mass[:, held] <= high[:, held] + SLACK)
+        assert np.all(np.isneginf(low[:, ~held]) & np.isneginf(high[:, ~held]))
+
+
+@many
+@drawn
+def test_the_ladder_only_tightens(blocks, seed, family, spread):
+    b = blocks(seed, family, spread)
+    held = np.asarray(b.view.num_tokens) > 0
+    loose, sharp, round_ = box(b.view), chord(b.view), ball(b.view, radius_of(b))
+    for wide, narrow in ((loose, sharp), (sharp, round_)):
+        assert np.all(narrow.high[:, held] <= wide.high[:, held] + SLACK)
+        assert np.all(narrow.low[:, held] >= wide.low[:, held] - SLACK)
+
+
+@many
+@given(seed=st.integers(0, 100_000), spread=st.floats(0.01, 40.0))
+def test_the_bounds_of_a_single_token_meet(blocks, seed, spread):
+    b = blocks(seed, "single", spread)
+    held = np.asarray(b.view.num_tokens) > 0
+    interval = chord(b.view)
+    np.testing.assert_allclose(interval.low[:, held], b.log_mass[:, held], atol=SLACK)
+    np.testing.assert_allclose(interval.high[:, held], b.log_mass[:, held], atol=SLACK)
+
+
+def test_the_chord_is_reached_by_keys_at_the_ends_of_the_box(blocks):
+    """Scores at both ends and nowhere between are the worst case of the chord."""
+    score = bounds.Interval(low=jnp.asarray([[-3.0]]), high=jnp.asarray([[2.0]]))
+    ends = np.array([-3.0, -3.0, -3.0, 2.0])
+    got = bounds.log_mass(score, jnp.asarray([[ends.mean()]], jnp.float32), jnp.asarray([4]))
+    np.testing.assert_allclose(got.high, np.log(np.exp(ends).sum()), rtol=1e-5)
+    np.testing.assert_allclose(got.low, np.log(4) + ends.mean(), rtol=1e-5)
+
+
+@many
+@drawn
+def test_codes_bracket_the_mass_within_a_255th_of_the_box(blocks, seed, family, spread):
+    b = blocks(seed, family, spread)
+    held = np.asarray(b.view.num_tokens) > 1
+    width = np.asarray(box(b.view).high - box(b.view).low, np.float64)[:, held]
+    got = coded(b.view, *codes_of(b))
+    varied = np.asarray(b.view.key_max > b.view.key_min).all(-1)[held]
+    np.testing.assert_allclose((got.high - got.low)[:, held][:, varied], width[:, varied] / 255, atol=1e-4, rtol=1e-3)
+
+
+@many
+@drawn
+def test_a_certificate_never_exceeds_the_mass_truly_read(blocks, seed, family, spread):
+    b = blocks(seed, family, spread)
+    opened = np.random.default_rng(seed).uniform(size=NUM_BLOCKS) < 0.5
+    opened[0] = True
+    log_opened = jnp.asarray(np.log(np.exp(b.log_mass[:, opened]).sum(-1)), jnp.float32)
+    truth = 1 - b.unread(opened)
+    for interval in (box(b.view), chord(b.view), coded(b.view, *codes_of(b))):
+        got = kept_mass(interval.high + SLACK, jnp.asarray(opened), log_opened)
+        assert np.all(got <= truth + 1e-6)
+        whole = kept_mass(interval.high, jnp.ones(NUM_BLOCKS, bool), log_opened)
+        np.testing.assert_array_equal(whole, 1.0)
+
+
+@many
+@given(
+    seed=st.integers(0, 100_000),
+    family=st.sampled_from(FAMILIES),
+    spread=st.floats(0.01, 40.0),
+    tolerance=st.floats(1e-4, 0.9),
+    guarded=st.booleans(),
+)
+def test_certified_selection_leaves_no_more_than_the_tolerance(blocks, seed, family, spread, tolerance, guarded):
+    b = blocks(seed, family, spread, tolerance)
+    codes = codes_of(b)
+    for bound in ("box", "chord", "codes"):
+        opened = CERTIFIED[bound, guarded](b.view, codes)
+        assert np.all(b.unread(opened) <= tolerance)
+
+
+def certified(bound, guarded):
+    def mask(view, coding):
+        codes, scale, offset = coding
+        mass_bounds = {
+            "box": select.box_bounds,
+            "chord": select.chord_bounds,
+            "codes": lambda view: bounds.coded_mass(view.query, codes, scale, offset, view.num_tokens),
+        }[bound]
+        selector = select.certified(mass_bounds)
+        return (select.guarded(selector) if guarded else selector)(view)
+
+    return jax.jit(mask)
+
+
+CERTIFIED = {(bound, guarded): certified(bound, guarded) for bound in ("box", "chord", "codes") for guarded in (0, 1)}
+
+
+@pytest.mark.parametrize("bound", ["box", "chord", "codes"])
+def test_certified_selection_opens_no_more_than_it_must(blocks, bound):
+    """Blocks of equal keys have bounds that meet, so the fewest that hold the mass are opened, ties together."""
+    b = blocks(5, "ties", 3.0)
+    held = np.asarray(b.view.num_tokens) > 0
+    rows = b.log_mass - np.log(np.exp(b.log_mass).sum(-1, keepdims=True))
+    for tolerance in (0.02, 0.3, 0.6):
+        view = select.BlockView(**(vars(b.view) | {"tolerance": jnp.float32(tolerance)}))
+        opened = np.asarray(CERTIFIED[bound, 0](view, codes_of(b)))
+        wanted = np.zeros_like(opened)
+        for row in np.exp(rows):
+            for cut in np.unique(row[held])[::-1]:
+                if row[row < cut * (1 - 1e-5)].sum() <= tolerance:
+                    wanted |= row >= cut * (1 - 1e-5)
+                    break
+        np.testing.assert_array_equal(opened & held, wanted & held)

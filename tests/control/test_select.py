@@ -1,0 +1,197 @@
+"""Selectors: each opens the blocks its definition names, found by slower programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from et_jax.control import select
+from et_jax.types import replace
+
+FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
+NUM_BLOCKS = 10
+
+many = settings(max_examples=40, deadline=None)
+drawn = given(
+    seed=st.integers(0, 100_000),
+    family=st.sampled_from(FAMILIES),
+    spread=st.floats(0.01, 30.0),
+    tolerance=st.floats(1e-3, 0.8),
+)
+PROPORTIONAL = {
+    "top_mass": select.top_mass(),
+    "certified": select.certified(),
+    "certified box": select.certified(select.box_bounds),
+    "paper influence": select.paper(),
+    "paper mass": select.paper(select.mass),
+    "paper value_gauss": select.paper(select.value_gauss),
+}
+compiled = {name: jax.jit(selector.mask) for name, selector in PROPORTIONAL.items()}
+
+
+def held_of(b):
+    return np.asarray(b.view.num_tokens) > 0
+
+
+def centroid_shares(b):
+    """Return each block's share of mass were its keys all their mean, in float64; 0 where none is held."""
+    n = np.asarray(b.view.num_tokens, np.float64)
+    score = np.asarray(b.view.query, np.float64) @ np.asarray(b.view.key_mean, np.float64).T
+    weight = np.where(n > 0, n * np.exp(score), 0.0)
+    return weight / weight.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("name", PROPORTIONAL)
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 100_000), family=st.sampled_from(FAMILIES), spread=st.floats(0.01, 200.0))
+def test_tolerance_zero_opens_everything(blocks, name, seed, family, spread):
+    b = blocks(seed, family, spread, tolerance=0.0)
+    assert np.all(compiled[name](b.view)[held_of(b)])
+
+
+@many
+@drawn
+def test_top_mass_opens_the_fewest_blocks_that_hold_enough(blocks, seed, family, spread, tolerance):
+    b = blocks(seed, family, spread, tolerance)
+    one = replace(b.view, query=b.view.query[:1])
+    share = centroid_shares(b)[0]
+    opened = np.asarray(compiled["top_mass"](one))
+    assert share[~opened].sum() <= tolerance + 1e-5
+    least = share[opened].min()
+    tied = opened & (share <= least * (1 + 1e-5))
+    assert share[~opened].sum() + share[tied].sum() > tolerance - 1e-5 or np.all(tied == opened)
+    both = np.asarray(compiled["top_mass"](b.view))
+    assert np.all(both >= opened)
+    assert np.all(centroid_shares(b)[:, ~both].sum(-1) <= tolerance + 1e-5)
+
+
+@many
+@drawn
+def test_paper_opens_what_contributes_more_than_the_threshold(blocks, seed, family, spread, tolerance):
+    b = blocks(seed, family, spread, tolerance)
+    share, held = centroid_shares(b), held_of(b)
+    value = np.where(held[:, None], np.asarray(b.view.value_mean, np.float64), 0.0)
+    n = np.asarray(b.view.num_tokens, np.float64)[:, None] / int(b.view.num_tokens.sum())
+    middle = (n * value).sum(0)
+    variance = (n * (value - middle) ** 2).sum(0)
+    gauss = 0.5 * ((value - middle) ** 2 / np.maximum(variance, 1e-37)).sum(-1)
+    # A block held alone has no others to stand out from.
+    expected = {"paper mass": share, "paper value_gauss": share * (gauss if held.sum() > 1 else 0.0)}
+    for name, contribution in expected.items():
+        sure = np.abs(contribution - tolerance) > 1e-4 * (1 + tolerance)
+        wanted = (contribution > tolerance).any(0)
+        plain = sure.all(0) & held
+        np.testing.assert_array_equal(np.asarray(compiled[name](b.view))[plain], wanted[plain])
+
+
+@many
+@given(seed=st.integers(0, 100_000), spread=st.floats(0.01, 6.0))
+def test_influence_of_single_tokens_is_how_far_the_output_moves_without_them(blocks, seed, spread):
+    """With one token a block the summaries say everything, so the estimate is the exact leave-one-out change."""
+    b = blocks(seed, "single", spread)
+    held = held_of(b)
+    key, value = b.key[held, 0].astype(np.float64), b.value[held, 0].astype(np.float64)
+    weight = np.exp(np.asarray(b.view.query, np.float64) @ key.T)
+    out = weight @ value / weight.sum(-1, keepdims=True)
+    got = np.asarray(select.influence(b.view))
+    assert np.all(got[:, ~held] == 0)
+    for block in range(held.sum()):
+        rest = weight.copy()
+        rest[:, block] = 0
+        if held.sum() == 1:
+            assert np.all(np.isinf(got[:, block]))
+        else:
+            without = rest @ value / rest.sum(-1, keepdims=True)
+            moved = np.linalg.norm(out - without, axis=-1)
+            np.testing.assert_allclose(got[:, block], moved, rtol=2e-3, atol=1e-4)
+
+
+def test_a_block_that_holds_all_the_mass_is_read(blocks):
+    b = blocks(3, "single", 4.0, tolerance=0.5)
+    alone = replace(b.view, num_tokens=b.view.num_tokens.at[1:].set(0))
+    assert np.asarray(compiled["paper influence"](alone))[0]
+
+
+@many
+@given(seed=st.integers(0, 100_000), family=st.sampled_from(FAMILIES), num_blocks=st.sampled_from([1, 3, 10, 20]))
+def test_quest_opens_the_highest_possible_scores(blocks, seed, family, num_blocks):
+    b = blocks(seed, family)
+    q, low, high = (np.asarray(x, np.float64) for x in (b.view.query, b.view.key_min, b.view.key_max))
+    score = np.maximum(q[:, None] * low, q[:, None] * high).sum(-1).max(0)
+    held = held_of(b)
+    opened = np.asarray(QUEST[num_blocks](b.view))
+    assert not np.any(opened & ~held)
+    assert opened.sum() >= min(num_blocks, held.sum())
+    if family != "ties":
+        assert opened.sum() == min(num_blocks, held.sum())
+    closed = held & ~opened
+    if closed.any():
+        assert score[opened].min() > score[closed].max() - 1e-4
+
+
+QUEST = {n: jax.jit(select.quest(n).mask) for n in (1, 3, 10, 20)}
+
+
+def nothing(view):
+    return jnp.zeros(view.start.shape, bool)
+
+
+@many
+@given(
+    seed=st.integers(0, 100_000),
+    sinks=st.sampled_from([0, 6]),
+    window=st.sampled_from([0, 7]),
+    min_blocks=st.sampled_from([0, 4]),
+)
+def test_guards_open_sinks_window_and_a_minimum_and_nothing_else(blocks, seed, sinks, window, min_blocks):
+    b = blocks(seed)
+    length, held = int(b.view.length), held_of(b)
+    wanted = np.zeros(NUM_BLOCKS, bool)
+    for position in range(length):
+        if position < sinks or position >= length - window:
+            wanted[position // 4] = True
+    opened = np.asarray(GUARDED[sinks, window, min_blocks](b.view))
+    assert np.all(opened >= wanted)
+    assert not np.any(opened & ~held)
+    assert opened.sum() == max(wanted.sum(), min(min_blocks, held.sum()))
+    extra = opened & ~wanted
+    likely = centroid_shares(b).max(0)
+    if extra.any() and (held & ~opened).any():
+        assert likely[extra].min() >= likely[held & ~opened].max() * (1 - 1e-5)
+
+
+GUARDED = {
+    (sinks, window, least): jax.jit(select.guarded(nothing, sinks, window, least).mask)
+    for sinks in (0, 6)
+    for window in (0, 7)
+    for least in (0, 4)
+}
+
+
+def test_guards_only_add(blocks):
+    b = blocks(11, tolerance=0.4)
+    inner = select.certified()
+    assert np.all(np.asarray(select.guarded(inner)(b.view)) >= np.asarray(inner(b.view) & (b.view.num_tokens > 0)))
+
+
+def test_dense_reads_all_guarded_or_not(blocks):
+    assert select.guarded(select.dense()).reads_all
+    assert np.all(select.dense()(blocks(0).view))
+    assert not select.guarded(select.quest(2)).reads_all
+
+
+def test_expected_surprisal_weighs_what_is_stored_by_the_mass(blocks):
+    b = blocks(7)
+    stored = np.linspace(0.5, 5, NUM_BLOCKS)
+    got = select.expected_surprisal(b.view, jnp.asarray(stored, jnp.float32))
+    np.testing.assert_allclose(got, centroid_shares(b) * stored, rtol=1e-4, atol=1e-6)
+
+
+def test_a_slot_that_holds_nothing_harms_nobody(blocks):
+    """Inactive rows run through the same program: whatever they choose, it is finite work and no error."""
+    b = blocks(2)
+    empty = replace(b.view, num_tokens=jnp.zeros_like(b.view.num_tokens), length=jnp.int32(0))
+    for name, mask in compiled.items():
+        assert mask(empty).shape == (NUM_BLOCKS,), name
