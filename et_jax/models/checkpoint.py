@@ -158,6 +158,8 @@ def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) 
     tensors = {name: np.asarray(leaf) for name, leaf in zip(names, jax.tree.leaves(params), strict=True)}
     _write_config(folder, config, params)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # The library leaves its file readable by the owner alone.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def save_converted(path: str | Path, config: ModelConfig, params: Params) -> None:
