@@ -5,6 +5,7 @@ This is where the cache, the selectors and the kernels meet. The step and the pr
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +129,8 @@ def prefill_attend(
 ) -> Attend:
     """Return the `attend` of a prompt chunk: `count[b]` tokens from position `start[b]` on, read densely."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: KVCache) -> tuple[Array, KVCache]:
-        cached = write(cache.layers[layer], k, v, table, start, count)
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache) -> tuple[Array, KVCache]:
+        cached = write(memory.layers[layer], k, v, table, start, count)
         out = paged_prefill(
             q,
             cached.pages,
@@ -139,7 +140,7 @@ def prefill_attend(
             window=reading.model.windows[layer],
             backend=reading.backend,
         )
-        return out, _with_layer(cache, layer, cached)
+        return out, _with_layer(memory, layer, cached)
 
     return attend
 
@@ -212,7 +213,8 @@ def _select(
     heads = jax.vmap(one, in_axes=(0, 0, 0, 0, None, None))
     of_slot = [x.swapaxes(0, 1) for x in (summary.key_box[:, table], summary.mean[:, table])]
     radius = summary.value_radius[:, table].swapaxes(0, 1)
-    asked = jax.vmap(heads)(_grouped(queries, reading), *of_slot, radius, lengths, tolerance)
+    rows: Callable[..., Array] = jax.vmap(heads)
+    asked = rows(_grouped(queries, reading), *of_slot, radius, lengths, tolerance)
     newest = start == jnp.maximum(lengths[:, None] - 1, 0) // page_size * page_size
     readable = _readable(lengths, num_blocks, page_size, window)
     return (asked | newest[:, None]) & readable[:, None]

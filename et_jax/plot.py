@@ -21,6 +21,8 @@ def plot_trace(completion: Completion, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.colors import Normalize
+    from matplotlib.patches import Rectangle
 
     rows = completion.trace
     token = np.arange(1, len(rows) + 1)
@@ -30,12 +32,12 @@ def plot_trace(completion: Completion, path: Path) -> None:
     figure, axes = plt.subplots(
         4, 1, figsize=(12, 8 + 0.22 * lines), height_ratios=[0.22 * lines, 3.2, 1.2, 2.6], layout="constrained"
     )
-    colours, scale = plt.get_cmap("YlOrRd"), plt.Normalize(0.0, max(float(entropy.max(initial=0.0)), 1.0))
+    colours, scale = plt.get_cmap("YlOrRd"), Normalize(0.0, max(float(entropy.max(initial=0.0)), 1.0))
     axes[0].set(xlim=(0, _LINE_WIDTH), ylim=(lines, 0))
     axes[0].axis("off")
     for column, line, text, i in boxes:
         shade = colours(scale(entropy[i]), alpha=0.75)
-        axes[0].add_patch(plt.Rectangle((column, line + 0.08), len(text), 0.9, color=shade, linewidth=0))
+        axes[0].add_patch(Rectangle((column, line + 0.08), len(text), 0.9, color=shade, linewidth=0))
         shown = text.replace("$", r"\$")
         axes[0].text(column, line + 0.72, shown, family="monospace", fontsize=8.4, va="baseline")
     shades = plt.cm.ScalarMappable(scale, colours)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 LENGTH = 40  # tokens of a sequence: beyond the windows and the original lengths below
 COMMON = {

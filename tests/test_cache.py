@@ -22,7 +22,7 @@ def dirty(dtype, junk: float = np.nan) -> kv.LayerCache:
     return jax.tree.map(lambda x: jnp.full_like(x, junk), layer)
 
 
-def tokens(rng, t: int, dtype) -> tuple[np.ndarray, np.ndarray]:
+def tokens(rng, t: int, dtype) -> tuple[jax.Array, jax.Array]:
     """Keys and values "b t k d" as the cache holds them: rounded to its dtype."""
     k, v = (jnp.asarray(rng.normal(size=(3, t, HEADS, DIM)), dtype) for _ in range(2))
     return k, v

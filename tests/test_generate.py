@@ -1,5 +1,6 @@
 """The command line: what it prints, and how it refuses."""
 
+import itertools
 import json
 import os
 import signal
@@ -85,7 +86,7 @@ def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.Captur
     assert completion["usage"] == {"prompt_tokens": 6, "completion_tokens": len(rows)}
     assert sum(row["cost"] for row in rows) == pytest.approx(completion["entropic"]["cost_bytes"])
     assert rows[-1]["entropic_time"] == completion["entropic"]["entropic_time"]
-    falls = [max(0.0, before["entropy"] - after["entropy"]) for before, after in zip(rows, rows[1:], strict=False)]
+    falls = [max(0.0, before["entropy"] - after["entropy"]) for before, after in itertools.pairwise(rows)]
     assert rows[-1]["entropic_time"] == pytest.approx(sum(falls), rel=1e-5)
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
 

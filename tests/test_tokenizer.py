@@ -365,7 +365,7 @@ def test_a_token_costs_the_same_however_long_the_text(folder, of):
             return tokenizer.backend.decode(ids)
 
     stream = Detokenizer(tokenizer)
-    stream._backend = Counting()
+    stream._backend = Counting()  # pyright: ignore[reportAttributeAccessIssue]
     lone = byte_ids(tokenizer)
     ids = {"text": tokenizer.encode(TEXT) * 20, "bytes": lone * 10, "replacement": tokenizer.encode("\ufffd" * 500)}[of]
     for id in ids:

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 def script():
     spec = importlib.util.spec_from_file_location("convert_llama2c", ROOT / "scripts/convert_llama2c.py")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
