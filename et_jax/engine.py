@@ -202,6 +202,12 @@ class Model:
             text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
             if not prompt or not tokens:
                 raise UsageError("The prompt is empty; give it at least one character.")
+            outside = [token for token in tokens if not 0 <= token < self.config.vocab_size]
+            if outside:
+                raise UsageError(
+                    f"The prompt has the token {outside[0]}, and {self.name} has tokens 0 to "
+                    f"{self.config.vocab_size - 1}; encode the prompt with this model's own tokenizer."
+                )
             if len(tokens) >= self.max_model_len:
                 raise UsageError(
                     f"The prompt has {len(tokens)} tokens and {self.name} holds {self.max_model_len} with the text; "
@@ -283,9 +289,10 @@ class _Sequence:
 
     def request(self) -> Request:
         """What the decoder must know to start."""
-        p = self.params
-        stops = (*self.stop_ids, *[-1] * (_EOS_SLOTS + MAX_STOP_IDS))[: _EOS_SLOTS + MAX_STOP_IDS]
-        in_prompt = np.zeros(self.model.config.vocab_size, bool)
+        p, size = self.params, self.model.config.vocab_size
+        stop_ids = [token for token in self.stop_ids if 0 <= token < size]
+        padding = [-1] * (_EOS_SLOTS + MAX_STOP_IDS)
+        in_prompt = np.zeros(size, bool)
         in_prompt[self.tokens] = True
         return Request(
             token=jnp.int32(self.tokens[-1]),
@@ -293,10 +300,10 @@ class _Sequence:
             arrival=jnp.int32(self.arrival),
             urgency=jnp.float32(0),
             index=jnp.int32(self.index),
-            stop_ids=jnp.asarray(stops, jnp.int32),
+            stop_ids=jnp.asarray([*stop_ids, *padding][: len(padding)], jnp.int32),
             sampling=Sampling(
                 temperature=jnp.float32(p.temperature),
-                top_k=jnp.int32(p.top_k),
+                top_k=jnp.int32(min(p.top_k, size)),
                 top_p=jnp.float32(p.top_p),
                 min_p=jnp.float32(p.min_p),
                 repetition_penalty=jnp.float32(p.repetition_penalty),
