@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from et_jax.pallas.gather import page_rows, tokens
 
-# Measured on x86-64 with two cores, contexts of 100 to 16,000 tokens: 128 to 512 tokens a group differ
-# little; under 128 the loop's own cost shows, over 256 short contexts pay for tokens they lack.
+# Measured on x86-64 with two cores, contexts of 256 to 16,000 tokens: with 128 the loop's own cost shows,
+# with 512 short contexts pay for tokens they lack.
 GROUP_TOKENS = 256
-# Keys narrower than this many bytes are gathered together with their values.
-SPLIT_BYTES = 512
+# Measured likewise, in float32 and bfloat16: from this head dim on, keys and values are gathered apart.
+SPLIT_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Config:
     joint: bool
 
 
-def heuristic(page_size: int, key_bytes: int) -> Config:
-    """Return the walk for a page size (tokens) and the width of a key (bytes)."""
-    return Config(group=max(1, GROUP_TOKENS // page_size), joint=key_bytes < SPLIT_BYTES)
+def heuristic(page_size: int, head_dim: int) -> Config:
+    """Return the walk for a page size in tokens and a head dim."""
+    return Config(group=max(1, GROUP_TOKENS // page_size), joint=head_dim < SPLIT_DIM)
 
 
 def paged_attention(
@@ -56,7 +56,7 @@ def paged_attention(
     k, p, s, e = pages.shape
     m, x, g = blocks.shape[2], b * k, h // k
     if config is None:
-        config = heuristic(s, d * pages.dtype.itemsize)
+        config = heuristic(s, d)
     group = config.group
     dtype = jnp.promote_types(q.dtype, pages.dtype)
     width = e if config.joint else d
