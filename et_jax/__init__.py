@@ -14,7 +14,7 @@ _HOMES = {
     "Model": "et_jax.engine",
     "SamplingParams": "et_jax.requests",
     "Completion": "et_jax.requests",
-    "Controller": "et_jax.decode",
+    "Controller": "et_jax.state",
     "Signals": "et_jax.control.base",
     "ControlState": "et_jax.control.base",
     "Law": "et_jax.control.base",

@@ -1,4 +1,4 @@
-"""The hall: the decode state, and the pure functions that carry a sequence from prompt to text.
+"""The hall: the pure functions that carry a sequence from prompt to text.
 
     prefill -> insert -> step, step, step -> release
 
@@ -13,222 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import cache as kv
 from et_jax import cost, entropy, pages, sampling
-from et_jax.attend import Memory, Reading, Receipts, decode_attend, prefill_attend, start_receipts
-from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain, num_words
-from et_jax.control.clock import paper
-from et_jax.control.priority import fcfs
-from et_jax.control.select import AnySelector, Selector, dense
-from et_jax.control.smoothing import ema_entropy
-from et_jax.models.config import ModelConfig
+from et_jax.attend import Memory, Receipts, decode_attend, prefill_attend, start_receipts
+from et_jax.control.base import ControlState, Signals
 from et_jax.models.transformer import Params, forward
 from et_jax.sampling import Sampling, TokenCounts
+from et_jax.state import DecoderConfig, DecodeState, Request, StepOutput, blank_signals, empty, fresh_control
 from et_jax.types import pytree, replace
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Controller:
-    """The three doors and the queue: what runs the decoder beside the model.
-
-    `law` runs after every token. `temperature_rule` decides the temperature of the very token about to
-    be drawn; None leaves it to the law. `selector` is one for all layers, or one per layer. `priority`
-    orders the sequences when more are resident than a step serves; every step of waiting adds `aging`.
-    """
-
-    law: AnyLaw = dataclasses.field(default_factory=lambda: chain(ema_entropy(), paper()))
-    temperature_rule: TemperatureRule | None = None
-    selector: AnySelector | tuple[AnySelector, ...] = dataclasses.field(default_factory=dense)
-    priority: PriorityRule = dataclasses.field(default_factory=fcfs)
-    aging: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """What is fixed for the life of a decoder; each field shapes the compiled programs.
-
-    `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
-    slot. A prompt is prefilled `chunk` tokens at a time, a multiple of `page_size`. `max_steps` is the
-    most one `decode` call can run. `num_logprobs` alternatives are reported with every token.
-    `penalties` keeps token counts. `backend` names the attention kernels.
-    """
-
-    model: ModelConfig
-    num_slots: int
-    batch: int
-    page_size: int
-    num_pages: int
-    max_length: int
-    chunk: int
-    max_steps: int
-    cache_dtype: DTypeLike
-    backend: str
-    num_logprobs: int = 0
-    num_stop_ids: int = 8
-    penalties: bool = False
-    controller: Controller = dataclasses.field(default_factory=Controller)
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.batch <= self.num_slots:
-            raise ValueError(f"batch: got {self.batch}, wanted 2 to num_slots = {self.num_slots}")
-        if self.chunk % self.page_size:
-            raise ValueError(f"chunk: got {self.chunk}, wanted a multiple of page_size = {self.page_size}")
-        selector = self.controller.selector
-        if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
-            raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
-
-    @property
-    def blocks_per_slot(self) -> int:
-        """Blocks a slot of `max_length` tokens holds."""
-        return -(-self.max_length // self.page_size)
-
-    @property
-    def law(self) -> Law:
-        """The controller's law, with its starting values."""
-        return chain(self.controller.law)
-
-    @property
-    def reading(self) -> Reading:
-        """How attention reads the cache."""
-        given = self.controller.selector
-        each = given if isinstance(given, tuple) else (given,) * self.model.num_layers
-        selectors = tuple(s if isinstance(s, Selector) else Selector(s) for s in each)
-        return Reading(model=self.model, page_size=self.page_size, selectors=selectors, backend=self.backend)
-
-
-@pytree
-class Request:
-    """One sequence about to start: the last token of its prompt, and what was asked for.
-
-    `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
-    prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
-    that several continuations of one prompt differ.
-    """
-
-    token: Int[Array, ""]
-    limit: Int[Array, ""]
-    arrival: Int[Array, ""]
-    urgency: Float[Array, ""]
-    index: Int[Array, ""]
-    stop_ids: Int[Array, " i"]
-    sampling: Sampling
-    in_prompt: Bool[Array, " v"] | None
-
-
-@pytree
-class DecodeState:
-    """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
-
-    `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
-    tokens were produced of at most `limit`. `signals` is what was last observed of each slot.
-    """
-
-    token: Int[Array, " b"]
-    length: Int[Array, " b"]
-    generated: Int[Array, " b"]
-    limit: Int[Array, " b"]
-    active: Bool[Array, " b"]
-    arrival: Int[Array, " b"]
-    urgency: Float[Array, " b"]
-    stop_ids: Int[Array, "b i"]
-    sampling: Sampling
-    counts: TokenCounts | None
-    signals: Signals
-    control: ControlState
-    table: pages.PageTable
-    cache: kv.KVCache
-
-
-@pytree
-class StepOutput:
-    """What a step did for every slot; rows where `produced` is False hold nothing to read.
-
-    `refused` slots were to advance but no page was free: nothing of them changed. `failed` slots had
-    logits that are not numbers: they are stopped, and their text ends before this token. `temperature`
-    is the one the token was drawn at. `top_tokens` and `top_logprobs` are None unless asked for.
-    """
-
-    token: Int[Array, "*b"]
-    produced: Bool[Array, "*b"]
-    finished: Bool[Array, "*b"]
-    failed: Bool[Array, "*b"]
-    refused: Bool[Array, "*b"]
-    temperature: Float[Array, "*b"]
-    entropic_time: Float[Array, "*b"]
-    total_cost: Float[Array, "*b"]
-    signals: Signals
-    top_tokens: Int[Array, "*b a"] | None
-    top_logprobs: Float[Array, "*b a"] | None
-
-
-def _signals(shape: tuple[int, ...]) -> Signals:
-    fields = {f.name: jnp.zeros(shape, jnp.float32) for f in dataclasses.fields(Signals)}
-    whole = ("blocks_read", "length", "generated", "remaining", "arrival", "pages_held")
-    return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
-
-
-def _fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> ControlState:
-    """The control state of one sequence before its first token."""
-    zero = jnp.zeros((), jnp.float32)
-    shape = (config.model.num_layers, config.model.num_kv_heads, num_words(config.blocks_per_slot))
-    return config.law.init(
-        ControlState(
-            entropy=zero,
-            entropic_time=zero,
-            total_cost=zero,
-            temperature=temperature,
-            surprisal_cap=jnp.full((), jnp.inf, jnp.float32),
-            tolerance=zero,
-            priority=zero,
-            wait=jnp.zeros((), jnp.int32),
-            block_mask=jnp.zeros(shape, jnp.uint32),
-            memory={},
-        )
-    )
-
-
-def empty(config: DecoderConfig) -> DecodeState:
-    """Return the state of a decoder that holds no sequence."""
-    b, v, model = config.num_slots, config.model.vocab_size, config.model
-
-    def integers(*shape: int) -> Array:
-        return jnp.zeros(shape, jnp.int32)
-
-    def numbers() -> Array:
-        return jnp.zeros(b, jnp.float32)
-
-    settings = Sampling(
-        temperature=numbers(),
-        top_k=integers(b),
-        top_p=jnp.ones(b, jnp.float32),
-        min_p=numbers(),
-        repetition_penalty=jnp.ones(b, jnp.float32),
-        presence_penalty=numbers(),
-        frequency_penalty=numbers(),
-        key=jnp.zeros((b, 2), jnp.uint32),
-    )
-    counts = TokenCounts(in_prompt=jnp.zeros((b, v), bool), generated=integers(b, v))
-    return DecodeState(
-        token=integers(b),
-        length=integers(b),
-        generated=integers(b),
-        limit=integers(b),
-        active=jnp.zeros(b, bool),
-        arrival=integers(b),
-        urgency=numbers(),
-        stop_ids=jnp.full((b, config.num_stop_ids), -1, jnp.int32),
-        sampling=settings,
-        counts=counts if config.penalties else None,
-        signals=_signals((b,)),
-        control=jax.vmap(partial(_fresh_control, config))(numbers()),
-        table=pages.empty(b, config.blocks_per_slot, config.num_pages),
-        cache=kv.empty(
-            model.num_layers, model.num_kv_heads, model.head_dim, config.num_pages, config.page_size, config.cache_dtype
-        ),
-    )
 
 
 def prefill(
@@ -280,8 +74,8 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         stop_ids=state.stop_ids.at[slot].set(request.stop_ids),
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
-        signals=put(state.signals, _signals(())),
-        control=put(state.control, _fresh_control(config, request.sampling.temperature)),
+        signals=put(state.signals, blank_signals(())),
+        control=put(state.control, fresh_control(config, request.sampling.temperature)),
     )
 
 

@@ -1,52 +1,37 @@
 """The engine: loads a model, keeps the slots busy, turns tokens into text. The only loop with side effects."""
 
 import collections
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from et_jax import cost
-from et_jax.decode import Controller, Decoder, DecoderConfig, DecodeState, Request, StepOutput, decoder
+from et_jax.continuation import Continuation
+from et_jax.decode import Decoder, decoder
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import load as load_checkpoint
 from et_jax.models.checkpoint import resolve
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params
 from et_jax.pallas.backend import pick
-from et_jax.requests import MAX_STOP_IDS, Completion, FinishReason, SamplingParams, TokenTrace
-from et_jax.sampling import Sampling
-from et_jax.stop import StopStrings
-from et_jax.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from et_jax.requests import MAX_STOP_IDS, Completion, SamplingParams, TokenEvent, TokenTrace
+from et_jax.state import Controller, DecoderConfig, DecodeState, Request, StepOutput, request
+from et_jax.tokenizer import Tokenizer, load_tokenizer
 from et_jax.types import UsageError
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
 _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
 
 
 Prompts = str | Sequence[str | Sequence[int]]
 """One text, or several prompts, each a text or a list of token ids."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenEvent:
-    """One token as it comes, or the end of a sequence.
-
-    `text` is ready to print. `trace` is None where a sequence ends without a new token (interrupted, or
-    failed); `completion` is set on its last event.
-    """
-
-    prompt_index: int
-    index: int
-    text: str
-    trace: TokenTrace | None
-    completion: Completion | None
 
 
 def load(
@@ -170,7 +155,8 @@ class Model:
         """
         params = params or SamplingParams(**settings)
         waiting = collections.deque(self._sequences([prompts] if isinstance(prompts, str) else prompts, params))
-        run = _Run(self, self._decoder(params.penalises, params.logprobs, controller or self.controller), burst_seconds)
+        bound = self.decoder(controller, penalties=params.penalises, num_logprobs=params.logprobs)
+        run = _Run(self, bound, burst_seconds)
         while waiting or run.slots:
             if cancelled():
                 for sequence in [*run.slots.values(), *waiting]:
@@ -182,7 +168,7 @@ class Model:
     def describe(self) -> list[str]:
         """Return lines that say what runs where, for a person."""
         c, weights = self.config, f"{cost.num_bytes(self.params) / 1e6:.1f} MB {self.params.embedding.dtype}"
-        cache = jax.eval_shape(self._decoder(False, 0, self.controller).empty).cache
+        cache = jax.eval_shape(self.decoder().empty).cache
         return [
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
             f"device {jax.devices()[0].device_kind}, attention backend {self.backend}",
@@ -194,7 +180,7 @@ class Model:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _sequences(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list["_Sequence"]:
+    def _sequences(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Continuation]:
         """Check every prompt before any work is done for one."""
         sequences = []
         for prompt_index, prompt in enumerate(prompts):
@@ -222,8 +208,8 @@ class Model:
                 )
             for index in range(params.n):
                 sequences.append(
-                    _Sequence(
-                        model=self,
+                    Continuation(
+                        tokenizer=self.tokenizer,
                         params=params,
                         prompt=text,
                         tokens=tokens,
@@ -236,7 +222,11 @@ class Model:
                 )
         return sequences
 
-    def _decoder(self, penalties: bool, num_logprobs: int, controller: Controller) -> Decoder:
+    def decoder(
+        self, controller: Controller | None = None, *, penalties: bool = False, num_logprobs: int = 0
+    ) -> Decoder:
+        """Return the pure functions underneath, bound to this model; compiled once for each set of arguments."""
+        controller = controller or self.controller
         key = (penalties, num_logprobs, controller)
         if key not in self._decoders:
             self._tell("compiling")
@@ -261,105 +251,16 @@ class Model:
         return self._decoders[key]
 
 
-class _Sequence:
-    """One continuation on its way: its tokens so far, and the text they make."""
-
-    def __init__(
-        self,
-        *,
-        model: Model,
-        params: SamplingParams,
-        prompt: str,
-        tokens: list[int],
-        prompt_index: int,
-        index: int,
-        arrival: int,
-        limit: int,
-        pages: int,
-    ) -> None:
-        self.params, self.prompt, self.tokens = params, prompt, tokens
-        self.prompt_index, self.index, self.arrival = prompt_index, index, arrival
-        self.limit, self.pages = limit, pages
-        self.model = model
-        self.stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else model.tokenizer.eos_ids))
-        self.detokenizer = Detokenizer(model.tokenizer)
-        self.stops = StopStrings(params.stop)
-        self.text = ""
-        self.trace: list[TokenTrace] = []
-
-    def request(self) -> Request:
-        """What the decoder must know to start."""
-        p, size = self.params, self.model.config.vocab_size
-        stop_ids = [token for token in self.stop_ids if 0 <= token < size]
-        padding = [-1] * (_EOS_SLOTS + MAX_STOP_IDS)
-        in_prompt = np.zeros(size, bool)
-        in_prompt[self.tokens] = True
-        return Request(
-            token=jnp.int32(self.tokens[-1]),
-            limit=jnp.int32(self.limit),
-            arrival=jnp.int32(self.arrival),
-            urgency=jnp.float32(0),
-            index=jnp.int32(self.index),
-            stop_ids=jnp.asarray([*stop_ids, *padding][: len(padding)], jnp.int32),
-            sampling=Sampling(
-                temperature=jnp.float32(p.temperature),
-                top_k=jnp.int32(min(p.top_k, size)),
-                top_p=jnp.float32(p.top_p),
-                min_p=jnp.float32(p.min_p),
-                repetition_penalty=jnp.float32(p.repetition_penalty),
-                presence_penalty=jnp.float32(p.presence_penalty),
-                frequency_penalty=jnp.float32(p.frequency_penalty),
-                key=jnp.asarray([p.seed >> 32, p.seed & 0xFFFFFFFF], jnp.uint32),
-            ),
-            in_prompt=jnp.asarray(in_prompt) if p.penalises else None,
-        )
-
-    def take(self, row: TokenTrace, finished: bool) -> TokenEvent:
-        """Add a token, and end if it is the last or completes a stop string."""
-        ends_text = finished and row.token in self.stop_ids
-        piece = "" if ends_text else self.stops.push(self.detokenizer.push(row.token))
-        self.text += piece
-        self.trace.append(dataclasses.replace(row, text=piece))
-        if ends_text or self.stops.found is not None:
-            return dataclasses.replace(self.end("stop", piece), trace=self.trace[-1])
-        if finished:
-            return dataclasses.replace(self.end("length", piece), trace=self.trace[-1])
-        return self._event(piece, self.trace[-1], None)
-
-    def end(self, reason: FinishReason, piece: str = "", error: str | None = None) -> TokenEvent:
-        """End with what is there; text held back because it might have become a stop string is let go."""
-        rest = self.stops.push(self.detokenizer.flush()) + self.stops.flush()
-        self.text, piece = self.text + rest, piece + rest
-        if self.trace:
-            self.trace[-1] = dataclasses.replace(self.trace[-1], text=self.trace[-1].text + rest)
-        completion = Completion(
-            prompt=self.prompt,
-            prompt_tokens=len(self.tokens),
-            index=self.index,
-            text=self.text,
-            token_ids=tuple(row.token for row in self.trace),
-            finish_reason=reason,
-            trace=tuple(self.trace),
-            error=error,
-        )
-        return self._event(piece, None, completion)
-
-    def _event(self, piece: str, trace: TokenTrace | None, completion: Completion | None) -> TokenEvent:
-        return TokenEvent(
-            prompt_index=self.prompt_index, index=self.index, text=piece, trace=trace, completion=completion
-        )
-
-
 class _Run:
     """One call of `stream`: the decode state, and which sequence sits in which slot."""
 
     def __init__(self, model: Model, decoder: Decoder, burst_seconds: float) -> None:
         self.model, self.decoder, self.burst_seconds = model, decoder, burst_seconds
         self.state: DecodeState = decoder.empty()
-        self.slots: dict[int, _Sequence] = {}
+        self.slots: dict[int, Continuation] = {}
         self.steps = 1
 
-    def admit(self, waiting: collections.deque[_Sequence]) -> None:
+    def admit(self, waiting: collections.deque[Continuation]) -> None:
         """Start waiting sequences, in order, while there are slots and pages for all they may need."""
         fresh: dict[int, int] = {}  # prompt -> a slot that holds it and has not moved yet
         free = [slot for slot in range(self.model.num_slots) if slot not in self.slots]
@@ -377,9 +278,21 @@ class _Run:
                 fresh[sequence.prompt_index] = slot
             if not granted:
                 raise RuntimeError(f"slot {slot} was promised {sequence.pages} pages and did not get them")
-            self.state = self.decoder.insert(self.state, slot, sequence.request())
+            self.state = self.decoder.insert(self.state, slot, self._request(sequence))
             self.slots[slot] = sequence
             self.steps = 1
+
+    def _request(self, sequence: Continuation) -> Request:
+        settings = {name: getattr(sequence.params, name) for name in (*_SAMPLING, *_PENALTIES)}
+        return request(
+            self.decoder.config,
+            sequence.tokens,
+            limit=sequence.limit,
+            arrival=sequence.arrival,
+            index=sequence.index,
+            stop_ids=sequence.stop_ids,
+            **settings,
+        )
 
     def _prefill(self, slot: int, tokens: list[int]) -> bool:
         chunk, granted = self.model.chunk, True
@@ -408,7 +321,7 @@ class _Run:
                     del self.slots[slot]
                 yield event
 
-    def _collect(self, host: StepOutput, i: int, slot: int, sequence: _Sequence) -> TokenEvent | None:
+    def _collect(self, host: StepOutput, i: int, slot: int, sequence: Continuation) -> TokenEvent | None:
         if host.failed[i, slot]:
             return sequence.end(
                 "error",

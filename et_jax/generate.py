@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from et_jax.engine import Model, TokenEvent
-    from et_jax.requests import Completion, SamplingParams
+    from et_jax.engine import Model
+    from et_jax.requests import Completion, SamplingParams, TokenEvent
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes; the last is the shell's for Ctrl-C
 

@@ -166,6 +166,21 @@ class Completion:
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """One token as it comes, or the end of a sequence.
+
+    `text` is ready to print. `trace` is None where a sequence ends without a new token (interrupted, or
+    failed); `completion` is set on its last event.
+    """
+
+    prompt_index: int
+    index: int
+    text: str
+    trace: TokenTrace | None
+    completion: Completion | None
+
+
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 

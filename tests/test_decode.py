@@ -16,6 +16,7 @@ from et_jax.control.clock import paper
 from et_jax.control.select import sinks_window
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
+from et_jax.state import Controller, DecoderConfig, Request
 from et_jax.types import replace
 
 VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
@@ -44,7 +45,7 @@ def weights(dtype=jnp.float32):
     return jax.tree.map(lambda x: x * jnp.asarray(8 if x.ndim > 1 else 1, dtype), drawn)
 
 
-def configuration(**changes) -> hall.DecoderConfig:
+def configuration(**changes) -> DecoderConfig:
     plain = dict(
         model=MODEL,
         num_slots=3,
@@ -57,7 +58,7 @@ def configuration(**changes) -> hall.DecoderConfig:
         cache_dtype=jnp.float32,
         backend="xla",
     )
-    return hall.DecoderConfig(**plain | changes)
+    return DecoderConfig(**plain | changes)
 
 
 # A user's own doors, five lines or fewer each.
@@ -79,15 +80,15 @@ def even_blocks(view):
 @functools.cache
 def made(name: str) -> hall.Decoder:
     """The decoders of this module, each compiled once."""
-    own = hall.Controller(law=chain(paper(), by_entropy), temperature_rule=a_little_warmer)
-    sparse = hall.Controller(selector=(sinks_window(2, 6), even_blocks))
+    own = Controller(law=chain(paper(), by_entropy), temperature_rule=a_little_warmer)
+    sparse = Controller(selector=(sinks_window(2, 6), even_blocks))
     changes = {
         "plain": {},
         "narrow": {"model": NARROW},
         "bfloat16": {"cache_dtype": jnp.bfloat16},
         "sparse": {"controller": sparse},
         "own": {"controller": own},
-        "queue": {"num_slots": 5, "batch": 2, "num_pages": 41, "controller": hall.Controller(aging=0.5)},
+        "queue": {"num_slots": 5, "batch": 2, "num_pages": 41, "controller": Controller(aging=0.5)},
     }
     return hall.decoder(configuration(**changes[name]))
 
@@ -101,7 +102,7 @@ def request(token: int, *, seed: int = 0, limit: int = 12, index: int = 0, arriv
     plain |= dict(presence_penalty=0.0, frequency_penalty=0.0)
     top_k = jnp.int32(settings.pop("top_k", 0))
     fields = {name: jnp.float32(value) for name, value in (plain | settings).items()}
-    return hall.Request(
+    return Request(
         token=jnp.int32(token),
         limit=jnp.int32(limit),
         arrival=jnp.int32(arrival),
@@ -637,4 +638,4 @@ def test_what_cannot_work_is_refused_while_configuring():
     with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of page_size = 4"):
         configuration(chunk=6)
     with pytest.raises(ValueError, match="got 1 selectors, wanted one per layer: 2"):
-        configuration(controller=hall.Controller(selector=(even_blocks,)))
+        configuration(controller=Controller(selector=(even_blocks,)))

@@ -1,4 +1,4 @@
-"""Imports go one way: `types` <- rooms <- `attend` <- `decode` <- `engine` <- the doors. Read, never run."""
+"""Imports go one way: `types` <- rooms <- `attend` <- `state` <- `decode` <- `engine` <- the doors. Read, never run."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,12 @@ FLOORS = {
     "types": 0,
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost"), 1),
     **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "requests", "snapshots"), 1),
-    **dict.fromkeys(("attend", "plot"), 2),
-    "decode": 3,
-    "engine": 4,
-    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 5),
-    "__main__": 6,
+    **dict.fromkeys(("attend", "continuation", "plot"), 2),
+    "state": 3,
+    "decode": 4,
+    "engine": 5,
+    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 6),
+    "__main__": 7,
 }
 NOWHERE = {"torch", "transformers"}
 # Slow to import and not needed by every run, so no module that starts with the command line loads them.

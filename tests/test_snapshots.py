@@ -9,6 +9,7 @@ from et_jax import decode as hall
 from et_jax import sampling, snapshots
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise
+from et_jax.state import DecoderConfig, DecodeState, Request
 from et_jax.types import UsageError, pytree, replace
 
 MODEL = ModelConfig(
@@ -29,7 +30,7 @@ MODEL = ModelConfig(
 
 def fresh_decoder() -> hall.Decoder:
     return hall.decoder(
-        hall.DecoderConfig(
+        DecoderConfig(
             model=MODEL,
             num_slots=2,
             batch=2,
@@ -45,11 +46,11 @@ def fresh_decoder() -> hall.Decoder:
     )
 
 
-def begin(d: hall.Decoder, seed: int) -> hall.DecodeState:
+def begin(d: hall.Decoder, seed: int) -> DecodeState:
     """A sampled sequence of two in the second slot, whose prompt is one token."""
     numbers = dict(temperature=0.9, top_p=0.95, min_p=0.0, repetition_penalty=1.2)
     numbers |= dict(presence_penalty=0.1, frequency_penalty=0.1)
-    request = hall.Request(
+    request = Request(
         token=jnp.int32(3),
         limit=jnp.int32(20),
         arrival=jnp.int32(0),
@@ -78,7 +79,7 @@ def test_a_text_stopped_on_disk_goes_on_in_a_fresh_decoder_as_if_it_had_not(tmp_
     snapshots.save(tmp_path / "middle", state)
     later = fresh_decoder()
     back = snapshots.restore(tmp_path / "middle", jax.eval_shape(later.empty))
-    assert isinstance(back, hall.DecodeState)
+    assert isinstance(back, DecodeState)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
         assert old.dtype == new.dtype and np.asarray(old).tobytes() == np.asarray(new).tobytes()
     rest = written(*later.decode(params, back, 20)[1:])
