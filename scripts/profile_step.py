@@ -1,0 +1,201 @@
+"""Where the time of one decode step goes, by taking parts away.
+
+Every line runs as a loop on the device, as `decode` does, so that the host is not measured. From top to bottom each
+holds what the one above it holds and one thing more:
+
+    weight products      every weight matrix times as many rows, nothing else: what a step cannot go below
+    forward              the transformer, attention left out: norms, rotary positions, residuals
+    + cache write        keys and values into their pages, and the summaries of those pages
+    + attention          choosing the blocks, reading them, noting which
+    step                 signals, sampling, laws, page table: everything
+
+Lines are timed in turns and the least of each is shown. On a busy machine a difference may still come out negative;
+there, `taskset -c 0 python scripts/profile_step.py --cpu-time` counts what one core did, whoever else it served.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from et_jax import cache, decode, sampling
+from et_jax.attend import Memory, decode_attend, start_receipts
+from et_jax.engine import DEFAULT_PAGE_SIZE
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import Attend, Params, forward, initialise
+from et_jax.pallas.backend import pick
+from et_jax.types import replace
+
+SMOLLM_135M = ModelConfig(
+    architecture="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_positions=2048,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    windows=(None,) * 30,
+    tie_embeddings=True,
+)
+
+
+def without_attention(write: bool, table: Array, length: Array, run: Array) -> Attend:
+    """Return an `attend` that reads nothing and may write; keys and values flow on, lest XLA drop their products."""
+
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
+        if write:
+            layers = list(memory.cache.layers)
+            layers[layer] = cache.write(layers[layer], k, v, table, length, run.astype(jnp.int32))
+            memory = replace(memory, cache=cache.KVCache(layers=tuple(layers)))
+        return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), memory
+
+    return attend
+
+
+def advance(kind: str, config: decode.DecoderConfig, params: Params, state: decode.DecodeState) -> decode.DecodeState:
+    """Return the state after one step of a kind; what would be dead code there is kept alive."""
+    if kind == "step":
+        return decode.step(config, params, state)[0]
+    if kind == "weight products":
+        return replace(state, token=products(params, state.token))
+    table, length, run = state.table.pages, state.length, state.active
+    attend = without_attention(kind == "+ cache write", table, length, run)
+    if kind == "+ attention":
+        attend = decode_attend(config.reading, table, length, run, state.control.tolerance)
+    memory = Memory(cache=state.cache, receipts=start_receipts(config.batch))
+    logits, memory = forward(params, config.model, state.token[:, None], length[:, None], attend, memory)
+    if memory.receipts.block_masks:
+        masks = jnp.stack(memory.receipts.block_masks, axis=1)
+        state = replace(state, control=replace(state.control, block_mask=masks))
+    return replace(state, token=some_token(logits[:, 0]), length=length + 1, cache=memory.cache)
+
+
+def products(params: Params, token: Array) -> Array:
+    """Return tokens that need the product of every weight matrix with rows of a token's embedding."""
+    x = params.embedding[token]
+    matrices = [leaf for leaf in jax.tree.leaves(params.layers) if leaf.ndim == 2]
+    head = params.embedding if params.head is None else params.head
+    y = x
+    for matrix in [*matrices, head]:
+        rows = jnp.tile(x, (1, -(-matrix.shape[1] // x.shape[1])))[:, : matrix.shape[1]]
+        y = jnp.einsum("bi,oi->bo", rows, matrix, preferred_element_type=jnp.float32)
+        x = x + (1e-6 * y[:, :1]).astype(x.dtype)  # the next product waits for this one, as in the model
+    return some_token(y)
+
+
+def some_token(logits: Array) -> Array:
+    """Return a token that needs every logit and costs next to nothing."""
+    return (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
+
+
+KINDS = ("weight products", "forward", "+ cache write", "+ attention", "step")
+
+
+def loop(kind: str, config: decode.DecoderConfig) -> Callable[[Params, decode.DecodeState, Any], decode.DecodeState]:
+    """Return the jitted loop over steps of a kind; the state is donated."""
+
+    def run(params: Params, state: decode.DecodeState, num_steps: Array) -> decode.DecodeState:
+        return jax.lax.fori_loop(0, num_steps, lambda _, state: advance(kind, config, params, state), state)
+
+    return jax.jit(run, donate_argnums=1)
+
+
+def filled(config: decode.DecoderConfig, context: int, temperature: float) -> decode.DecodeState:
+    """Return a state in which every slot holds `context` tokens and the pages for all that will come."""
+    state = decode.empty(config)
+    rows = config.num_slots
+    blocks = config.blocks_per_slot
+    table, _ = decode.pages.reserve(state.table, jnp.full(rows, blocks, jnp.int32), blocks)
+    request = decode.Request(
+        token=np.int32(5),
+        limit=np.int32(config.max_length),
+        arrival=np.int32(0),
+        urgency=np.float32(0),
+        index=np.int32(0),
+        stop_ids=np.full(config.num_stop_ids, -1, np.int32),
+        sampling=sampling.Sampling(
+            temperature=np.float32(temperature),
+            top_k=np.int32(0),
+            top_p=np.float32(1),
+            min_p=np.float32(0),
+            repetition_penalty=np.float32(1),
+            presence_penalty=np.float32(0),
+            frequency_penalty=np.float32(0),
+            key=np.zeros(2, np.uint32),
+        ),
+        in_prompt=None,
+    )
+    for slot in range(rows):
+        state = decode.insert(config, state, jnp.int32(slot), jax.tree.map(jnp.asarray, request))
+    return replace(state, table=table, length=jnp.full(rows, context, jnp.int32))
+
+
+def measure(config: decode.DecoderConfig, args: argparse.Namespace, dtype: str) -> dict[str, float]:
+    """Return the milliseconds of one step of every kind: the least over rounds in which the kinds take turns."""
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    params = initialise(config.model, jax.random.key(0), dtype)
+    start = jax.jit(partial(filled, config, args.context, args.temperature))
+    loops = {kind: loop(kind, config) for kind in KINDS}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for turn in range(args.rounds + 1):
+        for kind, run in loops.items():
+            state = jax.block_until_ready(start())
+            began = clock()
+            jax.block_until_ready(run(params, state, jnp.int32(args.steps)))
+            if turn:  # the first compiles
+                times[kind].append(1e3 * (clock() - began) / args.steps)
+    return {kind: min(each) for kind, each in times.items()}
+
+
+def main() -> None:
+    """Measure every batch and dtype and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[2, 16], help="rows of a step (default 2 16)")
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
+    parser.add_argument("--context", type=int, default=64, help="tokens in every sequence at the start (default 64)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a run (default 16)")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of every line (default 7)")
+    parser.add_argument("--layers", type=int, default=30, help="layers of the model (default 30, as SmolLM-135M)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling (default 0, greedy)")
+    parser.add_argument("--cpu-time", action="store_true", help="count processor time, not time that passes")
+    args = parser.parse_args()
+    if min(args.batch) < 2:
+        parser.error("--batch: a step has at least two rows")
+    model = dataclasses.replace(SMOLLM_135M, num_layers=args.layers, windows=(None,) * args.layers)
+    page_size = DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.layers} layers, {args.context} tokens held")
+    for dtype in args.dtype:
+        for batch in args.batch:
+            config = decode.DecoderConfig(
+                model=model,
+                num_slots=batch,
+                batch=batch,
+                page_size=page_size,
+                num_pages=batch * -(-model.max_positions // page_size) + 1,
+                max_length=model.max_positions,
+                chunk=128 // page_size * page_size,
+                max_steps=32,
+                cache_dtype=dtype,
+                backend=pick(jax.default_backend()),
+            )
+            figures = measure(config, args, dtype)
+            print(f"\n{dtype}, {batch} rows: milliseconds a step, and more than the line above")
+            before = 0.0
+            for kind, milliseconds in figures.items():
+                print(f"  {kind:16} {milliseconds:8.2f} {milliseconds - before:+8.2f}", flush=True)
+                before = milliseconds
+
+
+if __name__ == "__main__":
+    main()
