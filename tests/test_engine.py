@@ -88,7 +88,7 @@ def test_a_stop_string_ends_the_text_before_itself(model, stop):
     whole = model.generate(ONCE, temperature=0.0, max_tokens=40)[0].text
     assert any(s in whole for s in stop)
     ends = {s: whole.find(s) + len(s) for s in stop if s in whole}
-    first = min(ends, key=ends.get)
+    first = min(ends, key=lambda s: ends[s])
     completion = model.generate(ONCE, temperature=0.0, max_tokens=40, stop=stop)[0]
     assert completion.text == whole[: whole.find(first)]
     assert completion.finish_reason == "stop"
@@ -286,7 +286,7 @@ def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, mode
     spoilt._decoders = model._decoders  # the same programs
     completion = spoilt.generate(ONCE, max_tokens=10)[0]
     assert completion.finish_reason == "error" and completion.text == "" and completion.token_ids == ()
-    assert "The logits after 0 tokens are not numbers" in completion.error
+    assert "The logits after 0 tokens are not numbers" in str(completion.error)
 
 
 def test_a_model_describes_what_runs_where(model):
