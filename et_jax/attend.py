@@ -5,7 +5,7 @@ This is where the cache, the selectors and the kernels meet. The step and the pr
 """
 
 import dataclasses
-import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class Receipts:
     blocks_read: Int[Array, " b"]
     summaries_read: Int[Array, " b"]
     kept_mass: Float[Array, " b"]
-    block_masks: tuple[UInt32[Array, "b k words"], ...]
+    block_masks: tuple[UInt32[Array, "b k n32"], ...]
 
 
 @pytree
@@ -103,7 +103,8 @@ def decode_attend(
         )
         seen = memory.receipts
         if mask is None:
-            bits = _mask_of(blocks, counts, table.shape[1])
+            readable = _readable(lengths, table.shape[1], reading.page_size, window)
+            bits = jnp.broadcast_to(readable[:, None], (*counts.shape, table.shape[1]))
             summaries, kept = seen.summaries_read, seen.kept_mass
         else:
             bits = mask
@@ -128,8 +129,8 @@ def prefill_attend(
 ) -> Attend:
     """Return the `attend` of a prompt chunk: `count[b]` tokens from position `start[b]` on, read densely."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: KVCache) -> tuple[Array, KVCache]:
-        cached = write(cache.layers[layer], k, v, table, start, count)
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache) -> tuple[Array, KVCache]:
+        cached = write(memory.layers[layer], k, v, table, start, count)
         out = paged_prefill(
             q,
             cached.pages,
@@ -139,7 +140,7 @@ def prefill_attend(
             window=reading.model.windows[layer],
             backend=reading.backend,
         )
-        return out, _with_layer(cache, layer, cached)
+        return out, _with_layer(memory, layer, cached)
 
     return attend
 
@@ -171,13 +172,6 @@ def _every_block(
     counts = _held_blocks(lengths, reading.page_size) - first
     shape = (lengths.shape[0], reading.model.num_kv_heads)
     return jnp.broadcast_to(blocks[:, None], (*shape, most)), jnp.broadcast_to(counts[:, None], shape)
-
-
-def _mask_of(blocks: Int[Array, "b k m"], counts: Int[Array, "b k"], num_blocks: int) -> Bool[Array, "b k n"]:
-    """The mask of a list of consecutive blocks."""
-    block = jnp.arange(num_blocks)
-    first = blocks[..., :1]
-    return (block >= first) & (block < first + counts[..., None])
 
 
 def _readable(lengths: Int[Array, " b"], num_blocks: int, page_size: int, window: int | None) -> Bool[Array, "b n"]:
@@ -219,7 +213,8 @@ def _select(
     heads = jax.vmap(one, in_axes=(0, 0, 0, 0, None, None))
     of_slot = [x.swapaxes(0, 1) for x in (summary.key_box[:, table], summary.mean[:, table])]
     radius = summary.value_radius[:, table].swapaxes(0, 1)
-    asked = jax.vmap(heads)(_grouped(queries, reading), *of_slot, radius, lengths, tolerance)
+    rows: Callable[..., Array] = jax.vmap(heads)
+    asked = rows(_grouped(queries, reading), *of_slot, radius, lengths, tolerance)
     newest = start == jnp.maximum(lengths[:, None] - 1, 0) // page_size * page_size
     readable = _readable(lengths, num_blocks, page_size, window)
     return (asked | newest[:, None]) & readable[:, None]
@@ -260,8 +255,3 @@ def _kept_mass(
 
 def _with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:
     return replace(cache, layers=(*cache.layers[:layer], cached, *cache.layers[layer + 1 :]))
-
-
-def list_words(num_blocks: int) -> int:
-    """Return the 32-bit words that hold one bit per block."""
-    return math.ceil(num_blocks / 32)

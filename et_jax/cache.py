@@ -18,9 +18,9 @@ class PageSummary:
     mean value. Laid out as a cached token is, key part first.
     """
 
-    key_box: Float[Array, "k p e"]
-    mean: Float[Array, "k p e"]
-    value_radius: Float[Array, "k p"]
+    key_box: Float[Array, "k *p e"]
+    mean: Float[Array, "k *p e"]
+    value_radius: Float[Array, "k *p"]
 
 
 @pytree

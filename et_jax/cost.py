@@ -46,7 +46,7 @@ def num_multiplied(params: Any) -> int:
     return sum(sizes) - (0 if params.head is None else math.prod(params.embedding.shape))
 
 
-def token_flops(num_weights: int, tokens_read: float, group_size: int, head_dim: int) -> float:
+def token_flops(num_weights: int, tokens_read: int, group_size: int, head_dim: int) -> float:
     """Return the FLOPs of one token: two per weight, and four per channel of every key and value read.
 
     `num_weights` counts the weights that are multiplied (an embedding only where it is the head too);

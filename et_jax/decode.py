@@ -18,14 +18,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import cache as kv
 from et_jax import cost, entropy, pages, sampling
-from et_jax.attend import Memory, Reading, Receipts, decode_attend, list_words, prefill_attend, start_receipts
-from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain
+from et_jax.attend import Memory, Reading, Receipts, decode_attend, prefill_attend, start_receipts
+from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain, num_words
 from et_jax.control.clock import paper
 from et_jax.control.priority import fcfs
 from et_jax.control.select import AnySelector, Selector, dense
 from et_jax.control.smoothing import ema_entropy
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
+from et_jax.sampling import Sampling, TokenCounts
 from et_jax.types import pytree, replace
 
 
@@ -113,7 +114,7 @@ class Request:
     urgency: Float[Array, ""]
     index: Int[Array, ""]
     stop_ids: Int[Array, " i"]
-    sampling: sampling.Sampling
+    sampling: Sampling
     in_prompt: Bool[Array, " v"] | None
 
 
@@ -133,8 +134,8 @@ class DecodeState:
     arrival: Int[Array, " b"]
     urgency: Float[Array, " b"]
     stop_ids: Int[Array, "b i"]
-    sampling: sampling.Sampling
-    counts: sampling.TokenCounts | None
+    sampling: Sampling
+    counts: TokenCounts | None
     signals: Signals
     control: ControlState
     table: pages.PageTable
@@ -172,7 +173,7 @@ def _signals(shape: tuple[int, ...]) -> Signals:
 def _fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> ControlState:
     """The control state of one sequence before its first token."""
     zero = jnp.zeros((), jnp.float32)
-    shape = (config.model.num_layers, config.model.num_kv_heads, list_words(config.blocks_per_slot))
+    shape = (config.model.num_layers, config.model.num_kv_heads, num_words(config.blocks_per_slot))
     return config.law.init(
         ControlState(
             entropy=zero,
@@ -199,7 +200,7 @@ def empty(config: DecoderConfig) -> DecodeState:
     def numbers() -> Array:
         return jnp.zeros(b, jnp.float32)
 
-    settings = sampling.Sampling(
+    settings = Sampling(
         temperature=numbers(),
         top_k=integers(b),
         top_p=jnp.ones(b, jnp.float32),
@@ -209,7 +210,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         frequency_penalty=numbers(),
         key=jnp.zeros((b, 2), jnp.uint32),
     )
-    counts = sampling.TokenCounts(in_prompt=jnp.zeros((b, v), bool), generated=integers(b, v))
+    counts = TokenCounts(in_prompt=jnp.zeros((b, v), bool), generated=integers(b, v))
     return DecodeState(
         token=integers(b),
         length=integers(b),
@@ -267,7 +268,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         if request.in_prompt is None:
             raise ValueError("request.in_prompt: got None, wanted the prompt's tokens, because penalties are kept")
         none_yet = jnp.zeros(config.model.vocab_size, jnp.int32)
-        counts = put(counts, sampling.TokenCounts(in_prompt=request.in_prompt, generated=none_yet))
+        counts = put(counts, TokenCounts(in_prompt=request.in_prompt, generated=none_yet))
     return replace(
         state,
         token=state.token.at[slot].set(request.token),
@@ -550,8 +551,8 @@ class _Drawn:
 def _sample(
     config: DecoderConfig,
     logits: Float[Array, "r v"],
-    settings: sampling.Sampling,
-    counts: sampling.TokenCounts | None,
+    settings: Sampling,
+    counts: TokenCounts | None,
     signals: Signals,
     control: ControlState,
     position: Int[Array, " r"],
@@ -600,9 +601,7 @@ def _truncated_entropy(
     return jax.lax.cond(jnp.any(cut > -jnp.inf), cut_off, lambda _: whole, None)
 
 
-def _decide(
-    config: DecoderConfig, settings: sampling.Sampling, signals: Signals, control: ControlState
-) -> ControlState:
+def _decide(config: DecoderConfig, settings: Sampling, signals: Signals, control: ControlState) -> ControlState:
     """Run the laws on every row; greedy requests stay greedy under every law."""
     control = replace(control, total_cost=control.total_cost + signals.cost)
     decided = jax.vmap(config.law)(signals, control)

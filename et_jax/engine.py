@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from et_jax import cost
@@ -25,9 +26,12 @@ from et_jax.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from et_jax.types import UsageError
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
-_BURST_SECONDS = 0.05  # the longest a streaming caller waits between two looks at the device
 _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
 _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
+
+
+Prompts = str | Sequence[str | Sequence[int]]
+"""One text, or several prompts, each a text or a list of token ids."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,17 +137,16 @@ class Model:
         self.num_pages = num_pages or self.num_slots * self._blocks(self.max_model_len) + 1
         self.chunk = self._blocks(min(chunk, self.max_model_len)) * self.page_size
         self.controller = controller or Controller()
-        self.backend = backend or pick(jax.default_backend())
+        self.backend = backend or pick()
         self.num_multiplied = cost.num_multiplied(params)
         self._tell = progress or (lambda _: None)
-        self._decoders: dict[tuple[bool, int], Decoder] = {}
+        self._decoders: dict[tuple[bool, int, Controller], Decoder] = {}
 
-    def generate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None, **settings: Any
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompts, params: SamplingParams | None = None, **settings: Any) -> list[Completion]:
         """Return the continuations of every prompt, in order, `n` of each.
 
         Give a `SamplingParams`, or its fields as keywords: `model.generate("It was", temperature=0.7)`.
+        The keywords of `stream` serve here too, `controller` among them.
         """
         ended = [event for event in self.stream(prompts, params, **settings) if event.completion]
         ended.sort(key=lambda event: (event.prompt_index, event.index))
@@ -151,21 +154,23 @@ class Model:
 
     def stream(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         params: SamplingParams | None = None,
         *,
-        burst_seconds: float = _BURST_SECONDS,
+        controller: Controller | None = None,
+        burst_seconds: float = 0.05,
         cancelled: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> Iterator[TokenEvent]:
         """Yield every token of every continuation as it comes; prompts are texts, or lists of token ids.
 
-        The device runs at most about `burst_seconds` between two looks. When `cancelled` answers True,
-        every unfinished sequence ends with what it has, as "abort".
+        `controller` stands in for the model's own; each one compiles once. The device runs at most about
+        `burst_seconds` between two looks. When `cancelled` answers True, every unfinished sequence ends
+        with what it has, as "abort".
         """
         params = params or SamplingParams(**settings)
         waiting = collections.deque(self._sequences([prompts] if isinstance(prompts, str) else prompts, params))
-        run = _Run(self, self._decoder(params.penalises, params.logprobs), burst_seconds)
+        run = _Run(self, self._decoder(params.penalises, params.logprobs, controller or self.controller), burst_seconds)
         while waiting or run.slots:
             if cancelled():
                 for sequence in [*run.slots.values(), *waiting]:
@@ -176,10 +181,10 @@ class Model:
 
     def describe(self) -> list[str]:
         """Return lines that say what runs where, for a person."""
-        c, width = self.config, self.params.embedding.dtype
-        cache = jax.eval_shape(self._decoder(False, 0).empty).cache
+        c, weights = self.config, f"{cost.num_bytes(self.params) / 1e6:.1f} MB {self.params.embedding.dtype}"
+        cache = jax.eval_shape(self._decoder(False, 0, self.controller).empty).cache
         return [
-            f"model {self.name}: {c.architecture}, {c.num_layers} layers, {cost.num_bytes(self.params) / 1e6:.1f} MB {width}",
+            f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
             f"device {jax.devices()[0].device_kind}, attention backend {self.backend}",
             f"cache {self.num_pages} pages of {self.page_size} tokens, {cost.num_bytes(cache) / 1e6:.1f} MB, "
             f"{self.num_slots} slots of {self.max_model_len} tokens",
@@ -189,7 +194,7 @@ class Model:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _sequences(self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams) -> list["_Sequence"]:
+    def _sequences(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list["_Sequence"]:
         """Check every prompt before any work is done for one."""
         sequences = []
         for prompt_index, prompt in enumerate(prompts):
@@ -197,6 +202,12 @@ class Model:
             text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
             if not prompt or not tokens:
                 raise UsageError("The prompt is empty; give it at least one character.")
+            outside = [token for token in tokens if not 0 <= token < self.config.vocab_size]
+            if outside:
+                raise UsageError(
+                    f"The prompt has the token {outside[0]}, and {self.name} has tokens 0 to "
+                    f"{self.config.vocab_size - 1}; encode the prompt with this model's own tokenizer."
+                )
             if len(tokens) >= self.max_model_len:
                 raise UsageError(
                     f"The prompt has {len(tokens)} tokens and {self.name} holds {self.max_model_len} with the text; "
@@ -206,8 +217,8 @@ class Model:
             pages = self._blocks(len(tokens) - 1 + limit)
             if pages > self.num_pages - 1:
                 raise UsageError(
-                    f"The prompt of {len(tokens)} tokens and {limit} more need {pages} pages of {self.page_size} tokens "
-                    f"and the pool holds {self.num_pages - 1}; raise num_pages, or lower max_tokens."
+                    f"The prompt of {len(tokens)} tokens and {limit} more need {pages} pages of {self.page_size} "
+                    f"tokens and the pool holds {self.num_pages - 1}; raise num_pages, or lower max_tokens."
                 )
             for index in range(params.n):
                 sequences.append(
@@ -225,8 +236,8 @@ class Model:
                 )
         return sequences
 
-    def _decoder(self, penalties: bool, num_logprobs: int) -> Decoder:
-        key = (penalties, num_logprobs)
+    def _decoder(self, penalties: bool, num_logprobs: int, controller: Controller) -> Decoder:
+        key = (penalties, num_logprobs, controller)
         if key not in self._decoders:
             self._tell("compiling")
             self._decoders[key] = decoder(
@@ -244,7 +255,7 @@ class Model:
                     num_logprobs=num_logprobs,
                     num_stop_ids=_EOS_SLOTS + MAX_STOP_IDS,
                     penalties=penalties,
-                    controller=self.controller,
+                    controller=controller,
                 )
             )
         return self._decoders[key]
@@ -278,28 +289,29 @@ class _Sequence:
 
     def request(self) -> Request:
         """What the decoder must know to start."""
-        p = self.params
-        stops = (*self.stop_ids, *[-1] * (_EOS_SLOTS + MAX_STOP_IDS))[: _EOS_SLOTS + MAX_STOP_IDS]
-        in_prompt = np.zeros(self.model.config.vocab_size, bool)
+        p, size = self.params, self.model.config.vocab_size
+        stop_ids = [token for token in self.stop_ids if 0 <= token < size]
+        padding = [-1] * (_EOS_SLOTS + MAX_STOP_IDS)
+        in_prompt = np.zeros(size, bool)
         in_prompt[self.tokens] = True
         return Request(
-            token=np.int32(self.tokens[-1]),
-            limit=np.int32(self.limit),
-            arrival=np.int32(self.arrival),
-            urgency=np.float32(0),
-            index=np.int32(self.index),
-            stop_ids=np.asarray(stops, np.int32),
+            token=jnp.int32(self.tokens[-1]),
+            limit=jnp.int32(self.limit),
+            arrival=jnp.int32(self.arrival),
+            urgency=jnp.float32(0),
+            index=jnp.int32(self.index),
+            stop_ids=jnp.asarray([*stop_ids, *padding][: len(padding)], jnp.int32),
             sampling=Sampling(
-                temperature=np.float32(p.temperature),
-                top_k=np.int32(p.top_k),
-                top_p=np.float32(p.top_p),
-                min_p=np.float32(p.min_p),
-                repetition_penalty=np.float32(p.repetition_penalty),
-                presence_penalty=np.float32(p.presence_penalty),
-                frequency_penalty=np.float32(p.frequency_penalty),
-                key=np.asarray([p.seed >> 32, p.seed & 0xFFFFFFFF], np.uint32),
+                temperature=jnp.float32(p.temperature),
+                top_k=jnp.int32(min(p.top_k, size)),
+                top_p=jnp.float32(p.top_p),
+                min_p=jnp.float32(p.min_p),
+                repetition_penalty=jnp.float32(p.repetition_penalty),
+                presence_penalty=jnp.float32(p.presence_penalty),
+                frequency_penalty=jnp.float32(p.frequency_penalty),
+                key=jnp.asarray([p.seed >> 32, p.seed & 0xFFFFFFFF], jnp.uint32),
             ),
-            in_prompt=in_prompt if p.penalises else None,
+            in_prompt=jnp.asarray(in_prompt) if p.penalises else None,
         )
 
     def take(self, row: TokenTrace, finished: bool) -> TokenEvent:

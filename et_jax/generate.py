@@ -38,11 +38,15 @@ def parser() -> argparse.ArgumentParser:
     sampling.add_argument("--temperature", "--temp", type=float, default=1.0, help="0 is greedy (default 1)")
     sampling.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0, off)")
     sampling.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass (1, off)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="keep tokens this likely relative to the best (0, off)")
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, help="keep tokens this likely relative to the best (0, off)"
+    )
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 shuns repeats (1, off)")
     sampling.add_argument("--presence-penalty", type=float, default=0.0, help="subtracted from used tokens (0, off)")
     sampling.add_argument("--frequency-penalty", type=float, default=0.0, help="subtracted per use (0, off)")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
     sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
     machine = p.add_argument_group("model and memory")
@@ -76,7 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.close()  # the reader has gone; nothing can be said any more
         return FAILED
     except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}; what was printed so far is kept.", file=sys.stderr)
+        print(
+            f"error: {error.filename or 'output'}: {error.strerror}; what was printed so far is kept.", file=sys.stderr
+        )
         return FAILED
 
 
@@ -95,7 +101,9 @@ def _run(args: argparse.Namespace) -> int:
         params = _sampling(args)
         progress = _Progress()
         model = _load(args, params, progress)
-        ids = [model.tokenizer.chat([{"role": "user", "content": prompt}], args.system_prompt)] if args.chat else [prompt]
+        ids = (
+            [model.tokenizer.chat([{"role": "user", "content": prompt}], args.system_prompt)] if args.chat else [prompt]
+        )
         report = _Report(args, trace, progress)
         with _interrupts() as interrupted:
             for event in model.stream(ids, params, cancelled=interrupted):

@@ -41,8 +41,11 @@ class TokenCounts:
 
 
 def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCounts) -> Float[Array, "b v"]:
-    """Return logits after the repetition penalty (Keskar et al. 2019, over prompt and text) and the
-    presence and frequency penalties (over the text alone, as the OpenAI API defines them)."""
+    """Return logits after the penalties that the requests ask for.
+
+    Repetition counts prompt and text (Keskar et al. 2019); presence and frequency count the text alone,
+    as the OpenAI API defines them.
+    """
     seen = counts.in_prompt | (counts.generated > 0)
     repetition = sampling.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -91,7 +94,7 @@ def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[A
     """Return the greatest logit x of each row such that the tokens with logit >= x weigh at least `goal`."""
     keys = _ordered(logits)
 
-    def halve(_: int, bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]):
+    def halve(_: Int[Array, ""], bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]):
         low, high = bounds  # the weight at or above low reaches the goal; above high it does not
         middle = low + (high - low) // 2 + (high - low) % 2
         reached = jnp.sum(jnp.where(keys >= middle[:, None], weight, 0.0), axis=-1) >= goal

@@ -1,9 +1,10 @@
 """The floor everything stands on: axis letters, the pytree dataclass decorator, `replace`, one error.
 
-Axis letters, the same in every signature: `b` slots or batch rows, `t` positions, `l` layers, `k` KV
-heads, `h` query heads, `g` query heads per KV head, `n` blocks per slot, `m` listed blocks, `p` pages,
-`s` page size, `d` head dim, `e` width of a cached token (key and value side by side, padded),
-`w` model width, `f` feed-forward width, `v` vocabulary. A *block* is logical, a *page* physical.
+Axis letters, the same in every signature: `b` slots or batch rows, `r` the rows a step serves, `t`
+positions, `l` layers, `k` KV heads, `h` query heads, `g` query heads per KV head, `n` blocks per slot
+(`n32` packed words of 32), `m` listed blocks, `p` pages, `s` page size, `d` head dim, `e` width of a
+cached token (key and value side by side, padded), `w` model width, `f` feed-forward width, `v`
+vocabulary. A *block* is logical, a *page* physical.
 """
 
 import dataclasses

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 LENGTH = 40  # tokens of a sequence: beyond the windows and the original lengths below
 COMMON = {
@@ -95,7 +95,13 @@ def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
         ids = tokenizer.encode(prompt).ids
         output = model.generate(torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False)[0, len(ids) :].tolist()
         stopped = output[-1] == model.config.eos_token_id
-        row = {"prompt": prompt, "prompt_ids": ids, "ids": output, "text": tokenizer.decode(output), "stopped": stopped}
+        row = {
+            "prompt": prompt,
+            "prompt_ids": ids,
+            "ids": output,
+            "text": tokenizer.decode(output[:-1] if stopped else output),
+            "stopped": stopped,
+        }
         rows.append(row)
         print(f"{len(output)} tokens{', stopped' if stopped else ''}: {row['text'][:60]!r}")
     file.write_text(json.dumps(rows, indent=1) + "\n")

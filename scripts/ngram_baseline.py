@@ -15,9 +15,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
+    """Parse the arguments, fit the model, score."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--corpus", type=Path, default=ROOT / "../shared/text/novels/novels.tar.xz", help="tar of .txt files")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/bundled", help="cached tokens; ngram.json goes there")
+    parser.add_argument(
+        "--corpus", type=Path, default=ROOT / "../shared/text/novels/novels.tar.xz", help="tar of .txt files"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs/bundled", help="cached tokens; ngram.json goes there"
+    )
     parser.add_argument("--order", type=int, default=5)
     args = parser.parse_args()
     try:

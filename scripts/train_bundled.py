@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="train this many steps in all: the reproducible way")
     parser.add_argument("--minutes", type=float, help="train as many steps as fit into this wall time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--export", type=Path, nargs="?", const=bundled_folder(), help="write the model's folder instead")
+    parser.add_argument(
+        "--export", type=Path, nargs="?", const=bundled_folder(), help="write the model's folder instead"
+    )
     parser.add_argument("--hardware", default=HARDWARE, help="what the model card says the training ran on")
     args = parser.parse_args()
     settings = bundled_settings(args.seed)

@@ -1,4 +1,4 @@
-"""Imports go one way: `types` <- rooms <- `decode` <- `engine` <- the doors. Read from the source, nothing is run."""
+"""Imports go one way: `types` <- rooms <- `attend` <- `decode` <- `engine` <- the doors. Read, never run."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -12,14 +12,13 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 # A module imports its own top-level name and those on lower floors. Rooms share a floor, so none imports another.
 FLOORS = {
     "types": 0,
-    **dict.fromkeys(
-        ("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "control"), 1
-    ),
-    **dict.fromkeys(("models", "pallas", "tasks", "scheduler"), 1),
-    "decode": 2,
-    "engine": 3,
-    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 4),
-    "__main__": 5,
+    **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost"), 1),
+    **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "requests", "snapshots"), 1),
+    **dict.fromkeys(("attend", "plot"), 2),
+    "decode": 3,
+    "engine": 4,
+    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 5),
+    "__main__": 6,
 }
 NOWHERE = {"torch", "transformers"}
 # Slow to import and not needed by every run, so no module that starts with the command line loads them.

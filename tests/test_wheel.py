@@ -1,6 +1,7 @@
-"""The wheel alone, installed away from the repository, holds everything and generates text."""
+"""The wheel alone, away from the repository, holds everything and generates text; an older Python is refused."""
 
 import os
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -65,3 +66,9 @@ def test_the_wheel_generates_text(python, elsewhere):
     assert Path(imported).is_relative_to(python.parents[1]), f"{imported} is not the wheel's"
     command = ("-m", "et_jax.generate", "--prompt", "It was", "--max-tokens", "8", "--seed", "1")
     assert run(python, *command, **elsewhere).strip()
+
+
+def test_an_older_python_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 9))
+    with pytest.raises(SystemExit, match=r"et_jax needs Python 3\.12 or later"):
+        runpy.run_path(str(ROOT / "build_backend.py"))

@@ -68,21 +68,26 @@ class ControlState:
     tolerance: Float[Array, "*b"]
     priority: Float[Array, "*b"]
     wait: Int[Array, "*b"]
-    block_mask: UInt32[Array, "*b l k words"]
+    block_mask: UInt32[Array, "*b l k n32"]
     memory: dict[str, Any]
 
 
-def unpack_blocks(block_mask: UInt32[Array, "*b words"]) -> Bool[Array, "*b n"]:
+def unpack_blocks(block_mask: UInt32[Array, "*b n32"]) -> Bool[Array, "*b n"]:
     """Return the mask of blocks that `pack_blocks` packed; its length is a multiple of 32."""
     bits = (block_mask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
     return bits.reshape(*block_mask.shape[:-1], -1).astype(bool)
 
 
-def pack_blocks(mask: Bool[Array, "*b n"]) -> UInt32[Array, "*b words"]:
+def pack_blocks(mask: Bool[Array, "*b n"]) -> UInt32[Array, "*b n32"]:
     """Return `mask` packed 32 blocks to a word, block 0 in the lowest bit; the last word is zero-padded."""
     padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
     words = padded.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def num_words(num_blocks: int) -> int:
+    """Return the 32-bit words that hold one bit per block."""
+    return -(-num_blocks // 32)
 
 
 def _unchanged(state: ControlState) -> ControlState:

@@ -79,7 +79,7 @@ def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
     return {name(path): spec for path, spec in jax.tree.leaves_with_path(describe(config))}
 
 
-def assemble(config: ModelConfig, weights: Mapping[str, Float[Array, "..."]]) -> Params:
+def assemble(config: ModelConfig, weights: Mapping[str, Float[Array | np.ndarray, "..."]]) -> Params:
     """Return the `Params` of weights given by Hugging Face name."""
     treedef = jax.tree.structure(describe(config))
     return treedef.unflatten([weights[name] for name in weight_specs(config)])
@@ -158,6 +158,8 @@ def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) 
     tensors = {name: np.asarray(leaf) for name, leaf in zip(names, jax.tree.leaves(params), strict=True)}
     _write_config(folder, config, params)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # The library leaves its file readable by the owner alone.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def save_converted(path: str | Path, config: ModelConfig, params: Params) -> None:

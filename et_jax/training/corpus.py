@@ -5,7 +5,7 @@ import hashlib
 import json
 import lzma
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,9 @@ def read_works(path: Path) -> dict[str, str]:
             members = sorted((m for m in archive if m.isfile() and m.name.endswith(".txt")), key=lambda m: m.name)
             works = {Path(m.name).name: archive.extractfile(m).read().decode("utf-8") for m in members}  # type: ignore[union-attr]
     except (tarfile.TarError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise UsageError(f"The corpus {path} cannot be read ({error}); give a tar archive of UTF-8 .txt files.") from error
+        raise UsageError(
+            f"The corpus {path} cannot be read ({error}); give a tar archive of UTF-8 .txt files."
+        ) from error
     if len(works) < 2:
         raise UsageError(f"The corpus {path} holds {len(works)} .txt files; at least two are needed to hold one out.")
     return works

@@ -1,15 +1,18 @@
 """The training loop: optimizer, checkpoints that a kill leaves whole, progress, the deadline."""
 
+import collections
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -21,6 +24,8 @@ from et_jax.models.transformer import Params, initialise
 from et_jax.training import corpus, loss
 from et_jax.training.schedule import Schedule
 from et_jax.types import UsageError, pytree
+
+MARKS = 11  # reports over which the pace is averaged when the end is planned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ class Settings:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     report_every: int = 20
-    evaluate_every: int = 250
+    evaluate_every: int = 200
     save_every: int = 100
     evaluated_tokens: int = 32_768  # tokens of held-out text scored during training
 
@@ -52,12 +57,10 @@ class TrainState:
 
 def optimizer(settings: Settings) -> optax.GradientTransformation:
     """Return gradient clipping, then Muon on the layers' matrices and AdamW on the rest, at peak rates."""
+    stacked = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
 
-    def dimensions(params: Params) -> Params:
-        def choose(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
-            return optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1) if leaf.ndim == 3 else None
-
-        return jax.tree_util.tree_map_with_path(choose, params)
+    def dimensions(params: Params) -> Any:
+        return jax.tree.map(lambda leaf: stacked if leaf.ndim == 3 else None, params)
 
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
@@ -72,25 +75,27 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
     )
 
 
+@functools.partial(jax.jit, static_argnames="settings")
 def initial_state(settings: Settings) -> TrainState:
     """Return random weights drawn from the seed and an empty optimizer memory."""
     params = loss.stack(initialise(settings.model, jax.random.key(settings.seed)))
     return TrainState(params=params, optimizer=optimizer(settings).init(params))
 
 
-def make_step(settings: Settings):
-    """Return the compiled training step: (state, inputs, targets, factor) -> (state, loss in nats per token)."""
-    transform = optimizer(settings)
-
-    def step(
-        state: TrainState, inputs: Int[Array, "b t"], targets: Int[Array, "b t"], factor: Float[Array, ""]
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        value, gradients = jax.value_and_grad(loss.mean_loss)(state.params, settings.model, inputs, targets)
-        updates, memory = transform.update(gradients, state.optimizer, state.params)
-        params = jax.tree.map(lambda leaf, update: leaf + factor * update, state.params, updates)
-        return TrainState(params=params, optimizer=memory), value
-
-    return jax.jit(step, donate_argnums=0)
+@functools.partial(jax.jit, static_argnames="settings", donate_argnames="state")
+def train_step(
+    state: TrainState,
+    settings: Settings,
+    inputs: Int[Array, "b t"],
+    targets: Int[Array, "b t"],
+    factor: Float[Array, ""],
+) -> tuple[TrainState, Float[Array, ""]]:
+    """Return the state after one step at `factor` of the peak rates, and the loss before it, nats per token."""
+    value, gradients = jax.value_and_grad(loss.mean_loss)(state.params, settings.model, inputs, targets)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its integer step count
+        updates, memory = optimizer(settings).update(gradients, state.optimizer, state.params)
+    params = jax.tree.map(lambda leaf, update: leaf + factor * update, state.params, updates)
+    return TrainState(params=params, optimizer=memory), value
 
 
 def evaluate(params: Params, settings: Settings, rows: corpus.Rows, batch_tokens: int = 8192) -> np.ndarray:
@@ -99,13 +104,20 @@ def evaluate(params: Params, settings: Settings, rows: corpus.Rows, batch_tokens
     parts = []
     for begin in range(0, len(rows.inputs), size):
         inputs, targets = (np.pad(y, ((0, max(0, begin + size - len(y))), (0, 0))) for y in (rows.inputs, rows.targets))
-        parts.append(loss.token_losses(params, settings.model, inputs[begin : begin + size], targets[begin : begin + size]))
+        parts.append(
+            loss.token_losses(params, settings.model, inputs[begin : begin + size], targets[begin : begin + size])
+        )
     losses = np.concatenate([np.asarray(part) for part in parts])[: len(rows.inputs)]
     return np.where(rows.target_mask, losses, 0.0)
 
 
 def train(
-    settings: Settings, train_tokens: corpus.Tokens, held_out: corpus.Tokens, folder: Path, steps: int | None, minutes: float | None
+    settings: Settings,
+    train_tokens: corpus.Tokens,
+    held_out: corpus.Tokens,
+    folder: Path,
+    steps: int | None,
+    minutes: float | None,
 ) -> int:
     """Train to the end, or until SIGTERM, from the last checkpoint in `folder`; return the steps done.
 
@@ -114,50 +126,53 @@ def train(
     """
     if (steps is None) == (minutes is None):
         raise UsageError("Give either --steps or --minutes, so that the training knows when to end.")
-    started, stopped = time.monotonic(), []
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pid").write_text(f"{os.getpid()}\n")
-    with _manager(folder) as manager, (folder / "log.jsonl").open("a") as log, _progress() as bar:
+    started, schedule = time.monotonic(), settings.schedule
+    with _manager(folder) as manager, (folder / "log.jsonl").open("a") as log, _progress() as bar, _asked() as asked:
         state, step, planned = _resume(manager, settings)
         steps = steps or planned
-        task = bar.add_task("training", completed=step, total=steps)
-        run_step, recent, marks = make_step(settings), [], [(step, started)]
-        while not stopped and (steps is None or step < steps):
-            if steps is None and minutes is not None and step - marks[0][0] >= settings.report_every:
-                (first, since), now = marks[0], time.monotonic()
-                steps = settings.schedule.planned(step, (now - since) / (step - first), minutes * 60 - (now - started))
-                bar.update(task, total=steps)
-            length = settings.schedule.length(step, steps)
-            rows = corpus.training_rows(
-                train_tokens, settings.seed, step, settings.windows_per_step, length, settings.window
-            )
-            factor = settings.schedule.factor(step, steps)
-            state, value = run_step(state, rows.inputs, rows.targets, np.float32(factor))
+        task, recent, marks = bar.add_task("training"), [], collections.deque([(step, started)], maxlen=MARKS)
+        while not asked and (steps is None or step < steps):
+            length, factor = schedule.length(step, steps), schedule.factor(step, steps)
+            rows = _rows(settings, train_tokens, step, length)
+            state, value = train_step(state, settings, *rows, np.float32(factor))
             recent.append(float(value))  # waits, so that clocks and signals see finished steps only
             step += 1
-            bar.update(task, completed=step)
             last = step == steps
+            bar.update(task, completed=step, total=steps)
             if step % settings.report_every == 0 or last:
-                now = time.monotonic()
-                record = {
-                    "step": step,
-                    "of": steps,
-                    "loss": float(np.mean(recent)),
-                    "factor": factor,
-                    "length": length,
-                    "tokens_per_second": len(recent) * rows.inputs.size / (now - marks[-1][1]),
-                    "minutes": (now - started) / 60,
-                }
-                marks, recent = [*marks[-10:], (step, now)], []
+                record = {"step": step, "of": steps, "loss": float(np.mean(recent)), "factor": factor, "length": length}
+                recent, now = [], time.monotonic()
+                marks.append((step, now))
+                seconds = (now - marks[-2][1]) / (step - marks[-2][0])
+                record["tokens_per_second"] = settings.windows_per_step * settings.window / seconds
+                record["minutes"] = (now - started) / 60
                 if step % settings.evaluate_every == 0 or last:
                     record |= _held_out_figures(state.params, settings, held_out, length)
                 _report(log, bar, record)
-            if step % settings.save_every == 0 or last:
+                if steps is None and minutes is not None:
+                    pace = (now - marks[0][1]) / (step - marks[0][0])
+                    steps = schedule.planned(step, pace, minutes * 60 - (now - started))
+            if step % settings.save_every == 0 or last or asked:
                 _save(manager, state, step, steps)
-        if stopped:
-            _save(manager, state, step, steps)
     return step
+
+
+@contextlib.contextmanager
+def _asked() -> Iterator[list[int]]:
+    """A list that is no longer empty once SIGTERM has asked to end."""
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _rows(settings: Settings, tokens: corpus.Tokens, step: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    rows = corpus.training_rows(tokens, settings.seed, step, settings.windows_per_step, length, settings.window)
+    return rows.inputs, rows.targets
 
 
 def _held_out_figures(params: Params, settings: Settings, held_out: corpus.Tokens, length: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ def stack(params: Params) -> Params:
 def unstack(params: Params, num_layers: int) -> Params:
     """Return stacked `params` with one LayerParams per layer, as `forward` takes them."""
     (layers,) = params.layers
-    return replace(params, layers=tuple(jax.tree.map(lambda leaf: leaf[i], layers) for i in range(num_layers)))
+    return replace(params, layers=tuple(jax.tree.map(operator.itemgetter(i), layers) for i in range(num_layers)))
 
 
 def hidden_states(params: Params, config: ModelConfig, inputs: Int[Array, "b t"]) -> Float[Array, "b t w"]:

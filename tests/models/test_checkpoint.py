@@ -105,6 +105,10 @@ def test_a_converted_folder_returns_every_bit(tmp_path, config, dtype):
         assert_same_bits(restored, params)
 
 
+def test_whoever_may_read_the_configuration_may_read_the_weights(folder):
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+
+
 def test_names_are_those_of_the_format(folder):
     names = set(load_file(folder / "model.safetensors"))
     layer = {f"self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")} | {

@@ -1,0 +1,89 @@
+"""Which backend serves which device: one table, read by every kernel's `api.py`.
+
+A new backend is a new row here and an entry in the `BACKENDS` of each kernel that has it.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Protocol, runtime_checkable
+
+import jax
+
+NAMES = ("reference", "xla", "gpu", "tpu")
+
+
+@runtime_checkable
+class Device(Protocol):
+    """What the table looks at in a `jax.Device`; one that has a `compute_capability` tells that too."""
+
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One row of the table.
+
+    platforms: where it runs, as `jax.default_backend()` names them.
+    capabilities: the compute capabilities it serves there, empty for all of them.
+    chosen: whether `pick` may choose it; False for what runs only when asked for by name.
+    """
+
+    name: str
+    platforms: tuple[str, ...]
+    capabilities: tuple[str, ...] = ()
+    chosen: bool = True
+
+    def serves(self, platform: str, capability: str | None) -> bool:
+        """Return whether it runs on this platform, at this compute capability where that matters."""
+        return platform in self.platforms and (not self.capabilities or capability in self.capabilities)
+
+
+# In order of preference: `pick` takes the first that serves.
+TABLE = (
+    Backend(name="xla", platforms=("cpu", "gpu", "tpu")),
+    Backend(name="reference", platforms=("cpu", "gpu", "tpu"), chosen=False),
+)
+
+
+def pick(device: str | Device | None = None, built: Collection[str] = NAMES) -> str:
+    """Return the best backend among `built` for a device, a platform's name, or the default device.
+
+    A platform's name alone tells no compute capability, so no backend that needs one is chosen for it.
+    """
+    platform, capability = _describe(device)
+    for row in TABLE:
+        if row.chosen and row.name in built and row.serves(platform, capability):
+            return row.name
+    raise NotImplementedError(f'platform "{platform}" has no backend among {_listed(built)}: use "cpu", "gpu" or "tpu"')
+
+
+def resolve(backend: str | None, built: Collection[str], device: str | Device | None = None) -> str:
+    """Return the backend asked for by name, or `pick`'s choice for None.
+
+    A name that is none raises ValueError. A backend that cannot serve raises NotImplementedError with
+    the reason and the backend that can: nothing falls back in silence.
+    """
+    if backend is None:
+        return pick(device, built)
+    if backend not in NAMES:
+        raise ValueError(f'backend: got "{backend}", wanted one of {_listed(NAMES)} or None')
+    row = next((row for row in TABLE if row.name == backend), None)
+    if row is None or backend not in built:
+        raise NotImplementedError(f'backend "{backend}" has no kernel for this: use "{pick(device, built)}"')
+    platform, capability = _describe(device)
+    if not row.serves(platform, capability):
+        found = platform if capability is None else f"{platform} of compute capability {capability}"
+        wanted = f"{'/'.join(row.platforms)} {'/'.join(row.capabilities)}".rstrip()
+        raise NotImplementedError(f'backend "{backend}" serves {wanted}, not {found}: use "{pick(device, built)}"')
+    return backend
+
+
+def _describe(device: str | Device | None) -> tuple[str, str | None]:
+    if isinstance(device, str):
+        return device, None
+    device = jax.local_devices()[0] if device is None else device
+    return device.platform, getattr(device, "compute_capability", None)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

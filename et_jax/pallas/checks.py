@@ -1,0 +1,52 @@
+"""What every paged kernel asks of its arguments, checked while tracing."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+FLOATS = (jnp.float32, jnp.bfloat16)
+LANES = 128
+
+
+def require(holds: bool, argument: str, got: object, wanted: str) -> None:
+    """Raise ValueError naming the argument, what it got and what it wanted, unless `holds`."""
+    if not holds:
+        raise ValueError(f"{argument}: got {got}, wanted {wanted}")
+
+
+def require_shape(argument: str, array: Array, shape: tuple[int | None, ...], letters: str) -> None:
+    """Raise ValueError unless the shape matches; None stands for any size."""
+    fits = len(array.shape) == len(shape) and all(
+        want is None or got == want for got, want in zip(array.shape, shape, strict=True)
+    )
+    sizes = ", ".join(
+        letter if size is None else f"{letter}={size}" for letter, size in zip(letters.split(), shape, strict=True)
+    )
+    require(fits, argument, f"shape {array.shape}", f"({sizes})")
+
+
+def require_integers(argument: str, array: Array) -> None:
+    """Raise ValueError unless the array is int32, the one index type every backend takes."""
+    require(array.dtype == jnp.int32, argument, array.dtype, "int32")
+
+
+def require_pool(q: Array, pages: Array, head_axis: int) -> None:
+    """Raise ValueError unless queries and pages agree in dtype, head count and token width."""
+    require(q.dtype in FLOATS, "q", q.dtype, "float32 or bfloat16")
+    require(pages.dtype in FLOATS, "pages", pages.dtype, "float32 or bfloat16")
+    require_shape("pages", pages, (None, None, None, None), "k p s e")
+    num_heads, d = q.shape[head_axis], q.shape[-1]
+    k, _, _, e = pages.shape
+    require(num_heads % k == 0, "q", f"{num_heads} query heads", f"a multiple of the {k} KV heads of pages")
+    require(e >= 2 * d, "pages", f"token width {e}", f"at least {2 * d}, a key and a value of {d}")
+    require(e % LANES == 0, "pages", f"token width {e}", f"a multiple of {LANES}")
+
+
+def require_softmax(
+    num_heads: int, scale: float, soft_cap: float | None, window: int | None, sink_logits: Array | None
+) -> None:
+    """Raise ValueError unless the settings of the softmax make sense."""
+    require(scale > 0, "scale", scale, "a positive number")
+    require(soft_cap is None or soft_cap > 0, "soft_cap", soft_cap, "a positive number or None")
+    require(window is None or window >= 1, "window", window, "at least 1 token, or None")
+    if sink_logits is not None:
+        require_shape("sink_logits", sink_logits, (num_heads,), "h")

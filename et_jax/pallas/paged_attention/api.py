@@ -1,0 +1,75 @@
+"""Decode attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from et_jax.pallas.backend import resolve
+from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
+from et_jax.pallas.paged_attention import reference, xla
+
+BACKENDS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+
+
+def paged_attention(
+    q: Float[Array, "b h d"],
+    pages: Float[Array, "k p s e"],
+    page_table: Int[Array, "b n"],
+    blocks: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    lengths: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sink_logits: Float[Array, " h"] | None = None,
+    kv_scales: Array | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+    """Return attention of one query a row over its listed blocks, and each block's log-sum-exp.
+
+    With z_j = scale q.k_j, or soft_cap tanh(scale q.k_j / soft_cap), over the tokens j seen:
+
+        out = sum_j exp(z_j) v_j / (sum_j exp(z_j) + exp(sink))        in the dtype of q
+        block_lse[block] = log sum_(j in block) exp(z_j)               float32, without the sink
+
+    pages: a token's key in [..., :d], its value in [..., d:2d], e = 2d padded to a multiple of 128.
+        Page 0 is the null page; it may hold anything.
+    blocks: logical block ids, strictly ascending, of which the first counts[b, k] hold. Block i of row b
+        lies in page page_table[b, i] and holds the tokens at positions [i s, (i + 1) s).
+    lengths: tokens in the cache, the query's own included: it stands at lengths - 1. A token is seen if
+        its block is listed, its position below the length and, with a window, less than `window` behind.
+    sink_logits: one more logit a query head, in the denominator only (gpt-oss, 2025).
+    kv_scales: scales of an int8 pool; reserved.
+
+    Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
+    0 and block_lse -inf, never NaN. A row's bits depend on its own list and contents alone, and not on how
+    far the list is padded. Sources: pages, Kwon et al. 2023; online softmax, Milakov & Gimelshein 2018;
+    soft cap, Gemma 2 (2024); window, Mistral 7B (Jiang et al. 2023).
+    """
+    b, h, _ = q.shape
+    k = pages.shape[0]
+    require_pool(q, pages, head_axis=1)
+    require_shape("page_table", page_table, (b, None), "b n")
+    require_shape("blocks", blocks, (b, k, None), "b k m")
+    require(blocks.shape[-1] >= 1, "blocks", f"shape {blocks.shape}", "room for at least one block")
+    require_shape("counts", counts, (b, k), "b k")
+    require_shape("lengths", lengths, (b,), "b")
+    for name, array in {"page_table": page_table, "blocks": blocks, "counts": counts, "lengths": lengths}.items():
+        require_integers(name, array)
+    require_softmax(h, scale, soft_cap, window, sink_logits)
+    if kv_scales is not None:
+        raise NotImplementedError("kv_scales: no backend reads an int8 pool yet: store the pages in bfloat16")
+    name = resolve(backend, BACKENDS)
+    with jax.named_scope(f"paged_attention/{name}"):
+        return BACKENDS[name](
+            q,
+            pages,
+            page_table,
+            blocks,
+            counts,
+            lengths,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+            sink_logits=sink_logits,
+        )

@@ -1,0 +1,51 @@
+"""What `paged_attention` means, in plain jax.numpy: for reading, not for speed."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def paged_attention(
+    q: Float[Array, "b h d"],
+    pages: Float[Array, "k p s e"],
+    page_table: Int[Array, "b n"],
+    blocks: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    lengths: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sink_logits: Float[Array, " h"] | None = None,
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+    """Return what `api.paged_attention` documents."""
+    b, h, d = q.shape
+    k, _, s, _ = pages.shape
+    m = blocks.shape[2]
+    grouped = q.astype(jnp.float32).reshape(b, k, h // k, d)
+
+    # every token of every listed block, and whether the query sees it
+    listed = jnp.arange(m, dtype=jnp.int32) < counts[..., None]
+    blocks = jnp.where(listed, blocks, 0)
+    page = page_table[jnp.arange(b)[:, None, None], blocks]
+    token = pages[jnp.arange(k)[None, :, None], page].astype(jnp.float32)
+    position = blocks[..., None] * s + jnp.arange(s, dtype=jnp.int32)
+    length = lengths[:, None, None, None]
+    seen_mask = listed[..., None] & (position < length)
+    if window is not None:
+        seen_mask &= position > length - 1 - window
+    token = jnp.where(seen_mask[..., None], token, 0.0)  # 0 * NaN is NaN: what is masked must not be read
+    key, value = token[..., :d], token[..., d : 2 * d]
+
+    scores = jnp.einsum("bkgd,bkmsd->bkgms", grouped, key, precision="highest") * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen_mask[:, :, None], scores, -jnp.inf)
+
+    block_lse = jax.nn.logsumexp(scores, axis=-1)
+    total = jax.nn.logsumexp(block_lse, axis=-1)
+    if sink_logits is not None:
+        total = jnp.logaddexp(total, sink_logits.astype(jnp.float32).reshape(k, h // k))
+    weights = jnp.where(seen_mask[:, :, None], jnp.exp(scores - total[..., None, None]), 0.0)
+    out = jnp.einsum("bkgms,bkmsd->bkgd", weights, value, precision="highest")
+    return out.reshape(b, h, d).astype(q.dtype), block_lse.reshape(b, h, m)

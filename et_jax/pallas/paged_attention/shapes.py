@@ -1,0 +1,148 @@
+"""The named shapes of `paged_attention`: one list, for tests and benchmarks alike."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LANES = 128
+DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One case.
+
+    lengths: tokens a row, its own query's included; 0 is an empty slot.
+    open_share: the chance that a KV head lists a block; the last block is always listed.
+    tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    lengths: tuple[int, ...]
+    dtype: str = "float32"
+    open_share: float = 1.0
+    soft_cap: float | None = None
+    window: int | None = None
+    sinks: bool = False
+    tested: bool = True
+
+    @property
+    def width(self) -> int:
+        """Width of a cached token: key and value, padded to whole lanes."""
+        return -(-2 * self.head_dim // LANES) * LANES
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks a slot can hold, enough for the longest row."""
+        return max(1, -(-max(self.lengths) // self.page_size))
+
+    @property
+    def settings(self) -> dict[str, float | int | None]:
+        """The keyword arguments that are no arrays."""
+        return {"scale": self.head_dim**-0.5, "soft_cap": self.soft_cap, "window": self.window}
+
+
+def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
+    """Return random arguments of this shape: pages scattered over the pool, a list for each KV head."""
+    rng = np.random.default_rng(seed)
+    b, k, n, s = len(shape.lengths), shape.num_kv_heads, shape.num_blocks, shape.page_size
+    num_pages = 1 + b * n
+    blocks = np.zeros((b, k, n), np.int32)
+    counts = np.zeros((b, k), np.int32)
+    for row, length in enumerate(shape.lengths):
+        held = -(-length // s)
+        for head in range(k):
+            open_mask = rng.random(held) < shape.open_share
+            open_mask[-1:] = True
+            listed = np.flatnonzero(open_mask)
+            blocks[row, head, : len(listed)] = listed
+            counts[row, head] = len(listed)
+
+    def normal(*size: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)))
+
+    pages = normal(k, min(num_pages, DRAWN_PAGES), s, shape.width)
+    if num_pages > DRAWN_PAGES:
+        pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
+    return {
+        "q": normal(b, shape.num_heads, shape.head_dim),
+        "pages": pages,
+        "page_table": jnp.asarray(rng.permutation(num_pages - 1).reshape(b, n) + 1, jnp.int32),
+        "blocks": jnp.asarray(blocks),
+        "counts": jnp.asarray(counts),
+        "lengths": jnp.asarray(shape.lengths, jnp.int32),
+        "sink_logits": jnp.asarray(rng.standard_normal(shape.num_heads, np.float32)) if shape.sinks else None,
+    }
+
+
+def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, lengths: tuple[int, ...], **rest) -> Shape:
+    num_heads, num_kv_heads = heads
+    return Shape(
+        name=name,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        lengths=lengths,
+        **rest,
+    )
+
+
+SHAPES = (
+    # the query groups: 1 to 16 query heads a KV head
+    _shape("group_1", (4, 4), 16, 16, (37, 64)),
+    _shape("group_2", (4, 2), 64, 16, (100, 3), dtype="bfloat16"),
+    _shape("group_3", (9, 3), 64, 16, (129, 250)),
+    _shape("group_4", (8, 2), 64, 16, (40, 300), dtype="bfloat16"),
+    _shape("group_7", (14, 2), 64, 32, (33, 65)),
+    _shape("group_8", (8, 1), 128, 16, (77, 20)),
+    _shape("group_16", (16, 1), 64, 16, (50, 49)),
+    # head dims, keys gathered with their values and apart
+    _shape("dim_96", (4, 2), 96, 16, (61, 30)),
+    _shape("dim_96_bfloat16", (4, 2), 96, 32, (61, 30), dtype="bfloat16"),
+    _shape("dim_128_bfloat16", (4, 2), 128, 64, (130, 64), dtype="bfloat16"),
+    _shape("dim_256", (2, 1), 256, 16, (45, 17)),
+    _shape("dim_256_bfloat16", (2, 1), 256, 16, (45, 17), dtype="bfloat16"),
+    # page sizes
+    _shape("page_32", (4, 2), 64, 32, (257, 31)),
+    _shape("page_64", (4, 2), 64, 64, (600, 200), dtype="bfloat16"),
+    _shape("page_128", (4, 2), 64, 128, (513, 128)),
+    # lengths: one token, empty slots, whole pages, one row
+    _shape("one_token", (6, 2), 64, 16, (1, 1)),
+    _shape("empty_slots", (6, 2), 64, 16, (0, 40, 0)),
+    _shape("all_empty", (6, 2), 64, 16, (0, 0)),
+    _shape("whole_pages", (6, 2), 64, 16, (256, 512)),
+    _shape("one_row", (6, 2), 64, 16, (300,), dtype="bfloat16"),
+    # a list for each KV head, over several steps of the loop
+    _shape("sparse", (9, 3), 64, 16, (1000, 700), open_share=0.3),
+    _shape("sparse_bfloat16", (8, 2), 128, 16, (1000, 700), open_share=0.5, dtype="bfloat16"),
+    _shape("sparse_wide", (8, 4), 128, 32, (900, 30), open_share=0.4),
+    # what changes the scores
+    _shape("window", (4, 2), 64, 16, (300, 20, 55), window=50),
+    _shape("window_of_one", (4, 2), 128, 16, (33, 16), window=1),
+    _shape("soft_cap", (4, 2), 64, 16, (90, 33), soft_cap=2.0),
+    _shape("sinks", (4, 2), 64, 16, (90, 0, 33), sinks=True),
+    _shape("all_of_them", (8, 2), 64, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, open_share=0.5),
+    _shape("all_of_them_bfloat16", (8, 2), 96, 16, (500, 9), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"),
+    # what is run, on a device
+    _shape("smollm_135m", (9, 3), 64, 16, (2048,) * 16, dtype="bfloat16", tested=False),
+    _shape("llama3_8b", (32, 8), 128, 128, (8192,) * 16, dtype="bfloat16", tested=False),
+    _shape("qwen3_8b", (32, 8), 128, 128, (32768,) * 8, dtype="bfloat16", tested=False),
+    _shape("mistral_7b", (32, 8), 128, 128, (8192,) * 16, dtype="bfloat16", window=4096, tested=False),
+    _shape("slots_64_at_32k", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", tested=False),
+    _shape("slots_8_at_128k", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", tested=False),
+    _shape(
+        "slots_64_at_32k_eighth", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", open_share=0.125, tested=False
+    ),
+    _shape(
+        "slots_8_at_128k_eighth", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", open_share=0.125, tested=False
+    ),
+)
+TESTED = tuple(shape for shape in SHAPES if shape.tested)

@@ -1,0 +1,116 @@
+"""The named shapes of `paged_prefill`: one list, for tests and benchmarks alike."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LANES = 128
+DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One case.
+
+    chunk: new queries a row. starts: tokens before the chunk, a number for each row.
+    tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    chunk: int
+    starts: tuple[int, ...] = (0,)
+    dtype: str = "float32"
+    soft_cap: float | None = None
+    window: int | None = None
+    sinks: bool = False
+    tested: bool = True
+
+    @property
+    def width(self) -> int:
+        """Width of a cached token: key and value, padded to whole lanes."""
+        return -(-2 * self.head_dim // LANES) * LANES
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks a slot can hold, enough for the longest row."""
+        return -(-(max(self.starts) + self.chunk) // self.page_size)
+
+    @property
+    def settings(self) -> dict[str, float | int | None]:
+        """The keyword arguments that are no arrays."""
+        return {"scale": self.head_dim**-0.5, "soft_cap": self.soft_cap, "window": self.window}
+
+
+def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
+    """Return random arguments of this shape, pages scattered over the pool."""
+    rng = np.random.default_rng(seed)
+    b, n, k = len(shape.starts), shape.num_blocks, shape.num_kv_heads
+    num_pages = 1 + b * n
+
+    def normal(*size: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)))
+
+    pages = normal(k, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
+    if num_pages > DRAWN_PAGES:
+        pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
+    return {
+        "q": normal(b, shape.chunk, shape.num_heads, shape.head_dim),
+        "pages": pages,
+        "page_table": jnp.asarray(rng.permutation(num_pages - 1).reshape(b, n) + 1, jnp.int32),
+        "starts": jnp.asarray(shape.starts, jnp.int32),
+        "sink_logits": jnp.asarray(rng.standard_normal(shape.num_heads, np.float32)) if shape.sinks else None,
+    }
+
+
+def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, chunk: int, **rest) -> Shape:
+    num_heads, num_kv_heads = heads
+    return Shape(
+        name=name,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        chunk=chunk,
+        **rest,
+    )
+
+
+SHAPES = (
+    # the query groups, head dims and page sizes
+    _shape("group_1", (2, 2), 16, 16, 32),
+    _shape("group_3", (9, 3), 64, 16, 64, starts=(40,)),
+    _shape("group_4_bfloat16", (8, 2), 64, 16, 64, starts=(300,), dtype="bfloat16"),
+    _shape("group_16", (16, 1), 64, 16, 16, starts=(5,)),
+    _shape("dim_96", (4, 2), 96, 32, 24, starts=(17,)),
+    _shape("dim_96_bfloat16", (4, 2), 96, 16, 24, starts=(17,), dtype="bfloat16"),
+    _shape("dim_128", (4, 1), 128, 64, 48, starts=(100,)),
+    _shape("dim_256", (2, 1), 256, 16, 20),
+    _shape("page_128", (4, 2), 64, 128, 130, starts=(500,)),
+    # rows that begin far apart, one query, a chunk longer than a step of the loop
+    _shape("ragged", (4, 2), 64, 16, 40, starts=(0, 700, 33)),
+    _shape("one_query", (4, 2), 64, 16, 1, starts=(99, 0)),
+    _shape("long_chunk", (4, 2), 64, 16, 300, starts=(10,), dtype="bfloat16"),
+    # what changes the scores
+    _shape("window", (4, 2), 64, 16, 40, starts=(700, 0), window=50),
+    _shape("window_of_one", (4, 2), 64, 16, 20, starts=(30,), window=1),
+    _shape("soft_cap", (4, 2), 64, 16, 40, starts=(30,), soft_cap=2.0),
+    _shape("sinks", (4, 2), 64, 16, 40, starts=(30,), sinks=True),
+    _shape("all_of_them", (8, 2), 64, 16, 60, starts=(600, 290), window=300, soft_cap=5.0, sinks=True),
+    _shape(
+        "all_of_them_bfloat16", (8, 2), 64, 16, 60, starts=(90,), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"
+    ),
+    # what is run, on a device
+    _shape("smollm_135m", (9, 3), 64, 16, 256, starts=(1024,), dtype="bfloat16", tested=False),
+    _shape("llama3_8b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", tested=False),
+    _shape("qwen3_8b", (32, 8), 128, 128, 512, starts=(32256,), dtype="bfloat16", tested=False),
+    _shape("mistral_7b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", window=4096, tested=False),
+    _shape("chunk_at_128k", (32, 8), 128, 128, 512, starts=(130560,), dtype="bfloat16", tested=False),
+)
+TESTED = tuple(shape for shape in SHAPES if shape.tested)

@@ -1,0 +1,154 @@
+"""Turn a llama2.c checkpoint and its tokenizer into a Hugging Face folder.
+
+python scripts/convert_llama2c.py stories260K.bin tok512.bin OUT_FOLDER
+"""
+
+import argparse
+import json
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+from et_jax.models.checkpoint import assemble, weight_specs, write_hugging_face
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import Params
+from et_jax.types import UsageError
+
+SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2 whatever the file calls them; byte pieces follow
+PIECES = 3 + 256  # the first id that is a piece of text
+LAYER_ORDER = (  # llama2.c stores each kind of weight for all layers at once, in this order
+    "input_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "post_attention_layernorm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.down_proj.weight",
+    "mlp.up_proj.weight",
+)
+
+
+def read_model(file: Path) -> tuple[ModelConfig, Params]:
+    """Return what a legacy llama2.c file holds. Raises UsageError if its length is not what its header says."""
+    content = file.read_bytes()
+    if len(content) < 28:
+        raise UsageError(f"{file} is no llama2.c model: it is shorter than a header; fetch it again.")
+    dim, hidden, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", content[:28])
+    if min(dim, hidden, layers, heads, kv_heads, abs(vocab), length) < 1 or dim % heads or heads % kv_heads:
+        raise UsageError(f"{file} is no llama2.c model in the legacy format: its header makes no sense.")
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=abs(vocab),
+        hidden_size=dim,
+        intermediate_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim // heads,
+        max_positions=length,
+        norm_eps=1e-5,  # llama2.c's own constants
+        rope_theta=10000.0,
+        windows=(None,) * layers,
+        tie_embeddings=vocab > 0,
+        bos_token_id=1,
+        eos_token_ids=(1, 2),  # a story is followed by the next one's beginning, which is where llama2.c stops
+    )
+    specs = weight_specs(config)
+    rotary = length * config.head_dim  # two tables of cosines and sines, unused
+    expected = 28 + 4 * (sum(int(np.prod(spec.shape)) for spec in specs.values()) + rotary)
+    if len(content) != expected:
+        raise UsageError(f"{file} has {len(content)} bytes but its header calls for {expected}; fetch it again.")
+
+    numbers, offset, weights = np.frombuffer(content, "<f4", offset=28), 0, {}
+
+    def take(name: str) -> None:
+        nonlocal offset
+        shape = specs[name].shape
+        weight = numbers[offset : offset + int(np.prod(shape))].reshape(shape)
+        offset += weight.size
+        weights[name] = (
+            half_split(weight, config.head_dim) if name.endswith(("q_proj.weight", "k_proj.weight")) else weight
+        )
+
+    take("model.embed_tokens.weight")
+    for kind in LAYER_ORDER:
+        for layer in range(layers):
+            take(f"model.layers.{layer}.{kind}")
+    take("model.norm.weight")
+    offset += rotary
+    if not config.tie_embeddings:
+        take("lm_head.weight")
+    return config, assemble(config, weights)
+
+
+def half_split(weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Return a query or key matrix whose rotary pairs are channels i and i + d/2; llama2.c pairs 2i and 2i + 1."""
+    pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
+    return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(weight.shape)
+
+
+def read_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
+    """Return a tokenizer that encodes as llama2.c does with this file.
+
+    llama2.c joins, again and again, the two neighbours whose union has the best score: a byte-pair encoding
+    whose merges are the splits of all pieces, best score first. Spaces stay spaces in the vocabulary. A text
+    that spells a special token is read as that token, as is the custom of Hugging Face files.
+    """
+    content, pieces = file.read_bytes(), []
+    offset = 4  # the length of the longest piece comes first, which nobody needs
+    while offset + 8 <= len(content):
+        score, length = struct.unpack_from("<fi", content, offset)
+        pieces.append((content[offset + 8 : offset + 8 + length].decode("utf-8", errors="replace"), score))
+        offset += 8 + length
+    if offset != len(content) or len(pieces) != vocab_size:
+        raise UsageError(
+            f"{file} holds {len(pieces)} pieces but the model knows {vocab_size}; use the model's own file."
+        )
+    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *(piece for piece, _ in pieces[PIECES:])]
+    vocab = {name: id for id, name in enumerate(names)}
+    if len(vocab) != len(names):
+        raise UsageError(f"{file} holds a piece twice; use the model's own file.")
+    texts = set(names[PIECES:])
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece, _ in sorted(pieces[PIECES:], key=lambda entry: -entry[1])
+        for cut in range(1, len(piece))
+        if piece[:cut] in texts and piece[cut:] in texts
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    return tokenizer
+
+
+def convert(model_file: Path, tokenizer_file: Path, folder: Path) -> None:
+    """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json into `folder`."""
+    config, params = read_model(model_file)
+    tokenizer = read_tokenizer(tokenizer_file, config.vocab_size)
+    write_hugging_face(folder, config, params)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    settings = names | {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_positions}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="the weights in llama2.c's legacy format")
+    parser.add_argument("tokenizer", type=Path, help="the tokenizer in llama2.c's format")
+    parser.add_argument("folder", type=Path, help="where to write the Hugging Face files")
+    arguments = parser.parse_args()
+    try:
+        convert(arguments.model, arguments.tokenizer, arguments.folder)
+    except (UsageError, OSError) as error:
+        sys.exit(f"convert_llama2c: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Laws in sequence, the packed mask of blocks, and the laws a decoder runs unasked."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from et_jax.control.base import ControlState, Law, Signals, chain, pack_blocks, unpack_blocks
+from et_jax.control.clock import paper
+from et_jax.control.select import BlockView, dense, sinks_window
+from et_jax.control.temperature import fixed, thermostat
+from et_jax.types import replace
+
+INTEGERS = {"blocks_read", "length", "generated", "remaining", "arrival", "pages_held", "wait"}
+
+
+def signals(**given) -> Signals:
+    names = [field.name for field in dataclasses.fields(Signals)]
+    return Signals(**{n: jnp.asarray(given.get(n, 0), jnp.int32 if n in INTEGERS else jnp.float32) for n in names})
+
+
+def control(law: Law | None = None, **given) -> ControlState:
+    """The state of a new sequence, all zeros but for what is given, as `law` starts it."""
+    numbers = [f.name for f in dataclasses.fields(ControlState) if f.name not in ("block_mask", "memory")]
+    fields = {n: jnp.asarray(given.get(n, 0), jnp.int32 if n in INTEGERS else jnp.float32) for n in numbers}
+    state = ControlState(**fields, block_mask=jnp.zeros((1, 1, 1), jnp.uint32), memory={})
+    return state if law is None else law.init(state)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.booleans(), min_size=1, max_size=100))
+def test_a_mask_packs_bit_by_bit_and_comes_back(mask):
+    num_words = math.ceil(len(mask) / 32)
+    expected = [sum(bit << i for i, bit in enumerate(mask[32 * w : 32 * w + 32])) for w in range(num_words)]
+    words = pack_blocks(jnp.asarray(mask))
+    assert words.dtype == jnp.uint32
+    assert words.tolist() == expected
+    assert unpack_blocks(words).tolist() == mask + [False] * (32 * num_words - len(mask))
+
+
+def test_packing_keeps_the_leading_axes():
+    mask = np.random.default_rng(0).random((3, 2, 5, 70)) < 0.5
+    words = pack_blocks(jnp.asarray(mask))
+    assert words.shape == (3, 2, 5, 3)
+    np.testing.assert_array_equal(unpack_blocks(words)[..., :70], mask)
+
+
+def write_down(name: str) -> Law:
+    """A law that adds its name to a list that every law sees."""
+
+    def update(_: Signals, state: ControlState) -> ControlState:
+        return replace(state, memory=state.memory | {"ran": (*state.memory["ran"], name)})
+
+    def init(state: ControlState) -> ControlState:
+        return replace(state, memory=state.memory | {"ran": (*state.memory.get("ran", ()), f"start {name}")})
+
+    return Law(update, init)
+
+
+def test_a_chain_starts_and_runs_its_laws_in_order_and_a_chain_is_a_law():
+    law = chain(write_down("a"), chain(write_down("b"), write_down("c")), write_down("d"))
+    state = control(law)
+    assert state.memory["ran"] == ("start a", "start b", "start c", "start d")
+    assert law(signals(), state).memory["ran"][4:] == ("a", "b", "c", "d")
+
+
+def test_each_law_of_a_chain_sees_what_those_before_it_decided():
+    def add(_: Signals, state: ControlState) -> ControlState:
+        return replace(state, temperature=state.temperature + 3.0)
+
+    def double(_: Signals, state: ControlState) -> ControlState:
+        return replace(state, temperature=state.temperature * 2.0)
+
+    start = control(temperature=1.0)
+    assert float(chain(add, double)(signals(), start).temperature) == 8
+    assert float(chain(double, add)(signals(), start).temperature) == 5
+
+
+def test_a_plain_function_has_nothing_to_start_and_an_empty_chain_changes_nothing():
+    start = control(temperature=0.7)
+    assert chain(lambda signals, state: replace(state, tolerance=signals.entropy)).init(start) is start
+    assert chain().init(start) is start and chain()(signals(), start) is start
+    assert fixed()(signals(entropy=3.0), start) is start
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(0, 12, width=32), min_size=1, max_size=30))
+def test_the_papers_clock_is_half_the_total_variation_plus_the_net_fall(entropies):
+    """The sum of falls is (sum |dH| + H_0 - H_n) / 2, whatever the series."""
+    law = paper()
+    state = control(law)
+    times = []
+    for entropy in entropies:
+        state = law(signals(entropy=entropy), state)
+        times.append(float(state.entropic_time))
+    h = np.asarray(entropies, np.float64)
+    assert times[0] == 0
+    assert np.all(np.diff(times) >= 0)
+    np.testing.assert_allclose(times[-1], (np.abs(np.diff(h)).sum() + h[0] - h[-1]) / 2, atol=1e-4)
+
+
+@settings(max_examples=30)
+@given(
+    temperature=st.floats(0.125, 2, width=32),
+    entropy=st.floats(0, 11, width=32),
+    target=st.floats(0, 5),
+    gain=st.floats(0.001, 0.5),
+)
+def test_the_thermostat_is_its_formula_and_cools_above_the_target(temperature, entropy, target, gain):
+    law = thermostat(target, gain=gain, low=0.1, high=2.0)
+    state = law(signals(tempered_entropy=entropy, entropy=99.0), control(temperature=temperature))
+    expected = min(max(temperature * math.exp(-gain * (entropy - target)), 0.1), 2.0)
+    assert float(state.temperature) == pytest.approx(expected, rel=1e-5)
+    assert float(state.temperature) <= temperature if entropy > target else float(state.temperature) >= temperature
+
+
+def test_a_law_changes_only_the_fields_it_is_named_for():
+    for law, own in ((paper(), {"entropic_time", "memory"}), (thermostat(1.0), {"temperature"})):
+        start = control(law, temperature=1.0)
+        end = law(signals(entropy=2.0, tempered_entropy=3.0), start)
+        kept = [f.name for f in dataclasses.fields(ControlState) if f.name not in own]
+        assert all(getattr(end, name) is getattr(start, name) for name in kept)
+
+
+def view(length: int, num_blocks: int, page_size: int) -> BlockView:
+    start = jnp.arange(num_blocks, dtype=jnp.int32) * page_size
+    box = jnp.zeros((num_blocks, 4))
+    return BlockView(
+        query=jnp.ones((2, 4)),
+        key_min=box,
+        key_max=box,
+        key_mean=box,
+        value_mean=box,
+        value_radius=jnp.zeros(num_blocks),
+        start=start,
+        num_tokens=jnp.clip(length - start, 0, page_size),
+        length=jnp.int32(length),
+        tolerance=jnp.float32(0),
+    )
+
+
+@settings(max_examples=30)
+@given(
+    length=st.integers(1, 64), sinks=st.integers(0, 20), window=st.integers(1, 80), page_size=st.sampled_from([1, 4, 8])
+)
+def test_sinks_and_window_open_the_blocks_that_hold_such_a_token(length, sinks, window, page_size):
+    num_blocks = 64 // page_size
+    opened = sinks_window(sinks, window)(view(length, num_blocks, page_size)).tolist()
+    held = range(-(-length // page_size))
+    wanted = {at // page_size for at in range(length) if at < sinks or at >= length - window}
+    assert {block for block in held if opened[block]} == wanted
+
+
+def test_dense_opens_every_block_and_says_so():
+    assert dense()(view(5, 8, 4)).all() and dense().reads_all and not sinks_window().reads_all
+
+
+def test_laws_run_under_vmap_row_by_row():
+    law = chain(paper(), thermostat(1.0))
+    rows = [signals(entropy=h, tempered_entropy=h) for h in (0.5, 1.0, 4.0)]
+    start = control(law, temperature=1.0)
+    one_by_one = [law(row, start) for row in rows]
+
+    def stack(trees):
+        return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+    together = jax.vmap(law)(stack(rows), stack([start] * 3))
+    for row in range(3):
+        alone = jax.tree.leaves(one_by_one[row])
+        assert all(np.array_equal(a, b[row]) for a, b in zip(alone, jax.tree.leaves(together), strict=True))

@@ -1,0 +1,32 @@
+"""The plain program that others are held to: full attention over the whole sequence, no cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from et_jax.models.transformer import forward
+
+
+def dense_attend(config):
+    """Causal attention over the sequence itself, in a layer's window: softmax(q k / sqrt(d)) v."""
+
+    def attend(layer, q, k, v, memory):
+        b, t, h, d = q.shape
+        q = q.reshape(b, t, config.num_kv_heads, config.group_size, d)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k) / d**0.5
+        distance = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
+        window = config.windows[layer]
+        kept_mask = (distance >= 0) & (distance < (t if window is None else window))
+        weights = jax.nn.softmax(jnp.where(kept_mask, scores, -jnp.inf))
+        return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(b, t, h, d), memory
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def dense_logits(config, params, tokens):
+    """Logits at every position of `tokens` "b t", multiplied at the highest precision."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    with jax.default_matmul_precision("highest"):
+        return forward(params, config, tokens, positions, dense_attend(config), None)[0]

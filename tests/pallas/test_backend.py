@@ -1,0 +1,58 @@
+"""Which backend serves what."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from et_jax.pallas import backend
+from et_jax.pallas.backend import Backend, pick, resolve
+
+
+@dataclasses.dataclass
+class Device:
+    """What of a device the table looks at."""
+
+    platform: str
+    compute_capability: str
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_xla_serves_every_platform(platform):
+    assert pick(platform) == "xla"
+
+
+def test_the_default_device_has_a_backend():
+    assert pick() == pick(jax.devices()[0]) == "xla"
+
+
+def test_reference_runs_only_by_name():
+    assert resolve("reference", ["reference", "xla"]) == "reference"
+    with pytest.raises(NotImplementedError, match='has no backend among "reference"'):
+        pick("cpu", ["reference"])
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu"])
+def test_a_backend_that_is_not_built_names_the_one_that_is(name):
+    with pytest.raises(NotImplementedError, match=f'backend "{name}" .*: use "xla"'):
+        resolve(name, ["reference", "xla"])
+
+
+def test_an_unknown_name_is_a_value_error():
+    with pytest.raises(ValueError, match='backend: got "triton", wanted one of "reference", "xla", "gpu", "tpu"'):
+        resolve("triton", ["reference", "xla"])
+
+
+def test_a_new_backend_is_a_row(monkeypatch):
+    row = Backend(name="gpu", platforms=("gpu",), capabilities=("9.0",))
+    monkeypatch.setattr(backend, "TABLE", (row, *backend.TABLE))
+    built = ["reference", "xla", "gpu"]
+    hopper, ampere = Device("gpu", "9.0"), Device("gpu", "8.0")
+    assert resolve(None, built, "cpu") == "xla"
+    assert pick(hopper, built) == "gpu"
+    assert pick(ampere, built) == pick("gpu", built) == "xla"
+    assert pick(hopper, ["xla"]) == "xla"
+    with pytest.raises(NotImplementedError, match=r'serves gpu 9.0, not gpu of compute capability 8.0: use "xla"'):
+        resolve("gpu", built, ampere)
+    with pytest.raises(NotImplementedError, match=r'serves gpu 9.0, not cpu: use "xla"'):
+        resolve("gpu", built, "cpu")

@@ -1,0 +1,302 @@
+"""Laws of decode attention over pages."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+from et_jax.pallas.paged_attention import paged_attention
+from et_jax.pallas.paged_attention.shapes import SHAPES, TESTED, Shape, example
+
+# rounding of one value, times a few for the sums: relative to outputs of size one
+TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
+LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
+NAMED = {shape.name: shape for shape in SHAPES}
+
+
+@functools.cache
+def compiled(backend: str, **settings):
+    """The op with its settings bound, compiled once for each shape of its arrays."""
+    return jax.jit(lambda arrays: paged_attention(**arrays, **settings, backend=backend))
+
+
+def run(arguments, shape: Shape, backend: str):
+    """Attention and block sums as float64 numpy, by a backend."""
+    return [np.asarray(x, np.float64) for x in compiled(backend, **shape.settings)(arguments)]
+
+
+def bits(arguments, shape: Shape):
+    """Attention and block sums as bytes."""
+    return [np.asarray(x).view(np.uint8) for x in compiled("xla", **shape.settings)(arguments)]
+
+
+def dense_float64(arguments, shape: Shape):
+    """The formula of the docstring, token by token, in float64 numpy."""
+    arrays: dict[str, Any] = {name: None if x is None else np.asarray(x, np.float64) for name, x in arguments.items()}
+    table, blocks, counts = (np.asarray(arguments[name]) for name in ("page_table", "blocks", "counts"))
+    b, h, d = arrays["q"].shape
+    group = h // shape.num_kv_heads
+    out, block_lse = np.zeros((b, h, d)), np.full((b, h, blocks.shape[2]), -np.inf)
+    for row, length in enumerate(shape.lengths):
+        for head in range(h):
+            kv_head, exponents, values = head // group, [], []
+            for entry in range(counts[row, head // group]):
+                block = blocks[row, kv_head, entry]
+                inside = []
+                for offset in range(shape.page_size):
+                    position = block * shape.page_size + offset
+                    behind = length - 1 - position
+                    if behind < 0 or (shape.window is not None and behind >= shape.window):
+                        continue
+                    token = arrays["pages"][kv_head, table[row, block], offset]
+                    z = shape.head_dim**-0.5 * (arrays["q"][row, head] @ token[:d])
+                    if shape.soft_cap is not None:
+                        z = shape.soft_cap * np.tanh(z / shape.soft_cap)
+                    inside.append(z)
+                    values.append(token[d : 2 * d])
+                exponents += inside
+                if inside:
+                    block_lse[row, head, entry] = np.log(np.sum(np.exp(inside)))
+            if exponents:
+                weights = np.exp(exponents)
+                sink = 0.0 if arrays["sink_logits"] is None else np.exp(arrays["sink_logits"][head])
+                out[row, head] = weights @ np.array(values) / (weights.sum() + sink)
+    return out, block_lse
+
+
+def assert_close(got, expected, dtype):
+    assert not any(np.isnan(x).any() for x in got)
+    np.testing.assert_allclose(got[0], expected[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    np.testing.assert_array_equal(np.isinf(got[1]), np.isinf(expected[1]))
+    np.testing.assert_allclose(got[1], expected[1], atol=LSE_TOLERANCE, rtol=LSE_TOLERANCE)
+
+
+def test_reference_equals_the_formula(capsys):
+    for shape in TESTED:
+        arguments = example(shape)
+        assert_close(run(arguments, shape, "reference"), dense_float64(arguments, shape), shape.dtype)
+    with capsys.disabled():
+        print(f"\npaged_attention reference = formula: {len(TESTED)} shapes")
+    assert len(TESTED) == 29
+
+
+def test_xla_equals_reference(capsys):
+    for shape in TESTED:
+        arguments = example(shape)
+        assert_close(run(arguments, shape, "xla"), run(arguments, shape, "reference"), shape.dtype)
+    with capsys.disabled():
+        print(f"\npaged_attention xla = reference: {len(TESTED)} shapes")
+    assert len(TESTED) == 29
+
+
+def poisoned(arguments, shape: Shape):
+    """The same pool with NaN in all that no query sees: null page, unlisted pages, tails, padding columns."""
+    pages = np.array(arguments["pages"])
+    seen = np.zeros(pages.shape[:3], bool)
+    table, blocks, counts = (np.asarray(arguments[name]) for name in ("page_table", "blocks", "counts"))
+    for row, length in enumerate(shape.lengths):
+        for head in range(shape.num_kv_heads):
+            for block in blocks[row, head, : counts[row, head]]:
+                position = block * shape.page_size + np.arange(shape.page_size)
+                first = 0 if shape.window is None else length - shape.window
+                seen[head, table[row, block]] |= (position < length) & (position >= first)
+    pages[~seen] = np.nan
+    pages[..., 2 * shape.head_dim :] = np.nan
+    return arguments | {"pages": pages}
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "name", ["dim_96", "dim_256", "empty_slots", "all_empty", "window", "all_of_them", "sparse_bfloat16"]
+)
+def test_what_is_not_seen_may_be_nan(name, backend):
+    shape = NAMED[name]
+    arguments = example(shape)
+    clean, dirty = run(arguments, shape, backend), run(poisoned(arguments, shape), shape, backend)
+    for got, expected in zip(dirty, clean, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_nothing_seen_gives_zero_and_minus_infinity(backend):
+    for name in ("all_empty", "sinks", "group_4"):
+        shape = NAMED[name]
+        arguments = example(shape)
+        arguments["counts"] = np.zeros(arguments["counts"].shape, np.int32)
+        out, block_lse = run(arguments, shape, backend)
+        assert (out == 0).all() and (block_lse == -np.inf).all()
+
+
+def test_a_block_behind_the_window_is_empty():
+    shape = NAMED["window"]
+    _, block_lse = run(example(shape), shape, "xla")
+    blocks_behind = (300 - 50) // 16
+    assert (block_lse[0, :, :blocks_behind] == -np.inf).all()
+    assert np.isfinite(block_lse[0, :, blocks_behind : -(-300 // 16)]).all()
+
+
+@pytest.mark.parametrize("name", ["group_3", "sparse", "window", "dim_256", "page_64"])
+def test_block_sums_add_up_to_attention(name):
+    """Attention to each block alone, weighted by its share of the total, is attention to all."""
+    shape = NAMED[name]
+    arguments = example(shape)
+    out, block_lse = run(arguments, shape, "xla")
+    alone = np.zeros(out.shape)
+    with np.errstate(divide="ignore"):
+        total = np.log(np.exp(block_lse).sum(-1))
+    for entry in range(block_lse.shape[2]):
+        single = arguments | {
+            "blocks": np.asarray(arguments["blocks"])[:, :, entry : entry + 1],
+            "counts": (entry < np.asarray(arguments["counts"])).astype(np.int32),
+        }
+        part, lse = run(single, shape, "xla")
+        np.testing.assert_array_equal(lse[..., 0], block_lse[..., entry])
+        alone += np.exp(lse - total[..., None]) * part
+    np.testing.assert_allclose(alone, out, atol=2 * TOLERANCE[shape.dtype])
+
+
+@pytest.mark.parametrize("name", ["group_3", "dim_128_bfloat16", "all_of_them", "one_token", "sparse_wide"])
+def test_a_row_does_not_depend_on_its_neighbours(name):
+    """Longer, emptied or NaN neighbours leave a row's bits as they are."""
+    shape = NAMED[name]
+    own: dict[str, Any] = {key: None if x is None else np.array(x) for key, x in example(shape).items()}
+    n, rows = own["page_table"].shape[1] + 50, len(shape.lengths)
+    long_shape = dataclasses.replace(shape, lengths=(n * shape.page_size,) * rows, open_share=1.0)
+    company: dict[str, Any] = {
+        key: None if x is None else np.array(x) for key, x in example(long_shape, seed=1).items()
+    }
+
+    # row 0 keeps its query, list, length and tokens; its pages move into the larger pool
+    held = own["page_table"].shape[1]
+    company["pages"][:, company["page_table"][0, :held]] = own["pages"][:, own["page_table"][0]]
+    company["blocks"][0, :, :held] = own["blocks"][0]
+    for key in ("q", "counts", "lengths"):
+        company[key][0] = own[key][0]
+    alone = company | {"counts": company["counts"] * (np.arange(rows)[:, None] == 0).astype(np.int32)}
+    faulty = company | {"pages": company["pages"].copy()}
+    faulty["pages"][:, company["page_table"][1:]] = np.nan
+
+    expected, *others = [bits(case, shape) for case in (company, alone, faulty)]
+    for result in others:
+        for got, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(got[0], wanted[0])
+
+
+@pytest.mark.parametrize("name", ["group_3", "group_4", "page_128", "dim_256", "sparse"])
+def test_padding_the_list_changes_no_bit(name):
+    shape = NAMED[name]
+    arguments = example(shape)
+    out, block_lse = bits(arguments, shape)
+    m = arguments["blocks"].shape[2]
+    blocks = np.pad(arguments["blocks"], ((0, 0), (0, 0), (0, 41)), constant_values=7)
+    wide_out, wide_lse = bits(arguments | {"blocks": blocks}, shape)
+    np.testing.assert_array_equal(wide_out, out)
+    np.testing.assert_array_equal(wide_lse[..., : 4 * m], block_lse)
+
+
+def test_all_blocks_listed_is_dense_attention():
+    """Against jax.nn.dot_product_attention over the same tokens laid out in order."""
+    shape = NAMED["whole_pages"]
+    arguments = example(shape)
+    b, k, n, s, d = len(shape.lengths), shape.num_kv_heads, shape.num_blocks, shape.page_size, shape.head_dim
+    token = arguments["pages"][:, arguments["page_table"]].reshape(k, b, n * s, shape.width).transpose(1, 2, 0, 3)
+    expected = jax.nn.dot_product_attention(
+        arguments["q"][:, None],
+        token[..., :d],
+        token[..., d : 2 * d],
+        key_value_seq_lengths=arguments["lengths"],
+        implementation="xla",
+    )
+    out, _ = run(arguments, shape, "xla")
+    np.testing.assert_allclose(out, np.asarray(expected[:, 0]), atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["group_4", "dim_256"])
+def test_temporaries_do_not_grow_with_the_pool(name):
+    shape = NAMED[name]
+    arguments = {key: x for key, x in example(shape).items() if x is not None}
+
+    def temporaries(num_pages):
+        pool = jax.ShapeDtypeStruct((shape.num_kv_heads, num_pages, shape.page_size, shape.width), shape.dtype)
+        lowered = compiled("xla", **shape.settings).lower(arguments | {"pages": pool})
+        analysis = lowered.compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes, pool.size * pool.dtype.itemsize
+
+    small, _ = temporaries(1_000)
+    large, pool_bytes = temporaries(100_000)
+    assert large <= small + 4096
+    assert large < pool_bytes / 100
+
+
+def test_the_number_of_steps_is_read_from_the_counts():
+    """A step count known to the compiler would be that of the whole list, however little is listed."""
+    shape = NAMED["group_3"]
+    text = compiled("xla", **shape.settings).lower(example(shape)).compile().as_text() or ""
+    assert " while(" in text and "known_trip_count" not in text
+
+
+WRONG = {
+    "heads": ({"q": (2, 7, 64)}, "q"),
+    "narrow": ({"q": (2, 6, 65)}, "pages"),
+    "lanes": ({"pages": (2, 5, 16, 192)}, "pages"),
+    "table": ({"page_table": (3, 4)}, "page_table"),
+    "blocks": ({"blocks": (2, 3, 4)}, "blocks"),
+    "no_blocks": ({"blocks": (2, 2, 0)}, "blocks"),
+    "counts": ({"counts": (2,)}, "counts"),
+    "lengths": ({"lengths": (3,)}, "lengths"),
+}
+RIGHT = {
+    "q": (2, 6, 64),
+    "pages": (2, 5, 16, 128),
+    "page_table": (2, 4),
+    "blocks": (2, 2, 4),
+    "counts": (2, 2),
+    "lengths": (2,),
+}
+
+
+def zeros(shapes):
+    return {name: jnp.zeros(x, jnp.float32 if name in ("q", "pages") else jnp.int32) for name, x in shapes.items()}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_shape_is_named(case):
+    change, argument = WRONG[case]
+    with pytest.raises((ValueError, TypeCheckError)) as caught:
+        paged_attention(**zeros(RIGHT | change), scale=1.0)
+    if isinstance(caught.value, ValueError):
+        assert str(caught.value).startswith(f"{argument}: got ") and "wanted" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 0}, "window: got 0, wanted at least 1"),
+        ({"scale": 0.0}, "scale: got 0.0, wanted a positive number"),
+        ({"soft_cap": -1.0}, "soft_cap: got -1.0"),
+        ({"backend": "cuda"}, 'backend: got "cuda", wanted one of'),
+    ],
+)
+def test_a_wrong_setting_is_named(change, message):
+    with pytest.raises(ValueError) as caught:
+        paged_attention(**zeros(RIGHT), **({"scale": 1.0} | change))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("q", jnp.float16), ("pages", jnp.float16), ("blocks", jnp.int16)])
+def test_a_wrong_dtype_is_named(name, dtype):
+    arguments = zeros(RIGHT)
+    with pytest.raises(ValueError) as caught:
+        paged_attention(**(arguments | {name: arguments[name].astype(dtype)}), scale=1.0)
+    assert str(caught.value).startswith(f"{name}: got {jnp.dtype(dtype)}, wanted")
+
+
+def test_an_int8_pool_is_refused():
+    with pytest.raises(NotImplementedError, match="kv_scales"):
+        paged_attention(**zeros(RIGHT), scale=1.0, kv_scales=jnp.ones((2, 5)))

@@ -1,0 +1,154 @@
+"""Writes land where the table says; a summary is that of the page's own tokens, whatever lay there before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax import cache as kv
+from et_jax.types import replace
+
+HEADS, PAGES, SIZE, DIM = 2, 9, 4, 5
+# Two slots that hold pages in no order, and one that holds none.
+TABLE = np.asarray([[3, 7, 1, 5], [8, 2, 0, 0], [0, 0, 0, 0]], np.int32)
+
+write = jax.jit(kv.write)
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+
+
+def dirty(dtype, junk: float = np.nan) -> kv.LayerCache:
+    """A layer whose every number, summaries included, is junk."""
+    layer = kv.empty(1, HEADS, DIM, PAGES, SIZE, dtype).layers[0]
+    return jax.tree.map(lambda x: jnp.full_like(x, junk), layer)
+
+
+def tokens(rng, t: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """Keys and values "b t k d" as the cache holds them: rounded to its dtype."""
+    k, v = (jnp.asarray(rng.normal(size=(3, t, HEADS, DIM)), dtype) for _ in range(2))
+    return k, v
+
+
+class Plain:
+    """The cache as lists: what was stored, by slot and position."""
+
+    def __init__(self):
+        self.keys = [[] for _ in TABLE]
+        self.values = [[] for _ in TABLE]
+
+    def write(self, k, v, start, count):
+        for b in range(len(TABLE)):
+            for i in range(count[b]):
+                assert start[b] + i == len(self.keys[b])
+                self.keys[b].append(np.asarray(k[b, i], np.float64))
+                self.values[b].append(np.asarray(v[b, i], np.float64))
+
+    def check(self, layer: kv.LayerCache, untouched: kv.LayerCache, tolerance: float):
+        """Every stored token is in its page, every summary is its page's own, everything else is as it was."""
+        pages = np.asarray(layer.pages.astype(jnp.float32))
+        expected = np.asarray(untouched.pages.astype(jnp.float32)).copy()
+        touched = set()
+        for b, row in enumerate(TABLE):
+            for position, (key, value) in enumerate(zip(self.keys[b], self.values[b], strict=True)):
+                page = row[position // SIZE]
+                touched.add(int(page))
+                token = np.concatenate([key, value], axis=-1)
+                expected[:, page, position % SIZE] = np.pad(token, ((0, 0), (0, pages.shape[-1] - 2 * DIM)))
+            for block in range(-(-len(self.keys[b]) // SIZE)):
+                own = slice(block * SIZE, (block + 1) * SIZE)
+                key, value = np.stack(self.keys[b][own], axis=1), np.stack(self.values[b][own], axis=1)
+                self.check_summary(layer.summary, row[block], key, value, tolerance)
+        np.testing.assert_array_equal(pages, expected)
+        others = sorted(set(range(PAGES)) - touched)
+        assert 0 in others
+        for now, before in zip(jax.tree.leaves(layer.summary), jax.tree.leaves(untouched.summary), strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(now[:, others], np.float32), np.asarray(before[:, others], np.float32)
+            )
+
+    @staticmethod
+    def check_summary(summary, page, key, value, tolerance):
+        box, mean = np.asarray(summary.key_box[:, page], np.float64), np.asarray(summary.mean[:, page], np.float64)
+        np.testing.assert_array_equal(box[:, :DIM], key.min(axis=1))
+        np.testing.assert_array_equal(box[:, DIM : 2 * DIM], key.max(axis=1))
+        np.testing.assert_allclose(mean[:, :DIM], key.mean(axis=1), atol=tolerance)
+        np.testing.assert_allclose(mean[:, DIM : 2 * DIM], value.mean(axis=1), atol=tolerance)
+        apart = np.linalg.norm(value - value.mean(axis=1, keepdims=True), axis=-1).max(axis=1)
+        np.testing.assert_allclose(np.asarray(summary.value_radius[:, page], np.float64), apart, atol=tolerance)
+        assert not box[:, 2 * DIM :].any() and not mean[:, 2 * DIM :].any()
+
+
+def run(dtype, calls, junk=np.nan):
+    """Write chunks of (start, count) for the three slots into a cache full of junk, checking after each."""
+    rng = np.random.default_rng(0)
+    layer = untouched = dirty(dtype, junk)
+    plain = Plain()
+    for width, start, count in calls:
+        k, v = tokens(rng, width, dtype)
+        integers = [jnp.asarray(x, jnp.int32) for x in (TABLE, start, count)]
+        layer = write(layer, k, v, *integers)
+        plain.write(k, v, start, count)
+        plain.check(layer, untouched, tolerance=1e-6)
+    return layer
+
+
+@DTYPES
+@pytest.mark.parametrize("junk", [np.nan, 1e30, -np.inf], ids=["nan", "huge", "inf"])
+def test_chunks_and_appended_tokens_are_stored_and_summarised_page_by_page(dtype, junk):
+    """A prefill in chunks that end inside pages, then token after token, slots at different places."""
+    chunks = [(8, [0, 0, 0], [8, 0, 0]), (8, [8, 0, 0], [3, 0, 0]), (8, [11, 0, 0], [0, 7, 0])]
+    steps = [(1, [11 + i, 7 + min(i, 1), 0], [1, i == 0, 0]) for i in range(5)]
+    run(dtype, chunks + steps, junk)
+
+
+def test_a_reused_page_forgets_its_last_owner():
+    """A page written full, then given to a sequence of one token: its summary is that token's alone."""
+    layer = run(jnp.float32, [(8, [0, 0, 0], [8, 5, 0])])
+    k, v = (jnp.full((3, 1, HEADS, DIM), x, jnp.float32) for x in (0.25, -0.5))
+    once = jnp.asarray([[3, 0, 0, 0]] * 3, jnp.int32)
+    layer = write(layer, k, v, once, jnp.zeros(3, jnp.int32), jnp.asarray([1, 0, 0], jnp.int32))
+    box, mean = layer.summary.key_box[:, 3], layer.summary.mean[:, 3]
+    np.testing.assert_array_equal(box[:, : 2 * DIM], np.full((HEADS, 2 * DIM), 0.25))
+    np.testing.assert_array_equal(mean[:, :DIM], np.full((HEADS, DIM), 0.25))
+    np.testing.assert_array_equal(mean[:, DIM : 2 * DIM], np.full((HEADS, DIM), -0.5))
+    assert not layer.summary.value_radius[:, 3].any()
+
+
+def test_a_write_of_nothing_changes_nothing():
+    before = dirty(jnp.float32, junk=2.0)
+    k, v = tokens(np.random.default_rng(1), 8, jnp.float32)
+    zeros = jnp.zeros(3, jnp.int32)
+    after = write(before, k, v, jnp.asarray(TABLE), jnp.asarray([4, 9, 0], jnp.int32), zeros)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_rows_cannot_write_past_their_table():
+    """The last chunk of a slot that is nearly full is wider than what is left of it."""
+    k, v = tokens(np.random.default_rng(2), 8, jnp.float32)
+    before = dirty(jnp.float32, junk=3.0)
+    start, count = jnp.asarray([12, 4, 0], jnp.int32), jnp.asarray([4, 4, 0], jnp.int32)
+    after = write(before, k, v, jnp.asarray(TABLE), start, count)
+    np.testing.assert_array_equal(after.pages[:, [0, 1, 3, 4, 6, 7, 8]], 3.0)
+    np.testing.assert_array_equal(after.pages[:, 5, :, :DIM], jnp.swapaxes(k[0, :4], 0, 1))
+    np.testing.assert_array_equal(after.pages[:, 2, :, :DIM], jnp.swapaxes(k[1, :4], 0, 1))
+
+
+@DTYPES
+def test_a_copied_page_takes_its_summary_along_and_leaves_the_rest(dtype):
+    rng = np.random.default_rng(3)
+    empty = kv.empty(2, HEADS, DIM, PAGES, SIZE, dtype)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
+    codes = jnp.asarray(rng.integers(-128, 128, (HEADS, PAGES, SIZE, DIM)), jnp.int8)
+    cache = replace(cache, layers=(replace(cache.layers[0], key_codes=codes), cache.layers[1]))
+    after = jax.jit(kv.copy_page)(cache, jnp.int32(4), jnp.int32(6))
+    assert after.layers[1].key_codes is None
+    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
+        expected = np.asarray(old).copy()
+        expected[:, 6] = expected[:, 4]
+        np.testing.assert_array_equal(np.asarray(new), expected)
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(1, 128), (64, 128), (65, 256), (80, 256), (128, 256), (256, 512)])
+def test_a_token_fills_whole_lanes(head_dim, width):
+    assert kv.token_width(head_dim) == width
+    assert kv.empty(1, 1, head_dim, 2, 1, jnp.float32).layers[0].pages.shape[-1] == width

@@ -1,0 +1,240 @@
+"""The command line: what it prints, and how it refuses."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+import tokenizers
+from safetensors.numpy import load_file, save_file
+
+from et_jax.generate import main
+from et_jax.models.checkpoint import write_hugging_face
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import initialise
+from et_jax.types import UsageError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with a byte-level tokenizer, as a Hugging Face folder."""
+    path = tmp_path_factory.mktemp("model")
+    byte_level = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["<end>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    byte_level.train_from_iterator([], trainer)
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=byte_level.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=64,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        windows=(None, None),
+        eos_token_ids=(0,),
+    )
+    write_hugging_face(path, config, initialise(config, jax.random.key(0)))
+    byte_level.save(str(path / "tokenizer.json"))
+    return path
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def copy(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def test_streams_text_and_sums_up(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "12", "--no-stream")
+    assert code == 0
+    streamed = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "12")
+    assert streamed[1] == out
+    for part in ("12 tokens", "tokens/s", "first after", "entropic time", "MB moved"):
+        assert part in err
+
+
+def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trace, plot = tmp_path / "trace.jsonl", tmp_path / "picture.png"
+    settings = ["--model", str(folder), "-p", "It was", "--max-tokens", "9", "--seed", "3"]
+    code, out, _ = run(capfd, *settings, "--json", "--trace", str(trace), "--plot", str(plot))
+    assert code == 0
+    completion = json.loads(out)
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [row["token"] for row in rows] == completion["token_ids"]
+    assert "".join(row["text"] for row in rows) == completion["text"]
+    assert completion["usage"] == {"prompt_tokens": 6, "completion_tokens": len(rows)}
+    assert sum(row["cost"] for row in rows) == pytest.approx(completion["entropic"]["cost_bytes"])
+    assert rows[-1]["entropic_time"] == completion["entropic"]["entropic_time"]
+    falls = [max(0.0, before["entropy"] - after["entropy"]) for before, after in itertools.pairwise(rows)]
+    assert rows[-1]["entropic_time"] == pytest.approx(sum(falls), rel=1e-5)
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
+
+
+def test_several_continuations_differ(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "8", "--n", "3", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    assert len({line["text"] for line in lines}) == 3
+
+
+def test_reads_standard_input(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prompt = tmp_path / "prompt"
+    prompt.write_text("It was")
+    with prompt.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        piped = run(capfd, "--model", str(folder), "-p", "-", "--max-tokens", "8")
+    assert piped[:2] == run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "8")[:2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0; it must be 0 (greedy) or above"),
+        (["--temperature", "nan"], "temperature is nan; it must be a finite number"),
+        (["--top-p", "0"], "top_p is 0.0; it must be above 0"),
+        (["--top-p", "1.5"], "top_p is 1.5; it must be above 0"),
+        (["--top-k", "-3"], "top_k is -3"),
+        (["--min-p", "2"], "min_p is 2.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--n", "0"], "n is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--stop", ""], "stop is"),
+        (["--system-prompt", "Be kind."], "--system-prompt needs --chat"),
+        (["--chat"], "no chat template"),
+        (["--max-model-len", "4096"], "made for 64 tokens"),
+        (["--num-pages", "2", "--max-tokens", "30"], "the pool holds 1"),
+        (["-p", "x" * 64], "The prompt has 64 tokens"),
+        (["-p", ""], "The prompt is empty"),
+        (["--trace", "/proc/nowhere/trace"], "cannot be written"),
+        (["--plot", "picture.txt"], "draws .png"),
+    ],
+)
+def test_refuses_in_one_sentence(
+    folder: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    code, out, err = run(capfd, "--model", str(folder), "-p", "It was", *arguments)
+    complaint = err.splitlines()[-1]
+    assert code != 0 and out == ""
+    assert complaint.startswith("error: ") and words in complaint
+    assert "Traceback" not in err
+
+
+def damaged(folder: Path, kind: str) -> None:
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    match kind:
+        case "unknown architecture":  # with no weight to read: it must be refused before
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["FooForCausalLM"]}))
+            weights.unlink()
+        case "missing weights":
+            weights.unlink()
+        case "truncated weights":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "wrong shape":
+            tensors = load_file(weights)
+            tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+            save_file(tensors, weights)
+        case "no tokenizer":
+            (folder / "tokenizer.json").unlink()
+        case "not numbers":
+            tensors = load_file(weights)
+            tensors["model.norm.weight"] = tensors["model.norm.weight"] * float("nan")
+            save_file(tensors, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("unknown architecture", "FooForCausalLM is not supported"),
+        ("missing weights", "safetensors"),
+        ("truncated weights", "model.safetensors"),
+        ("wrong shape", "model.norm.weight"),
+        ("no tokenizer", "tokenizer"),
+        ("not numbers", "are not numbers"),
+    ],
+)
+def test_refuses_a_damaged_model(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, words: str
+) -> None:
+    broken = copy(folder, tmp_path / "broken")
+    damaged(broken, kind)
+    code, _, err = run(capfd, "--model", str(broken), "-p", "It was", "--max-tokens", "4")
+    complaint = err.splitlines()[-1]
+    assert code != 0 and complaint.startswith("error: ") and words in complaint and "Traceback" not in err
+
+
+def test_refuses_a_model_that_is_nowhere(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("no/such-model", "nowhere"):
+        code, _, err = run(capfd, "--model", name, "-p", "It was")
+        assert code != 0 and err.splitlines()[-1].startswith("error: ") and "Traceback" not in err
+
+
+def test_a_full_disk_ends_in_one_sentence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full to write to")
+    code, _, err = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "4", "--trace", str(full))
+    assert code != 0 and "No space left" in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_an_interrupt_keeps_the_text(folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C after the first tokens: what was streamed stays, the summary is printed, the exit code says so."""
+    trace = tmp_path / "trace.jsonl"
+    command = [sys.executable, "-c", SLOWLY, "--model", str(folder), "-p", "It was", "--max-tokens", "50"]
+    process = subprocess.Popen(
+        [*command, "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    deadline = time.monotonic() + 120
+    while not (trace.exists() and len(trace.read_text().splitlines()) >= 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert process.returncode == 130
+    assert 3 <= len(rows) < 50
+    assert out.startswith("".join(row["text"] for row in rows))  # then what was held back of a character
+    assert "(abort)" in err and "Traceback" not in err
+
+
+SLOWLY = """
+import sys, time
+from et_jax import engine, generate
+collect = engine._Run._collect
+engine._Run._collect = lambda *a: (time.sleep(0.1), collect(*a))[1]
+sys.exit(generate.main(sys.argv[1:]))
+"""
+
+
+def test_help_needs_no_jax() -> None:
+    """Help and mistakes in the arguments answer at once: nothing heavy is imported before they are read."""
+    code = "import sys; from et_jax import generate; generate.parser(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_usage_errors_are_value_errors() -> None:
+    assert issubclass(UsageError, ValueError)
