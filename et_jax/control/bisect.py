@@ -10,14 +10,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 def reach(score: Float[Array, "g n"], allowed: Callable[[Bool[Array, "g n"]], Bool[Array, " g"]]) -> Bool[Array, "g n"]:
     """Return the blocks to open in each row: those whose score reaches the greatest cut that `allowed` permits.
 
-    `allowed(opened)` must hold when all are open and, once it fails, fail with fewer open. Ties open
-    together, and the best block always. The cut is bisected over the 32-bit patterns of the scores, so
-    it is exact. Scores are not NaN.
+    Once `allowed(opened)` fails it must fail with fewer open; where it fails with all open, all are. Ties
+    open together, and the best block always. The cut is bisected over the 32-bit patterns of the scores,
+    so it is exact. Scores are not NaN.
     """
     keys = _ordered(score.astype(jnp.float32))
 
     def halve(_: Int[Array, ""], bounds: tuple[UInt32[Array, " g"], UInt32[Array, " g"]]):
-        low, high = bounds  # cutting at low is allowed; cutting above high is not, or leaves nothing open
+        low, high = bounds  # a cut at low is allowed or opens all; one above high is not allowed or opens nothing
         middle = low + (high - low) // 2 + (high - low) % 2
         fine = allowed(keys >= middle[:, None])
         return jnp.where(fine, middle, low), jnp.where(fine, high, middle - 1)

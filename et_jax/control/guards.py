@@ -59,7 +59,7 @@ def saturation(law: AnyLaw, field: str, low: float, high: float) -> Law:
     """The law, with the tokens counted after which `field` stands at `low` or `high` (see `rate`).
 
     A thermostat whose target no temperature in its range can reach sits at a bound: its share of
-    tokens says that the target, not the gain, is wrong. Notes: `memory["saturation"]`.
+    tokens says that the target, not the gain, is wrong. Notes: `memory[field + "_saturation"]`.
     """
     inner = chain(law)
 
@@ -67,7 +67,7 @@ def saturation(law: AnyLaw, field: str, low: float, high: float) -> Law:
         value = getattr(state, field)
         return (value <= low) | (value >= high)
 
-    return _counted(inner, "saturation", stuck)
+    return _counted(inner, field + "_saturation", stuck)
 
 
 def stability(law: AnyLaw, gain: float) -> Law:
@@ -99,6 +99,6 @@ def _counted(law: Law, name: str, event) -> Law:
 
 
 def rate(state: ControlState, name: str) -> Float[Array, "*b"]:
-    """Return the share of tokens that the counting guard `name` has flagged, 0 before the first."""
+    """Return the share of tokens flagged by the counting guard whose notes are `memory[name]`, 0 before the first."""
     notes = state.memory[name]
     return notes["events"].astype(jnp.float32) / jnp.maximum(notes["tokens"], 1).astype(jnp.float32)

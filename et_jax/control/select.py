@@ -106,9 +106,8 @@ def quest(num_blocks: int) -> Selector:
 def _most(score: Float[Array, " n"], num_blocks: int, view: BlockView) -> Bool[Array, " n"]:
     """Return the `num_blocks` held blocks with the greatest score, or all where fewer are held; ties together."""
     held = view.num_tokens > 0
-    goal = jnp.minimum(num_blocks, jnp.sum(held))
-    opened = reach(jnp.where(held, score, -jnp.inf)[None], lambda opened: jnp.sum(opened & held, axis=-1) >= goal)
-    return opened[0] & held
+    score = jnp.where(held, score, -jnp.inf)[None]
+    return reach(score, lambda opened: jnp.sum(opened & held, axis=-1) >= num_blocks)[0] & held
 
 
 def _log_mass(view: BlockView) -> Float[Array, "g n"]:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import bounds, select
+from et_jax.types import replace
 
 FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
 NUM_BLOCKS = 10
@@ -16,6 +17,10 @@ SLACK = 1e-3  # nats: what `certified` grants to rounding
 # Scores reach a few tens before rounding to float32 exceeds the slack; models stay far below.
 many = settings(max_examples=40, deadline=None)
 drawn = given(seed=st.integers(0, 100_000), family=st.sampled_from(FAMILIES), spread=st.floats(0.01, 40.0))
+
+
+def held_of(b):
+    return np.asarray(b.view.num_tokens) > 0
 
 
 def codes_of(b):
@@ -52,7 +57,7 @@ def radius_of(b):
 @drawn
 def test_every_block_holds_at_least_its_lower_and_at_most_its_upper_bound(blocks, seed, family, spread):
     b = blocks(seed, family, spread)
-    held = np.asarray(b.view.num_tokens) > 0
+    held = held_of(b)
     for interval in (box(b.view), chord(b.view), ball(b.view, radius_of(b)), coded(b.view, *codes_of(b))):
         low, high = np.asarray(interval.low, np.float64), np.asarray(interval.high, np.float64)
         assert np.all(low[:, held] <= b.log_mass[:, held] + SLACK)
@@ -64,7 +69,7 @@ def test_every_block_holds_at_least_its_lower_and_at_most_its_upper_bound(blocks
 @drawn
 def test_the_ladder_only_tightens(blocks, seed, family, spread):
     b = blocks(seed, family, spread)
-    held = np.asarray(b.view.num_tokens) > 0
+    held = held_of(b)
     loose, sharp, round_ = box(b.view), chord(b.view), ball(b.view, radius_of(b))
     for wide, narrow in ((loose, sharp), (sharp, round_)):
         assert np.all(narrow.high[:, held] <= wide.high[:, held] + SLACK)
@@ -75,7 +80,7 @@ def test_the_ladder_only_tightens(blocks, seed, family, spread):
 @given(seed=st.integers(0, 100_000), spread=st.floats(0.01, 40.0))
 def test_the_bounds_of_a_single_token_meet(blocks, seed, spread):
     b = blocks(seed, "single", spread)
-    held = np.asarray(b.view.num_tokens) > 0
+    held = held_of(b)
     interval = chord(b.view)
     np.testing.assert_allclose(interval.low[:, held], b.log_mass[:, held], atol=SLACK)
     np.testing.assert_allclose(interval.high[:, held], b.log_mass[:, held], atol=SLACK)
@@ -149,14 +154,55 @@ def certified(bound, guarded):
 CERTIFIED = {(bound, guarded): certified(bound, guarded) for bound in ("box", "chord", "codes") for guarded in (0, 1)}
 
 
+@many
+@given(seed=st.integers(0, 100_000), spread=st.floats(0.5, 10.0), closed=st.integers(1, NUM_BLOCKS - 1))
+def test_a_tolerance_just_missed_is_kept(blocks, seed, spread, closed):
+    """The tolerance falls 5% short of what the lightest blocks hold, and their mass is known: not all are closed."""
+    b = blocks(seed, "single", spread)
+    share = np.sort(np.exp(b.log_mass[0, held_of(b)]) / np.exp(b.log_mass[0]).sum())
+    tolerance = 0.95 * share[: min(closed, len(share) - 1)].sum()
+    view = replace(b.view, query=b.view.query[:1], tolerance=jnp.float32(tolerance))
+    for bound in ("box", "chord"):
+        opened = CERTIFIED[bound, 0](view, codes_of(b))
+        assert np.all(b.unread(opened)[0] <= tolerance)
+
+
+@jax.jit
+def certified_by(view, low, high):
+    return select.certified(lambda _: bounds.Interval(low=low, high=high))(view)
+
+
+@many
+@given(seed=st.integers(0, 100_000), width=st.floats(0.0, 3.0), tolerance=st.floats(0.01, 0.8))
+def test_certified_selection_is_the_highest_cut_that_its_bounds_prove(blocks, seed, width, tolerance):
+    rng = np.random.default_rng(seed)
+    high = rng.normal(scale=2.0, size=(2, NUM_BLOCKS))
+    low = high - width * rng.uniform(size=high.shape)
+    wanted, near = np.zeros(NUM_BLOCKS, bool), False
+    for l_row, u_row in zip(low, high, strict=True):
+        for cut in np.sort(u_row)[::-1]:
+            closed = u_row < cut
+            margin = (
+                tolerance * np.exp(l_row[~closed] - SLACK).sum() - (1 - tolerance) * np.exp(u_row[closed] + SLACK).sum()
+            )
+            near |= abs(margin) < 1e-4
+            if margin >= 0:
+                wanted |= ~closed
+                break
+    view = replace(blocks(0).view, tolerance=jnp.float32(tolerance))
+    opened = certified_by(view, jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32))
+    if not near:  # rounding decides a tie
+        np.testing.assert_array_equal(opened, wanted)
+
+
 @pytest.mark.parametrize("bound", ["box", "chord", "codes"])
 def test_certified_selection_opens_no_more_than_it_must(blocks, bound):
     """Blocks of equal keys have bounds that meet, so the fewest that hold the mass are opened, ties together."""
     b = blocks(5, "ties", 3.0)
-    held = np.asarray(b.view.num_tokens) > 0
+    held = held_of(b)
     rows = b.log_mass - np.log(np.exp(b.log_mass).sum(-1, keepdims=True))
     for tolerance in (0.02, 0.3, 0.6):
-        view = select.BlockView(**(vars(b.view) | {"tolerance": jnp.float32(tolerance)}))
+        view = replace(b.view, tolerance=jnp.float32(tolerance))
         opened = np.asarray(CERTIFIED[bound, 0](view, codes_of(b)))
         wanted = np.zeros_like(opened)
         for row in np.exp(rows):

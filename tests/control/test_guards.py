@@ -57,17 +57,17 @@ def test_floored_raises_every_raw_entropy(signals, state, run, path):
 def test_counters_count_tokens_and_events(signals, state, run):
     law = guards.saturation(guards.stability(follow, gain=0.5), "temperature", 0.5, 2.0)
     start = state(law)
-    assert guards.rate(start, "saturation") == 0
+    assert guards.rate(start, "temperature_saturation") == 0
     seen = signals(entropy=np.array([0.5, 1.0, 2.0, 3.0]), tempered_varentropy=np.array([3.9, 4.0, 9.0, 0.0]))
     states = run(law, start, seen)
-    np.testing.assert_allclose(guards.rate(states, "saturation"), [1, 1 / 2, 2 / 3, 3 / 4])
+    np.testing.assert_allclose(guards.rate(states, "temperature_saturation"), [1, 1 / 2, 2 / 3, 3 / 4])
     np.testing.assert_allclose(guards.rate(states, "stability"), [0, 1 / 2, 2 / 3, 1 / 2])
 
 
 def test_an_unreachable_target_shows_as_saturation(signals, state, run):
     law = guards.saturation(thermostat(50.0, 0.05, 0.1, 2.0), "temperature", 0.1, 2.0)
     states = run(law, state(law), signals(tempered_entropy=np.full(40, 3.0)))
-    assert guards.rate(states, "saturation")[-1] > 0.9
+    assert guards.rate(states, "temperature_saturation")[-1] > 0.9
 
 
 def test_guards_keep_the_notes_and_starting_values_of_the_law_within(state):
