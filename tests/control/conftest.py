@@ -122,8 +122,7 @@ def blocks():
         absent = np.arange(PAGE_SIZE) >= num_tokens[:, None]
         key[absent], value[absent] = np.nan, np.nan
         score = np.where(absent, -np.inf, np.einsum("gd,nsd->gns", query.astype(np.float64), key))
-        with np.errstate(divide="ignore"):
-            log_mass = np.log(np.exp(score).sum(-1))
+        log_mass = np.logaddexp.reduce(score, axis=-1)
         exact_key, exact_value = key.astype(np.float64), value.astype(np.float64)
         with warnings.catch_warnings(action="ignore"):  # means over the empty blocks
             middle = np.nanmean(exact_value, axis=1)
