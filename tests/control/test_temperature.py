@@ -15,7 +15,7 @@ from et_jax.control import temperature
 
 LOW, HIGH = 0.4, 2.5
 GRID = np.linspace(np.log(LOW), np.log(HIGH), 400)
-quick = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=8, deadline=None)
 
 
 def entropy_at(z, x):
@@ -78,7 +78,7 @@ def test_thermostat_contracts_while_gain_times_varentropy_is_below_two(loop, see
 def test_thermostat_never_settles_above_the_limit(loop, seed, spread):
     z = logits(seed, spread)
     h, v = entropy_at(z, 0.0)
-    off = loop(temperature.thermostat(float(h), float(2.2 / v), 0.1, 10.0), [z] * 120, np.zeros(120), 0.01)
+    off = loop(temperature.thermostat(float(h), float(2.2 / v), 0.1, 10.0), [z] * 80, np.zeros(80), 0.01)
     assert np.all(np.abs(off[-20:]) > 0.01)
     assert np.all(np.sign(off[-19:]) == -np.sign(off[-20:-1]))
 
@@ -102,7 +102,7 @@ def test_damped_thermostat_is_the_thermostat_at_small_gain(signals, state):
     np.testing.assert_allclose(steep.temperature, np.exp(-1.5 / 3.0), rtol=1e-6)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=SEEDS, share=st.floats(0.1, 1.8), noise=st.floats(0.0, 0.2), drift=st.floats(0.0, 0.1))
 def test_error_stays_within_what_noise_and_drift_add(loop, seed, share, noise, drift):
     """|e'| <= rho |e| + gain noise + |x*' - x*| at every token, and its limit follows."""
