@@ -362,11 +362,11 @@ def test_a_refused_step_changes_nothing_and_the_text_goes_on_when_a_page_is_free
     state = fill(d, params, state, 0, prompt(4, 60))
     state = fill(d, params, state, 1, prompt(5, 33))
     assert int(state.table.num_free) == 0
-    before = row_of(state, 2)
+    before, cache = row_of(state, 2), jax.tree.map(np.array, state.cache)
     for wait in (1, 2):
         state, output = d.step(params, state)
         assert output.refused.tolist() == [False, False, True] and not output.produced.any()
-        assert same_bits(row_of(state, 2), before)
+        assert same_bits(row_of(state, 2), before) and same_bits(state.cache, cache)
         assert int(state.control.wait[2]) == wait
     state = d.release(state, 1)
     state, rows = run(d, params, state)
@@ -557,6 +557,13 @@ def test_with_aging_everybody_is_served():
 
 
 def test_many_steps_on_the_device_are_as_many_single_steps():
+    """Two programs may round differently; what they count and draw is the same."""
+
+    def close(a, b):
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            exact = not jnp.issubdtype(x.dtype, jnp.floating)
+            np.testing.assert_allclose(x, y, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
+
     d, params = made("plain"), weights()
 
     def begin():
@@ -570,8 +577,8 @@ def test_many_steps_on_the_device_are_as_many_single_steps():
     state = begin()
     for i in range(5):
         state, output = d.step(params, state)
-        assert same_bits(output, jax.tree.map(lambda x, i=i: x[i], stacked))
-    assert same_bits(state, together)
+        close(output, jax.tree.map(lambda x, i=i: x[i], stacked))
+    close(state, together)
     assert not any(x[5:].any() for x in jax.tree.leaves(stacked))
 
 
