@@ -274,7 +274,15 @@ def _where(keep: Bool[Array, " r"], new: Array, old: Array) -> Array:
 
 def _prioritise(config: DecoderConfig, state: DecodeState) -> DecodeState:
     """Score every slot, with the one place where waiting counts."""
-    signals = replace(state.signals, arrival=state.arrival, urgency=state.urgency, length=state.length)
+    signals = replace(
+        state.signals,
+        length=state.length,
+        generated=state.generated,
+        remaining=state.limit - state.generated,
+        arrival=state.arrival,
+        pages_held=state.table.num_blocks,
+        urgency=state.urgency,
+    )
     score = jax.vmap(config.controller.priority)(signals, state.control)
     aged = score + config.controller.aging * state.control.wait.astype(jnp.float32)
     return replace(state, control=replace(state.control, priority=aged))
