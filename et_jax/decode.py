@@ -368,7 +368,7 @@ def _sample(
     if rule is not None:
 
         def decide(row: Float[Array, " v"], signals: Signals, control: ControlState) -> Float[Array, ""]:
-            def moments_at(temperature: Float[Array, ""]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            def moments_at(temperature: Float[Array, ""] | float) -> tuple[Float[Array, ""], Float[Array, ""]]:
                 m = entropy.moments(row, temperature)
                 return entropy.entropy(m), entropy.varentropy(m)
 

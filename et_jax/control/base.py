@@ -130,7 +130,7 @@ def chain(*laws: AnyLaw) -> Law:
     return Law(update, init)
 
 
-Moments = Callable[[Float[Array, ""]], tuple[Float[Array, ""], Float[Array, ""]]]
+Moments = Callable[[Float[Array, ""] | float], tuple[Float[Array, ""], Float[Array, ""]]]
 """Entropy (nats) and varentropy (nats^2) of this very step's distribution at a given temperature."""
 
 TemperatureRule = Callable[[Moments, Signals, ControlState], Float[Array, ""]]
