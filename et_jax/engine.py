@@ -30,8 +30,8 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
 
 
-Prompts = str | Sequence[str | Sequence[int]]
-"""One text, or several prompts, each a text or a list of token ids."""
+Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
+"""One prompt or several, each a text or a list of token ids."""
 
 
 def load(
@@ -154,7 +154,8 @@ class Model:
         with what it has, as "abort".
         """
         params = params or SamplingParams(**settings)
-        waiting = collections.deque(self._sequences([prompts] if isinstance(prompts, str) else prompts, params))
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        waiting = collections.deque(self._sequences([prompts] if alone else prompts, params))
         bound = self.decoder(controller, penalties=params.penalises, num_logprobs=params.logprobs)
         run = _Run(self, bound, burst_seconds)
         while waiting or run.slots:

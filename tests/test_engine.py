@@ -292,3 +292,10 @@ def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, mode
 def test_a_model_describes_what_runs_where(model):
     lines = "\n".join(model.describe())
     assert "2 layers" in lines and "3 slots of 512 tokens" in lines and "97 pages of 16 tokens" in lines
+
+
+def test_a_list_of_ids_is_one_prompt(model):
+    ids = model.tokenizer.encode(ONCE)
+    [alone] = model.generate(ids, temperature=0.0, max_tokens=5)
+    [listed] = model.generate([ids], temperature=0.0, max_tokens=5)
+    assert alone.token_ids == listed.token_ids

@@ -207,13 +207,13 @@ def test_an_interrupt_keeps_the_text(folder: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     command = [sys.executable, "-c", SLOWLY, "--model", str(folder), "-p", "It was", "--max-tokens", "50"]
     process = subprocess.Popen(
-        [*command, "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        [*command, "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
     )
     deadline = time.monotonic() + 120
     while not (trace.exists() and len(trace.read_text().splitlines()) >= 3) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = (stream.decode() for stream in process.communicate(timeout=60))  # bytes: a \\r is text here
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     assert process.returncode == 130
     assert 3 <= len(rows) < 50
