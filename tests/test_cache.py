@@ -94,8 +94,8 @@ def run(dtype, calls, junk=np.nan):
 @DTYPES
 @pytest.mark.parametrize("junk", [np.nan, 1e30, -np.inf], ids=["nan", "huge", "inf"])
 def test_chunks_and_appended_tokens_are_stored_and_summarised_page_by_page(dtype, junk):
-    """A prefill in chunks that end inside pages, then token after token, slots at different places."""
-    chunks = [(8, [0, 0, 0], [8, 0, 0]), (8, [8, 0, 0], [3, 0, 0]), (8, [11, 0, 0], [0, 7, 0])]
+    """A prefill in chunks that begin and end inside pages, then token after token, slots at different places."""
+    chunks = [(8, [0, 0, 0], [3, 0, 0]), (8, [3, 0, 0], [8, 0, 0]), (8, [11, 0, 0], [0, 7, 0])]
     steps = [(1, [11 + i, 7 + min(i, 1), 0], [1, i == 0, 0]) for i in range(5)]
     run(dtype, chunks + steps, junk)
 

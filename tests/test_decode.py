@@ -525,20 +525,20 @@ def test_temperature_zero_is_greedy_under_every_law_and_rule():
         np.testing.assert_array_equal(row.signals.tempered_entropy, 0)
 
 
-def turns(arrivals: list[int], steps: int) -> np.ndarray:
+def turns(arrivals: list[int], limit: int) -> np.ndarray:
     """Which slots of the queue produced a token at each step."""
     d, params = made("queue"), weights()
     state = d.empty()
     for slot, arrival in enumerate(arrivals):
-        state = start(d, params, state, slot, prompt(20 + slot, 3), limit=5, arrival=arrival)
-    state, output, ran = d.decode(params, state, steps)
+        state = start(d, params, state, slot, prompt(20 + slot, 3), limit=limit, arrival=arrival)
+    state, output, ran = d.decode(params, state, 32)
     return np.asarray(output.produced[: int(ran)])
 
 
 def test_first_come_first_served_where_fewer_are_served_than_wait():
     """Arrivals so far apart that waiting does not count: two at a time, and the next when one is done."""
     order = [300, 0, 400, 100, 200]  # slot 1 came first, then 3, 4, 0, 2
-    produced = turns(order, 32)
+    produced = turns(order, 5)
     expected = np.zeros((15, 5), bool)
     for steps, slots in ((range(0, 5), (1, 3)), (range(5, 10), (4, 0)), (range(10, 15), (2,))):
         for step, slot in itertools.product(steps, slots):
@@ -548,9 +548,9 @@ def test_first_come_first_served_where_fewer_are_served_than_wait():
 
 def test_with_aging_everybody_is_served():
     """Arrivals 0 to 4, half a point a step: 8 steps lift the last above one just served, 2 more serve those between."""
-    produced = turns([0, 1, 2, 3, 4], 32)
+    produced = turns([0, 1, 2, 3, 4], 12)
     assert not produced[:2, 2:].any()
-    assert produced.sum(axis=0).tolist() == [5] * 5
+    assert produced.sum(axis=0).tolist() == [12] * 5
     for slot in range(5):
         served = np.flatnonzero(produced[:, slot])
         assert np.diff(served, prepend=-1).max() <= 8 + 2 + 1
