@@ -86,7 +86,9 @@ def write(
     new = jnp.pad(new, ((0, 0), (0, 0), (0, 0), (0, e - 2 * d))).transpose(2, 0, 1, 3)
     position = start[:, None] + jnp.arange(t)
     page = _page_of(table, position // page_size, jnp.arange(t) < count[:, None], num_pages)
-    pages = layer.pages.at[:, page, position % page_size].set(new, mode="drop")
+    # every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU
+    head = jnp.arange(layer.pages.shape[0])[:, None, None]
+    pages = layer.pages.at[head, page, position % page_size].set(new, mode="drop")
 
     end = start + count
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)

@@ -2,8 +2,7 @@
 
 Runs in an environment of its own, `pip install -e '.[aot]'`, on any Linux machine without accelerators. Shapes alone
 are handed to the compilers: no weight exists. A program passes when it compiles, when the page pool it is given is
-written in place (donated in, aliased out), and when its temporaries could not hold a copy of one layer's pages, which
-the report says, and does not count as a failure, where XLA's own gather is known to copy.
+written in place (donated in, aliased out), and when its temporaries could not hold a copy of one layer's pages.
 """
 
 import argparse
@@ -39,16 +38,11 @@ device_description_str: "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A chip as its compiler knows it, and the page size (tokens) the decoder has there by default.
-
-    `xla_in_place`: whether XLA's own gather leaves the pool where it lies. On TPUs it moves the pool into
-    another layout first, so the XLA path only stands in there until a kernel serves.
-    """
+    """A chip as its compiler knows it, and the page size (tokens) the decoder has there by default."""
 
     name: str
     topology: dict[str, Any]
     page_size: int
-    xla_in_place: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,13 +58,12 @@ class Decoding:
 
 
 CHIPS = (
-    Chip(name="TPU v5e", topology={"platform": "tpu", "topology_name": "v5e:2x2"}, page_size=128, xla_in_place=False),
-    Chip(name="TPU v6e", topology={"platform": "tpu", "topology_name": "v6e:2x2"}, page_size=128, xla_in_place=False),
+    Chip(name="TPU v5e", topology={"platform": "tpu", "topology_name": "v5e:2x2"}, page_size=128),
+    Chip(name="TPU v6e", topology={"platform": "tpu", "topology_name": "v6e:2x2"}, page_size=128),
     Chip(
         name="H200",
         topology={"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"},
         page_size=64,
-        xla_in_place=True,
     ),
 )
 SMALL = {
@@ -107,11 +100,10 @@ class Lowering:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One line of the report. `build` traces nothing yet; `may_copy` the pool is known of the backend there."""
+    """One line of the report. `build` traces nothing yet."""
 
     name: str
     chip: str
-    may_copy: bool
     build: Callable[[], Lowering]
 
 
@@ -121,7 +113,6 @@ def programs() -> list[Program]:
         Program(
             name=f"{decoding.name} {function} ({decoding.backend})",
             chip=chip.name,
-            may_copy=decoding.backend == "xla" and not chip.xla_in_place,
             build=partial(decoder_program, decoding, chip, function),
         )
         for chip in CHIPS
@@ -188,11 +179,9 @@ def check(program: Program) -> tuple[str, bool]:
     except Exception as error:  # each compiler has its own; the report is where they belong
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         return f"{program.chip:8} {program.name:26} FAILED {type(error).__name__}: {reason[:400]}", False
-    faults, copies = [], False
+    faults = []
     bound = int(TEMPORARY_SHARE * lowering.layer_bytes)
-    if memory.temp_size_in_bytes >= bound and program.may_copy:
-        copies = True
-    elif memory.temp_size_in_bytes >= bound:
+    if memory.temp_size_in_bytes >= bound:
         faults.append(f"temporaries reach {TEMPORARY_SHARE:g} of a layer's pages ({bound / 1e6:.1f} MB): a hidden copy")
     if memory.alias_size_in_bytes < lowering.pool_bytes:
         faults.append("the pool is not written in place")
@@ -203,7 +192,7 @@ def check(program: Program) -> tuple[str, bool]:
         memory.alias_size_in_bytes,
     )
     cells = " ".join(f"{size / 1e6:10.1f}" for size in sizes)
-    verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled, but copies pages" if copies else "compiled"
+    verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
     return f"{program.chip:8} {program.name:26} {cells} {time.perf_counter() - began:6.1f}  {verdict}", not faults
 
 

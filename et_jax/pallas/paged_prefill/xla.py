@@ -60,8 +60,9 @@ def paged_prefill(
         blocks = step * group + jnp.arange(group, dtype=jnp.int32)
         rows = page_rows(page_table, jnp.broadcast_to(blocks, (b, k, group)), p)
         rows = lax.optimization_barrier(rows)
-        key = tokens(pages, rows, 0, d).astype(dtype)
-        value = tokens(pages, rows, d, d).astype(dtype)
+        # whole tokens: a gather of some columns makes XLA copy the pool on TPU
+        token = tokens(pages, rows, 0, pages.shape[-1]).astype(dtype)
+        key, value = token[..., :d], token[..., d : 2 * d]
         finite = jnp.isfinite(value)
         fault = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
         return key, jnp.where(finite, value, jnp.zeros((), dtype)), fault
