@@ -115,11 +115,14 @@ class Model:
                 f"max_model_len is {max_model_len}; {name} was made for {config.max_positions} tokens, "
                 "so choose from 2 to that."
             )
-        self.page_size = page_size or DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64)
+        self.page_size = DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64) if page_size is None else page_size
         if max_num_seqs < 1 or self.page_size < 1:
             raise UsageError("max_num_seqs and page_size must be at least 1.")
+        if num_pages is not None and num_pages < 2:
+            raise UsageError(f"num_pages is {num_pages}; it must be at least 2, for page 0 holds no text.")
         self.num_slots = max(2, max_num_seqs)
-        self.num_pages = num_pages or self.num_slots * self._blocks(self.max_model_len) + 1
+        everything = self.num_slots * self._blocks(self.max_model_len) + 1
+        self.num_pages = everything if num_pages is None else num_pages
         self.chunk = self._blocks(min(chunk, self.max_model_len)) * self.page_size
         self.controller = controller or Controller()
         self.backend = backend or pick()

@@ -128,6 +128,8 @@ def test_reads_standard_input(
         (["--chat"], "no chat template"),
         (["--max-model-len", "4096"], "made for 64 tokens"),
         (["--num-pages", "2", "--max-tokens", "30"], "the pool holds 1"),
+        (["--num-pages", "0"], "num_pages is 0"),
+        (["--page-size", "0"], "page_size must be at least 1"),
         (["-p", "x" * 64], "The prompt has 64 tokens"),
         (["-p", ""], "The prompt is empty"),
         (["--trace", "/proc/nowhere/trace"], "cannot be written"),
