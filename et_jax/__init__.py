@@ -19,7 +19,7 @@ _HOMES = {
     "ControlState": "et_jax.control.base",
     "Law": "et_jax.control.base",
     "chain": "et_jax.control.base",
-    "BlockView": "et_jax.control.select",
+    "BlockView": "et_jax.control.view",
     "replace": "et_jax.types",
     "UsageError": "et_jax.types",
 }

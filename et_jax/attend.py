@@ -5,19 +5,19 @@ This is where the cache, the selectors and the kernels meet. The step and the pr
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.cache import KVCache, LayerCache, write
-from et_jax.control.base import pack_blocks
-from et_jax.control.select import BlockView, Selector
+from et_jax.control.base import pack_blocks, unpack_blocks
+from et_jax.control.select import Selection, Selector
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.selection import Blocks, blocks_of, first_block, held_blocks, kept_mass, select, with_residual
 from et_jax.types import pytree, replace
 
 
@@ -44,14 +44,37 @@ class Memory:
     receipts: Receipts
 
 
+@pytree
+class Row:
+    """What attention must know of each row of a decode step, whose new token sits at position `length`.
+
+    Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
+    `block_mask`, those last read, are read again and nothing is chosen anew; `kept_mass` is what was
+    kept then.
+    """
+
+    table: Int[Array, "b n"]
+    length: Int[Array, " b"]
+    run: Bool[Array, " b"]
+    tolerance: Float[Array, " b"]
+    fresh: Bool[Array, " b"]
+    block_mask: UInt32[Array, "b l k n32"]
+    kept_mass: Float[Array, " b"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How attention reads the cache: the model's shape, the page size, a selector per layer, the backend."""
+    """How attention reads the cache: the model's shape, the page size, a selector per layer, the backend.
+
+    Blocks are chosen anew every `refresh_every` tokens. `residual` lets unread blocks count as their mean.
+    """
 
     model: ModelConfig
     page_size: int
     selectors: tuple[Selector, ...]
     backend: str
+    refresh_every: int = 1
+    residual: bool = False
 
     @property
     def scale(self) -> float:
@@ -65,61 +88,41 @@ def start_receipts(batch: int) -> Receipts:
     return Receipts(blocks_read=zeros, summaries_read=zeros, kept_mass=jnp.ones(batch, jnp.float32), block_masks=())
 
 
-def decode_attend(
-    reading: Reading,
-    table: Int[Array, "b n"],
-    length: Int[Array, " b"],
-    run: Bool[Array, " b"],
-    tolerance: Float[Array, " b"],
-) -> Attend:
-    """Return the `attend` of one decode step: row b's new token sits at position `length[b]`.
-
-    Rows where `run` is False write nothing and read nothing.
-    """
-    count = run.astype(jnp.int32)
-    lengths = jnp.where(run, length + 1, 0)
+def decode_attend(reading: Reading, row: Row) -> Attend:
+    """Return the `attend` of one decode step."""
+    count = row.run.astype(jnp.int32)
+    lengths = jnp.where(row.run, row.length + 1, 0)
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: Memory) -> tuple[Array, Memory]:
-        cached = write(memory.cache.layers[layer], k, v, table, length, count)
-        window = reading.model.windows[layer]
-        selector = reading.selectors[layer]
+        cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count)
+        cache = _with_layer(memory.cache, layer, cached)
         queries = q[:, 0]
-        if selector.reads_all:
-            blocks, counts = _every_block(lengths, reading, table.shape[1], window)
-            mask = None
+        blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
+        if reading.selectors[layer].reads_all:
+            listed, counts = _every_block(lengths, reading, row.table.shape[1], layer)
+            out, _ = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
+            opened = jnp.broadcast_to(blocks.readable[:, None], (*counts.shape, row.table.shape[1]))
+            receipts = _note(memory.receipts, counts, opened)
         else:
-            mask = _select(selector, queries, cached, table, lengths, tolerance, reading, window)
-            blocks, counts = list_blocks(mask)
-        out, block_lse = paged_attention(
-            queries,
-            cached.pages,
-            table,
-            blocks,
-            counts,
-            lengths,
-            scale=reading.scale,
-            window=window,
-            backend=reading.backend,
-        )
-        seen = memory.receipts
-        if mask is None:
-            readable = _readable(lengths, table.shape[1], reading.page_size, window)
-            bits = jnp.broadcast_to(readable[:, None], (*counts.shape, table.shape[1]))
-            summaries, kept = seen.summaries_read, seen.kept_mass
-        else:
-            bits = mask
-            held = _held_blocks(lengths, reading.page_size)
-            summaries = seen.summaries_read + held * reading.model.num_kv_heads
-            kept = jnp.minimum(
-                seen.kept_mass, _kept_mass(queries, block_lse, mask, cached, table, lengths, reading, window)
+            grouped = _grouped(queries, reading)
+            chosen = _choose(reading, layer, grouped, cache, blocks, row)
+            listed, counts = list_blocks(chosen.opened)
+            out, block_lse = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
+            log_read = jax.nn.logsumexp(block_lse, axis=-1).reshape(grouped.shape[:3])
+            if reading.residual:
+                d = reading.model.head_dim
+                values = cached.summary.mean[:, row.table].swapaxes(0, 1)[..., d : 2 * d]
+                whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
+                out = whole.astype(out.dtype).reshape(out.shape)
+            receipts = _note(memory.receipts, counts, chosen.opened)
+            kept = jnp.where(row.fresh, kept_mass(chosen, blocks, log_read), row.kept_mass)
+            looked = jnp.where(row.fresh, held_blocks(lengths, reading.page_size), 0) * reading.model.num_kv_heads
+            receipts = replace(
+                receipts,
+                kept_mass=jnp.minimum(receipts.kept_mass, kept),
+                summaries_read=receipts.summaries_read + looked,
             )
-        receipts = Receipts(
-            blocks_read=seen.blocks_read + jnp.sum(counts, axis=1),
-            summaries_read=summaries,
-            kept_mass=kept,
-            block_masks=(*seen.block_masks, pack_blocks(bits)),
-        )
-        return out[:, None], Memory(cache=_with_layer(memory.cache, layer, cached), receipts=receipts)
+        return out[:, None], Memory(cache=cache, receipts=receipts)
 
     return attend
 
@@ -153,104 +156,74 @@ def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Ar
     return jnp.minimum(find(running), mask.shape[-1] - 1).astype(jnp.int32), running[..., -1]
 
 
-def _held_blocks(lengths: Int[Array, " b"], page_size: int) -> Int[Array, " b"]:
-    return (lengths + page_size - 1) // page_size
-
-
-def _first_block(lengths: Int[Array, " b"], page_size: int, window: int | None) -> Int[Array, " b"]:
-    """The first block a query at the last position may see."""
-    return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // page_size
-
-
 def _every_block(
-    lengths: Int[Array, " b"], reading: Reading, num_blocks: int, window: int | None
+    lengths: Int[Array, " b"], reading: Reading, num_blocks: int, layer: int
 ) -> tuple[Int[Array, "b k m"], Int[Array, "b k"]]:
-    """List every block within the window, for every KV head."""
-    most = num_blocks if window is None else min(num_blocks, (window + reading.page_size - 2) // reading.page_size + 1)
-    first = _first_block(lengths, reading.page_size, window)
+    """List every block within the layer's window, for every KV head."""
+    window, page_size = reading.model.windows[layer], reading.page_size
+    most = num_blocks if window is None else min(num_blocks, (window + page_size - 2) // page_size + 1)
+    first = first_block(lengths, page_size, window)
     blocks = jnp.minimum(first[:, None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
-    counts = _held_blocks(lengths, reading.page_size) - first
+    counts = held_blocks(lengths, page_size) - first
     shape = (lengths.shape[0], reading.model.num_kv_heads)
     return jnp.broadcast_to(blocks[:, None], (*shape, most)), jnp.broadcast_to(counts[:, None], shape)
 
 
-def _readable(lengths: Int[Array, " b"], num_blocks: int, page_size: int, window: int | None) -> Bool[Array, "b n"]:
-    block = jnp.arange(num_blocks)
-    first, held = _first_block(lengths, page_size, window), _held_blocks(lengths, page_size)
-    return (block >= first[:, None]) & (block < held[:, None])
+def _choose(
+    reading: Reading, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: Row
+) -> Selection:
+    """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
+    selector = reading.selectors[layer]
+    if reading.refresh_every == 1:
+        return select(selector, query, cache, layer, blocks, row.tolerance)
+    shapes = jax.eval_shape(lambda: select(selector, query, cache, layer, blocks, row.tolerance))
+    if shapes.upper is not None:
+        raise ValueError("refresh_every: a certified selector proves something of this token's query alone; use 1")
+    chosen = jax.lax.cond(
+        jnp.any(row.fresh),
+        lambda: select(selector, query, cache, layer, blocks, row.tolerance),
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+    )
+    last = unpack_blocks(row.block_mask[:, layer])[..., : row.table.shape[1]]
+    again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
+    return replace(chosen, opened=jnp.where(row.fresh[:, None, None], chosen.opened, again))
 
 
-def _select(
-    selector: Selector,
+def _read(
+    reading: Reading,
+    layer: int,
     queries: Float[Array, "b h d"],
     cached: LayerCache,
     table: Int[Array, "b n"],
+    listed: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
     lengths: Int[Array, " b"],
-    tolerance: Float[Array, " b"],
-    reading: Reading,
-    window: int | None,
-) -> Bool[Array, "b k n"]:
-    """Ask the selector, for every row and KV head, and keep what holds whatever it says."""
-    d, num_blocks, page_size = reading.model.head_dim, table.shape[1], reading.page_size
-    start = jnp.arange(num_blocks, dtype=jnp.int32) * page_size
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+    return paged_attention(
+        queries,
+        cached.pages,
+        table,
+        listed,
+        counts,
+        lengths,
+        scale=reading.scale,
+        window=reading.model.windows[layer],
+        backend=reading.backend,
+    )
 
-    def one(query: Array, box: Array, mean: Array, radius: Array, length: Array, tolerance: Array) -> Array:
-        view = BlockView(
-            query=query,
-            key_min=box[:, :d].astype(jnp.float32),
-            key_max=box[:, d : 2 * d].astype(jnp.float32),
-            key_mean=mean[:, :d],
-            value_mean=mean[:, d : 2 * d],
-            value_radius=radius,
-            start=start,
-            num_tokens=jnp.clip(length - start, 0, page_size),
-            length=length,
-            tolerance=tolerance,
-        )
-        return selector(view)
 
-    summary = cached.summary
-    heads = jax.vmap(one, in_axes=(0, 0, 0, 0, None, None))
-    of_slot = [x.swapaxes(0, 1) for x in (summary.key_box[:, table], summary.mean[:, table])]
-    radius = summary.value_radius[:, table].swapaxes(0, 1)
-    rows: Callable[..., Array] = jax.vmap(heads)
-    asked = rows(_grouped(queries, reading), *of_slot, radius, lengths, tolerance)
-    newest = start == jnp.maximum(lengths[:, None] - 1, 0) // page_size * page_size
-    readable = _readable(lengths, num_blocks, page_size, window)
-    return (asked | newest[:, None]) & readable[:, None]
+def _note(receipts: Receipts, counts: Int[Array, "b k"], opened: Bool[Array, "b k n"]) -> Receipts:
+    return replace(
+        receipts,
+        blocks_read=receipts.blocks_read + jnp.sum(counts, axis=1),
+        block_masks=(*receipts.block_masks, pack_blocks(opened)),
+    )
 
 
 def _grouped(queries: Float[Array, "b h d"], reading: Reading) -> Float[Array, "b k g d"]:
     """Queries by KV head, float32, scaled so that query . key is the score."""
     b, _, d = queries.shape
     return queries.astype(jnp.float32).reshape(b, reading.model.num_kv_heads, -1, d) * reading.scale
-
-
-def _kept_mass(
-    queries: Float[Array, "b h d"],
-    block_lse: Float[Array, "b h m"],
-    mask: Bool[Array, "b k n"],
-    cached: LayerCache,
-    table: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    reading: Reading,
-    window: int | None,
-) -> Float[Array, " b"]:
-    """Estimate the least share of attention mass read, over heads: unread blocks count n exp(q . mean key).
-
-    By Jensen's inequality an unread block holds at least that much, so the estimate never understates.
-    """
-    d, num_blocks, page_size = reading.model.head_dim, table.shape[1], reading.page_size
-    key_mean = cached.summary.mean[:, table][..., :d].swapaxes(0, 1)  # "b k n d"
-    score = jnp.einsum("bkgd,bknd->bkgn", _grouped(queries, reading), key_mean)
-    num_tokens = jnp.clip(lengths[:, None] - jnp.arange(num_blocks) * page_size, 0, page_size)
-    unread = _readable(lengths, num_blocks, page_size, window)[:, None] & ~mask
-    log_count = jnp.log(jnp.maximum(num_tokens, 1).astype(jnp.float32))[:, None, None]
-    left = jnp.where(unread[:, :, None], score + log_count, -jnp.inf)
-    read = jax.nn.logsumexp(block_lse, axis=-1).reshape(left.shape[:3])
-    ratio = jnp.exp(jax.nn.logsumexp(left, axis=-1) - read)
-    kept = 1.0 / (1.0 + jnp.where(jnp.isfinite(read), ratio, 0.0))
-    return jnp.min(kept, axis=(1, 2))
 
 
 def _with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:

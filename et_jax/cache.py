@@ -27,19 +27,26 @@ class PageSummary:
 class LayerCache:
     """One layer's pages: key and value of a token side by side on the last axis, then padding.
 
-    `key_codes` are 8-bit copies of the keys for certified selection, None unless asked for.
+    `key_codes` are 8-bit copies of the keys for certified selection, a page's tokens side by side; None
+    unless asked for. A key is code * scale + offset, channel by channel, with scale = (max - min) / 255
+    and offset = min + 128 scale of the page's box, rounded to the nearest.
     """
 
     pages: Float[Array, "k p s e"]
     summary: PageSummary
-    key_codes: Int8[Array, "k p s d"] | None
+    key_codes: Int8[Array, "k p sd"] | None
 
 
 @pytree
 class KVCache:
-    """The pages of every layer."""
+    """The pages of every layer.
+
+    `surprisal` holds -log p of every cached token given those before it, in nats, page by page; None
+    unless asked for.
+    """
 
     layers: tuple[LayerCache, ...]
+    surprisal: Float[Array, "p s"] | None
 
 
 def token_width(head_dim: int) -> int:
@@ -48,9 +55,17 @@ def token_width(head_dim: int) -> int:
 
 
 def empty(
-    num_layers: int, num_kv_heads: int, head_dim: int, num_pages: int, page_size: int, dtype: DTypeLike
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+    *,
+    key_codes: bool = False,
+    surprisals: bool = False,
 ) -> KVCache:
-    """Return a cache of zeros."""
+    """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for."""
     e = token_width(head_dim)
 
     def layer() -> LayerCache:
@@ -61,10 +76,13 @@ def empty(
                 mean=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32),
                 value_radius=jnp.zeros((num_kv_heads, num_pages), jnp.float32),
             ),
-            key_codes=None,
+            key_codes=jnp.zeros((num_kv_heads, num_pages, page_size * head_dim), jnp.int8) if key_codes else None,
         )
 
-    return KVCache(layers=tuple(layer() for _ in range(num_layers)))
+    return KVCache(
+        layers=tuple(layer() for _ in range(num_layers)),
+        surprisal=jnp.zeros((num_pages, page_size), jnp.float32) if surprisals else None,
+    )
 
 
 def write(
@@ -94,14 +112,35 @@ def write(
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
     num_tokens = jnp.clip(end[:, None] - block * page_size, 0, page_size)
     page = _page_of(table, block, (num_tokens > 0) & (count[:, None] > 0), num_pages)
-    fresh = summarise(pages[:, page], num_tokens, d)
+    touched = pages[:, page]
+    fresh = summarise(touched, num_tokens, d)
+    codes = layer.key_codes
+    if codes is not None:
+        codes = codes.at[:, page].set(encode(touched[..., :d], fresh.key_box, num_tokens), mode="drop")
     old = layer.summary
     summary = PageSummary(
         key_box=old.key_box.at[:, page].set(fresh.key_box, mode="drop"),
         mean=old.mean.at[:, page].set(fresh.mean, mode="drop"),
         value_radius=old.value_radius.at[:, page].set(fresh.value_radius, mode="drop"),
     )
-    return replace(layer, pages=pages, summary=summary)
+    return replace(layer, pages=pages, summary=summary, key_codes=codes)
+
+
+def write_surprisal(
+    cache: KVCache,
+    surprisal: Float[Array, "b t"],
+    table: Int[Array, "b n"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+) -> KVCache:
+    """Store the surprisals, in nats, of the first `count` of `t` new tokens from position `start` on."""
+    if cache.surprisal is None:
+        raise ValueError("surprisal: this cache keeps none")
+    num_pages, page_size = cache.surprisal.shape
+    t = surprisal.shape[1]
+    position = start[:, None] + jnp.arange(t)
+    page = _page_of(table, position // page_size, jnp.arange(t) < count[:, None], num_pages)
+    return replace(cache, surprisal=cache.surprisal.at[page, position % page_size].set(surprisal, mode="drop"))
 
 
 def _page_of(table: Int[Array, "b n"], block: Int[Array, "b t"], keep: Array, num_pages: int) -> Int[Array, "b t"]:
@@ -129,6 +168,19 @@ def summarise(pages: Float[Array, "k *p s e"], num_tokens: Int[Array, "*p"], hea
     )
 
 
+def encode(
+    key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"], num_tokens: Int[Array, "*p"]
+) -> Int8[Array, "k *p sd"]:
+    """Return the 8-bit codes of pages of keys within their box, 0 beyond the first `num_tokens` tokens."""
+    d = key.shape[-1]
+    low, high = key_box[..., :d].astype(jnp.float32), key_box[..., d : 2 * d].astype(jnp.float32)
+    scale = ((high - low) / 255.0)[..., None, :]
+    code = (key.astype(jnp.float32) - low[..., None, :]) / jnp.where(scale > 0, scale, 1.0) - 128.0
+    keep = (jnp.arange(key.shape[-2]) < num_tokens[..., None])[None, ..., None]
+    code = jnp.where(keep, jnp.clip(jnp.round(code), -128.0, 127.0), 0.0)
+    return code.astype(jnp.int8).reshape(*key.shape[:-2], -1)
+
+
 def copy_page(cache: KVCache, page: Int[Array, ""], into: Int[Array, ""]) -> KVCache:
     """Return the cache with `page`, its summary included, copied over the page `into`."""
 
@@ -147,5 +199,6 @@ def copy_page(cache: KVCache, page: Int[Array, ""], into: Int[Array, ""]) -> KVC
                 key_codes=None if layer.key_codes is None else copy(layer.key_codes),
             )
             for layer in cache.layers
-        )
+        ),
+        surprisal=None if cache.surprisal is None else cache.surprisal.at[into].set(cache.surprisal[page]),
     )

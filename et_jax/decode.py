@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import cache as kv
 from et_jax import cost, entropy, pages, sampling
-from et_jax.attend import Memory, Receipts, decode_attend, prefill_attend, start_receipts
+from et_jax.attend import Memory, Receipts, Row, decode_attend, prefill_attend, start_receipts
+from et_jax.control import guards
 from et_jax.control.base import ControlState, Signals
 from et_jax.models.transformer import Params, forward
 from et_jax.sampling import Sampling, TokenCounts
@@ -47,8 +48,14 @@ def prefill(
     written = jnp.where(granted, count, 0)
     attend = prefill_attend(config.reading, table.pages[slot][None], start[None], written[None])
     positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    _, cache = forward(params, config.model, tokens[None], positions[None], attend, state.cache)
-    return replace(state, table=table, cache=cache, length=state.length.at[slot].add(written)), granted
+    logits, cache = forward(params, config.model, tokens[None], positions[None], attend, state.cache)
+    last = state.logits
+    if last is not None:
+        before = jnp.concatenate([last[slot][None], logits[0, :-1]])
+        surprisal = jnp.where(positions == 0, 0.0, _surprisal(before, tokens))
+        cache = kv.write_surprisal(cache, surprisal[None], table.pages[slot][None], start[None], written[None])
+        last = last.at[slot].set(jnp.where(written > 0, logits[0, count - 1], last[slot]))
+    return replace(state, table=table, cache=cache, logits=last, length=state.length.at[slot].add(written)), granted
 
 
 def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
@@ -137,10 +144,22 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
     table, granted = pages.reserve(state.table, _scatter(jnp.zeros_like(state.length), rows, wanted), 1)
     run = served & _take(granted, rows)
 
-    tolerance = _take(state.control.tolerance, rows)
-    attend = decode_attend(config.reading, _take(table.pages, rows), length, run, tolerance)
-    memory = Memory(cache=state.cache, receipts=start_receipts(config.batch))
     token = _take(state.token, rows)
+    row = Row(
+        table=_take(table.pages, rows),
+        length=length,
+        run=run,
+        tolerance=_take(state.control.tolerance, rows),
+        fresh=_take(state.generated, rows) % config.controller.refresh_every == 0,
+        block_mask=_take(state.control.block_mask, rows),
+        kept_mass=_take(state.signals.kept_mass, rows),
+    )
+    cache = state.cache
+    if state.logits is not None:
+        surprisal = jnp.where(length == 0, 0.0, _surprisal(_take(state.logits, rows), token))
+        cache = kv.write_surprisal(cache, surprisal[:, None], row.table, length, run.astype(jnp.int32))
+    attend = decode_attend(config.reading, row)
+    memory = Memory(cache=cache, receipts=start_receipts(config.batch))
     logits, memory = forward(params, config.model, token[:, None], length[:, None], attend, memory)
     logits = logits[:, 0]
 
@@ -174,6 +193,7 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         active=_scatter(state.active, rows, _take(state.active, rows) & ~finished & ~failed),
         counts=put(state.counts, None if counts is None else sampling.count(counts, drawn.token, produced)),
         signals=put(state.signals, signals),
+        logits=put(state.logits, None if state.logits is None else logits),
         control=put(replace(state.control, wait=waited), replace(control, wait=jnp.zeros_like(control.wait))),
         table=table,
         cache=memory.cache,
@@ -188,6 +208,7 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         temperature=_scatter(jnp.zeros_like(state.control.temperature), rows, drawn.temperature),
         entropic_time=after.control.entropic_time,
         total_cost=after.control.total_cost,
+        guard_rates=guards.rates(after.control),
         signals=after.signals,
         top_tokens=None if top is None else _spread(config, rows, top[1]),
         top_logprobs=None if top is None else _spread(config, rows, top[0] - normaliser[:, None]),
@@ -273,7 +294,7 @@ def _where(keep: Bool[Array, " r"], new: Array, old: Array) -> Array:
 
 
 def _prioritise(config: DecoderConfig, state: DecodeState) -> DecodeState:
-    """Score every slot, with the one place where waiting counts."""
+    """Score every slot."""
     signals = replace(
         state.signals,
         length=state.length,
@@ -284,8 +305,7 @@ def _prioritise(config: DecoderConfig, state: DecodeState) -> DecodeState:
         urgency=state.urgency,
     )
     score = jax.vmap(config.controller.priority)(signals, state.control)
-    aged = score + config.controller.aging * state.control.wait.astype(jnp.float32)
-    return replace(state, control=replace(state.control, priority=aged))
+    return replace(state, control=replace(state.control, priority=score))
 
 
 def _choose(config: DecoderConfig, state: DecodeState) -> Int[Array, " r"] | None:
@@ -296,13 +316,19 @@ def _choose(config: DecoderConfig, state: DecodeState) -> Int[Array, " r"] | Non
     return jax.lax.top_k(priority, config.batch)[1]
 
 
+def _surprisal(logits: Float[Array, "r v"], token: Int[Array, " r"]) -> Float[Array, " r"]:
+    """-log p of each row's token, in nats, under the logits that came before it."""
+    logit = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return entropy.log_normaliser(entropy.moments(logits)) - logit
+
+
 def _traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
     layer = cache.layers[0]
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
     return cost.Traffic(
         weights=cost.num_bytes(params),
         block=cost.num_bytes(layer.pages) // num_blocks,
-        summary=cost.num_bytes(layer.summary) // num_blocks,
+        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks,
     )
 
 
@@ -315,17 +341,21 @@ def _measure(
     logits: Float[Array, "r v"],
     receipts: Receipts,
 ) -> tuple[Signals, entropy.Moments]:
-    """The raw signals of this step, before sampling, and the moments they come from."""
+    """The raw signals of this step, before sampling, and the moments of the logits as they are."""
     raw = entropy.moments(logits)
-    bits, spread = entropy.entropy(raw), entropy.varentropy(raw)
+    at = config.calibration
+    calibrated = raw if at == 1.0 else entropy.moments(logits, at)
+    log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
+    estimate = config.controller.estimator(log_prob, calibrated)
     generated = _take(state.generated, rows) + 1
     length = _take(state.length, rows) + run.astype(jnp.int32)
     signals = replace(
         _take(state.signals, rows),
-        entropy=bits,
-        varentropy=spread,
-        entropy_low=bits,
-        entropy_high=bits,
+        entropy=estimate.entropy,
+        varentropy=entropy.varentropy(calibrated),
+        entropy_low=estimate.low,
+        entropy_high=estimate.high,
+        margin=entropy.margin(logits, raw),
         kept_mass=receipts.kept_mass,
         blocks_read=receipts.blocks_read,
         cost=cost.sequence_bytes(

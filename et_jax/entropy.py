@@ -1,5 +1,8 @@
 """How uncertain a distribution is: entropy and varentropy from one mergeable pass, or bracketed from a top-k."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax.scipy.special import entr
 from jaxtyping import Array, Float
@@ -143,6 +146,33 @@ def _interval(log_prob: Float[Array, "*b k"], num_tokens: int) -> tuple[Float[Ar
     least = full * entr(share) + entr(jnp.maximum(1.0 - full * share, 0.0))
     high = head + tail * jnp.log(jnp.float32(num_tail))
     return jnp.minimum(head + tail * least, high), high
+
+
+Estimator = Callable[[Float[Array, "*b v"], Moments], Estimate]
+"""Entropy from the log-probabilities of the whole vocabulary, or from the moments they were normalised by."""
+
+
+def exact_estimator() -> Estimator:
+    """The entropy itself."""
+    return lambda log_prob, m: exact(m)
+
+
+def top_k_estimator(k: int = 64) -> Estimator:
+    """`top_k` of the k likeliest tokens."""
+    return lambda log_prob, m: top_k(jax.lax.top_k(log_prob, k)[0], log_prob.shape[-1])
+
+
+def tail_corrected_estimator(k: int = 64, upper_share: float = 1.0) -> Estimator:
+    """`tail_corrected` from the k likeliest tokens. The paper names no k; 64 of 50,000 hold most of the mass."""
+    return lambda log_prob, m: tail_corrected(jax.lax.top_k(log_prob, k)[0], log_prob.shape[-1], upper_share)
+
+
+def margin(logits: Float[Array, "*b v"], m: Moments) -> Float[Array, "*b"]:
+    """Return how far the likeliest logit stands above the next, in nats; 0 where two share the first place."""
+    z = logits.astype(jnp.float32)
+    first = z >= m.peak[..., None]
+    second = jnp.max(jnp.where(first, -jnp.inf, z), axis=-1)
+    return jnp.where(jnp.sum(first, axis=-1) > 1, 0.0, m.peak - second)
 
 
 def agreement(estimate: Estimate, truth: Float[Array, " n"]) -> Agreement:

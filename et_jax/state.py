@@ -16,8 +16,9 @@ from et_jax.attend import Reading
 from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain, num_words
 from et_jax.control.clock import paper
 from et_jax.control.priority import fcfs
-from et_jax.control.select import AnySelector, Selector, dense
+from et_jax.control.select import AnySelector, as_selector, dense
 from et_jax.control.smoothing import ema_entropy
+from et_jax.entropy import Estimator, exact_estimator
 from et_jax.models.config import ModelConfig
 from et_jax.sampling import Sampling, TokenCounts
 from et_jax.types import pytree
@@ -27,16 +28,32 @@ from et_jax.types import pytree
 class Controller:
     """The three doors and the queue: what runs the decoder beside the model.
 
-    `law` runs after every token. `temperature_rule` decides the temperature of the very token about to
-    be drawn; None leaves it to the law. `selector` is one for all layers, or one per layer. `priority`
-    orders the sequences when more are resident than a step serves; every step of waiting adds `aging`.
+    `estimator` measures the raw entropy. `law` runs after every token. `temperature_rule` decides the
+    temperature of the very token about to be drawn; None leaves it to the law. `priority` orders the
+    sequences when more are resident than a step serves.
+
+    `selector` is one for all layers, or one per layer; the first `dense_layers` layers read everything
+    whatever it says. Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
+    unread count as their mean value. The cache keeps 8-bit `key_codes` for `select.coded_bounds`, and
+    `surprisals` of all tokens, the prompt's included, for `contribution.token_nll`.
     """
 
+    estimator: Estimator = dataclasses.field(default_factory=exact_estimator)
     law: AnyLaw = dataclasses.field(default_factory=lambda: chain(ema_entropy(), paper()))
     temperature_rule: TemperatureRule | None = None
     selector: AnySelector | tuple[AnySelector, ...] = dataclasses.field(default_factory=dense)
     priority: PriorityRule = dataclasses.field(default_factory=fcfs)
-    aging: float = 0.0
+    dense_layers: int = 0
+    refresh_every: int = 1
+    residual: bool = False
+    key_codes: bool = False
+    surprisals: bool = False
+
+    def __post_init__(self) -> None:
+        if self.refresh_every < 1:
+            raise ValueError(f"refresh_every: got {self.refresh_every}, wanted at least 1")
+        if self.residual and self.refresh_every > 1:
+            raise ValueError("residual: unread blocks are weighed by this token's query; use it with refresh_every=1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +63,8 @@ class DecoderConfig:
     `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
     slot. A prompt is prefilled `chunk` tokens at a time, a multiple of `page_size`. `max_steps` is the
     most one `decode` call can run. `num_logprobs` alternatives are reported with every token.
-    `penalties` keeps token counts. `backend` names the attention kernels.
+    `penalties` keeps token counts. `backend` names the attention kernels. `calibration` is the
+    temperature at which the raw entropy is measured: 1, or the one fitted to the model.
     """
 
     model: ModelConfig
@@ -62,6 +80,7 @@ class DecoderConfig:
     num_logprobs: int = 0
     num_stop_ids: int = 8
     penalties: bool = False
+    calibration: float = 1.0
     controller: Controller = dataclasses.field(default_factory=Controller)
 
     def __post_init__(self) -> None:
@@ -86,10 +105,17 @@ class DecoderConfig:
     @property
     def reading(self) -> Reading:
         """How attention reads the cache."""
-        given = self.controller.selector
+        control = self.controller
+        given = control.selector
         each = given if isinstance(given, tuple) else (given,) * self.model.num_layers
-        selectors = tuple(s if isinstance(s, Selector) else Selector(s) for s in each)
-        return Reading(model=self.model, page_size=self.page_size, selectors=selectors, backend=self.backend)
+        return Reading(
+            model=self.model,
+            page_size=self.page_size,
+            selectors=tuple(dense() if i < control.dense_layers else as_selector(s) for i, s in enumerate(each)),
+            backend=self.backend,
+            refresh_every=control.refresh_every,
+            residual=control.residual,
+        )
 
 
 @pytree
@@ -116,7 +142,8 @@ class DecodeState:
     """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
 
     `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
-    tokens were produced of at most `limit`. `signals` is what was last observed of each slot.
+    tokens were produced of at most `limit`. `signals` is what was last observed of each slot. `logits`
+    are the last ones, None unless the cache keeps the tokens' surprisals.
     """
 
     token: Int[Array, " b"]
@@ -130,6 +157,7 @@ class DecodeState:
     sampling: Sampling
     counts: TokenCounts | None
     signals: Signals
+    logits: Float[Array, "b v"] | None
     control: ControlState
     table: pages.PageTable
     cache: kv.KVCache
@@ -141,7 +169,8 @@ class StepOutput:
 
     `refused` slots were to advance but no page was free: nothing of them changed. `failed` slots had
     logits that are not numbers: they are stopped, and their text ends before this token. `temperature`
-    is the one the token was drawn at. `top_tokens` and `top_logprobs` are None unless asked for.
+    is the one the token was drawn at. `guard_rates` is the share of tokens that each counting guard has
+    flagged, by its name. `top_tokens` and `top_logprobs` are None unless asked for.
     """
 
     token: Int[Array, "*b"]
@@ -152,6 +181,7 @@ class StepOutput:
     temperature: Float[Array, "*b"]
     entropic_time: Float[Array, "*b"]
     total_cost: Float[Array, "*b"]
+    guard_rates: dict[str, Float[Array, "*b"]]
     signals: Signals
     top_tokens: Int[Array, "*b a"] | None
     top_logprobs: Float[Array, "*b a"] | None
@@ -217,10 +247,18 @@ def empty(config: DecoderConfig) -> DecodeState:
         sampling=settings,
         counts=counts if config.penalties else None,
         signals=blank_signals((b,)),
+        logits=jnp.zeros((b, v), jnp.float32) if config.controller.surprisals else None,
         control=jax.vmap(partial(fresh_control, config))(numbers()),
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
         cache=kv.empty(
-            model.num_layers, model.num_kv_heads, model.head_dim, config.num_pages, config.page_size, config.cache_dtype
+            model.num_layers,
+            model.num_kv_heads,
+            model.head_dim,
+            config.num_pages,
+            config.page_size,
+            config.cache_dtype,
+            key_codes=config.controller.key_codes,
+            surprisals=config.controller.surprisals,
         ),
     )
 

@@ -18,8 +18,9 @@ DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["flo
 
 def dirty(dtype, junk: float = np.nan) -> kv.LayerCache:
     """A layer whose every number, summaries included, is junk."""
-    layer = kv.empty(1, HEADS, DIM, PAGES, SIZE, dtype).layers[0]
-    return jax.tree.map(lambda x: jnp.full_like(x, junk), layer)
+    layer = kv.empty(1, HEADS, DIM, PAGES, SIZE, dtype, key_codes=True).layers[0]
+    codes = jnp.full(layer.key_codes.shape, 77, jnp.int8)
+    return replace(jax.tree.map(lambda x: jnp.full_like(x, junk), replace(layer, key_codes=None)), key_codes=codes)
 
 
 def tokens(rng, t: int, dtype) -> tuple[jax.Array, jax.Array]:
@@ -57,6 +58,7 @@ class Plain:
                 own = slice(block * SIZE, (block + 1) * SIZE)
                 key, value = np.stack(self.keys[b][own], axis=1), np.stack(self.values[b][own], axis=1)
                 self.check_summary(layer.summary, row[block], key, value, tolerance)
+                self.check_codes(layer.key_codes[:, row[block]], key)
         np.testing.assert_array_equal(pages, expected)
         others = sorted(set(range(PAGES)) - touched)
         assert 0 in others
@@ -75,6 +77,15 @@ class Plain:
         apart = np.linalg.norm(value - value.mean(axis=1, keepdims=True), axis=-1).max(axis=1)
         np.testing.assert_allclose(np.asarray(summary.value_radius[:, page], np.float64), apart, atol=tolerance)
         assert not box[:, 2 * DIM :].any() and not mean[:, 2 * DIM :].any()
+
+    @staticmethod
+    def check_codes(codes, key):
+        """A key lies within half a step of its code; a token that is not there has the code 0."""
+        low, scale = key.min(axis=1, keepdims=True), np.ptp(key, axis=1, keepdims=True) / 255
+        codes = np.asarray(codes, np.float64).reshape(HEADS, SIZE, DIM)
+        decoded = low + 128 * scale + scale * codes[:, : key.shape[1]]
+        assert (np.abs(decoded - key) <= scale * (0.5 + 1e-4) + 1e-6).all()
+        assert not codes[:, key.shape[1] :].any()
 
 
 def run(dtype, calls, junk=np.nan):
@@ -136,13 +147,13 @@ def test_rows_cannot_write_past_their_table():
 @DTYPES
 def test_a_copied_page_takes_its_summary_along_and_leaves_the_rest(dtype):
     rng = np.random.default_rng(3)
-    empty = kv.empty(2, HEADS, DIM, PAGES, SIZE, dtype)
-    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
-    codes = jnp.asarray(rng.integers(-128, 128, (HEADS, PAGES, SIZE, DIM)), jnp.int8)
-    cache = replace(cache, layers=(replace(cache.layers[0], key_codes=codes), cache.layers[1]))
+    empty = kv.empty(2, HEADS, DIM, PAGES, SIZE, dtype, key_codes=True, surprisals=True)
+    cache = jax.tree.map(lambda x: jnp.asarray(100 * rng.normal(size=x.shape), x.dtype), empty)
     after = jax.jit(kv.copy_page)(cache, jnp.int32(4), jnp.int32(6))
-    assert after.layers[1].key_codes is None
-    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
+    assert cache.surprisal is not None and after.surprisal is not None
+    np.testing.assert_array_equal(after.surprisal, cache.surprisal.at[6].set(cache.surprisal[4]))
+    assert len(jax.tree.leaves(after.layers)) == 10
+    for old, new in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True):
         expected = np.asarray(old).copy()
         expected[:, 6] = expected[:, 4]
         np.testing.assert_array_equal(np.asarray(new), expected)

@@ -1,4 +1,4 @@
-"""Imports go one way: `types` <- rooms <- `attend` <- `state` <- `decode` <- `engine` <- the doors. Read, never run."""
+"""Imports go one way, from the doors down to `types`, floor by floor. Read, never run."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -14,12 +14,13 @@ FLOORS = {
     "types": 0,
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost"), 1),
     **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "requests", "snapshots"), 1),
-    **dict.fromkeys(("attend", "continuation", "plot"), 2),
-    "state": 3,
-    "decode": 4,
-    "engine": 5,
-    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 6),
-    "__main__": 7,
+    **dict.fromkeys(("selection", "continuation", "plot"), 2),
+    "attend": 3,
+    "state": 4,
+    **dict.fromkeys(("decode", "presets"), 5),
+    "engine": 6,
+    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 7),
+    "__main__": 8,
 }
 NOWHERE = {"torch", "transformers"}
 # Slow to import and not needed by every run, so no module that starts with the command line loads them.

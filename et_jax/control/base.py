@@ -21,20 +21,23 @@ from et_jax.types import pytree
 class Signals:
     """What a step observed of a sequence, and what a law may know of it. Laws only read it.
 
-    Entropies are in nats, varentropies in nats^2. `entropy`, `varentropy` and `surprisal` are raw: of
-    the model's own distribution, before penalties and temperature. `tempered_*` is after temperature,
-    before truncation; `truncated_entropy` after both. `entropy_low` and `entropy_high` bracket the raw
-    entropy and are equal when it is exact. `kept_mass` is the share of attention mass on the blocks
-    read, the least over layers and query heads. `blocks_read` counts blocks over layers and KV heads.
-    `cost` is in bytes: this sequence's own cache reads and its share of the weights. `length` counts
-    tokens in the cache, `generated` those produced, `remaining` those still allowed; `arrival` orders
-    requests; `urgency` is the caller's.
+    Entropies are in nats, varentropies in nats^2. `entropy`, `varentropy`, `margin` and `surprisal` are
+    raw: of the model's own distribution, before penalties and temperature; the first two at the
+    calibrated temperature where the model has one. `margin` is how far the likeliest logit stands above
+    the next, in nats. `tempered_*` is after temperature, before truncation; `truncated_entropy` after
+    both. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
+    `kept_mass` is the share of attention mass on the blocks read, the least over layers and query heads:
+    certain under a certified selector, else an estimate that may be too high. `blocks_read` counts
+    blocks over layers and KV heads. `cost` is in bytes: this sequence's own cache reads and its share of
+    the weights. `length` counts tokens in the cache, `generated` those produced, `remaining` those still
+    allowed; `arrival` orders requests; `urgency` is the caller's.
     """
 
     entropy: Float[Array, "*b"]
     varentropy: Float[Array, "*b"]
     entropy_low: Float[Array, "*b"]
     entropy_high: Float[Array, "*b"]
+    margin: Float[Array, "*b"]
     tempered_entropy: Float[Array, "*b"]
     tempered_varentropy: Float[Array, "*b"]
     truncated_entropy: Float[Array, "*b"]
@@ -137,4 +140,4 @@ TemperatureRule = Callable[[Moments, Signals, ControlState], Float[Array, ""]]
 """The temperature for this very token, decided before it is drawn; may probe other temperatures."""
 
 PriorityRule = Callable[[Signals, ControlState], Float[Array, ""]]
-"""How soon a sequence should be served, higher first; aging is added where rows are chosen."""
+"""How soon a sequence should be served, higher first; `priority.aged` keeps a rule from starving anybody."""

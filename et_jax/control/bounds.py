@@ -75,6 +75,15 @@ def _held(num_tokens: Int[Array, " n"], per_token: Interval) -> Interval:
     )
 
 
+def code_scale(
+    key_min: Float[Array, "*n d"], key_max: Float[Array, "*n d"]
+) -> tuple[Float[Array, "*n d"], Float[Array, "*n d"]]:
+    """Return the scale (max - min) / 255 and the offset min + 128 scale that put 8-bit codes across a block's box."""
+    low, high = key_min.astype(jnp.float32), key_max.astype(jnp.float32)
+    scale = (high - low) / 255.0
+    return scale, low + 128.0 * scale
+
+
 def coded_mass(
     query: Float[Array, "g d"],
     codes: Int8[Array, "n s d"],
@@ -86,7 +95,7 @@ def coded_mass(
 
     A key is within scale / 2 of its code in every channel, a score within e = sum_c |q_c| scale_c / 2,
     so log Z is within e of the codes' own. With scale = (max - min) / 255 the error is 1/510 of the box
-    width. Only the first `num_tokens` codes of a block count.
+    width (see `code_scale`). Only the first `num_tokens` codes of a block count.
     """
     q = query.astype(jnp.float32)
     error = scores(jnp.abs(q), 0.5 * scale.astype(jnp.float32))
@@ -96,6 +105,32 @@ def coded_mass(
     estimate = scores(q, offset) + jax.nn.logsumexp(score, axis=-1, where=counts)
     held = num_tokens > 0
     return Interval(low=jnp.where(held, estimate - error, -jnp.inf), high=jnp.where(held, estimate + error, -jnp.inf))
+
+
+def residual_error(
+    mass: Interval,
+    estimate: Float[Array, "g n"],
+    opened: Bool[Array, " n"],
+    log_opened: Float[Array, " g"],
+    apart: Float[Array, "g n"],
+    value_radius: Float[Array, " n"],
+) -> Float[Array, " g"]:
+    """Return a bound on |o - o~|, o~ the output in which each unread block counts as its mean value.
+
+    With Z^_b = e^estimate standing in for an unread block's mass, Z_b within [L_b, U_b] of `mass`,
+    `apart` = |mean value_b - o~|, and the values of a block within `value_radius` of their mean:
+
+        |o - o~| <= sum_D [U_b radius_b + max(U_b - Z^_b, Z^_b - L_b) apart_b] / (Z_S + sum_D L_b)
+
+    from Z (o - o~) = sum_D (N_b - Z_b mean_b) + sum_D (Z_b - Z^_b)(mean_b - o~). In units of the values.
+    """
+    unread = jnp.where(opened, -jnp.inf, 0.0)
+    top = jnp.maximum(log_opened, jnp.max(mass.high + unread, axis=-1))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)[:, None]
+    high, low, guess = (jnp.exp(x + unread - top) for x in (mass.high, mass.low, estimate))
+    doubt = jnp.maximum(high - guess, guess - low)
+    wrong = jnp.where(high > 0, high * value_radius + doubt * apart, 0.0)
+    return jnp.sum(wrong, axis=-1) / (jnp.exp(log_opened - top[:, 0]) + jnp.sum(low, axis=-1))
 
 
 def kept_mass(

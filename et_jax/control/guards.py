@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float
 from et_jax.control.base import AnyLaw, ControlState, Law, Signals, chain
 from et_jax.types import replace
 
+_COUNTS = frozenset({"events", "tokens"})
+
 
 def clipped(law: AnyLaw, field: str, low: float, high: float) -> Law:
     """The law with what it decides kept in [low, high], in the units of `field`, from the start.
@@ -86,7 +88,7 @@ def _counted(law: Law, name: str, event) -> Law:
     def init(state: ControlState) -> ControlState:
         state = law.init(state)
         zero = jnp.zeros(state.temperature.shape, jnp.int32)
-        return replace(state, memory=state.memory | {name: {"events": zero, "tokens": zero}})
+        return replace(state, memory=state.memory | {name: dict.fromkeys(_COUNTS, zero)})
 
     def update(signals: Signals, state: ControlState) -> ControlState:
         state = law.update(signals, state)
@@ -102,3 +104,9 @@ def rate(state: ControlState, name: str) -> Float[Array, "*b"]:
     """Return the share of tokens flagged by the counting guard whose notes are `memory[name]`, 0 before the first."""
     notes = state.memory[name]
     return notes["events"].astype(jnp.float32) / jnp.maximum(notes["tokens"], 1).astype(jnp.float32)
+
+
+def rates(state: ControlState) -> dict[str, Float[Array, "*b"]]:
+    """Return `rate` of every counting guard in the chain, by name."""
+    counted = [name for name, notes in state.memory.items() if isinstance(notes, dict) and set(notes) == _COUNTS]
+    return {name: rate(state, name) for name in counted}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from et_jax.control.base import ControlState, Signals
-from et_jax.control.select import BlockView
+from et_jax.control.view import BlockView
 from et_jax.types import replace
 
 WHOLE = {"blocks_read", "length", "generated", "remaining", "arrival", "pages_held"}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from et_jax.control.base import ControlState, Law, Signals, chain, pack_blocks, unpack_blocks
 from et_jax.control.clock import paper
-from et_jax.control.select import BlockView, dense, sinks_window
+from et_jax.control.select import dense, sinks_window
 from et_jax.control.temperature import fixed, thermostat
+from et_jax.control.view import BlockView
 from et_jax.types import replace
 
 INTEGERS = {"blocks_read", "length", "generated", "remaining", "arrival", "pages_held", "wait"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from et_jax.control import select
+from et_jax.control import contribution, select
 from et_jax.types import replace
 
 FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
@@ -25,10 +25,10 @@ PROPORTIONAL = {
     "certified": select.certified(),
     "certified box": select.certified(select.box_bounds),
     "paper influence": select.paper(),
-    "paper mass": select.paper(select.mass),
-    "paper value_gauss": select.paper(select.value_gauss),
+    "paper mass": select.paper(contribution.mass),
+    "paper value_gauss": select.paper(contribution.value_gauss),
 }
-compiled = {name: jax.jit(selector.mask) for name, selector in PROPORTIONAL.items()}
+compiled = {name: jax.jit(selector) for name, selector in PROPORTIONAL.items()}
 
 
 def held_of(b):
@@ -80,9 +80,9 @@ def test_paper_opens_what_contributes_more_than_the_threshold(blocks, seed, fami
     gauss = 0.5 * ((value - middle) ** 2 / np.maximum(variance, 1e-37)).sum(-1)
     # A block held alone has no others to stand out from.
     expected = {"paper mass": share, "paper value_gauss": share * (gauss if held.sum() > 1 else 0.0)}
-    for name, contribution in expected.items():
-        sure = np.abs(contribution - tolerance) > 1e-4 * (1 + tolerance)
-        wanted = (contribution > tolerance).any(0)
+    for name, each in expected.items():
+        sure = np.abs(each - tolerance) > 1e-4 * (1 + tolerance)
+        wanted = (each > tolerance).any(0)
         plain = sure.all(0) & held
         np.testing.assert_array_equal(np.asarray(compiled[name](b.view))[plain], wanted[plain])
 
@@ -96,7 +96,7 @@ def test_influence_of_single_tokens_is_how_far_the_output_moves_without_them(blo
     key, value = b.key[held, 0].astype(np.float64), b.value[held, 0].astype(np.float64)
     weight = np.exp(np.asarray(b.view.query, np.float64) @ key.T)
     out = weight @ value / weight.sum(-1, keepdims=True)
-    got = np.asarray(select.influence(b.view))
+    got = np.asarray(contribution.influence(b.view))
     assert np.all(got[:, ~held] == 0)
     for block in range(held.sum()):
         rest = weight.copy()
@@ -132,7 +132,7 @@ def test_quest_opens_the_highest_possible_scores(blocks, seed, family, num_block
         assert score[opened].min() > score[closed].max() - 1e-4
 
 
-QUEST = {n: jax.jit(select.quest(n).mask) for n in (1, 3, 10, 20)}
+QUEST = {n: jax.jit(select.quest(n)) for n in (1, 3, 10, 20)}
 
 
 def nothing(view):
@@ -164,7 +164,7 @@ def test_guards_open_sinks_window_and_a_minimum_and_nothing_else(blocks, seed, s
 
 
 GUARDED = {
-    (sinks, window, least): jax.jit(select.guarded(nothing, sinks, window, least).mask)
+    (sinks, window, least): jax.jit(select.guarded(nothing, sinks, window, least))
     for sinks in (0, 6)
     for window in (0, 7)
     for least in (0, 4)
@@ -173,7 +173,7 @@ GUARDED = {
 
 def test_guards_only_add(blocks):
     b = blocks(11, tolerance=0.4)
-    guarded = jax.jit(select.guarded(PROPORTIONAL["certified"]).mask)
+    guarded = jax.jit(select.guarded(PROPORTIONAL["certified"]))
     assert np.all(np.asarray(guarded(b.view)) >= np.asarray(compiled["certified"](b.view)) & held_of(b))
 
 
@@ -183,10 +183,10 @@ def test_dense_reads_all_guarded_or_not(blocks):
     assert not select.guarded(select.quest(2)).reads_all
 
 
-def test_expected_surprisal_weighs_what_is_stored_by_the_mass(blocks):
+def test_token_nll_weighs_what_is_stored_by_the_mass(blocks):
     b = blocks(7)
     stored = np.linspace(0.5, 5, NUM_BLOCKS)
-    got = select.expected_surprisal(b.view, jnp.asarray(stored, jnp.float32))
+    got = contribution.token_nll(replace(b.view, mean_surprisal=jnp.asarray(stored, jnp.float32)))
     np.testing.assert_allclose(got, centroid_shares(b) * stored, rtol=1e-4, atol=1e-6)
 
 

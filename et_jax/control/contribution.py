@@ -1,0 +1,54 @@
+"""What a block contributes to the output: readings of E_b = sum_{i in b} alpha_i s(v_i), made without reading it.
+
+s is the surprisal "associated with the value vector", which the paper does not define; each function
+here is one thing it may stand for. All weigh by the estimated attention mass of a block, which takes its
+keys for their mean. Source: Entropic-Time Inference, section 3.2.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from et_jax.control.view import BlockView, held_values
+from et_jax.control.view import mass as mass
+
+Contribution = Callable[[BlockView], Float[Array, "g n"]]
+"""An estimate of E_b for each query head and block. `view.mass` is E_b with surprisal 1."""
+
+
+def influence(view: BlockView) -> Float[Array, "g n"]:
+    """Return how far the output would move without the block: a_b / (1 - a_b) |v_b - o|, in units of the values.
+
+    Exact where a_b is the block's mass, v_b its own output and o the whole output; here the estimated
+    mass, the mean value and the mean of those. Infinite for a block that holds all the mass.
+    """
+    share, value = mass(view), held_values(view)
+    apart = jnp.linalg.norm(value[None] - jnp.matmul(share, value)[:, None], axis=-1)
+    rest = 1.0 - share
+    return jnp.where(rest > 0, share * apart / jnp.where(rest > 0, rest, 1.0), jnp.inf)
+
+
+def value_gauss(view: BlockView) -> Float[Array, "g n"]:
+    """Return mass times 1/2 sum_c (v_c - mu_c)^2 / s_c^2, in nats: the surprisal of a block's mean value.
+
+    Under a normal fitted, channel by channel, to the mean values of the blocks held; what values differ
+    within a block is not stored and not counted.
+    """
+    weight = view.num_tokens.astype(jnp.float32)[:, None]
+    weight = weight / jnp.maximum(jnp.sum(weight), 1.0)
+    value = held_values(view)
+    apart = value - jnp.sum(weight * value, axis=0)
+    variance = jnp.sum(weight * apart * apart, axis=0)
+    ratio = apart * apart / jnp.maximum(variance, jnp.finfo(jnp.float32).tiny)
+    return mass(view) * (0.5 * jnp.sum(ratio, axis=-1))
+
+
+def token_nll(view: BlockView) -> Float[Array, "g n"]:
+    """Return mass times the mean of -log p(x_i | x_<i) of the block's tokens, in nats.
+
+    The cache must keep surprisals, and the prompt then passes through the language-model head.
+    """
+    if view.mean_surprisal is None:
+        raise ValueError("token_nll: the cache keeps no surprisals; set surprisals=True in the Controller")
+    return mass(view) * view.mean_surprisal

@@ -1,0 +1,153 @@
+"""Choosing blocks over the cache: a selector asked for every row and KV head, and what its answer is worth.
+
+Selectors see one sequence's blocks (`control.view.BlockView`); the cache holds pages. This is where the
+one is made of the other.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.cache import KVCache
+from et_jax.control import bounds
+from et_jax.control.select import Selection, Selector
+from et_jax.control.view import BlockView
+from et_jax.types import pytree, replace
+
+
+@pytree
+class Blocks:
+    """The blocks of every row: which positions they hold, and which of them a query may and must see.
+
+    `table` gives their pages, `length` the tokens of a row. `num_tokens` counts a block's tokens, 0
+    where a sliding window of the layer hides any of them. `readable` blocks hold a token the query sees;
+    `certain` ones are read whatever a selector says: the newest, and the one a window cuts.
+    """
+
+    table: Int[Array, "b n"]
+    length: Int[Array, " b"]
+    start: Int[Array, " n"]
+    num_tokens: Int[Array, "b n"]
+    readable: Bool[Array, "b n"]
+    certain: Bool[Array, "b n"]
+
+
+def held_blocks(length: Int[Array, " b"], page_size: int) -> Int[Array, " b"]:
+    """Return the blocks that sequences of these lengths hold."""
+    return (length + page_size - 1) // page_size
+
+
+def first_block(length: Int[Array, " b"], page_size: int, window: int | None) -> Int[Array, " b"]:
+    """Return the first block a query at the last position may see."""
+    return jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0) // page_size
+
+
+def blocks_of(table: Int[Array, "b n"], length: Int[Array, " b"], page_size: int, window: int | None) -> Blocks:
+    """Return the blocks of rows whose query stands at position `length - 1`."""
+    start = jnp.arange(table.shape[1], dtype=jnp.int32) * page_size
+    block = jnp.arange(table.shape[1])
+    first = first_block(length, page_size, window)[:, None]
+    held = held_blocks(length, page_size)[:, None]
+    readable = (block >= first) & (block < held)
+    hidden = jnp.zeros_like(readable) if window is None else start < length[:, None] - window
+    return Blocks(
+        table=table,
+        length=length,
+        start=start,
+        num_tokens=jnp.where(hidden, 0, jnp.clip(length[:, None] - start, 0, page_size)),
+        readable=readable,
+        certain=readable & ((block == held - 1) | hidden),
+    )
+
+
+def select(
+    selector: Selector,
+    query: Float[Array, "b k g d"],
+    cache: KVCache,
+    layer: int,
+    blocks: Blocks,
+    tolerance: Float[Array, " b"],
+) -> Selection:
+    """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
+
+    `query` is float32 and scaled.
+    """
+    d, stored = query.shape[-1], cache.layers[layer]
+    box, mean = (
+        x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.summary.key_box, stored.summary.mean)
+    )
+    codes = stored.key_codes
+    if codes is not None:
+        codes = codes[:, blocks.table].swapaxes(0, 1)
+        codes = codes.reshape(*codes.shape[:3], -1, d)
+
+    def of_head(query, box, mean, radius, codes, num_tokens, length, tolerance, surprisal) -> Selection:
+        view = BlockView(
+            query=query,
+            key_min=box[:, :d],
+            key_max=box[:, d : 2 * d],
+            key_mean=mean[:, :d],
+            value_mean=mean[:, d : 2 * d],
+            value_radius=radius,
+            start=blocks.start,
+            num_tokens=num_tokens,
+            length=length,
+            tolerance=tolerance,
+            key_codes=codes,
+            mean_surprisal=surprisal,
+        )
+        return selector.choose(view)
+
+    radius = stored.summary.value_radius[:, blocks.table].swapaxes(0, 1)
+    of_row = jax.vmap(of_head, in_axes=(0, 0, 0, 0, 0, None, None, None, None))
+    chosen = jax.vmap(of_row)(
+        query, box, mean, radius, codes, blocks.num_tokens, blocks.length, tolerance, _mean_surprisal(cache, blocks)
+    )
+    opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
+    return replace(chosen, opened=opened)
+
+
+def _mean_surprisal(cache: KVCache, blocks: Blocks) -> Float[Array, "b n"] | None:
+    if cache.surprisal is None:
+        return None
+    each = cache.surprisal[blocks.table]
+    counts = jnp.arange(each.shape[-1]) < blocks.num_tokens[..., None]
+    total = jnp.sum(jnp.where(counts, each, 0.0), axis=-1)
+    return total / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
+
+
+def kept_mass(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Float[Array, " b"]:
+    """Return the least share of attention mass read, over heads: certain where the selector bounds the rest.
+
+    Otherwise unread blocks count as the selector guesses them. `log_read` is the log-sum-exp over what
+    was read, in nats.
+    """
+    log_mass = chosen.estimate if chosen.upper is None else chosen.upper
+    read = chosen.opened | ~blocks.readable[:, None]
+    each = jax.vmap(jax.vmap(bounds.kept_mass))(log_mass, read, log_read)
+    return jnp.min(each, axis=(1, 2))
+
+
+def with_residual(
+    out: Float[Array, "b k g d"],
+    chosen: Selection,
+    blocks: Blocks,
+    log_read: Float[Array, "b k g"],
+    value_mean: Float[Array, "b k n d"],
+) -> Float[Array, "b k g d"]:
+    """Return the output with every unread block counted as its mean value at its estimated mass.
+
+        o~ = (Z_S o + sum_D Z^_b mean_b) / (Z_S + sum_D Z^_b)
+
+    S the blocks read, D the others a query may see; `out` is o over S, `bounds.residual_error` bounds what
+    remains. Float32.
+    """
+    unread = (blocks.readable[:, None] & ~chosen.opened)[:, :, None]
+    left = jnp.where(unread, chosen.estimate, -jnp.inf)
+    top = jnp.maximum(jnp.max(left, axis=-1), log_read)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)[..., None]
+    weight, read = jnp.exp(left - top), jnp.exp(log_read[..., None] - top)
+    value = jnp.where(unread.swapaxes(2, 3), value_mean, 0.0)
+    mixed = jnp.einsum("bkgn,bknd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)
+    total = read + jnp.sum(weight, axis=-1, keepdims=True)
+    return (read * out + mixed) / jnp.where(total > 0, total, 1.0)

@@ -1,0 +1,166 @@
+"""A small model with random weights, driven through the hall, and the dense model it must agree with."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from et_jax import sampling
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import forward, initialise
+from et_jax.state import DecoderConfig, Request
+
+VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
+POOL = 25  # 24 pages for three slots of up to sixteen blocks
+MODEL = ModelConfig(
+    architecture="llama",
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=LENGTH,
+    norm_eps=1e-6,
+    rope_theta=10000.0,
+    windows=(None, None),
+)
+NARROW = dataclasses.replace(MODEL, windows=(6, None))
+
+
+@functools.cache
+def weights(dtype=jnp.float32):
+    """Random weights, larger than a model's first ones so that attention shows in the logits."""
+    drawn = initialise(MODEL, jax.random.key(0), dtype)
+    return jax.tree.map(lambda x: x * jnp.asarray(8 if x.ndim > 1 else 1, dtype), drawn)
+
+
+def configuration(**changes) -> DecoderConfig:
+    plain = dict(
+        model=MODEL,
+        num_slots=3,
+        batch=3,
+        page_size=PAGE,
+        num_pages=POOL,
+        max_length=LENGTH,
+        chunk=CHUNK,
+        max_steps=32,
+        cache_dtype=jnp.float32,
+        backend="xla",
+    )
+    return DecoderConfig(**plain | changes)
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return np.random.default_rng(number).integers(1, VOCABULARY, length).tolist()
+
+
+def request(token: int, *, seed: int = 0, limit: int = 12, index: int = 0, arrival: int = 0, stop=(), **settings):
+    plain = dict(temperature=1.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    plain |= dict(presence_penalty=0.0, frequency_penalty=0.0)
+    top_k = jnp.int32(settings.pop("top_k", 0))
+    fields = {name: jnp.float32(value) for name, value in (plain | settings).items()}
+    return Request(
+        token=jnp.int32(token),
+        limit=jnp.int32(limit),
+        arrival=jnp.int32(arrival),
+        urgency=jnp.float32(0),
+        index=jnp.int32(index),
+        stop_ids=jnp.asarray([*stop, *[-1] * (8 - len(stop))], jnp.int32),
+        sampling=sampling.Sampling(**fields, top_k=top_k, key=jax.random.key_data(jax.random.key(seed))),
+        in_prompt=None,
+    )
+
+
+def fill(d, params, state, slot: int, tokens: list[int]):
+    """Write a prompt but for its last token, chunk by chunk."""
+    for at in range(0, len(tokens) - 1, CHUNK):
+        part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
+        padded = jnp.asarray(part + [0] * (CHUNK - len(part)), jnp.int32)
+        state, granted = d.prefill(params, state, slot, padded, len(part))
+        assert granted
+    return state
+
+
+def start(d, params, state, slot: int, tokens: list[int], **asked):
+    state = fill(d, params, state, slot, tokens)
+    return d.insert(state, slot, request(tokens[-1], **asked))
+
+
+def run(d, params, state, steps: int = 32):
+    """Decode, and return the state and each slot's rows of the output, those produced."""
+    state, output, ran = d.decode(params, state, steps)
+    host = jax.tree.map(
+        lambda x: np.asarray(x[: int(ran)].astype(jnp.float32) if x.dtype == jnp.bfloat16 else x), output
+    )
+    rows = {}
+    for slot in range(d.config.num_slots):
+        kept = np.flatnonzero(host.produced[: int(ran), slot])
+        rows[slot] = jax.tree.map(lambda x, kept=kept, slot=slot: x[kept, slot], host)
+    return state, rows
+
+
+def texts(rows) -> dict[int, list[int]]:
+    return {slot: row.token.tolist() for slot, row in rows.items()}
+
+
+def text_of(d, params, slot: int, tokens: list[int], **asked) -> list[int]:
+    """The text of one sequence that has the decoder to itself."""
+    return texts(run(d, params, start(d, params, d.empty(), slot, tokens, **asked))[1])[slot]
+
+
+def same_bits(a, b) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+@functools.cache
+def dense_forward(model: ModelConfig):
+    """`forward` with plain attention over a whole sequence, reading what it is told."""
+
+    def attend_to(reads):
+        def attend(layer, q, k, v, kept):
+            k, v = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
+            scores = jnp.einsum("bihd,bjhd->bhij", q, k) / np.float32(model.head_dim**0.5)
+            whole = jax.nn.softmax(jnp.where(np.tril(np.ones((LENGTH, LENGTH), bool)), scores, -jnp.inf))
+            share = jnp.sum(jnp.where(reads[layer], whole, 0.0), axis=-1)[0].min(axis=0)
+            weights = jax.nn.softmax(jnp.where(reads[layer], scores, -jnp.inf))
+            return jnp.einsum("bhij,bjhd->bihd", weights, v), jnp.minimum(kept, share)
+
+        return attend
+
+    def run(params, tokens, reads):
+        positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        return forward(params, model, tokens[None], positions, attend_to(reads), jnp.ones(LENGTH))
+
+    return jax.jit(run)
+
+
+def dense(params, model: ModelConfig, tokens: list[int], opened=None):
+    """Logits of the dense model, and the least share over heads of the attention mass on what each query reads.
+
+    `opened(layer, i)` gives the positions the query at position i reads; all before it if None.
+    """
+    t = len(tokens)
+    reads = np.tile(np.eye(LENGTH, dtype=bool), (model.num_layers, 1, 1))  # the padding reads itself
+    for layer, i in itertools.product(range(model.num_layers), range(t)):
+        window = model.windows[layer] or t
+        seen = range(i + 1) if opened is None else opened(layer, i)
+        reads[layer, i, [j for j in seen if i - window < j <= i]] = True
+    padded = jnp.asarray(tokens + [0] * (LENGTH - t), jnp.int32)
+    logits, kept = dense_forward(model)(params, padded, jnp.asarray(reads))
+    return np.asarray(logits[0, :t], np.float64), np.asarray(kept[:t])
+
+
+PROMPTS = {0: prompt(0, 11), 1: prompt(1, 1), 2: prompt(2, 21)}  # two chunks, none, three
+
+
+def paged_texts(d, params, **asked):
+    state = d.empty()
+    for slot, tokens in PROMPTS.items():
+        state = start(d, params, state, slot, tokens, **asked)
+    return run(d, params, state)[1]
