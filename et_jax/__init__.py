@@ -19,6 +19,7 @@ _HOMES = {
     "ControlState": "et_jax.control.base",
     "Law": "et_jax.control.base",
     "chain": "et_jax.control.base",
+    "preset": "et_jax.presets",
     "BlockView": "et_jax.control.view",
     "replace": "et_jax.types",
     "UsageError": "et_jax.types",

@@ -53,3 +53,12 @@ def token_flops(num_weights: int, tokens_read: int, group_size: int, head_dim: i
     `tokens_read` counts cached tokens over layers and KV heads, each met by `group_size` query heads.
     """
     return 2.0 * num_weights + 4.0 * head_dim * group_size * tokens_read
+
+
+def selection_flops(summaries_read: int, group_size: int, head_dim: int, codes_per_summary: int) -> float:
+    """Return the FLOPs, at most, of scoring blocks by their summaries, counted over layers and KV heads.
+
+    Per query head and channel: 8 for the two ends of the box, 2 for the mean key, and 2 for every 8-bit
+    key where a block keeps `codes_per_summary` of them.
+    """
+    return (10.0 + 2.0 * codes_per_summary) * head_dim * group_size * summaries_read

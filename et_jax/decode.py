@@ -358,6 +358,7 @@ def _measure(
         margin=entropy.margin(logits, raw),
         kept_mass=receipts.kept_mass,
         blocks_read=receipts.blocks_read,
+        summaries_read=receipts.summaries_read,
         cost=cost.sequence_bytes(
             _traffic(params, state.cache), config.batch, receipts.blocks_read, receipts.summaries_read
         ),

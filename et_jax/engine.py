@@ -13,11 +13,13 @@ from et_jax import cost
 from et_jax.continuation import Continuation
 from et_jax.decode import Decoder, decoder
 from et_jax.models.bundled import bundled_folder
+from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import load as load_checkpoint
 from et_jax.models.checkpoint import resolve
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params
 from et_jax.pallas.backend import pick
+from et_jax.presets import preset
 from et_jax.requests import MAX_STOP_IDS, Completion, SamplingParams, TokenEvent, TokenTrace
 from et_jax.state import Controller, DecoderConfig, DecodeState, Request, StepOutput, request
 from et_jax.tokenizer import Tokenizer, load_tokenizer
@@ -29,6 +31,9 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
 
+
+Control = str | Controller
+"""A preset by name, see `presets.preset`, or a controller of one's own."""
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 """One prompt or several, each a text or a list of token ids."""
@@ -43,7 +48,7 @@ def load(
     num_pages: int | None = None,
     max_num_seqs: int = 8,
     chunk: int = 64,
-    controller: Controller | None = None,
+    control: Control = "off",
     backend: str | None = None,
     compilation_cache: str | Path | None = "~/.cache/et_jax/programs",
     progress: Callable[[str], None] | None = None,
@@ -54,7 +59,8 @@ def load(
     128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
     `max_num_seqs` sequences are decoded together, always as that many rows: the same number gives the
     same text, alone or in company. `num_pages` bounds the cache; by default every sequence can reach
-    `max_model_len`. `compilation_cache` keeps compiled programs between runs; None keeps none.
+    `max_model_len`. `control` is a preset's name or a Controller (see `presets.preset`).
+    `compilation_cache` keeps compiled programs between runs; None keeps none.
 
     Raises UsageError, one sentence, for a name, a file or a size that cannot work.
     """
@@ -75,10 +81,15 @@ def load(
         num_pages=num_pages,
         max_num_seqs=max_num_seqs,
         chunk=chunk,
-        controller=controller,
+        control=control,
+        calibration=read_calibration(folder),
         backend=backend,
         progress=progress,
     )
+
+
+def _controller(control: Control) -> Controller:
+    return preset(control) if isinstance(control, str) else control
 
 
 def _keep_programs(folder: Path) -> None:
@@ -104,7 +115,8 @@ class Model:
         num_pages: int | None = None,
         max_num_seqs: int = 8,
         chunk: int = 64,
-        controller: Controller | None = None,
+        control: Control = "off",
+        calibration: float = 1.0,
         backend: str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -124,7 +136,7 @@ class Model:
         everything = self.num_slots * self._blocks(self.max_model_len) + 1
         self.num_pages = everything if num_pages is None else num_pages
         self.chunk = self._blocks(min(chunk, self.max_model_len)) * self.page_size
-        self.controller = controller or Controller()
+        self.control, self.calibration = _controller(control), calibration
         self.backend = backend or pick()
         self.num_multiplied = cost.num_multiplied(params)
         self._tell = progress or (lambda _: None)
@@ -134,7 +146,7 @@ class Model:
         """Return the continuations of every prompt, in order, `n` of each.
 
         Give a `SamplingParams`, or its fields as keywords: `model.generate("It was", temperature=0.7)`.
-        The keywords of `stream` serve here too, `controller` among them.
+        The keywords of `stream` serve here too, `control` among them.
         """
         ended = [event for event in self.stream(prompts, params, **settings) if event.completion]
         ended.sort(key=lambda event: (event.prompt_index, event.index))
@@ -145,21 +157,21 @@ class Model:
         prompts: Prompts,
         params: SamplingParams | None = None,
         *,
-        controller: Controller | None = None,
+        control: Control | None = None,
         burst_seconds: float = 0.05,
         cancelled: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> Iterator[TokenEvent]:
         """Yield every token of every continuation as it comes; prompts are texts, or lists of token ids.
 
-        `controller` stands in for the model's own; each one compiles once. The device runs at most about
+        `control` stands in for the model's own; each one compiles once. The device runs at most about
         `burst_seconds` between two looks. When `cancelled` answers True, every unfinished sequence ends
         with what it has, as "abort".
         """
         params = params or SamplingParams(**settings)
         alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         waiting = collections.deque(self._sequences([prompts] if alone else prompts, params))
-        bound = self.decoder(controller, penalties=params.penalises, num_logprobs=params.logprobs)
+        bound = self.decoder(control, penalties=params.penalises, num_logprobs=params.logprobs)
         run = _Run(self, bound, burst_seconds)
         while waiting or run.slots:
             if cancelled():
@@ -226,11 +238,9 @@ class Model:
                 )
         return sequences
 
-    def decoder(
-        self, controller: Controller | None = None, *, penalties: bool = False, num_logprobs: int = 0
-    ) -> Decoder:
+    def decoder(self, control: Control | None = None, *, penalties: bool = False, num_logprobs: int = 0) -> Decoder:
         """Return the pure functions underneath, bound to this model; compiled once for each set of arguments."""
-        controller = controller or self.controller
+        controller = self.control if control is None else _controller(control)
         key = (penalties, num_logprobs, controller)
         if key not in self._decoders:
             self._tell("compiling")
@@ -249,6 +259,7 @@ class Model:
                     num_logprobs=num_logprobs,
                     num_stop_ids=_EOS_SLOTS + MAX_STOP_IDS,
                     penalties=penalties,
+                    calibration=self.calibration,
                     controller=controller,
                 )
             )
@@ -357,6 +368,13 @@ class _Run:
             kept_mass=float(signals.kept_mass[i, slot]),
             entropic_time=float(host.entropic_time[i, slot]),
             cost=float(signals.cost[i, slot]),
-            flops=cost.token_flops(self.model.num_multiplied, tokens_read, c.group_size, c.head_dim),
+            flops=cost.token_flops(self.model.num_multiplied, tokens_read, c.group_size, c.head_dim)
+            + cost.selection_flops(
+                int(signals.summaries_read[i, slot]),
+                c.group_size,
+                c.head_dim,
+                self.model.page_size if self.decoder.config.controller.key_codes else 0,
+            ),
+            guard_rates={name: float(rate[i, slot]) for name, rate in host.guard_rates.items()},
             top=top,
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from et_jax.engine import Model
     from et_jax.requests import Completion, SamplingParams, TokenEvent
+    from et_jax.state import Controller
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes; the last is the shell's for Ctrl-C
 
@@ -49,6 +50,14 @@ def parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
+    control = p.add_argument_group("control")
+    control.add_argument(
+        "--control", default="off", help="off (default), paper, guarded or certified: which laws run the decoder"
+    )
+    control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
+    control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")
+    control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
+    control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
     machine = p.add_argument_group("model and memory")
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
@@ -98,9 +107,9 @@ def _run(args: argparse.Namespace) -> int:
         trace = stack.enter_context(_open(args.trace)) if args.trace else None
         if args.plot:
             _check_plot(args.plot)
-        params = _sampling(args)
+        params, control = _sampling(args), _controller(args)
         progress = _Progress()
-        model = _load(args, params, progress)
+        model = _load(args, params, control, progress)
         ids = (
             [model.tokenizer.chat([{"role": "user", "content": prompt}], args.system_prompt)] if args.chat else [prompt]
         )
@@ -127,7 +136,19 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams(**{name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)})
 
 
-def _load(args: argparse.Namespace, params: "SamplingParams", progress: "_Progress") -> "Model":
+def _controller(args: argparse.Namespace) -> "Controller":
+    from et_jax.presets import preset
+
+    return preset(
+        args.control,
+        target_entropy=args.target_entropy,
+        tolerance=args.tolerance,
+        min_blocks=args.min_blocks,
+        window=args.window,
+    )
+
+
+def _load(args: argparse.Namespace, params: "SamplingParams", control: "Controller", progress: "_Progress") -> "Model":
     from et_jax.engine import load
 
     model = load(
@@ -137,6 +158,7 @@ def _load(args: argparse.Namespace, params: "SamplingParams", progress: "_Progre
         max_model_len=args.max_model_len,
         num_pages=args.num_pages,
         max_num_seqs=params.n,
+        control=control,
         progress=progress.tell,
     )
     if args.verbose:
@@ -255,8 +277,20 @@ class _Report:
         return (
             f"[{self._tokens} tokens ({reasons}), {rate:.1f} tokens/s, first after {wait:.2f} s; "
             f"entropic time {nats:.1f} nats, cost {moved / 1e6:.1f} MB moved and {flops / 1e9:.2f} GFLOP, "
-            f"{nats / moved * 1e6:.3g} nats/MB]"
+            f"{nats / moved * 1e6:.3g} nats/MB{self._control()}]"
         )
+
+    def _control(self) -> str:
+        """What control did: blocks read, mass kept, temperature, and what the guards counted."""
+        rows = [row for completion in self.completions for row in completion.trace]
+        said = []
+        held = sum(row.blocks_held for row in rows)
+        if (read := sum(row.blocks_read for row in rows)) < held:
+            said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
+        for name in rows[0].guard_rates:
+            worst = max(completion.guard_rates[name] for completion in self.completions if completion.trace)
+            said.append(f"{name} {100 * worst:.0f}% of tokens")
+        return "".join(f"; {part}" for part in said)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,9 @@ class TokenTrace:
     `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
     the one it was drawn at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads.
     `entropic_time` (nats) runs up to this token; `cost` is this token's bytes, `flops` its FLOPs.
-    `text` is what it added to the text, empty while a character is incomplete. `top` lists
-    alternatives as (token, log-probability).
+    `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
+    token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
+    log-probability).
     """
 
     token: int
@@ -96,6 +97,7 @@ class TokenTrace:
     entropic_time: float
     cost: float
     flops: float
+    guard_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     top: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -145,6 +147,16 @@ class Completion:
         """FLOPs of the decode steps of this sequence."""
         return sum(row.flops for row in self.trace)
 
+    @property
+    def efficiency(self) -> float:
+        """Entropic time per cost, in nats per byte."""
+        return self.entropic_time / self.cost if self.trace else 0.0
+
+    @property
+    def guard_rates(self) -> dict[str, float]:
+        """Share of tokens that each counting guard flagged: `temperature_saturation`, `stability`."""
+        return self.trace[-1].guard_rates if self.trace else {}
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         return {
@@ -160,8 +172,11 @@ class Completion:
                 "entropic_time": self.entropic_time,
                 "cost_bytes": self.cost,
                 "flops": self.flops,
+                "nats_per_byte": self.efficiency,
                 "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in self.trace]),
+                "least_mass_kept": min((row.kept_mass for row in self.trace), default=None),
                 "temperature_range": _range([row.temperature for row in self.trace]),
+                "guard_rates": self.guard_rates,
             },
         }
 

@@ -190,7 +190,7 @@ class StepOutput:
 def blank_signals(shape: tuple[int, ...]) -> Signals:
     """Return signals of nothing observed yet."""
     fields = {f.name: jnp.zeros(shape, jnp.float32) for f in dataclasses.fields(Signals)}
-    whole = ("blocks_read", "length", "generated", "remaining", "arrival", "pages_held")
+    whole = ("blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held")
     return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
 
 

@@ -126,7 +126,9 @@ def dense_forward(model: ModelConfig):
         def attend(layer, q, k, v, kept):
             k, v = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
             scores = jnp.einsum("bihd,bjhd->bhij", q, k) / np.float32(model.head_dim**0.5)
-            whole = jax.nn.softmax(jnp.where(np.tril(np.ones((LENGTH, LENGTH), bool)), scores, -jnp.inf))
+            behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+            seen = (behind >= 0) & (behind < (model.windows[layer] or LENGTH))
+            whole = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
             share = jnp.sum(jnp.where(reads[layer], whole, 0.0), axis=-1)[0].min(axis=0)
             weights = jax.nn.softmax(jnp.where(reads[layer], scores, -jnp.inf))
             return jnp.einsum("bhij,bjhd->bihd", weights, v), jnp.minimum(kept, share)

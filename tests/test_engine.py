@@ -281,7 +281,7 @@ def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, mode
         tokenizer=model.tokenizer,
         max_num_seqs=3,
         chunk=32,
-        controller=model.controller,
+        control=model.control,
     )
     spoilt._decoders = model._decoders  # the same programs
     completion = spoilt.generate(ONCE, max_tokens=10)[0]

@@ -28,9 +28,10 @@ class Signals:
     both. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
     `kept_mass` is the share of attention mass on the blocks read, the least over layers and query heads:
     certain under a certified selector, else an estimate that may be too high. `blocks_read` counts
-    blocks over layers and KV heads. `cost` is in bytes: this sequence's own cache reads and its share of
-    the weights. `length` counts tokens in the cache, `generated` those produced, `remaining` those still
-    allowed; `arrival` orders requests; `urgency` is the caller's.
+    blocks over layers and KV heads, `summaries_read` those looked at to choose. `cost` is in bytes: this
+    sequence's own cache reads and its share of the weights. `length` counts tokens in the cache,
+    `generated` those produced, `remaining` those still allowed; `arrival` orders requests; `urgency` is
+    the caller's.
     """
 
     entropy: Float[Array, "*b"]
@@ -44,6 +45,7 @@ class Signals:
     surprisal: Float[Array, "*b"]
     kept_mass: Float[Array, "*b"]
     blocks_read: Int[Array, "*b"]
+    summaries_read: Int[Array, "*b"]
     cost: Float[Array, "*b"]
     length: Int[Array, "*b"]
     generated: Int[Array, "*b"]

@@ -23,10 +23,23 @@ def influence(view: BlockView) -> Float[Array, "g n"]:
     Exact where a_b is the block's mass, v_b its own output and o the whole output; here the estimated
     mass, the mean value and the mean of those. Infinite for a block that holds all the mass.
     """
+    return _influence(view)[0]
+
+
+def relative_influence(view: BlockView) -> Float[Array, "g n"]:
+    """Return `influence` in units of |o|, the estimated output's length: one theta for every layer and model."""
+    moved, length = _influence(view)
+    return moved / jnp.maximum(length, jnp.finfo(jnp.float32).tiny)[:, None]
+
+
+def _influence(view: BlockView) -> tuple[Float[Array, "g n"], Float[Array, " g"]]:
+    """How far the output would move without each block, and its length."""
     share, value = mass(view), held_values(view)
-    apart = jnp.linalg.norm(value[None] - jnp.matmul(share, value)[:, None], axis=-1)
+    out = jnp.matmul(share, value)
+    apart = jnp.linalg.norm(value[None] - out[:, None], axis=-1)
     rest = 1.0 - share
-    return jnp.where(rest > 0, share * apart / jnp.where(rest > 0, rest, 1.0), jnp.inf)
+    moved = jnp.where(rest > 0, share * apart / jnp.where(rest > 0, rest, 1.0), jnp.inf)
+    return moved, jnp.linalg.norm(out, axis=-1)
 
 
 def value_gauss(view: BlockView) -> Float[Array, "g n"]:

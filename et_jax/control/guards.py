@@ -26,6 +26,25 @@ def clipped(law: AnyLaw, field: str, low: float, high: float) -> Law:
     return Law(lambda signals, state: clip(inner.update(signals, state)), lambda state: clip(inner.init(state)))
 
 
+def never_above_start(law: AnyLaw, field: str) -> Law:
+    """The law with `field` never above what the sequence started with: a temperature law then only cools.
+
+    Holding entropy at a target heats tokens of which the model is certain; a one-sided law does not. The
+    start is kept in `memory[field + "_start"]`.
+    """
+    inner, name = chain(law), field + "_start"
+
+    def init(state: ControlState) -> ControlState:
+        started = inner.init(state)
+        return replace(started, memory=started.memory | {name: getattr(started, field)})
+
+    def update(signals: Signals, state: ControlState) -> ControlState:
+        decided = inner.update(signals, state)
+        return replace(decided, **{field: jnp.minimum(getattr(decided, field), decided.memory[name])})
+
+    return Law(update, init)
+
+
 def rate_limited(law: AnyLaw, field: str, rise: float, fall: float = jnp.inf) -> Law:
     """The law with `field` rising by at most `rise` and falling by at most `fall` a token, in its own units.
 

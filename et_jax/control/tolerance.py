@@ -45,14 +45,15 @@ def entropy(
     reference_entropy: float = 2.0,
     rise: float = 1.25,
     varentropy_limit: float = jnp.inf,
+    least_margin: float = 0.0,
 ) -> Law:
     """The attention mass that may be left unread, geometric between `least` and `greatest` in the entropy.
 
     c = clip((reference - max(H_high, floor)) / (reference - floor), 0, 1), 0 where the raw varentropy
-    exceeds `varentropy_limit` (nats^2); log eps = (1 - c) log least + c log greatest, and eps is at most
-    `rise` times the last (inf: no limit), so it tightens at once and loosens slowly. H_high is the upper
-    end of the estimate, in nats. The first token gets `least`. The defaults are starting points that no
-    calibration has chosen.
+    exceeds `varentropy_limit` (nats^2) or the likeliest logit leads by less than `least_margin` (nats);
+    log eps = (1 - c) log least + c log greatest, and eps is at most `rise` times the last (inf: no
+    limit), so it tightens at once and loosens slowly. H_high is the upper end of the estimate, in nats.
+    The first token gets `least`. The defaults are starting points that no calibration has chosen.
     """
 
     def init(state: ControlState) -> ControlState:
@@ -61,25 +62,29 @@ def entropy(
     def update(signals: Signals, state: ControlState) -> ControlState:
         raised = jnp.maximum(signals.entropy_high, floor)
         certainty = jnp.clip((reference_entropy - raised) / (reference_entropy - floor), 0.0, 1.0)
-        certainty = jnp.where(signals.varentropy > varentropy_limit, 0.0, certainty)
+        doubtful = (signals.varentropy > varentropy_limit) | (signals.margin < least_margin)
+        certainty = jnp.where(doubtful, 0.0, certainty)
         wanted = least * (greatest / least) ** certainty
         return replace(state, tolerance=jnp.minimum(wanted, rise * state.tolerance))
 
     return Law(update, init)
 
 
-def shuffled(tolerances: Float[Array, " t"]) -> Law:
+def shuffled(tolerances: Float[Array, "q t"], first: float) -> Law:
     """The given tolerances in order, one a token, the last for ever after; entropy plays no part.
 
-    Given a permutation of what an entropy-driven run of the same prompts decided, it spends the same
-    tolerance at the wrong moments: if quality holds, entropy chose no moments worth choosing. `generated`
-    must count the token just drawn, so that the first token gets the first and the next `tolerances[1]`.
+    The sequence of arrival number i replays row i (modulo q); its first token gets `first`, its second
+    the row's first. Given a permutation of what an entropy-driven run of the same prompts decided, it
+    spends the same tolerance at the wrong moments: if quality holds, entropy chose no moments worth
+    choosing.
     """
+    num_rows, num_tokens = tolerances.shape
 
     def init(state: ControlState) -> ControlState:
-        return replace(state, tolerance=jnp.broadcast_to(tolerances[0], state.tolerance.shape))
+        return replace(state, tolerance=jnp.full_like(state.tolerance, first))
 
     def update(signals: Signals, state: ControlState) -> ControlState:
-        return replace(state, tolerance=tolerances[jnp.minimum(signals.generated, tolerances.shape[0] - 1)])
+        at = jnp.minimum(signals.generated - 1, num_tokens - 1)
+        return replace(state, tolerance=tolerances[signals.arrival % num_rows, at])
 
     return Law(update, init)

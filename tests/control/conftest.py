@@ -12,7 +12,7 @@ from et_jax.control.base import ControlState, Signals
 from et_jax.control.view import BlockView
 from et_jax.types import replace
 
-WHOLE = {"blocks_read", "length", "generated", "remaining", "arrival", "pages_held"}
+WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held"}
 
 
 @pytest.fixture(scope="session")

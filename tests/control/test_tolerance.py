@@ -47,16 +47,23 @@ def test_entropy_sets_the_tolerance_and_loosens_slowly(signals, state, run, entr
     assert np.all((got >= 1e-3 * (1 - 1e-5)) & (got <= 5e-2 * (1 + 1e-5)))
 
 
+def test_a_narrow_lead_counts_as_doubt(signals, state, run):
+    law = tolerance.entropy(rise=np.inf, least_margin=0.5)
+    got = run(law, state(law), signals(entropy_high=np.zeros(2), margin=np.array([0.4, 0.6]))).tolerance
+    np.testing.assert_allclose(got, [1e-3, 5e-2], rtol=1e-5)
+
+
 def test_constant_stays(signals, state, run):
     law = tolerance.constant(0.02)
     np.testing.assert_allclose(run(law, state(law), signals(entropy=np.arange(3.0))).tolerance, 0.02)
 
 
 def test_shuffled_replays_by_tokens_generated_whatever_the_entropy(signals, state, run):
-    given = np.array([0.3, 0.1, 0.2], np.float32)
-    law = tolerance.shuffled(jnp.asarray(given))
+    given = np.array([[0.3, 0.1, 0.2], [0.6, 0.4, 0.5]], np.float32)
+    law = tolerance.shuffled(jnp.asarray(given), first=0.7)
     start = state(law, shape=(2,))
-    np.testing.assert_array_equal(start.tolerance, given[[0, 0]])
-    generated = np.array([[1, 2], [2, 3], [3, 4]])  # the second row is one token ahead
-    got = run(law, start, signals(generated=generated, entropy=np.full((3, 2), 9.0))).tolerance
-    np.testing.assert_array_equal(got, given[[[1, 2], [2, 2], [2, 2]]])
+    np.testing.assert_array_equal(start.tolerance, np.float32([0.7, 0.7]))
+    generated = np.array([[1, 2], [2, 3], [3, 4]])  # the second sequence is one token ahead
+    seen = signals(generated=generated, arrival=np.array([[2, 5]] * 3), entropy=np.full((3, 2), 9.0))
+    got = run(law, start, seen).tolerance
+    np.testing.assert_array_equal(got, np.array([[0.3, 0.4], [0.1, 0.5], [0.2, 0.5]], dtype=np.float32))

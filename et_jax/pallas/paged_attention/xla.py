@@ -105,7 +105,8 @@ def paged_attention(
         block_maximum = lax.optimization_barrier(jnp.max(scores, axis=-1))
         new_maximum = jnp.maximum(maximum, jnp.max(block_maximum, axis=-1))
         weights = jnp.exp(scores - _finite(block_maximum)[..., None])
-        block_total = jnp.sum(weights, axis=-1)
+        # a sum of its own, or the compiler merges it into the total and rounds otherwise where block_lse goes unused
+        block_total = lax.optimization_barrier(jnp.sum(weights, axis=-1))
         lse = _finite(block_maximum) + jnp.log(block_total)
         block_lse = lax.dynamic_update_slice_in_dim(block_lse, lse, i * group, axis=2)
 
