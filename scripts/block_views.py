@@ -75,7 +75,7 @@ def blocks_at(
     counts, filled = held[..., None], (num_tokens > 0)[:, None]
 
     def mean(x: Array) -> Array:
-        return jnp.sum(jnp.where(counts, x, 0.0), axis=1) / jnp.maximum(num_tokens, 1)[:, None]
+        return jnp.sum(jnp.where(counts, x, 0.0), axis=1) / jnp.maximum(num_tokens, 1).astype(x.dtype)[:, None]
 
     def radius(x: Array) -> Array:
         return jnp.max(jnp.where(held, jnp.linalg.norm(x - mean(x)[:, None], axis=-1), 0.0), axis=1)

@@ -71,7 +71,7 @@ def choices(blocks: Blocks) -> dict[str, dict[str, Array]]:
     The unread mass is that of the query head which has most of it. The oracle needs no slack against rounding.
     """
     filled = blocks.view.num_tokens > 0
-    count = jnp.sum(filled)
+    count = jnp.sum(filled, dtype=jnp.float32)
     found = {}
     for name, interval in intervals(blocks).items():
         selector = certified(lambda _, given=interval: given, slack=0.0 if name == "exact" else 1e-3)
@@ -79,7 +79,7 @@ def choices(blocks: Blocks) -> dict[str, dict[str, Array]]:
         def at(tolerance: Array, selector=selector) -> tuple[Array, Array]:
             opened = selector(replace(blocks.view, tolerance=tolerance)) & filled
             unread = jnp.max(jnp.sum(jnp.where(opened, 0.0, blocks.share), axis=-1))
-            return jnp.sum(opened) / count, unread / tolerance
+            return jnp.sum(opened, dtype=jnp.float32) / count, unread / tolerance
 
         opened, ratio = jax.vmap(at)(jnp.array(TOLERANCES, jnp.float32))
         gap = jnp.where(filled, interval.high - blocks.log_mass, 0.0)
@@ -98,10 +98,11 @@ def residual_errors(blocks: Blocks) -> Float[Array, "e f"]:
     log_whole = jax.nn.logsumexp(blocks.log_mass, axis=-1, keepdims=True)
     estimate = jnp.exp(log_count + bounds.scores(view.query, view.key_mean) - log_whole)
     whole = jnp.sum(blocks.output, axis=1)
+    num_held = jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
     rank = jnp.argsort(jnp.argsort(-blocks.log_mass, axis=-1), axis=-1)
     errors = []
     for share in SHARES:
-        opened = rank < jnp.ceil(share * jnp.sum(view.num_tokens > 0))
+        opened = rank < jnp.ceil(share * num_held).astype(jnp.int32)
         read = jnp.sum(jnp.where(opened[..., None], blocks.output, 0.0), axis=1)
         for rest in (jnp.zeros_like(estimate), estimate, blocks.share):
             weight = jnp.where(opened, 0.0, rest)
