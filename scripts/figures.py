@@ -15,10 +15,10 @@ FIGURES = Path(__file__).resolve().parents[1] / "docs/figures"
 
 
 def save(figure: Figure, path: Path) -> int:
-    """Write `figure` to `path` as a PNG of 48 colours, and return its bytes."""
+    """Write `figure` to `path` as a PNG of 64 colours, and return its bytes."""
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100)
     plt.close(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(48).save(path, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
     return path.stat().st_size

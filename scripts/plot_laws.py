@@ -91,13 +91,13 @@ def contraction() -> Figure:
             return law(seen, state), jnp.log(state.temperature / settled)
 
         first = replace(start(), temperature=settled * jnp.exp(0.3))
-        return jax.lax.scan(step, first, length=30)[1]
+        return jax.lax.scan(step, first, length=16)[1]
 
     figure, axis = plt.subplots(figsize=(6.4, 3), layout="constrained")
     for product in (0.5, 1.5, 2.2):
         axis.plot(errors(product), marker=".", label=f"gain V = {product}")
     axis.set(xlabel="token", ylabel="log T - log T*")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
