@@ -1,0 +1,111 @@
+"""A model's own queries, keys and values, and each KV head's blocks as a query sees them."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control.select import BlockView
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import Attend, Params, forward
+from et_jax.types import pytree
+
+
+@pytree
+class Blocks:
+    """One KV head's blocks up to one position, whole and summarised.
+
+    `held` marks the tokens up to the position. `log_mass` is each block's true log Z in nats, -inf where
+    a block holds nothing; `share` is its share of the whole mass, and `output` its part of attention's output.
+    """
+
+    view: BlockView
+    key: Float[Array, "n s d"]
+    held: Bool[Array, "n s"]
+    log_mass: Float[Array, "g n"]
+    share: Float[Array, "g n"]
+    output: Float[Array, "g n d"]
+
+
+def capturing(config: ModelConfig) -> Attend:
+    """Return causal attention that appends each layer's rotated queries and keys and its values to `memory`."""
+
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
+        b, t, h, d = q.shape
+        grouped = q.reshape(b, t, config.num_kv_heads, config.group_size, d)
+        scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k) * d**-0.5
+        seen = jnp.arange(t)[:, None] >= jnp.arange(t)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(b, t, h, d), (*memory, (q, k, v))
+
+    return attend
+
+
+@partial(jax.jit, static_argnums=0)
+def capture(config: ModelConfig, params: Params, tokens: Int[Array, " t"]) -> tuple[Array, tuple]:
+    """Return the logits "t v" of one row, and each layer's (q "t h d", k "t k d", v "t k d").
+
+    Raises ValueError for a model with sliding windows: a block would be seen in part.
+    """
+    if any(window is not None for window in config.windows):
+        raise ValueError(f"config.windows: got {config.windows}, wanted no sliding window in any layer")
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    with jax.default_matmul_precision("highest"):
+        logits, layers = forward(params, config, tokens[None], positions[None], capturing(config), ())
+    return logits[0], jax.tree.map(lambda x: x[0], layers)
+
+
+def blocks_at(
+    query: Float[Array, "g d"],
+    key: Float[Array, "t d"],
+    value: Float[Array, "t d"],
+    position: Int[Array, ""],
+    page_size: int,
+) -> Blocks:
+    """Return the blocks that the query at `position` sees, in pages of `page_size` tokens, a divisor of t.
+
+    `query` is scaled, so that query . key is the attention score.
+    """
+    key, value = (x.reshape(-1, page_size, x.shape[-1]) for x in (key, value))
+    start = jnp.arange(key.shape[0], dtype=jnp.int32) * page_size
+    held = start[:, None] + jnp.arange(page_size) <= position
+    num_tokens = jnp.sum(held, axis=1, dtype=jnp.int32)
+    counts, filled = held[..., None], (num_tokens > 0)[:, None]
+
+    def mean(x: Array) -> Array:
+        return jnp.sum(jnp.where(counts, x, 0.0), axis=1) / jnp.maximum(num_tokens, 1).astype(x.dtype)[:, None]
+
+    def radius(x: Array) -> Array:
+        return jnp.max(jnp.where(held, jnp.linalg.norm(x - mean(x)[:, None], axis=-1), 0.0), axis=1)
+
+    scores = jnp.einsum("gd,nsd->gns", query, key, precision=jax.lax.Precision.HIGHEST)
+    scores = jnp.where(held, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=(1, 2))
+    view = BlockView(
+        query=query,
+        key_min=jnp.where(filled, jnp.min(jnp.where(counts, key, jnp.inf), axis=1), 0.0),
+        key_max=jnp.where(filled, jnp.max(jnp.where(counts, key, -jnp.inf), axis=1), 0.0),
+        key_mean=mean(key),
+        value_mean=mean(value),
+        value_radius=radius(value),
+        start=start,
+        num_tokens=num_tokens,
+        length=position + 1,
+        tolerance=jnp.float32(0.0),
+    )
+    return Blocks(
+        view=view,
+        key=key,
+        held=held,
+        log_mass=jax.nn.logsumexp(scores, axis=-1),
+        share=jnp.sum(weights, axis=-1),
+        output=jnp.einsum("gns,nsd->gnd", weights, value, precision=jax.lax.Precision.HIGHEST),
+    )
+
+
+def key_radius(blocks: Blocks) -> Float[Array, " n"]:
+    """Return the greatest distance of a key held from its block's mean key, 0 where none is held."""
+    apart = jnp.linalg.norm(blocks.key - blocks.view.key_mean[:, None], axis=-1)
+    return jnp.max(jnp.where(blocks.held, apart, 0.0), axis=1)

@@ -1,0 +1,38 @@
+"""Text to measure on, as rows of token ids: works held out from the bundled model's training, or a file of stories."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from et_jax.engine import Model
+from et_jax.training import corpus
+from et_jax.types import UsageError
+
+
+def texts(path: Path) -> list[str]:
+    """Return the held-out works of a tar archive of works, or the stories of a file, a line break between two.
+
+    Within a story paragraphs are parted by an empty line.
+    """
+    if not path.exists():
+        raise UsageError(f"The text {path} is not there; name a tar archive of works or a file of stories.")
+    if ".tar" in path.suffixes:
+        works = corpus.read_works(path)
+        return [works[name] for name in corpus.split(works)[1]]
+    return [story for story in re.split(r"(?<!\n)\n(?!\n)", path.read_text(encoding="utf-8")) if story]
+
+
+def rows(model: Model, path: Path, count: int, length: int) -> np.ndarray:
+    """Return `count` rows of `length` tokens, evenly spaced over the texts end to end.
+
+    Every text, and every row, begins with what the model's tokenizer puts before a text.
+    """
+    parts = [model.tokenizer.encode(text) for text in texts(path)]
+    stream = np.concatenate([np.array(part, np.int32) for part in parts])
+    if len(stream) < count * length:
+        raise UsageError(f"{path} has {len(stream)} tokens and {count} rows of {length} were asked for; ask for fewer.")
+    starts = np.linspace(0, len(stream) - length, count).astype(int)
+    cut = stream[starts[:, None] + np.arange(length)]
+    cut[:, 0] = parts[0][0]
+    return cut
