@@ -1,0 +1,306 @@
+"""What pruning costs in quality: selectors at equal shares of blocks read, and whether entropy should set how much.
+
+    python scripts/measure_selection.py --case bundled novels.tar.xz --case FOLDER stories.txt
+
+Rows of held-out text pass token by token through the decoder's own step, the first half of the context prefilled. Each
+selector's one setting is bisected until it reads the wanted share of blocks; the same tokens then give the KL
+divergence from dense decoding, how often the likeliest token is the same, and the loss. The dense run keeps a cache
+of its own, so what pruning does to later keys and values counts.
+
+The second table spends one amount of reading in several ways: at a tolerance that entropy sets, at a constant one
+bisected to the same reading, and at the first one's tolerances shuffled over the tokens (mean of several seeds). Only
+if the first beats both has entropy chosen well. The tolerance falls from the greatest to the least, `spread` times
+above and below the middle, between the 20th and the 80th percentile of the text's own entropies; "reversed", where a
+law allows it, spends the most where entropy is highest, against the paper's idea.
+
+The first and the newest block are always read. A tar archive gives the works held out from the bundled model's
+training, any other file its stories.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from held_out import rows
+from report import RESULTS, table, write
+
+from et_jax import decode
+from et_jax.control import contribution, select, tolerance
+from et_jax.control.base import chain
+from et_jax.control.select import AnySelector
+from et_jax.control.smoothing import ema_entropy
+from et_jax.engine import Model, load
+from et_jax.state import Controller, DecoderConfig, DecodeState, request
+from et_jax.types import UsageError, pytree, replace
+
+SHARES = (0.75, 0.5, 0.25)
+SEEDS = 3  # of the shuffle
+SPREADS = (2.0, 8.0)  # the greatest tolerance over the middle one, and the middle over the least
+BISECTIONS = 12
+
+# Each selector by name, and the range of the one setting that `tolerance` stands for, the most reading first. Settings
+# that are small shares are bisected by their logarithm.
+SELECTORS: dict[str, tuple[AnySelector, tuple[float, float], bool]] = {
+    "sinks and window": (lambda view: select.sinks_window(16, view.tolerance)(view), (512.0, 1.0), False),
+    "quest": (lambda view: select.quest(view.tolerance)(view), (32.0, 1.0), False),
+    "top_mass": (select.top_mass(), (1e-6, 1.0), True),
+    "paper, mass": (select.paper(contribution.mass), (1e-7, 1.0), True),
+    "paper, influence": (select.paper(contribution.influence), (1e-7, 10.0), True),
+    "paper, relative influence": (select.paper(contribution.relative_influence), (1e-7, 10.0), True),
+    "paper, value_gauss": (select.paper(contribution.value_gauss), (1e-7, 1e3), True),
+    "paper, token_nll": (select.paper(contribution.token_nll), (1e-7, 10.0), True),
+    "certified, int8": (select.certified(select.coded_bounds), (1e-6, 0.999), True),
+    "certified, chord": (select.certified(select.chord_bounds), (1e-6, 0.999), True),
+    "certified, box": (select.certified(select.box_bounds), (1e-6, 0.999), True),
+}
+CONTROLLED = ("top_mass", "certified, int8", "paper, relative influence")
+
+
+@pytree
+class Score:
+    """What a run gave for every token, "t b": nats of KL from dense and of loss, agreement, what was read and kept."""
+
+    divergence: jax.Array
+    agrees: jax.Array
+    loss: jax.Array
+    share_read: jax.Array
+    kept_mass: jax.Array
+    entropy: jax.Array
+    tolerance: jax.Array
+
+
+class Bench:
+    """One model on its rows of text, prefilled to half the context."""
+
+    def __init__(self, model: Model, tokens: np.ndarray, page_size: int) -> None:
+        self.model, self.tokens, self.page_size = model, tokens, page_size
+        self.half = tokens.shape[1] // 2 // page_size * page_size
+        self.programs: dict[Any, Callable] = {}
+        config = self.config(select.dense(), ema_entropy())
+        self.started = jax.jit(lambda: self._start(config))()
+        forced = jnp.asarray(tokens[:, self.half + 1 :].T)  # the token that follows each, "t b"
+        self.forced = forced
+        self.dense = jax.jit(partial(self._logits, config))(model.params, self.started, forced)
+
+    def config(self, selector: AnySelector, law: Any) -> DecoderConfig:
+        """Return a decoder of this model; surprisals are kept so that the state holds the logits."""
+        b, length = self.tokens.shape
+        controller = Controller(
+            law=chain(law), selector=select.guarded(selector, 1, 1, 0), key_codes=True, surprisals=True
+        )
+        return DecoderConfig(
+            model=self.model.config,
+            num_slots=b,
+            batch=b,
+            page_size=self.page_size,
+            num_pages=b * -(-length // self.page_size) + 1,
+            max_length=length,
+            chunk=self.half,
+            max_steps=1,
+            cache_dtype=jnp.float32,
+            backend=self.model.backend,
+            controller=controller,
+        )
+
+    def _start(self, config: DecoderConfig) -> DecodeState:
+        state = decode.empty(config)
+        for slot, row in enumerate(self.tokens.tolist()):
+            prompt = row[: self.half + 1]
+            part = jnp.asarray(prompt[:-1], jnp.int32)
+            state, _ = decode.prefill(config, self.model.params, state, jnp.int32(slot), part, jnp.int32(self.half))
+            asked = request(config, prompt, limit=2**30, temperature=0.0, arrival=slot)
+            state = decode.insert(config, state, jnp.int32(slot), asked)
+        return state
+
+    def _logits(self, config: DecoderConfig, params: Any, state: DecodeState, forced: jax.Array) -> jax.Array:
+        def advance(state: DecodeState, token: jax.Array) -> tuple[DecodeState, Any]:
+            state, _ = decode.step(config, params, state)
+            return replace(state, token=token), state.logits
+
+        return jax.lax.scan(advance, state, forced)[1]
+
+    def run(self, name: str, law: Any = None, given: jax.Array | float | None = None) -> Score:
+        """Return the scores of a selector under a law of tolerance, or at a given tolerance, one for each token."""
+        config = self.config(SELECTORS[name][0], law or ema_entropy())
+
+        def scores(params: Any, state: DecodeState, dense: jax.Array, forced: jax.Array, given: jax.Array) -> Score:
+            def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Score]:
+                token, truth, tolerance_ = at
+                if law is None:
+                    state = replace(state, control=replace(state.control, tolerance=tolerance_))
+                before = state.control.tolerance
+                state, _ = decode.step(config, params, state)
+                true, got = jax.nn.log_softmax(truth), jax.nn.log_softmax(state.logits)
+                held = -(-state.length // self.page_size) * config.model.num_layers * config.model.num_kv_heads
+                score = Score(
+                    divergence=jnp.sum(jnp.exp(true) * (true - got), axis=-1),
+                    agrees=(jnp.argmax(true, axis=-1) == jnp.argmax(got, axis=-1)).astype(jnp.float32),
+                    loss=-jnp.take_along_axis(got, token[:, None], axis=-1)[:, 0],
+                    share_read=state.signals.blocks_read / held,
+                    kept_mass=state.signals.kept_mass,
+                    entropy=state.signals.entropy,
+                    tolerance=before,
+                )
+                return replace(state, token=token), score
+
+            return jax.lax.scan(advance, state, (forced, dense, given))[1]
+
+        key = name if law is None else (name, law)
+        if key not in self.programs:
+            self.programs[key] = jax.jit(scores)
+        state = self.started
+        if law is not None:
+            state = replace(
+                state, control=jax.vmap(lambda _: decode.fresh_control(config, jnp.float32(0)))(state.length)
+            )
+        given = jnp.broadcast_to(jnp.asarray(0.0 if given is None else given, jnp.float32), self.forced.shape)
+        return jax.device_get(self.programs[key](self.model.params, state, self.dense, self.forced, given))
+
+    def at_share(self, name: str, share: float) -> tuple[float, Score]:
+        """Return the setting at which a selector reads a share of the blocks, and its scores there."""
+        _, (most, least), by_log = SELECTORS[name]
+        low, high = (np.log(most), np.log(least)) if by_log else (most, least)
+        best: tuple[float, Score] | None = None
+        for _ in range(BISECTIONS):
+            middle = 0.5 * (low + high)
+            setting = float(np.exp(middle)) if by_log else float(middle)
+            score = self.run(name, given=setting)
+            read = float(score.share_read.mean())
+            if best is None or abs(read - share) < abs(float(best[1].share_read.mean()) - share):
+                best = setting, score
+            if abs(read - share) < 0.003:
+                break
+            low, high = (middle, high) if read > share else (low, middle)
+        assert best is not None
+        return best
+
+
+def summary(score: Score, dense_loss: float) -> dict[str, float]:
+    """Return the figures of a run: means over tokens, and the worst twentieth of the divergences."""
+    tail = np.sort(score.divergence.reshape(-1))
+    return {
+        "share_read": float(score.share_read.mean()),
+        "divergence": float(score.divergence.mean()),
+        "divergence_worst_5_percent": float(tail[-len(tail) // 20 :].mean()),
+        "agreement": float(score.agrees.mean()),
+        "loss_added": float(score.loss.mean() - dense_loss),
+        "least_kept_mass": float(score.kept_mass.min()),
+    }
+
+
+def compare_selectors(bench: Bench, dense_loss: float) -> list[dict[str, Any]]:
+    """Return every selector's figures at every share of blocks read."""
+    lines = []
+    for name in SELECTORS:
+        for share in SHARES:
+            setting, score = bench.at_share(name, share)
+            lines.append({"selector": name, "wanted": share, "setting": setting} | summary(score, dense_loss))
+            print(".", end="", file=sys.stderr, flush=True)
+    return lines
+
+
+def compare_tolerances(bench: Bench, entropies: np.ndarray, dense_loss: float, share: float) -> list[dict[str, Any]]:
+    """Return, per selector and spread, one amount of reading spent by entropy, evenly, at random and the other way.
+
+    `difference` is the KL of entropy less that of the other, and `error` its standard error over rows.
+    """
+    low, high = (float(x) for x in np.percentile(entropies, [20, 80]))
+    lines = []
+    for name in CONTROLLED:
+        middle, _ = bench.at_share(name, share)
+        for spread in SPREADS:
+            least, greatest = middle / spread, min(middle * spread, 0.999)
+            if name.startswith("paper"):
+                laws = {"entropy": tolerance.paper(greatest, high)}
+            else:
+                laws = {
+                    "entropy": tolerance.entropy(least, greatest, low, high, rise=np.inf),
+                    "reversed": tolerance.entropy(greatest, least, low, high, rise=np.inf),
+                }
+            found = {way: bench.run(name, law=law) for way, law in laws.items()}
+            driven = found["entropy"]
+            found["constant"] = bench.at_share(name, float(driven.share_read.mean()))[1]
+            rng = np.random.default_rng(0)
+            shuffles = [bench.run(name, given=rng.permuted(np.asarray(driven.tolerance))) for _ in range(SEEDS)]
+            found["shuffled"] = jax.tree.map(lambda *x: np.mean(np.stack(x), axis=0), *shuffles)
+            for way, score in found.items():
+                apart = driven.divergence.mean(axis=0) - score.divergence.mean(axis=0)
+                lines.append(
+                    {"selector": name, "spread": spread, "tolerance": way}
+                    | summary(score, dense_loss)
+                    | {"difference": float(apart.mean()), "error": float(apart.std(ddof=1) / np.sqrt(len(apart)))}
+                )
+            print(":", end="", file=sys.stderr, flush=True)
+    return lines
+
+
+def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one model on one text."""
+    model = load(name, dtype="float32", max_num_seqs=2)
+    tokens = rows(model, text, args.rows, model.config.max_positions)
+    bench = Bench(model, tokens, args.page_size)
+    dense = bench.run("top_mass", given=0.0)
+    assert float(dense.share_read.min()) == 1.0
+    loss = float(dense.loss.mean())
+    return {
+        "model": Path(name).name,
+        "text": text.name,
+        "context": tokens.shape[1],
+        "positions": [bench.half, tokens.shape[1] - 2],
+        "dense_loss": loss,
+        "dense_divergence": float(dense.divergence.mean()),
+        "mean_entropy": float(dense.entropy.mean()),
+        "selectors": compare_selectors(bench, loss),
+        "tolerances": compare_tolerances(bench, dense.entropy, loss, 0.5),
+    }
+
+
+def show(case: dict[str, Any]) -> None:
+    """Print one model's two tables."""
+    print(f"\n{case['model']}, {case['text']}: dense loss {case['dense_loss']:.3f} nats a token\n")
+    by = {(line["selector"], line["wanted"]): line for line in case["selectors"]}
+    head = [f"{what} at {share:.0%}" for share in SHARES for what in ("KL", "same token")]
+    lines = []
+    for name in SELECTORS:
+        cells: list[Any] = []
+        for share in SHARES:
+            line = by[name, share]
+            off = "" if abs(line["share_read"] - share) < 0.02 else f" (reads {line['share_read']:.0%})"
+            cells += [f"{line['divergence']:.3g}{off}", f"{line['agreement']:.1%}"]
+        lines.append([name, *cells])
+    print(table(["selector", *head], lines))
+    keys = ("share_read", "divergence", "divergence_worst_5_percent", "agreement", "loss_added")
+    lines = []
+    for line in case["tolerances"]:
+        apart = None if line["tolerance"] == "entropy" else f"{line['difference']:.2g} ± {line['error']:.1g}"
+        lines.append([line["selector"], line["spread"], line["tolerance"], *[line[key] for key in keys], apart])
+    head = ["read", "KL", "KL, worst 5%", "same token", "loss added", "entropy's KL less this"]
+    print("\n" + table(["selector", "spread", "tolerance set by", *head], lines), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=8, help="rows of text at full context (default 8)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "selection.json")
+    args = parser.parse_args()
+    cases = []
+    try:
+        for name, text in args.case:
+            cases.append(measure(name, Path(text), args))
+            show(cases[-1])
+    except UsageError as error:
+        sys.exit(f"measure_selection: {error}")
+    settings = {"page_size": args.page_size, "rows": args.rows, "shares": SHARES, "dtype": "float32", "seeds": SEEDS}
+    write(args.output, "scripts/measure_selection.py", settings, cases=cases)
+
+
+if __name__ == "__main__":
+    main()
