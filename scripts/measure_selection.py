@@ -2,8 +2,8 @@
 
     python scripts/measure_selection.py --case bundled novels.tar.xz --case FOLDER stories.txt
 
-Rows of held-out text pass token by token through the decoder's own step, the first half of the context prefilled. Each
-selector's one setting is bisected until it reads the wanted share of blocks; the same tokens then give the KL
+Rows of held-out text at full context are prefilled but for the last tokens (at most 256, at most half), which pass one
+by one through the decoder's own step. Each selector's one setting is bisected until it reads the wanted share of blocks; the same tokens then give the KL
 divergence from dense decoding, how often the likeliest token is the same, and the loss. The dense run keeps a cache
 of its own, so what pruning does to later keys and values counts.
 
@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from held_out import rows
+from jaxtyping import Array, Bool
 from report import RESULTS, table, write
 
 from et_jax import decode
@@ -35,20 +36,28 @@ from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain
 from et_jax.control.select import AnySelector
 from et_jax.control.smoothing import ema_entropy
+from et_jax.control.view import BlockView
 from et_jax.engine import Model, load
 from et_jax.state import Controller, DecoderConfig, DecodeState, request
 from et_jax.types import UsageError, pytree, replace
 
 SHARES = (0.75, 0.5, 0.25)
 SEEDS = 3  # of the shuffle
+MEASURED = 256  # tokens a row
 SPREADS = (2.0, 8.0)  # the greatest tolerance over the middle one, and the middle over the least
-BISECTIONS = 12
+BISECTIONS = 10
+
+
+def _quest_share(view: BlockView) -> Bool[Array, " n"]:
+    num_held = jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
+    return select.quest(jnp.round(view.tolerance * num_held))(view)
+
 
 # Each selector by name, and the range of the one setting that `tolerance` stands for, the most reading first. Settings
 # that are small shares are bisected by their logarithm.
 SELECTORS: dict[str, tuple[AnySelector, tuple[float, float], bool]] = {
-    "sinks and window": (lambda view: select.sinks_window(16, view.tolerance)(view), (512.0, 1.0), False),
-    "quest": (lambda view: select.quest(view.tolerance)(view), (32.0, 1.0), False),
+    "sinks and window": (lambda view: select.sinks_window(16, view.tolerance * view.length)(view), (1.0, 0.0), False),
+    "quest": (_quest_share, (1.0, 0.0), False),
     "top_mass": (select.top_mass(), (1e-6, 1.0), True),
     "paper, mass": (select.paper(contribution.mass), (1e-7, 1.0), True),
     "paper, influence": (select.paper(contribution.influence), (1e-7, 10.0), True),
@@ -76,15 +85,16 @@ class Score:
 
 
 class Bench:
-    """One model on its rows of text, prefilled to half the context."""
+    """One model on its rows of text, prefilled but for the tokens that are measured."""
 
     def __init__(self, model: Model, tokens: np.ndarray, page_size: int) -> None:
         self.model, self.tokens, self.page_size = model, tokens, page_size
-        self.half = tokens.shape[1] // 2 // page_size * page_size
+        length = tokens.shape[1]
+        self.prefilled = max(length - MEASURED, length // 2) // page_size * page_size
         self.programs: dict[Any, Callable] = {}
         config = self.config(select.dense(), ema_entropy())
         self.started = jax.jit(lambda: self._start(config))()
-        forced = jnp.asarray(tokens[:, self.half + 1 :].T)  # the token that follows each, "t b"
+        forced = jnp.asarray(tokens[:, self.prefilled + 1 :].T)  # the token that follows each, "t b"
         self.forced = forced
         self.dense = jax.jit(partial(self._logits, config))(model.params, self.started, forced)
 
@@ -101,7 +111,7 @@ class Bench:
             page_size=self.page_size,
             num_pages=b * -(-length // self.page_size) + 1,
             max_length=length,
-            chunk=self.half,
+            chunk=self.prefilled,
             max_steps=1,
             cache_dtype=jnp.float32,
             backend=self.model.backend,
@@ -111,9 +121,11 @@ class Bench:
     def _start(self, config: DecoderConfig) -> DecodeState:
         state = decode.empty(config)
         for slot, row in enumerate(self.tokens.tolist()):
-            prompt = row[: self.half + 1]
+            prompt = row[: self.prefilled + 1]
             part = jnp.asarray(prompt[:-1], jnp.int32)
-            state, _ = decode.prefill(config, self.model.params, state, jnp.int32(slot), part, jnp.int32(self.half))
+            state, _ = decode.prefill(
+                config, self.model.params, state, jnp.int32(slot), part, jnp.int32(self.prefilled)
+            )
             asked = request(config, prompt, limit=2**30, temperature=0.0, arrival=slot)
             state = decode.insert(config, state, jnp.int32(slot), asked)
         return state
@@ -252,7 +264,7 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
         "model": Path(name).name,
         "text": text.name,
         "context": tokens.shape[1],
-        "positions": [bench.half, tokens.shape[1] - 2],
+        "positions": [bench.prefilled, tokens.shape[1] - 2],
         "dense_loss": loss,
         "dense_divergence": float(dense.divergence.mean()),
         "mean_entropy": float(dense.entropy.mean()),
