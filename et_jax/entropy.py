@@ -159,12 +159,16 @@ def exact_estimator() -> Estimator:
 
 def top_k_estimator(k: int = 64) -> Estimator:
     """`top_k` of the k likeliest tokens."""
-    return lambda log_prob, m: top_k(jax.lax.top_k(log_prob, k)[0], log_prob.shape[-1])
+    return lambda log_prob, m: top_k(_likeliest(log_prob, k), log_prob.shape[-1])
 
 
 def tail_corrected_estimator(k: int = 64, upper_share: float = 1.0) -> Estimator:
     """`tail_corrected` from the k likeliest tokens. The paper names no k; 64 of 50,000 hold most of the mass."""
-    return lambda log_prob, m: tail_corrected(jax.lax.top_k(log_prob, k)[0], log_prob.shape[-1], upper_share)
+    return lambda log_prob, m: tail_corrected(_likeliest(log_prob, k), log_prob.shape[-1], upper_share)
+
+
+def _likeliest(log_prob: Float[Array, "*b v"], k: int) -> Float[Array, "*b k"]:
+    return jax.lax.top_k(log_prob, min(k, log_prob.shape[-1]))[0]
 
 
 def margin(logits: Float[Array, "*b v"], m: Moments) -> Float[Array, "*b"]:

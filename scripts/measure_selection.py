@@ -3,9 +3,9 @@
     python scripts/measure_selection.py --case bundled novels.tar.xz --case FOLDER stories.txt
 
 Rows of held-out text at full context are prefilled but for the last tokens (at most 256, at most half), which pass one
-by one through the decoder's own step. Each selector's one setting is bisected until it reads the wanted share of blocks; the same tokens then give the KL
-divergence from dense decoding, how often the likeliest token is the same, and the loss. The dense run keeps a cache
-of its own, so what pruning does to later keys and values counts.
+by one through the decoder's own step. Each selector's one setting is bisected until it reads the wanted share of
+blocks; the same tokens then give the KL divergence from dense decoding, how often the likeliest token is the same, and
+the loss. The dense run keeps a cache of its own, so what pruning does to later keys and values counts.
 
 The second table spends one amount of reading in several ways: at a tolerance that entropy sets, at a constant one
 bisected to the same reading, and at the first one's tolerances shuffled over the tokens (mean of several seeds). Only

@@ -5,11 +5,14 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense import dense_logits
 
 from et_jax import engine
+from et_jax.models.calibration import write_calibration
+from et_jax.presets import preset
 from et_jax.requests import SamplingParams
 from et_jax.types import UsageError
 
@@ -287,6 +290,31 @@ def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, mode
     completion = spoilt.generate(ONCE, max_tokens=10)[0]
     assert completion.finish_reason == "error" and completion.text == "" and completion.token_ids == ()
     assert "The logits after 0 tokens are not numbers" in str(completion.error)
+
+
+def test_control_is_a_preset_by_name_or_a_controller(model):
+    plain = model.generate(LILY, max_tokens=20, seed=5)[0]
+    for control in ("guarded", preset("certified", tolerance=0.0)):
+        completion = model.generate(LILY, max_tokens=20, seed=5, control=control)[0]
+        assert len(completion.token_ids) == len(plain.token_ids)
+        assert completion.efficiency == completion.entropic_time / completion.cost
+    assert completion.token_ids == plain.token_ids
+    assert completion.flops > plain.flops and completion.cost > plain.cost  # summaries and codes are looked at
+    with pytest.raises(UsageError, match="control is"):
+        model.generate(ONCE, control="strict")
+
+
+def test_a_calibrated_model_measures_its_entropy_at_that_temperature(folder, model, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    write_calibration(tmp_path, 1.5, {})
+    calibrated = opened(tmp_path, max_num_seqs=3, chunk=32)
+    got, plain = (m.generate(ONCE, max_tokens=6, temperature=0.0)[0] for m in (calibrated, model))
+    assert got.token_ids == plain.token_ids and got.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+    tokens = [*model.tokenizer.encode(ONCE), *plain.token_ids]
+    logits = np.asarray(dense_logits(model.config, model.params, jnp.asarray([tokens]))[0, -7:-1], np.float64) / 1.5
+    p = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
+    np.testing.assert_allclose([row.entropy for row in got.trace], -(p * np.log(p)).sum(-1), atol=1e-3)
 
 
 def test_a_model_describes_what_runs_where(model):

@@ -169,3 +169,25 @@ def test_agreement_by_hand():
     np.testing.assert_allclose(got.width, 1.0, rtol=1e-6)
     np.testing.assert_allclose(got.containment, 2 / 3, rtol=1e-6)
     np.testing.assert_allclose(got.correlation, np.corrcoef([1, 2, 4], [1.5, 2, 4])[0, 1], rtol=1e-5)
+
+
+def test_estimators_pick_the_likeliest_from_the_whole_vocabulary():
+    """In float64 from sorted probabilities; a vocabulary smaller than k is listed whole."""
+    z = np.random.default_rng(2).normal(scale=3.0, size=(5, 300))
+    log_p = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
+    given = jnp.asarray(log_p, jnp.float32), e.moments(jnp.asarray(z, jnp.float32))
+    truth = -(np.exp(log_p) * log_p).sum(-1)
+    listed = jnp.asarray(-np.sort(-log_p)[:, :16], jnp.float32)
+    np.testing.assert_allclose(e.exact_estimator()(*given).entropy, truth, atol=1e-4)
+    np.testing.assert_allclose(e.top_k_estimator(16)(*given).entropy, e.top_k(listed, 300).entropy, atol=1e-5)
+    for share in (0.5, 1.0):
+        expected = e.tail_corrected(listed, 300, share)
+        got = e.tail_corrected_estimator(16, share)(*given)
+        np.testing.assert_allclose(got.entropy, expected.entropy, atol=1e-5)
+        assert np.all((got.low <= truth + 1e-4) & (truth <= got.high + 1e-4))
+    np.testing.assert_allclose(e.tail_corrected_estimator(999)(*given).entropy, truth, atol=1e-3)
+
+
+def test_the_margin_is_the_lead_of_the_likeliest():
+    z = jnp.asarray([[1.0, 4.0, 2.5], [3.0, 0.0, 3.0], [-jnp.inf, 0.0, -1.0]])
+    np.testing.assert_allclose(e.margin(z, e.moments(z)), [1.5, 0.0, 1.0])

@@ -91,6 +91,31 @@ def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.Captur
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
 
 
+def test_control_by_name_and_by_knob_is_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = [
+        "--model",
+        str(folder),
+        "-p",
+        "It was a dark and stormy night.",
+        "--max-tokens",
+        "30",
+        "--page-size",
+        "4",
+    ]
+    off = run(capfd, *settings, "--json")
+    knobs = ["--tolerance", "0.9", "--min-blocks", "1", "--window", "4", "--target-entropy", "1"]
+    certified = run(capfd, *settings, "--json", "--control", "certified", *knobs)
+    assert off[0] == certified[0] == 0
+    before, after = (json.loads(out)["entropic"] for _, out, _ in (off, certified))
+    assert before["mean_share_read"] == 1 and before["guard_rates"] == {}
+    assert after["mean_share_read"] < 1 and 0.1 <= after["least_mass_kept"] < 1
+    assert set(after["guard_rates"]) == {"stability", "temperature_saturation"}
+    assert after["temperature_range"][0] < after["temperature_range"][1] == 1
+    assert after["nats_per_byte"] == pytest.approx(after["entropic_time"] / after["cost_bytes"])
+    for part in ("of blocks, kept at least", "temperature_saturation", "stability"):
+        assert part in certified[2] and part not in off[2]
+
+
 def test_several_continuations_differ(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "8", "--n", "3", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
@@ -126,6 +151,9 @@ def test_reads_standard_input(
         (["--stop", ""], "stop is"),
         (["--system-prompt", "Be kind."], "--system-prompt needs --chat"),
         (["--chat"], "no chat template"),
+        (["--control", "entropic"], 'control is "entropic"; choose one of off, paper, guarded, certified'),
+        (["--target-entropy", "2"], 'control "off" has no target_entropy'),
+        (["--control", "certified", "--tolerance", "2"], "tolerance is 2.0; under certified it must be from 0 to 1"),
         (["--max-model-len", "4096"], "made for 64 tokens"),
         (["--num-pages", "2", "--max-tokens", "30"], "the pool holds 1"),
         (["--num-pages", "0"], "num_pages is 0"),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from et_jax.control import guards
 from et_jax.control.base import Law, chain
+from et_jax.control.clock import paper
 from et_jax.control.temperature import mirostat2, thermostat
 from et_jax.control.tolerance import constant
 from et_jax.types import replace
@@ -75,3 +76,28 @@ def test_guards_keep_the_notes_and_starting_values_of_the_law_within(state):
     assert isinstance(law, Law)
     start = state(law)
     np.testing.assert_allclose([start.tolerance, start.surprisal_cap], [0.3, 4.0])
+
+
+@quick
+@given(path=PATHS, first=st.floats(0.125, 8, width=32))
+def test_never_above_start_only_lowers(signals, state, run, path, first):
+    start = state(temperature=first)
+    start = CAPPED.init(start)
+    got = np.asarray(run(CAPPED, start, signals(entropy=path)).temperature)
+    np.testing.assert_array_equal(got, np.minimum(path, np.float32(first)))
+
+
+CAPPED = guards.never_above_start(follow, "temperature")
+
+
+def test_rates_lists_every_counting_guard_and_nothing_else(signals, state, run):
+    law = chain(
+        paper(),
+        guards.stability(
+            guards.saturation(guards.never_above_start(follow, "temperature"), "temperature", 1.0, 5.0), 2.0
+        ),
+    )
+    end = run(law, law.init(state(temperature=9.0)), signals(entropy=np.array([0.5, 2.0, 3.0, 7.0])))
+    got = guards.rates(end)
+    assert set(got) == {"stability", "temperature_saturation"}
+    np.testing.assert_allclose(got["temperature_saturation"], [1, 1 / 2, 1 / 3, 1 / 2])
