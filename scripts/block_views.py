@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.select import BlockView
+from et_jax.control.view import BlockView
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend, Params, forward
 from et_jax.types import pytree

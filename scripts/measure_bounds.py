@@ -58,8 +58,7 @@ def intervals(blocks: Blocks) -> dict[str, Interval]:
 def int8_mass(blocks: Blocks) -> Interval:
     """Return the bounds that 8-bit key codes allow, their scale set by each block's box."""
     view = blocks.view
-    scale = (view.key_max - view.key_min) / 255.0
-    offset = view.key_min + 128.0 * scale
+    scale, offset = bounds.code_scale(view.key_min, view.key_max)
     steps = (blocks.key - offset[:, None]) / jnp.where(scale > 0, scale, 1.0)[:, None]
     codes = jnp.clip(jnp.round(steps), -128, 127).astype(jnp.int8)
     return bounds.coded_mass(view.query, codes, scale, offset, view.num_tokens)

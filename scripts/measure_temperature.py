@@ -99,7 +99,7 @@ def run(model: Model, case: Case, prompts: np.ndarray, num_tokens: int, seed: in
     output = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     names = ("tempered_entropy", "tempered_varentropy", "truncated_entropy", "surprisal")
     shown = {name: getattr(output.signals, name) for name in names}
-    counts = {name: float(np.mean(guards.rate(state.control, name))) for name in state.control.memory}
+    counts = {name: float(np.mean(rate)) for name, rate in guards.rates(state.control).items()}
     return shown | {"token": output.token, "temperature": output.temperature, "rates": counts}
 
 
