@@ -18,6 +18,7 @@ training, any other file its stories.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -53,20 +54,43 @@ def _quest_share(view: BlockView) -> Bool[Array, " n"]:
     return select.quest(jnp.round(view.tolerance * num_held))(view)
 
 
-# Each selector by name, and the range of the one setting that `tolerance` stands for, the most reading first. Settings
-# that are small shares are bisected by their logarithm.
-SELECTORS: dict[str, tuple[AnySelector, tuple[float, float], bool]] = {
-    "sinks and window": (lambda view: select.sinks_window(16, view.tolerance * view.length)(view), (1.0, 0.0), False),
-    "quest": (_quest_share, (1.0, 0.0), False),
-    "top_mass": (select.top_mass(), (1e-6, 1.0), True),
-    "paper, mass": (select.paper(contribution.mass), (1e-7, 1.0), True),
-    "paper, influence": (select.paper(contribution.influence), (1e-7, 10.0), True),
-    "paper, relative influence": (select.paper(contribution.relative_influence), (1e-7, 10.0), True),
-    "paper, value_gauss": (select.paper(contribution.value_gauss), (1e-7, 1e3), True),
-    "paper, token_nll": (select.paper(contribution.token_nll), (1e-7, 10.0), True),
-    "certified, int8": (select.certified(select.coded_bounds), (1e-6, 0.999), True),
-    "certified, chord": (select.certified(select.chord_bounds), (1e-6, 0.999), True),
-    "certified, box": (select.certified(select.box_bounds), (1e-6, 0.999), True),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A selector with one setting, which `tolerance` stands for: from `most` reading to `least`.
+
+    Settings that are shares of something are bisected by their logarithm. With `residual`, what is not read
+    counts as its mean value.
+    """
+
+    selector: AnySelector
+    most: float
+    least: float
+    by_log: bool = True
+    residual: bool = False
+
+
+SELECTORS = {
+    "sinks and window": Case(
+        selector=lambda view: select.sinks_window(16, view.tolerance * view.length)(view),
+        most=1.0,
+        least=0.0,
+        by_log=False,
+    ),
+    "quest": Case(selector=_quest_share, most=1.0, least=0.0, by_log=False),
+    "quest, residual": Case(selector=_quest_share, most=1.0, least=0.0, by_log=False, residual=True),
+    "top_mass": Case(selector=select.top_mass(), most=1e-6, least=1.0),
+    "top_mass, residual": Case(selector=select.top_mass(), most=1e-6, least=1.0, residual=True),
+    "paper, mass": Case(selector=select.paper(contribution.mass), most=1e-7, least=1.0),
+    "paper, influence": Case(selector=select.paper(contribution.influence), most=1e-7, least=10.0),
+    "paper, relative influence": Case(selector=select.paper(contribution.relative_influence), most=1e-7, least=10.0),
+    "paper, value_gauss": Case(selector=select.paper(contribution.value_gauss), most=1e-7, least=1e3),
+    "paper, token_nll": Case(selector=select.paper(contribution.token_nll), most=1e-7, least=10.0),
+    "certified, int8": Case(selector=select.certified(select.coded_bounds), most=1e-6, least=0.999),
+    "certified, int8, residual": Case(
+        selector=select.certified(select.coded_bounds), most=1e-6, least=0.999, residual=True
+    ),
+    "certified, chord": Case(selector=select.certified(select.chord_bounds), most=1e-6, least=0.999),
+    "certified, box": Case(selector=select.certified(select.box_bounds), most=1e-6, least=0.999),
 }
 CONTROLLED = ("top_mass", "certified, int8", "paper, relative influence")
 
@@ -92,17 +116,21 @@ class Bench:
         length = tokens.shape[1]
         self.prefilled = max(length - MEASURED, length // 2) // page_size * page_size
         self.programs: dict[Any, Callable] = {}
-        config = self.config(select.dense(), ema_entropy())
+        config = self.config(Case(selector=select.dense(), most=0.0, least=0.0), ema_entropy())
         self.started = jax.jit(lambda: self._start(config))()
         forced = jnp.asarray(tokens[:, self.prefilled + 1 :].T)  # the token that follows each, "t b"
         self.forced = forced
         self.dense = jax.jit(partial(self._logits, config))(model.params, self.started, forced)
 
-    def config(self, selector: AnySelector, law: Any) -> DecoderConfig:
+    def config(self, case: Case, law: Any) -> DecoderConfig:
         """Return a decoder of this model; surprisals are kept so that the state holds the logits."""
         b, length = self.tokens.shape
         controller = Controller(
-            law=chain(law), selector=select.guarded(selector, 1, 1, 0), key_codes=True, surprisals=True
+            law=chain(law),
+            selector=select.guarded(case.selector, sinks=1, window=1, min_blocks=0),
+            residual=case.residual,
+            key_codes=True,
+            surprisals=True,
         )
         return DecoderConfig(
             model=self.model.config,
@@ -139,7 +167,7 @@ class Bench:
 
     def run(self, name: str, law: Any = None, given: jax.Array | float | None = None) -> Score:
         """Return the scores of a selector under a law of tolerance, or at a given tolerance, one for each token."""
-        config = self.config(SELECTORS[name][0], law or ema_entropy())
+        config = self.config(SELECTORS[name], law or ema_entropy())
 
         def scores(params: Any, state: DecodeState, dense: jax.Array, forced: jax.Array, given: jax.Array) -> Score:
             def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Score]:
@@ -176,12 +204,12 @@ class Bench:
 
     def at_share(self, name: str, share: float) -> tuple[float, Score]:
         """Return the setting at which a selector reads a share of the blocks, and its scores there."""
-        _, (most, least), by_log = SELECTORS[name]
-        low, high = (np.log(most), np.log(least)) if by_log else (most, least)
+        case = SELECTORS[name]
+        low, high = (np.log(case.most), np.log(case.least)) if case.by_log else (case.most, case.least)
         best: tuple[float, Score] | None = None
         for _ in range(BISECTIONS):
             middle = 0.5 * (low + high)
-            setting = float(np.exp(middle)) if by_log else float(middle)
+            setting = float(np.exp(middle)) if case.by_log else float(middle)
             score = self.run(name, given=setting)
             read = float(score.share_read.mean())
             if best is None or abs(read - share) < abs(float(best[1].share_read.mean()) - share):
@@ -273,9 +301,8 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(case: dict[str, Any]) -> None:
-    """Print one model's two tables."""
-    print(f"\n{case['model']}, {case['text']}: dense loss {case['dense_loss']:.3f} nats a token\n")
+def selector_table(case: dict[str, Any]) -> str:
+    """Return quality by selector and share of blocks read."""
     by = {(line["selector"], line["wanted"]): line for line in case["selectors"]}
     head = [f"{what} at {share:.0%}" for share in SHARES for what in ("KL", "same token")]
     lines = []
@@ -286,14 +313,27 @@ def show(case: dict[str, Any]) -> None:
             off = "" if abs(line["share_read"] - share) < 0.02 else f" (reads {line['share_read']:.0%})"
             cells += [f"{line['divergence']:.3g}{off}", f"{line['agreement']:.1%}"]
         lines.append([name, *cells])
-    print(table(["selector", *head], lines))
+    return table(["selector", *head], lines)
+
+
+def tolerance_table(case: dict[str, Any]) -> str:
+    """Return quality by what sets the tolerance."""
     keys = ("share_read", "divergence", "divergence_worst_5_percent", "agreement", "loss_added")
     lines = []
     for line in case["tolerances"]:
         apart = None if line["tolerance"] == "entropy" else f"{line['difference']:.2g} ± {line['error']:.1g}"
         lines.append([line["selector"], line["spread"], line["tolerance"], *[line[key] for key in keys], apart])
     head = ["read", "KL", "KL, worst 5%", "same token", "loss added", "entropy's KL less this"]
-    print("\n" + table(["selector", "spread", "tolerance set by", *head], lines), flush=True)
+    return table(["selector", "spread", "tolerance set by", *head], lines)
+
+
+def title(case: dict[str, Any]) -> str:
+    """Return what was measured on what."""
+    first, last = case["positions"]
+    return (
+        f"{case['model']} on {case['text']}, positions {first} to {last}: dense loss {case['dense_loss']:.3f} nats a "
+        f"token, mean entropy {case['mean_entropy']:.3f}"
+    )
 
 
 def main() -> None:
@@ -307,7 +347,7 @@ def main() -> None:
     try:
         for name, text in args.case:
             cases.append(measure(name, Path(text), args))
-            show(cases[-1])
+            print(f"\n{title(cases[-1])}\n\n{selector_table(cases[-1])}\n\n{tolerance_table(cases[-1])}", flush=True)
     except UsageError as error:
         sys.exit(f"measure_selection: {error}")
     settings = {"page_size": args.page_size, "rows": args.rows, "shares": SHARES, "dtype": "float32", "seeds": SEEDS}
