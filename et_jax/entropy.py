@@ -53,7 +53,8 @@ def moments(logits: Float[Array, "*b v"], temperature: Float[Array, "*b"] | floa
     z = logits.astype(jnp.float32)
     peak = jnp.max(z, axis=-1)
     absent = jnp.isneginf(z)
-    u = jnp.where(absent, 0.0, (z - peak[..., None]) / jnp.asarray(temperature, jnp.float32)[..., None])
+    heat = jnp.maximum(jnp.asarray(temperature, jnp.float32), 1e-30)  # nearer 0 the quotient overflows: NaN
+    u = jnp.where(absent, 0.0, (z - peak[..., None]) / heat[..., None])
     weight = jnp.where(absent, 0.0, jnp.exp(u))
     return Moments(
         peak=peak,

@@ -158,22 +158,40 @@ def _stack(*leaves: np.ndarray) -> np.ndarray:
     return np.stack(leaves)
 
 
-def show(case: dict[str, Any]) -> None:
-    """Print one model's tables: blocks opened by each bound, errors of each estimate."""
-    print(f"\n{case['model']} ({case['shape']}), {case['text']}\n")
+def title(case: dict[str, Any]) -> str:
+    """Return what was measured on what."""
+    return f"{case['model']} ({case['shape']}), {case['text']}"
+
+
+def bounds_table(case: dict[str, Any]) -> str:
+    """Return one model's share of blocks opened, by bound and tolerance."""
     header = ["bound", "page", "slack, nats", *[f"eps {tolerance}" for tolerance in TOLERANCES], "unread / eps at most"]
-    lines = [
-        [row["bound"], size["page_size"], row["slack"], *row["opened"].values(), row["largest_unread_over_tolerance"]]
-        for size in case["page_sizes"]
-        for row in size["bounds"]
-    ]
-    print(table(header, lines))
-    lines = [
-        [f"{share:.0%}", size["page_size"], *[e["relative_error"] for e in size["residual"] if e["open"] == share]]
-        for size in case["page_sizes"]
-        for share in SHARES
-    ]
-    print("\n" + table(["blocks open", "page", *ESTIMATES], lines), flush=True)
+    return table(
+        header,
+        [
+            [
+                row["bound"],
+                size["page_size"],
+                row["slack"],
+                *row["opened"].values(),
+                row["largest_unread_over_tolerance"],
+            ]
+            for size in case["page_sizes"]
+            for row in size["bounds"]
+        ],
+    )
+
+
+def residual_table(case: dict[str, Any]) -> str:
+    """Return one model's relative error of the output, by share of blocks open and by what stands for the rest."""
+    return table(
+        ["blocks open", "page", *ESTIMATES],
+        [
+            [f"{share:.0%}", size["page_size"], *[e["relative_error"] for e in size["residual"] if e["open"] == share]]
+            for size in case["page_sizes"]
+            for share in SHARES
+        ],
+    )
 
 
 def measure_case(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -202,7 +220,7 @@ def main() -> None:
     try:
         for name, text in args.case:
             cases.append(measure_case(name, Path(text), args))
-            show(cases[-1])
+            print(f"\n{title(cases[-1])}\n\n{bounds_table(cases[-1])}\n\n{residual_table(cases[-1])}", flush=True)
     except UsageError as error:
         sys.exit(f"measure_bounds: {error}")
     settings = {"rows": args.rows, "queries_per_row": args.queries, "tolerances": TOLERANCES, "dtype": "float32"}

@@ -164,24 +164,19 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> tuple[dict[str, 
     return figures, drawn
 
 
-def show(case: dict[str, Any]) -> None:
-    """Print one model's table for every target."""
+def law_table(result: dict[str, Any]) -> str:
+    """Return every law's figures at one target."""
     header = ["law", "gain", "mean H", "mean deviation", "mean surprisal", "mean T", "T from", "to", "T at a bound"]
     header += ["gain V >= 2", "distinct 3-grams"]
     columns = ("law", "gain", "mean_entropy", "mean_absolute_deviation", "mean_surprisal", "mean_temperature")
-    for result in case["targets"]:
-        lines = [
-            [
-                *[row[column] for column in columns],
-                *row["temperature_range"],
-                row["at_bound"],
-                row["gain_times_varentropy_at_least_2"],
-                row["distinct_3_grams"],
-            ]
+    last = ("at_bound", "gain_times_varentropy_at_least_2", "distinct_3_grams")
+    return table(
+        header,
+        [
+            [*[row[name] for name in columns], *row["temperature_range"], *[row[name] for name in last]]
             for row in result["laws"]
-        ]
-        print(f"\n{case['model']}, target {result['target']} nats\n\n{table(header, lines)}")
-    print(f"\nDistinct 3-grams of {case['text']}: {case['distinct_3_grams_of_the_text']:.3g}", flush=True)
+        ],
+    )
 
 
 def plot(drawn: dict[str, Any], model: str, target: float, path: Path) -> None:
@@ -217,7 +212,9 @@ def main() -> None:
     try:
         for name, text in args.case:
             figures, drawn = measure(name, Path(text), args)
-            show(figures)
+            for result in figures["targets"]:
+                print(f"\n{figures['model']}, target {result['target']} nats\n\n{law_table(result)}")
+            print(f"\nDistinct 3-grams of {figures['text']}: {figures['distinct_3_grams_of_the_text']:.3g}", flush=True)
             cases.append(figures)
             if args.plot and len(cases) == 1:
                 plot(drawn, figures["model"], args.plot_target, FIGURE)

@@ -191,3 +191,9 @@ def test_estimators_pick_the_likeliest_from_the_whole_vocabulary():
 def test_the_margin_is_the_lead_of_the_likeliest():
     z = jnp.asarray([[1.0, 4.0, 2.5], [3.0, 0.0, 3.0], [-jnp.inf, 0.0, -1.0]])
     np.testing.assert_allclose(e.margin(z, e.moments(z)), [1.5, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 2e-38, 1e-39])
+def test_a_temperature_near_zero_leaves_no_uncertainty(temperature):
+    m = e.moments(jnp.array([0.0, -5.0, -1000.0]), jnp.float32(temperature))
+    assert (e.entropy(m), e.varentropy(m)) == (0.0, 0.0)

@@ -182,9 +182,11 @@ def certified(mass_bounds: MassBounds = chord_bounds, slack: float = 1e-3) -> Se
 
     def choose(view: BlockView) -> Selection:
         log = mass_bounds(view)
-        top = jnp.max(log.high, axis=-1, keepdims=True)
-        top = jnp.where(jnp.isfinite(top), top, 0.0)
-        upper, lower = jnp.exp(log.high + slack - top), jnp.exp(log.low - slack - top)
+        # Both are taken over the greatest lower bound: over the greatest upper one, which may be 100 nats above
+        # anything provable, they would round to 0, and 0 left against 0 read would pass for a proof.
+        least = jnp.max(log.low, axis=-1, keepdims=True)
+        least = jnp.where(jnp.isfinite(least), least, 0.0)
+        upper, lower = jnp.exp(jnp.minimum(log.high + slack - least, 80.0)), jnp.exp(log.low - slack - least)
 
         def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
             unread = jnp.sum(jnp.where(opened, 0.0, upper), axis=-1)

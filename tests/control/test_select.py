@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from et_jax.control import contribution, select
+from et_jax.control import bounds, contribution, select
 from et_jax.types import replace
 
 FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
@@ -196,3 +196,12 @@ def test_a_slot_that_holds_nothing_harms_nobody(blocks):
     empty = replace(b.view, num_tokens=jnp.zeros_like(b.view.num_tokens), length=jnp.int32(0))
     for name, mask in compiled.items():
         assert mask(empty).shape == (NUM_BLOCKS,), name
+
+
+@pytest.mark.parametrize("far", [50.0, 90.0, 120.0, 300.0])
+def test_a_bound_far_above_all_that_is_proved_proves_nothing(blocks, far):
+    """float32 holds e^-103 at least: masses told apart by their greatest upper bound would all be 0."""
+    view = replace(blocks(0).view, num_tokens=jnp.full(NUM_BLOCKS, 4, jnp.int32), tolerance=jnp.float32(0.1))
+    low = jnp.zeros((2, NUM_BLOCKS)).at[:, 1].set(5.0)
+    given = bounds.Interval(low=low, high=low.at[:, 0].set(far))  # block 1 holds more than all others
+    assert np.asarray(select.certified(lambda _: given)(view))[1]

@@ -1,0 +1,103 @@
+"""Write the measured tables of docs/control.md anew from benchmarks/results, measuring first if asked to.
+
+    python scripts/write_tables.py [--measure --case MODEL TEXT --case MODEL TEXT ...]
+
+Between the two lines `<!-- NAME: begin -->` and `<!-- NAME: end -->` the document belongs to this script. With
+`--measure` every measuring script runs on the given models and texts (see `measure_bounds.py`) and draws its pictures.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measure_bounds
+import measure_selection
+import measure_temperature
+from report import RESULTS
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs/control.md"
+TARGET = 2.0  # nats: of the temperature tables shown; the results hold the others
+
+
+def bounds(results: dict[str, Any]) -> str:
+    """Return the tables of how much each bound opens, and of the residual."""
+    parts = [
+        f"{measure_bounds.title(case)}:\n\n{measure_bounds.bounds_table(case)}\n\n{measure_bounds.residual_table(case)}"
+        for case in results["cases"]
+    ]
+    return "\n\n".join(parts)
+
+
+def temperature(results: dict[str, Any]) -> str:
+    """Return the table of every law at the target shown, for each model."""
+    parts = []
+    for model in results["models"]:
+        [result] = [result for result in model["targets"] if result["target"] == TARGET]
+        parts.append(f"{model['model']}, target {TARGET:g} nats:\n\n{measure_temperature.law_table(result)}")
+    return "\n\n".join(parts)
+
+
+def selectors(results: dict[str, Any]) -> str:
+    """Return the tables of quality by selector."""
+    cases = results["cases"]
+    return "\n\n".join(f"{measure_selection.title(c)}:\n\n{measure_selection.selector_table(c)}" for c in cases)
+
+
+def tolerances(results: dict[str, Any]) -> str:
+    """Return the tables of quality by what sets the tolerance."""
+    return "\n\n".join(f"{c['model']}:\n\n{measure_selection.tolerance_table(c)}" for c in results["cases"])
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "bounds": ("bounds.json", bounds),
+    "temperature": ("temperature.json", temperature),
+    "selectors": ("selection.json", selectors),
+    "tolerances": ("selection.json", tolerances),
+}
+
+
+def origin(results: dict[str, Any]) -> str:
+    """Return the line that says where figures come from."""
+    machine = results["machine"]
+    settings = ", ".join(f"{name} {value}" for name, value in results["settings"].items())
+    return (
+        f"`{results['script']}` on {machine['processor']}, {machine['cores']} cores, jax {machine['jax']} ({settings})."
+    )
+
+
+def insert(document: str, name: str, text: str) -> str:
+    """Return the document with the part called `name` replaced."""
+    pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
+    found = re.compile(pattern, re.DOTALL)
+    if not found.search(document):
+        raise ValueError(f"the document has no part between <!-- {name}: begin --> and <!-- {name}: end -->")
+    return found.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", document)
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="measure anew before writing")
+    parser.add_argument("--case", nargs=2, action="append", default=[], metavar=("MODEL", "TEXT"))
+    args = parser.parse_args()
+    if args.measure:
+        cases = [word for case in args.case for word in ("--case", *case)]
+        for script, *more in (("measure_bounds",), ("measure_temperature", "--plot"), ("measure_selection",)):
+            path = Path(__file__).with_name(f"{script}.py")
+            subprocess.run([sys.executable, str(path), *cases, *more], check=True)
+    document = DOCUMENT.read_text(encoding="utf-8")
+    for name, (file, tables) in TABLES.items():
+        results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        document = insert(document, name, f"{origin(results)}\n\n{tables(results)}")
+    DOCUMENT.write_text(document, encoding="utf-8")
+    print(f"wrote {len(TABLES)} parts of {DOCUMENT.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
