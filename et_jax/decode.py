@@ -171,7 +171,7 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         failed = run & ~jnp.isfinite(raw.s0)
         produced = run & ~failed
         normaliser = entropy.log_normaliser(raw)
-        drawn = _sample(config, logits, settings, counts, signals, control, length + 1, normaliser)
+        drawn = _sample(config, logits, settings, counts, signals, control, length + 1, raw)
         logit = jnp.take_along_axis(logits, drawn.token[:, None], axis=1)[:, 0]
         signals = replace(drawn.signals, surprisal=normaliser - logit)
         masks = jnp.stack(memory.receipts.block_masks, axis=1)
@@ -389,9 +389,9 @@ def _sample(
     signals: Signals,
     control: ControlState,
     position: Int[Array, " r"],
-    normaliser: Float[Array, " r"],
+    raw: entropy.Moments,
 ) -> _Drawn:
-    """Penalise, set the temperature, truncate, draw. `normaliser` is the raw log-sum-exp."""
+    """Penalise, set the temperature, truncate, draw. `raw` are the moments of the logits as they are."""
     if counts is not None:
         logits = sampling.penalise(logits, settings, counts)
     rule = config.controller.temperature_rule
@@ -408,9 +408,9 @@ def _sample(
         heat = jax.vmap(decide)(logits, signals, control)
     greedy = settings.temperature == 0
     heat = jnp.where(greedy, 0.0, heat)
-    cut = sampling.threshold(logits, heat, settings, normaliser - control.surprisal_cap)
+    cut = sampling.threshold(logits, heat, settings, entropy.log_normaliser(raw) - control.surprisal_cap)
     token = sampling.draw(logits, heat, cut, sampling.uniform(settings, position))
-    warm = entropy.moments(logits, jnp.where(heat > 0, heat, 1.0))
+    warm = _tempered(logits, heat, raw if counts is None else None)
     kept = _truncated_entropy(logits, heat, cut, entropy.entropy(warm))
     cold = heat == 0
     signals = replace(
@@ -420,6 +420,16 @@ def _sample(
         truncated_entropy=jnp.where(cold, 0.0, kept),
     )
     return _Drawn(token=token, temperature=heat, signals=signals)
+
+
+def _tempered(
+    logits: Float[Array, "r v"], temperature: Float[Array, " r"], at_one: entropy.Moments | None
+) -> entropy.Moments:
+    """The moments at each row's temperature, 1 where it is greedy; no second pass where `at_one` says it all."""
+    warm = jnp.where(temperature > 0, temperature, 1.0)
+    if at_one is None:
+        return entropy.moments(logits, warm)
+    return jax.lax.cond(jnp.all(warm == 1.0), lambda: at_one, lambda: entropy.moments(logits, warm))
 
 
 def _truncated_entropy(

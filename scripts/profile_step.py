@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array
 
 from et_jax import cache, decode, sampling
-from et_jax.attend import Memory, decode_attend, start_receipts
+from et_jax.attend import Memory, Row, decode_attend, start_receipts
 from et_jax.engine import DEFAULT_PAGE_SIZE
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend, Params, forward, initialise
@@ -57,7 +57,7 @@ def without_attention(write: bool, table: Array, length: Array, run: Array) -> A
         if write:
             layers = list(memory.cache.layers)
             layers[layer] = cache.write(layers[layer], k, v, table, length, run.astype(jnp.int32))
-            memory = replace(memory, cache=cache.KVCache(layers=tuple(layers)))
+            memory = replace(memory, cache=replace(memory.cache, layers=tuple(layers)))
         return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), memory
 
     return attend
@@ -72,7 +72,16 @@ def advance(kind: str, config: decode.DecoderConfig, params: Params, state: deco
     table, length, run = state.table.pages, state.length, state.active
     attend = without_attention(kind == "+ cache write", table, length, run)
     if kind == "+ attention":
-        attend = decode_attend(config.reading, table, length, run, state.control.tolerance)
+        row = Row(
+            table=table,
+            length=length,
+            run=run,
+            tolerance=state.control.tolerance,
+            fresh=run,
+            block_mask=state.control.block_mask,
+            kept_mass=state.signals.kept_mass,
+        )
+        attend = decode_attend(config.reading, row)
     memory = Memory(cache=state.cache, receipts=start_receipts(config.batch))
     logits, memory = forward(params, config.model, state.token[:, None], length[:, None], attend, memory)
     if memory.receipts.block_masks:

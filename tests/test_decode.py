@@ -34,6 +34,7 @@ from et_jax.control.base import chain
 from et_jax.control.clock import paper
 from et_jax.control.priority import aged
 from et_jax.control.select import sinks_window
+from et_jax.models.transformer import initialise
 from et_jax.state import Controller
 from et_jax.types import replace
 
