@@ -54,7 +54,7 @@ def preset(
     return {"paper": _paper, "guarded": _guarded, "certified": _certified}[name](**given)
 
 
-def _check(name: str, given: dict[str, float]) -> None:
+def _check(name: str, given: dict[str, int | float]) -> None:
     if name not in NAMES:
         raise UsageError(f'control is "{name}"; choose one of {", ".join(NAMES)}.')
     if name == "off" and given:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from et_jax import cache as kv
-from et_jax.types import replace
 
 HEADS, PAGES, SIZE, DIM = 2, 9, 4, 5
 # Two slots that hold pages in no order, and one that holds none.

@@ -91,10 +91,16 @@ def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.Captur
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
 
 
-def test_control_by_name_and_by_knob_is_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_control_by_name_and_by_knob_is_reported(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a model that is sure of itself, so that a tolerance is spent."""
+    sure = copy(folder, tmp_path / "sure")
+    tensors = load_file(sure / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": 40 * tensors["model.norm.weight"]}, sure / "model.safetensors")
     settings = [
         "--model",
-        str(folder),
+        str(sure),
         "-p",
         "It was a dark and stormy night.",
         "--max-tokens",
@@ -103,17 +109,17 @@ def test_control_by_name_and_by_knob_is_reported(folder: Path, capfd: pytest.Cap
         "4",
     ]
     off = run(capfd, *settings, "--json")
-    knobs = ["--tolerance", "0.9", "--min-blocks", "1", "--window", "4", "--target-entropy", "1"]
-    certified = run(capfd, *settings, "--json", "--control", "certified", *knobs)
-    assert off[0] == certified[0] == 0
-    before, after = (json.loads(out)["entropic"] for _, out, _ in (off, certified))
+    knobs = ["--tolerance", "5", "--min-blocks", "1", "--window", "4", "--target-entropy", "1"]
+    guarded = run(capfd, *settings, "--json", "--control", "guarded", *knobs)
+    assert off[0] == guarded[0] == 0
+    before, after = (json.loads(out)["entropic"] for _, out, _ in (off, guarded))
     assert before["mean_share_read"] == 1 and before["guard_rates"] == {}
-    assert after["mean_share_read"] < 1 and 0.1 <= after["least_mass_kept"] < 1
+    assert after["mean_share_read"] < 1 and 0 < after["least_mass_kept"] < 1
     assert set(after["guard_rates"]) == {"stability", "temperature_saturation"}
     assert after["temperature_range"][0] < after["temperature_range"][1] == 1
     assert after["nats_per_byte"] == pytest.approx(after["entropic_time"] / after["cost_bytes"])
     for part in ("of blocks, kept at least", "temperature_saturation", "stability"):
-        assert part in certified[2] and part not in off[2]
+        assert part in guarded[2] and part not in off[2]
 
 
 def test_several_continuations_differ(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,15 +14,14 @@ from et_jax.presets import NAMES, preset
 from et_jax.state import Controller
 from et_jax.types import UsageError, replace
 
-# Tokens that span 16 blocks, so that something can be left out under small guards.
-LONG = prompt(3, 50)
+PROMPT = prompt(3, 20)  # five blocks, and eight more while 32 tokens are written
 
 
 def signals_of(name: str, sharpness: float = 1.0, **knobs):
     """What a greedy run observed under a preset; a sharper model is surer of its next token."""
     params = replace(weights(), final_norm=weights().final_norm * jnp.float32(sharpness))
     d = hall.decoder(configuration(controller=preset(name, **knobs)))
-    state = start(d, params, d.empty(), 1, LONG, temperature=0.0)
+    state = start(d, params, d.empty(), 1, PROMPT, temperature=0.0, limit=32)
     return run(d, params, state)[1][1].signals
 
 
@@ -37,27 +36,29 @@ def test_tolerance_zero_reads_everything_and_changes_no_text(name):
 
 
 def test_each_knob_reaches_what_it_is_named_for():
-    """A window of 8 tokens leaves room to prune 16 blocks of 4; a larger minimum or window reads more."""
+    """Certain throughout, the tolerance is loosened token by token; a larger minimum or window reads more."""
     loose = dict(sharpness=30.0, tolerance=0.9, min_blocks=0, window=8)
     few = signals_of("certified", **loose)
-    assert (few.entropy < 1.0).all()
+    assert np.median(few.entropy) < 0.1
     for change in ({"min_blocks": 14}, {"window": 48}, {"tolerance": 0.01}):
         assert few.blocks_read.sum() < signals_of("certified", **loose | change).blocks_read.sum()
 
 
 @pytest.mark.parametrize("name", ["paper", "guarded"])
 def test_a_threshold_prunes_only_what_the_entropy_calls_certain(name):
-    """With an entropy above the reference nothing is left out; a surer model leaves out."""
+    """After an entropy above the reference of 2 nats nothing is left out; a surer model leaves out."""
     unsure, sure = (signals_of(name, sharpness, tolerance=5.0, min_blocks=0, window=0) for sharpness in (1.0, 30.0))
-    assert (unsure.entropy > 2.0).all() and (sure.entropy < 1.0).all()
     held = unsure.pages_held * MODEL.num_layers * MODEL.num_kv_heads
+    assert (unsure.entropy > 2.0).all()
     np.testing.assert_array_equal(unsure.blocks_read, held)
-    assert sure.blocks_read[0] == held[0] and (sure.blocks_read < held)[1:].all()  # the first token prunes nothing
+    pruned = sure.blocks_read < held
+    assert pruned.any() and not pruned[0]  # before the first token nothing is known
+    assert not pruned[1:][sure.entropy[:-1] >= 2.0].any()
 
 
 def heat(name: str, target: float):
     d = hall.decoder(configuration(controller=preset(name, target_entropy=target)))
-    state = start(d, weights(), d.empty(), 1, LONG[:5], temperature=0.9, limit=40)
+    state = start(d, weights(), d.empty(), 1, PROMPT[:5], temperature=0.9, limit=40)
     return run(d, weights(), state)[1][1]
 
 
@@ -65,7 +66,8 @@ def test_a_target_moves_the_temperature_and_guards_only_cool():
     """The entropy of these weights lies near 4 nats: a target of 1 cools, one of 4.5 would heat."""
     for name in ("paper", "guarded", "certified"):
         cooled = heat(name, 1.0)
-        assert (np.diff(cooled.temperature) < 0).all() and cooled.temperature[0] == np.float32(0.9)
+        assert (np.diff(cooled.temperature[:6]) < 0).all() and cooled.temperature[0] == np.float32(0.9)
+        assert np.abs(cooled.signals.tempered_entropy[-8:].mean() - 1.0) < 0.5
         assert set(cooled.guard_rates) == {"temperature_saturation", "stability"}
     assert heat("paper", 4.5).temperature[-1] > 0.9
     for name in ("guarded", "certified"):
