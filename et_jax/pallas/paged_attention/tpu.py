@@ -1,9 +1,4 @@
-"""`paged_attention` on a TPU: one grid step a row and KV head, pages copied ahead through a ring of buffers.
-
-A group of listed pages is copied into one buffer of the ring while the groups before it are worked on.
-The copies run ahead over the end of a list: while the last groups of a row are worked on, the first groups
-of the next row are already on their way, so that short rows do not pay for the latency of memory.
-"""
+"""`paged_attention` on a TPU: a grid step for each row and KV head, its listed pages copied ahead through a ring."""
 
 import dataclasses
 from functools import partial
@@ -16,37 +11,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas.checks import LANES
-
-# A group is worked on as one; large enough that its products hide the cost of a step of the loop.
-GROUP_TOKENS = 512
-# What must be on its way for memory never to wait: bandwidth times latency, 1.6 TB/s (v6e) times about 1.5 us.
-BYTES_IN_FLIGHT = 2**21 + 2**19
-# Kernels get 16 MiB of a core's vector memory unless they ask for more; the ring takes half of that.
-RING_BYTES = 2**23
-VECTOR_MEMORY_BYTES = 2**24
-# A v5e or v6e core has 1 MiB of scalar memory; the compiler keeps some.
-SCALAR_MEMORY_BYTES = 2**20 - 2**14
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How the list is walked.
-
-    group: list entries worked on at once, a power of two, at most 128; the same for every batch, count and list.
-    depth: buffers in the ring, each of one group; all but one are on their way while that one is worked on.
-    """
-
-    group: int
-    depth: int
-
-
-def heuristic(page_size: int, width: int, dtype: jnp.dtype) -> Config:
-    """Return the walk for a page size in tokens, a token's width and the dtype of the pool."""
-    page_bytes = page_size * width * jnp.dtype(dtype).itemsize
-    group = max(1, min(LANES, GROUP_TOKENS // page_size, RING_BYTES // 4 // page_bytes))
-    group = 1 << (group.bit_length() - 1)
-    ahead = -(-BYTES_IN_FLIGHT // (group * page_bytes))
-    return Config(group=group, depth=max(3, min(1 + ahead, RING_BYTES // (group * page_bytes))))
+from et_jax.pallas.ring import (
+    SCALAR_MEMORY_BYTES,
+    VECTOR_MEMORY_BYTES,
+    PageList,
+    Ring,
+    RingConfig,
+    heuristic,
+    require_memory,
+    require_pages,
+)
 
 
 def paged_attention(
@@ -61,7 +35,7 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
-    config: Config | None = None,
+    config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return what `api.paged_attention` documents. `interpret` runs the kernel on a CPU, for tests."""
@@ -72,7 +46,10 @@ def paged_attention(
         config = heuristic(s, e, pages.dtype)
     group = config.group
     padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
-    _require_room(config, pages, x + b, n, padded, g)
+    require_pages(pages)
+    taken = footprint(config, pages, b, h, n, m)
+    require_memory("scalar", taken.scalar, SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
+    require_memory("vector", taken.vector, VECTOR_MEMORY_BYTES, "or smaller pages")
 
     # A head that fills no whole lanes is not cut from its token: zeros beside the query stand against the value,
     # and what the weights mix is the token, the value in its columns [d, 2d).
@@ -141,31 +118,25 @@ def paged_attention(
     return out.reshape(b, h, d), block_lse[..., :m].reshape(b, h, m)
 
 
-def _require_room(config: Config, pages: Array, num_scalars: int, n: int, m: int, g: int) -> None:
-    """Raise NotImplementedError for what the chip's memories cannot hold, before anything is compiled."""
-    _, _, s, e = pages.shape
-    itemsize = pages.dtype.itemsize
-    sublanes = 32 // itemsize
-    if s % sublanes:
-        raise NotImplementedError(
-            f'backend "tpu" reads pages of a multiple of {sublanes} tokens in {pages.dtype}, not {s}: use "xla"'
-        )
-    # the row's own list and table and the next row's, each in two buffers
-    scalar_bytes = 4 * num_scalars + 4 * 2 * 2 * (m + n)
-    if scalar_bytes > SCALAR_MEMORY_BYTES:
-        raise NotImplementedError(
-            f'backend "tpu": lists of {m} and tables of {n} entries take {scalar_bytes} of {SCALAR_MEMORY_BYTES} bytes '
-            f'of scalar memory: use "xla", or pages of more than {s} tokens'
-        )
-    ring_bytes = config.depth * config.group * s * e * itemsize
-    # the group padded to whole registers; queries, output and block sums in two buffers; a group's scores and weights
-    rows = g + -g % 8
-    vector_bytes = ring_bytes + 2 * 4 * rows * (2 * e + m) + 4 * rows * config.group * max(s, LANES) * 4
-    if vector_bytes > VECTOR_MEMORY_BYTES:
-        raise NotImplementedError(
-            f'backend "tpu": pages of {s} tokens and lists of {m} entries take {vector_bytes} of {VECTOR_MEMORY_BYTES} '
-            'bytes of vector memory: use "xla"'
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a call takes of a core's memories, in bytes."""
+
+    scalar: int
+    vector: int
+
+
+def footprint(config: RingConfig, pages: Array, b: int, h: int, n: int, m: int) -> Footprint:
+    """Return the memories taken by b rows of h query heads, page tables of n entries and lists of m."""
+    k, _, s, e = pages.shape
+    m += -m % LANES
+    g = h // k
+    rows = g + -g % 8  # whole registers
+    # counts and lengths; twice, for the copy that runs ahead: the list and the table of this row and of the next
+    scalar = 4 * (b * k + 1 + b + 2 * 2 * (m + n))
+    # twice: query, output and block sums; once: a group's scores and what becomes of them
+    vector = 2 * 4 * rows * (2 * e + m) + 4 * 4 * rows * config.group * max(s, LANES)
+    return Footprint(scalar=scalar, vector=vector + config.num_bytes(s * e * pages.dtype.itemsize))
 
 
 def _kernel(
@@ -184,11 +155,11 @@ def _kernel(
     out_ref,
     lse_ref,
     # scratch
-    ring_ref,
+    buffers_ref,
     arrived,
     first_ref,
     *,
-    config: Config,
+    config: RingConfig,
     head_dim: int,
     joint: bool,
     scale: float,
@@ -196,60 +167,40 @@ def _kernel(
     window: int | None,
     num_heads: int,
 ):
-    """Attend one row and KV head. Group i of its list arrives in buffer (first + i) % depth."""
-    group, depth = config.group, config.depth
-    _, _, s, e = ring_ref.shape
+    """Attend one row and KV head."""
+    group = config.group
+    _, _, s, e = buffers_ref.shape
     g, width = query_ref.shape[1:]
     row = pl.program_id(0)
     length = lengths_ref[row // num_heads]
-    num_groups = pl.cdiv(counts_ref[row], group)
 
-    @pl.when(row == 0)
-    def _():
-        first_ref[0] = 0
+    def listed(row, blocks_ref, table_ref):
+        return PageList(
+            head=row % num_heads,
+            num_groups=pl.cdiv(counts_ref[row], group),
+            count=lambda i: jnp.clip(counts_ref[row] - i * group, 0, group),
+            page=lambda i, j: table_ref[0, 0, blocks_ref[0, 0, i * group + j]],
+        )
 
-    first = first_ref[0]
-
-    def listed(row, i):
-        """How many entries of a row's group i are listed."""
-        return jnp.clip(counts_ref[row] - i * group, 0, group)
-
-    def start_group(row, i, slot, blocks_ref, table_ref):
-        def start_page(j, _):
-            page = table_ref[0, 0, blocks_ref[0, 0, i * group + j]]
-            source = pages_ref.at[row % num_heads, page]
-            pltpu.make_async_copy(source, ring_ref.at[slot, j], arrived.at[slot]).start()
-
-        lax.fori_loop(0, listed(row, i), start_page, None)
-
-    def start(i):
-        """Start the copies of group i, counted on from this row's groups into the next row's."""
-        slot = lax.rem(first + i, depth)
-
-        @pl.when(i < num_groups)
-        def _():
-            start_group(row, i, slot, blocks_ref, table_ref)
-
-        @pl.when(i >= num_groups)
-        def _():
-            start_group(row + 1, i - num_groups, slot, next_blocks_ref, next_table_ref)
-
-    def wait(i, slot):
-        def wait_page(j, _):
-            # any page will do as the source: a wait asks how much arrived, not from where
-            pltpu.make_async_copy(pages_ref.at[0, 0], ring_ref.at[slot, j], arrived.at[slot]).wait()
-
-        lax.fori_loop(0, listed(row, i), wait_page, None)
+    own, following = listed(row, blocks_ref, table_ref), listed(row + 1, next_blocks_ref, next_table_ref)
+    ring = Ring(
+        pages_ref=pages_ref,
+        buffers_ref=buffers_ref,
+        arrived=arrived,
+        first_ref=first_ref,
+        own=own,
+        following=following,
+    )
 
     def page_end(i, j):
         """Where the sequence ends, counted from the first token of entry j of group i; 0 if it is not listed."""
         block = blocks_ref[0, 0, i * group + j]
-        return jnp.where(j < listed(row, i), length - block * s, 0)
+        return jnp.where(j < own.count(i), length - block * s, 0)
 
     def seen(offset, end):
         return (offset < end) if window is None else (offset < end) & (offset >= end - window)
 
-    def clean(i, slot):
+    def clean(i, buffer):
         """Zero what no query sees, where a page holds any: 0 * NaN is NaN."""
         padding = joint and e > 2 * head_dim
 
@@ -262,12 +213,11 @@ def _kernel(
                 kept = seen(lax.broadcasted_iota(jnp.int32, (s, e), 0), end)
                 if padding:
                     kept &= lax.broadcasted_iota(jnp.int32, (s, e), 1) < 2 * head_dim
-                ring_ref[slot, j] = jnp.where(kept, ring_ref[slot, j], 0.0)
+                buffers_ref[buffer, j] = jnp.where(kept, buffers_ref[buffer, j], 0.0)
 
         lax.fori_loop(0, group, clean_page, None)
 
-    # the row before started this one's first depth - 1 groups; those that this list lacks are the next row's
-    lax.fori_loop(jnp.where(row == 0, 0, jnp.minimum(num_groups, depth - 1)), depth - 1, lambda i, _: start(i), None)
+    ring.open(row == 0)
     lse_ref[...] = jnp.full(lse_ref.shape, -jnp.inf, jnp.float32)
     query = jnp.broadcast_to(query_ref[...], (group, g, width))
     dot = partial(
@@ -278,11 +228,9 @@ def _kernel(
 
     def step(i, carry):
         maximum, total, mixed = carry
-        start(i + depth - 1)  # into the buffer that was worked on last
-        slot = lax.rem(first + i, depth)
-        wait(i, slot)
-        clean(i, slot)
-        token = ring_ref[slot].astype(query.dtype)
+        buffer = ring.next(i)
+        clean(i, buffer)
+        token = buffers_ref[buffer].astype(query.dtype)
         key, value = (token, token) if joint else (token[..., :head_dim], token[..., head_dim : 2 * head_dim])
 
         scores = dot(query, key, (((2,), (2,)), ((0,), (0,)))) * scale  # "p g s", a page's tokens along the lanes
@@ -307,9 +255,9 @@ def _kernel(
     maximum = sink_ref[0]
     total = jnp.where(maximum == -jnp.inf, 0.0, 1.0)
     mixed = jnp.zeros((g, width), jnp.float32)
-    _, total, mixed = lax.fori_loop(0, num_groups, step, (maximum, total, mixed))
+    _, total, mixed = lax.fori_loop(0, own.num_groups, step, (maximum, total, mixed))
     out_ref[0] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
-    first_ref[0] = lax.rem(first + num_groups, depth)
+    ring.close()
 
 
 def _store(lse_ref, position, block_lse):
