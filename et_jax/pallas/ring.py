@@ -53,6 +53,14 @@ def heuristic(page_size: int, width: int, dtype: jnp.dtype) -> RingConfig:
     return RingConfig(group=group, depth=max(3, min(1 + ahead, RING_BYTES // (group * page_bytes))))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a call takes of a core's scalar and vector memory, in bytes."""
+
+    scalar: int
+    vector: int
+
+
 def require_pages(pages: Array) -> None:
     """Raise NotImplementedError unless a page is whole tiles, which alone can be copied by itself."""
     rows = 32 // pages.dtype.itemsize  # of a tile: 8 in float32, 16 in bfloat16

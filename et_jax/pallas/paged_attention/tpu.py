@@ -1,6 +1,5 @@
 """`paged_attention` on a TPU: a grid step for each row and KV head, its listed pages copied ahead through a ring."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -14,6 +13,7 @@ from et_jax.pallas.checks import LANES
 from et_jax.pallas.ring import (
     SCALAR_MEMORY_BYTES,
     VECTOR_MEMORY_BYTES,
+    Footprint,
     PageList,
     Ring,
     RingConfig,
@@ -104,7 +104,7 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(
-        jnp.pad(counts.reshape(x), (0, 1)),  # nothing follows the last row
+        jnp.pad(jnp.minimum(counts, m).reshape(x), (0, 1)),  # nothing follows the last row
         lengths,
         query,
         sinks.reshape(k, g, 1),
@@ -116,14 +116,6 @@ def paged_attention(
     )
     out = mixed[..., d : 2 * d] if joint else mixed
     return out.reshape(b, h, d), block_lse[..., :m].reshape(b, h, m)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """What a call takes of a core's memories, in bytes."""
-
-    scalar: int
-    vector: int
 
 
 def footprint(config: RingConfig, pages: Array, b: int, h: int, n: int, m: int) -> Footprint:
