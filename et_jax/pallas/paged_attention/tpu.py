@@ -126,8 +126,8 @@ def footprint(config: RingConfig, pages: Array, b: int, h: int, n: int, m: int) 
     rows = g + -g % 8  # whole registers
     # counts and lengths; twice, for the copy that runs ahead: the list and the table of this row and of the next
     scalar = 4 * (b * k + 1 + b + 2 * 2 * (m + n))
-    # twice: query, output and block sums; once: a group's scores and what becomes of them
-    vector = 2 * 4 * rows * (2 * e + m) + 4 * 4 * rows * config.group * max(s, LANES)
+    # twice: query, output and block sums; once for each page of a group: its query, scores and what becomes of them
+    vector = 2 * 4 * rows * (2 * e + m) + 4 * rows * config.group * (4 * max(s, LANES) + 2 * e)
     return Footprint(scalar=scalar, vector=vector + config.num_bytes(s * e * pages.dtype.itemsize))
 
 
