@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 NAMES = ("reference", "xla", "gpu", "tpu")
+GPU_RUNTIMES = ("cuda", "rocm")  # what the platform "gpu" is called while tracing for one that is absent
 
 
 @runtime_checkable
@@ -84,11 +85,10 @@ def resolve(backend: str | None, built: Collection[str], device: str | Device | 
 def _describe(device: str | Device | None) -> tuple[str, str | None]:
     if isinstance(device, str):
         return device, None
-    if device is None:
-        absent = jax.sharding.get_abstract_mesh().abstract_device
-        if absent is not None:
-            return absent.platform, None
-        device = jax.local_devices()[0]
+    absent = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None and absent is not None:
+        return "gpu" if absent.platform in GPU_RUNTIMES else absent.platform, None
+    device = jax.local_devices()[0] if device is None else device
     return device.platform, getattr(device, "compute_capability", None)
 
 

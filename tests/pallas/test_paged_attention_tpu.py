@@ -1,6 +1,7 @@
 """The TPU kernel of decode attention, interpreted on a CPU and lowered for a TPU that is not here."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,7 +45,8 @@ def interpreted(arguments, shape: Shape, interpret: bool | pltpu.InterpretParams
 def strictly(arguments, shape: Shape, config: RingConfig | None = SMALL):
     """Attention and block sums, where neither a race nor a semaphore left over was found."""
     results = interpreted(arguments, shape, STRICT, config)
-    assert not interpret_pallas_call.races.races_found
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
     return results
 
 
@@ -103,7 +105,7 @@ def test_what_is_not_listed_is_not_copied():
 def test_a_row_keeps_its_bits_in_any_company():
     """Lists emptied around it, cut short, in another order of slots: a row's output is the same, bit for bit."""
     shape = NAMED["window"]
-    arguments = {key: x if x is None else np.array(x) for key, x in example(shape).items()}
+    arguments: dict[str, Any] = {key: None if x is None else np.array(x) for key, x in example(shape).items()}
     results = interpreted(arguments, shape, True)
     alone = arguments | {"counts": arguments["counts"] * (np.arange(3)[:, None] == 0).astype(np.int32)}
     turned = {key: x if x is None or key == "pages" else x[::-1] for key, x in arguments.items()}
