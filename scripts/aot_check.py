@@ -193,7 +193,7 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     if kernel == "attention":
         function = partial(paged_attention, **settings)
         arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b))
-        taken = decode_tpu.footprint(ring.heuristic(s, pages.shape[3], pages.dtype), pages, b, h, n, n)
+        taken = decode_tpu.footprint(decode_tpu.heuristic(pages), pages, b, h, n, n)
     else:
         function = partial(paged_prefill, **settings)
         arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b))

@@ -17,8 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-# A group is worked on as one; large enough that its products hide the cost of a step of the loop.
-GROUP_TOKENS = 512
 # What must be on its way for memory never to wait: bandwidth times latency, 1.6 TB/s (v6e) times about 1.5 us.
 BYTES_IN_FLIGHT = 5 * 2**19
 # Kernels get 16 MiB of a core's vector memory unless they ask for more; the ring takes at most half of that.
@@ -44,10 +42,10 @@ class RingConfig:
         return self.depth * self.group * page_bytes
 
 
-def heuristic(page_size: int, width: int, dtype: jnp.dtype) -> RingConfig:
-    """Return the ring for a page size in tokens, a token's width and the dtype of the pool."""
+def heuristic(group_tokens: int, page_size: int, width: int, dtype: jnp.dtype) -> RingConfig:
+    """Return the ring for groups of so many tokens, a page size in tokens, a token's width and the pool's dtype."""
     page_bytes = page_size * width * jnp.dtype(dtype).itemsize
-    most = max(1, min(GROUP_TOKENS // page_size, RING_BYTES // 4 // page_bytes))
+    most = max(1, min(group_tokens // page_size, RING_BYTES // 4 // page_bytes))
     group = 1 << (most.bit_length() - 1)
     ahead = -(-BYTES_IN_FLIGHT // (group * page_bytes))
     return RingConfig(group=group, depth=max(3, min(1 + ahead, RING_BYTES // (group * page_bytes))))
@@ -129,13 +127,18 @@ class Ring:
     def next(self, i: Any) -> Any:
         """Return the buffer of group i, arrived; set off the group that is depth - 1 further on."""
         self._fetch(i + self.depth - 1)  # into the buffer of group i - 1, which is done with
-        buffer = self.buffer(i)
+        buffer, count = self.buffer(i), self.own.count(i)
+        whole = self.buffers_ref.at[buffer]
 
-        def wait(j: Any, _: None) -> None:
-            # any page will do as the source: a wait asks how much arrived, not from where
-            self._copy(0, 0, buffer, j).wait()
+        # a wait asks how much arrived, not from where: one serves a group that is full
+        @pl.when(count == whole.shape[0])
+        def _():
+            pltpu.make_async_copy(whole, whole, self.arrived.at[buffer]).wait()
 
-        lax.fori_loop(0, self.own.count(i), wait, None)
+        @pl.when(count < whole.shape[0])
+        def _():
+            lax.fori_loop(0, count, lambda j, _: self._copy(0, 0, buffer, j).wait(), None)
+
         return buffer
 
     def close(self) -> None:
@@ -144,10 +147,11 @@ class Ring:
 
     def _fetch(self, i: Any) -> None:
         """Start the copies of group i, counted on from this list's groups into the next list's."""
+        buffer = self.buffer(i)
 
         def start(pages: PageList, group: Any) -> None:
             def start_page(j: Any, _: None) -> None:
-                self._copy(pages.head, pages.page(group, j), self.buffer(i), j).start()
+                self._copy(pages.head, pages.page(group, j), buffer, j).start()
 
             lax.fori_loop(0, pages.count(group), start_page, None)
 

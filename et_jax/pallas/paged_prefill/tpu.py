@@ -20,6 +20,8 @@ from et_jax.pallas.checks import LANES
 # Rows of queries that share a read of the keys: 4 flops a byte and row need some 250 rows on a v5e (197 TFLOP/s over
 # 0.82 TB/s) and 560 on a v6e (918 over 1.64).
 TILE_ROWS = 512
+# Keys worked on as one: scores of a tile against them are 1 MiB of vector memory.
+GROUP_TOKENS = 512
 TILE_STEP = 16  # a tile is whole registers of bfloat16
 
 
@@ -35,7 +37,7 @@ def heuristic(chunk: int, group: int, pages: Array) -> Config:
     """Return the cut for a chunk in tokens, query heads a KV head and a pool."""
     _, _, s, e = pages.shape
     tile = max(TILE_STEP, min(TILE_ROWS // group, chunk + -chunk % TILE_STEP) // TILE_STEP * TILE_STEP)
-    return Config(tile=tile, ring=ring.heuristic(s, e, pages.dtype))
+    return Config(tile=tile, ring=ring.heuristic(GROUP_TOKENS, s, e, pages.dtype))
 
 
 def paged_prefill(
