@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+# Each page of a group is some lines of the compiled step.
+MOST_PAGES = 32
 # What must be on its way for memory never to wait: bandwidth times latency, 1.6 TB/s (v6e) times about 1.5 us.
 BYTES_IN_FLIGHT = 5 * 2**19
 # Kernels get 16 MiB of a core's vector memory unless they ask for more; the ring takes at most half of that.
@@ -30,7 +32,7 @@ SCALAR_MEMORY_BYTES = 2**20 - 2**14
 class RingConfig:
     """The shape of the ring.
 
-    group: pages worked on at once, a power of two, at most 128; the same for every batch and list.
+    group: pages worked on at once, a power of two, at most 128 (LANES); the same for every batch and list.
     depth: buffers in the ring, each of one group; all but one are on their way while that one is worked on.
     """
 
@@ -45,7 +47,7 @@ class RingConfig:
 def heuristic(group_tokens: int, page_size: int, width: int, dtype: jnp.dtype) -> RingConfig:
     """Return the ring for groups of so many tokens, a page size in tokens, a token's width and the pool's dtype."""
     page_bytes = page_size * width * jnp.dtype(dtype).itemsize
-    most = max(1, min(group_tokens // page_size, RING_BYTES // 4 // page_bytes))
+    most = max(1, min(MOST_PAGES, group_tokens // page_size, RING_BYTES // 4 // page_bytes))
     group = 1 << (most.bit_length() - 1)
     ahead = -(-BYTES_IN_FLIGHT // (group * page_bytes))
     return RingConfig(group=group, depth=max(3, min(1 + ahead, RING_BYTES // (group * page_bytes))))
