@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from et_jax.pallas import ring
 from et_jax.pallas.checks import LANES
 
-# Rows of queries that share a read of the keys: 4 flops a byte and row need some 250 rows on a v5e (197 TFLOP/s over
-# 0.82 TB/s) and 560 on a v6e (918 over 1.64).
+# Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
+# at 240 rows on a v5e (197 TFLOP/s over 0.82 TB/s) and at 560 on a v6e (918 over 1.64).
 TILE_ROWS = 512
 # Keys worked on as one: scores of a tile against them are 1 MiB of vector memory.
 GROUP_TOKENS = 512
