@@ -1,8 +1,10 @@
-"""Compile the decoder for chips that are not here, and look for hidden copies of the page pool.
+"""Compile the attention kernels and the decoder for chips that are not here, and look for copies of the page pool.
 
 Runs in an environment of its own, `pip install -e '.[aot]'`, on any Linux machine without accelerators. Shapes alone
-are handed to the compilers: no weight exists. A program passes when it compiles, when the page pool it is given is
-written in place (donated in, aliased out), and when its temporaries could not hold a copy of one layer's pages.
+are handed to the compilers: no weight exists. A decoder passes when it compiles, when the page pool it is given is
+written in place (donated in, aliased out), and when its temporaries could not hold a copy of one layer's pages; a
+kernel when it compiles, which it does not if the chip's scalar and vector memory are too small, and when its
+temporaries are under a hundredth of the pool.
 """
 
 import argparse
@@ -17,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-RECORDED = 18  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
-TEMPORARY_SHARE = 0.5  # of one layer's pages: a hidden copy needs all of them
+RECORDED = 62  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
+TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
+KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
 
 H200 = """
 gpu_device_info {
@@ -38,11 +41,12 @@ device_description_str: "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A chip as its compiler knows it, and the page size (tokens) the decoder has there by default."""
+    """A chip as its compiler knows it, the default page size (tokens) there, and the backend of its own kernels."""
 
     name: str
     topology: dict[str, Any]
     page_size: int
+    backend: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,12 +58,22 @@ class Decoding:
     num_slots: int
     max_length: int
     chunk: int
-    backend: str = "xla"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A model as its attention kernels see it."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
 
 
 CHIPS = (
-    Chip(name="TPU v5e", topology={"platform": "tpu", "topology_name": "v5e:2x2"}, page_size=128),
-    Chip(name="TPU v6e", topology={"platform": "tpu", "topology_name": "v6e:2x2"}, page_size=128),
+    Chip(name="TPU v5e", topology={"platform": "tpu", "topology_name": "v5e:2x2"}, page_size=128, backend="tpu"),
+    Chip(name="TPU v6e", topology={"platform": "tpu", "topology_name": "v6e:2x2"}, page_size=128, backend="tpu"),
     Chip(
         name="H200",
         topology={"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"},
@@ -87,15 +101,31 @@ DECODINGS = (
     Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, chunk=512),
 )
 FUNCTIONS = ("step", "decode", "prefill")
+ATTENTIONS = (
+    Attention(name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128),
+    Attention(name="qwen3_8b", num_heads=32, num_kv_heads=8, head_dim=128),
+    Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
+    Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64),
+)
+LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
+KERNELS = ("attention", "prefill")
+KERNEL_CHUNK = 512
+NAME_WIDTH = 34
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """A program about to be compiled, the bytes of its page pool and of one layer of it."""
+    """A program about to be compiled, the bytes of its page pool, and what is asked of it.
+
+    temporary_bound: bytes its temporaries must stay under. in_place: whether it must write the pool where it lies.
+    on_chip: what it takes of the chip's own memories, by the kernel's count.
+    """
 
     lower: Callable[[], Any]
     pool_bytes: int
-    layer_bytes: int
+    temporary_bound: float
+    in_place: bool
+    on_chip: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,35 +138,88 @@ class Program:
 
 
 def programs() -> list[Program]:
-    """Return every program to compile: the decoder's functions, for every decoder and chip."""
-    return [
+    """Return every program to compile: for every chip its kernels, and the decoder's functions by every backend."""
+    kernels = [
         Program(
-            name=f"{decoding.name} {function} ({decoding.backend})",
+            name=f"{attention.name} {kernel} {slots}x{length // 1024}k ({chip.backend})",
             chip=chip.name,
-            build=partial(decoder_program, decoding, chip, function),
+            build=partial(kernel_program, attention, chip, kernel, slots, length),
         )
         for chip in CHIPS
+        if chip.backend
+        for attention in ATTENTIONS
+        for kernel in KERNELS
+        for slots, length in LOADS
+    ]
+    decoders = [
+        Program(
+            name=f"{decoding.name} {function} ({backend})",
+            chip=chip.name,
+            build=partial(decoder_program, decoding, chip, function, backend),
+        )
+        for chip in CHIPS
+        for backend in ("xla", chip.backend)
+        if backend
         for decoding in DECODINGS
         for function in FUNCTIONS
     ]
+    return kernels + decoders
 
 
-def decoder_program(decoding: Decoding, chip: Chip, function: str) -> Lowering:
+def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, length: int) -> Lowering:
+    """Return one kernel by itself: a decode step of every slot, or a chunk of a prompt at the end of one."""
+    import jax
+    import jax.numpy as jnp
+
+    from et_jax.pallas import ring
+    from et_jax.pallas.checks import LANES
+    from et_jax.pallas.paged_attention import paged_attention
+    from et_jax.pallas.paged_attention import tpu as decode_tpu
+    from et_jax.pallas.paged_prefill import paged_prefill
+    from et_jax.pallas.paged_prefill import tpu as prefill_tpu
+
+    device = device_of(chip)
+    h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
+    b, n = (slots if kernel == "attention" else 1), length // s
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return on_device(jax.ShapeDtypeStruct(shape, jnp.int32), device)
+
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return on_device(jax.ShapeDtypeStruct(shape, jnp.bfloat16), device)
+
+    pages = floats(k, slots * n + 1, s, -(-2 * d // LANES) * LANES)
+    settings = {"scale": d**-0.5, "window": attention.window, "backend": chip.backend}
+    if kernel == "attention":
+        function = partial(paged_attention, **settings)
+        arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b))
+        taken = decode_tpu.footprint(decode_tpu.heuristic(pages), pages, b, h, n, n)
+    else:
+        function = partial(paged_prefill, **settings)
+        arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b))
+        taken = prefill_tpu.footprint(prefill_tpu.heuristic(KERNEL_CHUNK, h // k, pages), pages, b, h // k, n)
+    pool_bytes = math.prod(pages.shape) * pages.dtype.itemsize
+    return Lowering(
+        lower=lambda: lower_for(device, jax.jit(function), *arguments),
+        pool_bytes=pool_bytes,
+        temporary_bound=KERNEL_SHARE * pool_bytes,
+        in_place=False,
+        on_chip=f"vector {taken.vector / 2**20:.1f} of {ring.VECTOR_MEMORY_BYTES / 2**20:.0f} MiB, "
+        f"scalar {taken.scalar / 2**10:.0f} of {ring.SCALAR_MEMORY_BYTES / 2**10:.0f} KiB",
+    )
+
+
+def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str) -> Lowering:
     """Return one function of a decoder, on shapes that lie on the chip."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import SingleDeviceSharding
 
     from et_jax import decode
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import describe
 
-    device = topologies.get_topology_desc(**chip.topology).devices[0]
-
-    def on_chip(leaf: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=SingleDeviceSharding(device))
-
+    device = device_of(chip)
+    on_chip = partial(on_device, device=device)
     model = ModelConfig(
         architecture="llama",
         num_layers=2,
@@ -156,9 +239,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str) -> Lowering:
         chunk=decoding.chunk,
         max_steps=32,
         cache_dtype=jnp.bfloat16,
-        backend=decoding.backend,
+        backend=backend,
     )
-    params = jax.tree.map(lambda spec: on_chip(spec, jnp.bfloat16), describe(model))
+    params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
     state = jax.tree.map(on_chip, jax.eval_shape(partial(decode.empty, config)))
     integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
     tokens = on_chip(jax.ShapeDtypeStruct((decoding.chunk,), jnp.int32))
@@ -166,8 +249,35 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str) -> Lowering:
     jitted = jax.jit(partial(getattr(decode, function), config), donate_argnums=1)
     layers = [math.prod(layer.pages.shape) * layer.pages.dtype.itemsize for layer in state.cache.layers]
     return Lowering(
-        lower=lambda: jitted.lower(params, state, *arguments), pool_bytes=sum(layers), layer_bytes=layers[0]
+        lower=lambda: lower_for(device, jitted, params, state, *arguments),
+        pool_bytes=sum(layers),
+        temporary_bound=TEMPORARY_SHARE * layers[0],
+        in_place=True,
     )
+
+
+def device_of(chip: Chip) -> Any:
+    """Return the chip as a device that can be compiled for."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(**chip.topology).devices[0]
+
+
+def on_device(leaf: Any, device: Any, dtype: Any = None) -> Any:
+    """Return the shape of an array that lies on the device."""
+    import jax
+
+    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+
+def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:
+    """Return the program traced as for the device, which is how the kernels know what chip they are for."""
+    import jax
+
+    platform = "cuda" if device.platform == "gpu" else device.platform  # as JAX names it while tracing
+    kind = jax.sharding.AbstractDevice(device.device_kind, 1, platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=kind)):
+        return jitted.lower(*arguments)
 
 
 def check(program: Program) -> tuple[str, bool]:
@@ -178,12 +288,11 @@ def check(program: Program) -> tuple[str, bool]:
         memory = lowering.lower().compile().memory_analysis()
     except Exception as error:  # each compiler has its own; the report is where they belong
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        return f"{program.chip:8} {program.name:26} FAILED {type(error).__name__}: {reason[:400]}", False
+        return f"{program.chip:8} {program.name:{NAME_WIDTH}} FAILED {type(error).__name__}: {reason[:400]}", False
     faults = []
-    bound = int(TEMPORARY_SHARE * lowering.layer_bytes)
-    if memory.temp_size_in_bytes >= bound:
-        faults.append(f"temporaries reach {TEMPORARY_SHARE:g} of a layer's pages ({bound / 1e6:.1f} MB): a hidden copy")
-    if memory.alias_size_in_bytes < lowering.pool_bytes:
+    if memory.temp_size_in_bytes >= lowering.temporary_bound:
+        faults.append(f"temporaries reach {lowering.temporary_bound / 1e6:.1f} MB: a hidden copy of pages")
+    if lowering.in_place and memory.alias_size_in_bytes < lowering.pool_bytes:
         faults.append("the pool is not written in place")
     sizes = (
         memory.temp_size_in_bytes,
@@ -193,7 +302,9 @@ def check(program: Program) -> tuple[str, bool]:
     )
     cells = " ".join(f"{size / 1e6:10.1f}" for size in sizes)
     verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
-    return f"{program.chip:8} {program.name:26} {cells} {time.perf_counter() - began:6.1f}  {verdict}", not faults
+    seconds = f"{time.perf_counter() - began:6.1f}"
+    line = f"{program.chip:8} {program.name:{NAME_WIDTH}} {cells} {seconds}  {verdict} {lowering.on_chip}"
+    return line.rstrip(), not faults
 
 
 def main() -> int:
@@ -207,7 +318,9 @@ def main() -> int:
         print(f"{' and '.join(missing)} not installed here; run in an environment with '.[aot]'.", file=sys.stderr)
         return 1
     prepare_environment()
-    print(f"{'chip':8} {'program':26} {'temp MB':>10} {'pool MB':>10} {'args MB':>10} {'alias MB':>10} {'s':>6}")
+    print(
+        f"{'chip':8} {'program':{NAME_WIDTH}} {'temp MB':>10} {'pool MB':>10} {'args MB':>10} {'alias MB':>10} {'s':>6}"
+    )
     selected = [program for program in programs() if args.only in f"{program.chip} {program.name}"]
     passed = 0
     for program in selected:

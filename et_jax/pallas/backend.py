@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 NAMES = ("reference", "xla", "gpu", "tpu")
+GPU_RUNTIMES = ("cuda", "rocm")  # what the platform "gpu" is called while tracing for one that is absent
 
 
 @runtime_checkable
@@ -40,15 +41,18 @@ class Backend:
 
 # In order of preference: `pick` takes the first that serves.
 TABLE = (
+    Backend(name="tpu", platforms=("tpu",)),
     Backend(name="xla", platforms=("cpu", "gpu", "tpu")),
     Backend(name="reference", platforms=("cpu", "gpu", "tpu"), chosen=False),
 )
 
 
 def pick(device: str | Device | None = None, built: Collection[str] = NAMES) -> str:
-    """Return the best backend among `built` for a device, a platform's name, or the default device.
+    """Return the best backend among `built` for a device, a platform's name, or None for the one traced for.
 
-    A platform's name alone tells no compute capability, so no backend that needs one is chosen for it.
+    That is the device of the abstract mesh in use, where a program is traced for a chip that is not here, or
+    else the default device. A platform's name alone tells no compute capability, nor does an absent chip, so
+    no backend that needs one is chosen for it.
     """
     platform, capability = _describe(device)
     for row in TABLE:
@@ -81,6 +85,9 @@ def resolve(backend: str | None, built: Collection[str], device: str | Device | 
 def _describe(device: str | Device | None) -> tuple[str, str | None]:
     if isinstance(device, str):
         return device, None
+    absent = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None and absent is not None:
+        return "gpu" if absent.platform in GPU_RUNTIMES else absent.platform, None
     device = jax.local_devices()[0] if device is None else device
     return device.platform, getattr(device, "compute_capability", None)
 

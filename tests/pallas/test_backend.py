@@ -19,7 +19,21 @@ class Device:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_xla_serves_every_platform(platform):
-    assert pick(platform) == "xla"
+    assert pick(platform, ["reference", "xla"]) == "xla"
+
+
+def test_a_tpu_has_its_own():
+    assert pick("tpu") == "tpu"
+    with pytest.raises(NotImplementedError, match='backend "tpu" serves tpu, not cpu: use "xla"'):
+        resolve("tpu", ["reference", "tpu", "xla"], "cpu")
+
+
+def test_a_program_traced_for_an_absent_chip_gets_its_backend():
+    absent = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=absent)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert pick() == resolve("tpu", ["reference", "tpu", "xla"]) == "tpu"
+    assert pick() == "xla"
 
 
 def test_the_default_device_has_a_backend():

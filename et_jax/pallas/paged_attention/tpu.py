@@ -1,0 +1,270 @@
+"""`paged_attention` on a TPU: a grid step for each row and KV head, its listed pages copied ahead through a ring."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from et_jax.pallas import ring
+from et_jax.pallas.checks import LANES
+from et_jax.pallas.ring import PageList, RingConfig
+
+# A group's pages are worked on as one, so that what a step of the loop costs is shared. At head dim 128 a v6e transfers
+# 1024 tokens in 560 cycles and the compiler spends about 510 instructions on them; half the tokens take more than half.
+GROUP_TOKENS = 1024
+
+
+def heuristic(pages: Array) -> RingConfig:
+    """Return the walk over lists of pages of a pool."""
+    _, _, s, e = pages.shape
+    return ring.heuristic(GROUP_TOKENS, s, e, pages.dtype)
+
+
+def paged_attention(
+    q: Float[Array, "b h d"],
+    pages: Float[Array, "k p s e"],
+    page_table: Int[Array, "b n"],
+    blocks: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    lengths: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sink_logits: Float[Array, " h"] | None = None,
+    config: RingConfig | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+    """Return what `api.paged_attention` documents. `interpret` runs the kernel on a CPU, for tests."""
+    b, h, d = q.shape
+    k, _, s, e = pages.shape
+    n, m, x, g = page_table.shape[1], blocks.shape[2], b * k, h // k
+    if config is None:
+        config = heuristic(pages)
+    group = config.group
+    padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
+    ring.require_pages(pages)
+    taken = footprint(config, pages, b, h, n, m)
+    ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
+    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
+
+    # A head that fills no whole lanes is not cut from its token: zeros beside the query stand against the value,
+    # and what the weights mix is the token, the value in its columns [d, 2d).
+    joint = d % LANES != 0
+    dtype = jnp.promote_types(q.dtype, pages.dtype)
+    width = e if joint else d
+    query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
+    # a sink is one more logit that mixes nothing in: the softmax starts from it
+    sinks = jnp.full(h, -jnp.inf, jnp.float32) if sink_logits is None else sink_logits.astype(jnp.float32)
+    lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, padded - m))).reshape(x, 1, padded)
+    table = page_table[:, None]
+
+    def following(i):
+        return jnp.minimum(i + 1, x - 1)
+
+    def scalars(size, index):
+        return pl.BlockSpec((1, 1, size), lambda i, *_: (index(i), 0, 0), memory_space=pltpu.SMEM)
+
+    kernel = partial(
+        _kernel, config=config, head_dim=d, joint=joint, scale=scale, soft_cap=soft_cap, window=window, num_heads=k
+    )
+    mixed, block_lse = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(x,),
+            in_specs=[
+                pl.BlockSpec((1, g, width), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((1, g, 1), lambda i, *_: (i % k, 0, 0)),
+                scalars(padded, lambda i: i),
+                scalars(padded, following),
+                scalars(n, lambda i: i // k),
+                scalars(n, lambda i: following(i) // k),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, g, width), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((1, g, padded), lambda i, *_: (i, 0, 0)),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((config.depth, group, s, e), pages.dtype),
+                pltpu.SemaphoreType.DMA((config.depth,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((x, g, width), q.dtype),
+            jax.ShapeDtypeStruct((x, g, padded), jnp.float32),
+        ],
+        # Rows run in order on one core: each starts copies for the next. To check a copy's bounds takes more
+        # instructions than to start it (21 against 14, by the v5e's compiler), and only the interpreter needs it.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
+        interpret=interpret,
+        name="paged_attention",
+    )(
+        jnp.pad(jnp.minimum(counts, m).reshape(x), (0, 1)),  # nothing follows the last row
+        lengths,
+        query,
+        sinks.reshape(k, g, 1),
+        lists,
+        lists,
+        table,
+        table,
+        pages,
+    )
+    out = mixed[..., d : 2 * d] if joint else mixed
+    return out.reshape(b, h, d), block_lse[..., :m].reshape(b, h, m)
+
+
+def footprint(config: RingConfig, pages: Array, b: int, h: int, n: int, m: int) -> ring.Footprint:
+    """Return the memories taken by b rows of h query heads, page tables of n entries and lists of m."""
+    k, _, s, e = pages.shape
+    m += -m % LANES
+    g = h // k
+    rows = g + -g % 8  # whole registers
+    # counts and lengths; twice, for the copy that runs ahead: the list and the table of this row and of the next
+    scalar = 4 * (b * k + 1 + b + 2 * 2 * (m + n))
+    # twice: query, output and block sums; once for each page of a group: its query, scores and what becomes of them
+    vector = 2 * 4 * rows * (2 * e + m) + 4 * rows * config.group * (4 * max(s, LANES) + 2 * e)
+    return ring.Footprint(scalar=scalar, vector=vector + config.num_bytes(s * e * pages.dtype.itemsize))
+
+
+def _kernel(
+    # prefetched scalars
+    counts_ref,
+    lengths_ref,
+    # inputs
+    query_ref,
+    sink_ref,
+    blocks_ref,
+    next_blocks_ref,
+    table_ref,
+    next_table_ref,
+    pages_ref,
+    # outputs
+    out_ref,
+    lse_ref,
+    # scratch
+    buffers_ref,
+    arrived,
+    first_ref,
+    *,
+    config: RingConfig,
+    head_dim: int,
+    joint: bool,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    num_heads: int,
+):
+    """Attend one row and KV head."""
+    group = config.group
+    _, _, s, e = buffers_ref.shape
+    g, width = query_ref.shape[1:]
+    row = pl.program_id(0)
+    length = lengths_ref[row // num_heads]
+
+    def listed(row, blocks_ref, table_ref):
+        return PageList(
+            head=row % num_heads,
+            num_groups=pl.cdiv(counts_ref[row], group),
+            count=lambda i: jnp.clip(counts_ref[row] - i * group, 0, group),
+            page=lambda i, j: table_ref[0, 0, blocks_ref[0, 0, i * group + j]],
+        )
+
+    own, following = listed(row, blocks_ref, table_ref), listed(row + 1, next_blocks_ref, next_table_ref)
+    arrivals = ring.Ring(
+        pages_ref=pages_ref,
+        buffers_ref=buffers_ref,
+        arrived=arrived,
+        first_ref=first_ref,
+        own=own,
+        following=following,
+    )
+
+    def page_end(i, j):
+        """Where the sequence ends, counted from the first token of entry j of group i; 0 if it is not listed."""
+        block = blocks_ref[0, 0, i * group + j]
+        return jnp.where(j < own.count(i), length - block * s, 0)
+
+    def seen(offset, end):
+        return (offset < end) if window is None else (offset < end) & (offset >= end - window)
+
+    def clean(i, buffer):
+        """Zero what no query sees, where a group holds any: 0 * NaN is NaN."""
+        padding = joint and e > 2 * head_dim
+        # ids ascend: if the last page is full so are those before it, if the window holds the first it holds them all
+        whole = page_end(i, group - 1) >= s
+        if window is not None:
+            whole &= page_end(i, 0) <= window
+
+        def clean_page(j, _):
+            kept = seen(lax.broadcasted_iota(jnp.int32, (s, e), 0), page_end(i, j))
+            if padding:
+                kept &= lax.broadcasted_iota(jnp.int32, (s, e), 1) < 2 * head_dim
+            buffers_ref[buffer, j] = jnp.where(kept, buffers_ref[buffer, j], 0.0)
+
+        @pl.when(padding | ~whole)
+        def _():
+            lax.fori_loop(0, group, clean_page, None)
+
+    arrivals.open(row == 0)
+    lse_ref[...] = jnp.full(lse_ref.shape, -jnp.inf, jnp.float32)
+    query = jnp.broadcast_to(query_ref[...], (group, g, width))
+    dot = partial(
+        lax.dot_general,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if query.dtype == jnp.float32 else None,
+    )
+
+    def step(i, carry):
+        maximum, total, mixed = carry
+        buffer = arrivals.next(i)
+        clean(i, buffer)
+        token = buffers_ref[buffer].astype(query.dtype)
+        key, value = (token, token) if joint else (token[..., :head_dim], token[..., head_dim : 2 * head_dim])
+
+        scores = dot(query, key, (((2,), (2,)), ((0,), (0,)))) * scale  # "p g s", a page's tokens along the lanes
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        ends = jnp.concatenate([jnp.full((1, g, s), page_end(i, j), jnp.int32) for j in range(group)])
+        scores = jnp.where(seen(lax.broadcasted_iota(jnp.int32, scores.shape, 2), ends), scores, -jnp.inf)
+
+        # one exponential a token, against its own block's maximum, serves the block's sum and the output
+        block_maximum = jnp.max(scores, axis=2, keepdims=True)
+        weights = jnp.exp(scores - _finite(block_maximum))
+        block_total = jnp.sum(weights, axis=2, keepdims=True)
+        _store(lse_ref, i * group, _finite(block_maximum) + jnp.log(block_total))
+
+        new_maximum = jnp.maximum(maximum, jnp.max(block_maximum, axis=0))
+        block_weight = jnp.exp(block_maximum - _finite(new_maximum))
+        decay = jnp.exp(maximum - _finite(new_maximum))
+        total = total * decay + jnp.sum(block_total * block_weight, axis=0)
+        update = dot((weights * block_weight).astype(value.dtype), value, (((2,), (1,)), ((0,), (0,))))
+        return new_maximum, total, mixed * decay + jnp.sum(update, axis=0)
+
+    maximum = sink_ref[0]
+    total = jnp.where(maximum == -jnp.inf, 0.0, 1.0)
+    mixed = jnp.zeros((g, width), jnp.float32)
+    _, total, mixed = lax.fori_loop(0, own.num_groups, step, (maximum, total, mixed))
+    out_ref[0] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
+    arrivals.close()
+
+
+def _store(lse_ref, position, block_lse):
+    """Store the sums "p g 1" of a group of blocks at list positions from `position` on, along the lanes."""
+    chunk = pl.ds(pl.multiple_of(position // LANES * LANES, LANES), LANES)
+    lse = lse_ref[0, :, chunk]
+    place = lax.broadcasted_iota(jnp.int32, lse.shape, 1) - position % LANES
+    for j in range(block_lse.shape[0]):
+        lse = jnp.where(place == j, block_lse[j], lse)
+    lse_ref[0, :, chunk] = lse
+
+
+def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)

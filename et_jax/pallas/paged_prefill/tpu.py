@@ -1,0 +1,251 @@
+"""`paged_prefill` on a TPU: a grid step for each tile of queries, the pages it sees copied ahead through a ring.
+
+Groups of pages begin at fixed multiples of their size, and one that a query does not see changes no bit of
+its output, so that a chunk may be cut anywhere.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from et_jax.pallas import ring
+from et_jax.pallas.checks import LANES
+
+# Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
+# at 240 rows on a v5e (197 TFLOP/s over 0.82 TB/s) and at 560 on a v6e (918 over 1.64).
+TILE_ROWS = 512
+# Keys worked on as one: scores of a tile against them are 1 MiB of vector memory.
+GROUP_TOKENS = 512
+TILE_STEP = 16  # a tile is whole registers of bfloat16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the queries are cut. tile: tokens a grid step, a multiple of 16. ring: how the pages arrive."""
+
+    tile: int
+    ring: ring.RingConfig
+
+
+def heuristic(chunk: int, group: int, pages: Array) -> Config:
+    """Return the cut for a chunk in tokens, query heads a KV head and a pool."""
+    _, _, s, e = pages.shape
+    tile = max(TILE_STEP, min(TILE_ROWS // group, chunk + -chunk % TILE_STEP) // TILE_STEP * TILE_STEP)
+    return Config(tile=tile, ring=ring.heuristic(GROUP_TOKENS, s, e, pages.dtype))
+
+
+def paged_prefill(
+    q: Float[Array, "b t h d"],
+    pages: Float[Array, "k p s e"],
+    page_table: Int[Array, "b n"],
+    starts: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sink_logits: Float[Array, " h"] | None = None,
+    config: Config | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "b t h d"]:
+    """Return what `api.paged_prefill` documents. `interpret` runs the kernel on a CPU, for tests."""
+    b, t, h, d = q.shape
+    k, _, s, e = pages.shape
+    g, n = h // k, page_table.shape[1]
+    if config is None:
+        config = heuristic(t, g, pages)
+    tile, tiles = config.tile, -(-t // config.tile)
+    ring.require_pages(pages)
+    taken = footprint(config, pages, b, g, n)
+    ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
+    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
+
+    # a head that fills no whole lanes is not cut from its token, as in `paged_attention`
+    joint = d % LANES != 0
+    dtype = jnp.promote_types(q.dtype, pages.dtype)
+    width = e if joint else d
+    query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(b * k, g, t, d)
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, tiles * tile - t), (0, width - d)))
+    # a sink is one more logit that mixes nothing in: the softmax starts from it
+    sinks = jnp.full(h, -jnp.inf, jnp.float32) if sink_logits is None else sink_logits.astype(jnp.float32)
+    sinks = jnp.broadcast_to(sinks.reshape(k, g, 1, 1), (k, g, tile, 1))
+    table = page_table[:, None]
+    steps = b * k * tiles
+
+    def row_table(ahead):
+        def index(i, *_):
+            return jnp.minimum(i + ahead, steps - 1) // (k * tiles), 0, 0
+
+        return pl.BlockSpec((1, 1, n), index, memory_space=pltpu.SMEM)
+
+    queries = pl.BlockSpec((1, g, tile, width), lambda i, *_: (i // tiles, 0, i % tiles, 0))
+    mixed = pl.pallas_call(
+        partial(
+            _kernel,
+            chunk=t,
+            tiles=tiles,
+            num_heads=k,
+            head_dim=d,
+            joint=joint,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(steps,),
+            in_specs=[
+                queries,
+                pl.BlockSpec((1, g, tile, 1), lambda i, *_: (i // tiles % k, 0, 0, 0)),
+                row_table(0),
+                row_table(1),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=queries,
+            scratch_shapes=[
+                pltpu.VMEM((config.ring.depth, config.ring.group, s, e), pages.dtype),
+                pltpu.SemaphoreType.DMA((config.ring.depth,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(query.shape, q.dtype),
+        # tiles run in order on one core: each starts copies for the next
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="paged_prefill",
+    )(jnp.pad(starts, (0, 1)), query, sinks, table, table, pages)
+    out = mixed[:, :, :t, d : 2 * d] if joint else mixed[:, :, :t]
+    return out.reshape(b, k, g, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+
+
+def footprint(config: Config, pages: Array, b: int, g: int, n: int) -> ring.Footprint:
+    """Return the memories taken by b rows with g query heads a KV head and page tables of n entries."""
+    _, _, s, e = pages.shape
+    rows, span = g * config.tile, config.ring.group * s
+    # starts; twice, for the copy that runs ahead: the table of this row and of the next
+    scalar = 4 * (b + 1 + 2 * 2 * n)
+    # twice: query, output and sinks; once: what is mixed, and a group's scores, mask and weights
+    vector = 4 * rows * (2 * (2 * e + LANES) + 2 * e + 3 * span)
+    return ring.Footprint(scalar=scalar, vector=vector + config.ring.num_bytes(s * e * pages.dtype.itemsize))
+
+
+def _kernel(
+    # prefetched scalars
+    starts_ref,
+    # inputs
+    query_ref,
+    sink_ref,
+    table_ref,
+    next_table_ref,
+    pages_ref,
+    # outputs
+    out_ref,
+    # scratch
+    buffers_ref,
+    arrived,
+    first_ref,
+    *,
+    chunk: int,
+    tiles: int,
+    num_heads: int,
+    head_dim: int,
+    joint: bool,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+):
+    """Attend one tile of queries of one row and KV head."""
+    _, group, s, e = buffers_ref.shape
+    _, g, tile, width = query_ref.shape
+    index = pl.program_id(0)
+
+    def first_position(index):
+        return starts_ref[index // (num_heads * tiles)] + index % tiles * tile
+
+    def first_group(index):
+        """The first group a window still reaches."""
+        return 0 if window is None else jnp.maximum(first_position(index) - window + 1, 0) // (group * s)
+
+    def seen_pages(index, table_ref):
+        first = first_group(index)
+        stop = jnp.minimum(first_position(index) + tile, starts_ref[index // (num_heads * tiles)] + chunk)
+        # nothing follows the last grid step
+        end = jnp.where(index < pl.num_programs(0), jnp.minimum(pl.cdiv(stop, s), table_ref.shape[2]), 0)
+        return ring.PageList(
+            head=index // tiles % num_heads,
+            num_groups=jnp.maximum(pl.cdiv(end, group) - first, 0),
+            count=lambda i: jnp.clip(end - (first + i) * group, 0, group),
+            page=lambda i, j: table_ref[0, 0, (first + i) * group + j],
+        )
+
+    own = seen_pages(index, table_ref)
+    arrivals = ring.Ring(
+        pages_ref=pages_ref,
+        buffers_ref=buffers_ref,
+        arrived=arrived,
+        first_ref=first_ref,
+        own=own,
+        following=seen_pages(index + 1, next_table_ref),
+    )
+    arrivals.open(index == 0)
+    query = query_ref[0].reshape(g * tile, width)
+    dot = partial(
+        lax.dot_general,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if query.dtype == jnp.float32 else None,
+    )
+
+    def read(buffer):
+        """Keys and values of a group.
+
+        A value some query must not see may be anything, and 0 * NaN is NaN: it is read as 0. Its key, read as NaN
+        in its place, keeps the fault from hiding from the queries that do see it.
+        """
+        token = buffers_ref[buffer].reshape(group * s, e).astype(query.dtype)
+        if joint and e > 2 * head_dim:
+            token = jnp.where(lax.broadcasted_iota(jnp.int32, token.shape, 1) < 2 * head_dim, token, 0.0)
+        if joint:  # zeros beside the query stand against the value, and 0 * NaN is NaN
+            return token, jnp.where(_is_finite(token), token, 0.0)
+        key, value = token[:, :head_dim], token[:, head_dim : 2 * head_dim]
+        finite = _is_finite(value)
+        return jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0.0)
+
+    # how far each query stands from the first token of group 0
+    rows = (g, tile, group * s)
+    ahead = lax.broadcasted_iota(jnp.int32, rows, 1) - lax.broadcasted_iota(jnp.int32, rows, 2)
+    ahead = ahead.reshape(g * tile, group * s) + first_position(index)
+
+    def step(i, carry):
+        maximum, total, mixed = carry
+        key, value = read(arrivals.next(i))
+        scores = dot(query, key, (((1,), (1,)), ((), ()))) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        behind = ahead - (first_group(index) + i) * (group * s)
+        seen_mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        scores = jnp.where(seen_mask, scores, -jnp.inf)
+
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1, keepdims=True))
+        finite_maximum = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
+        decay = jnp.exp(maximum - finite_maximum)
+        weights = jnp.exp(scores - finite_maximum)
+        total = total * decay + jnp.sum(weights, axis=1, keepdims=True)
+        update = dot(weights.astype(value.dtype), value, (((1,), (0,)), ((), ())))
+        return new_maximum, total, mixed * decay + update
+
+    maximum = sink_ref[0].reshape(g * tile, 1)
+    total = jnp.where(maximum == -jnp.inf, 0.0, 1.0)
+    mixed = jnp.zeros((g * tile, width), jnp.float32)
+    _, total, mixed = lax.fori_loop(0, own.num_groups, step, (maximum, total, mixed))
+    out = mixed / jnp.where(total == 0.0, 1.0, total)
+    out_ref[0] = out.reshape(g, tile, width).astype(out_ref.dtype)
+    arrivals.close()
+
+
+def _is_finite(x: Float[Array, "..."]) -> Array:
+    return jnp.abs(x) < jnp.inf

@@ -1,0 +1,151 @@
+"""The TPU kernel of prefill attention, interpreted on a CPU and lowered for a TPU that is not here."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from absent_tpu import lower, strictly
+from test_paged_prefill import NAMED, TOLERANCE, run
+
+from et_jax.pallas.paged_prefill import tpu
+from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
+from et_jax.pallas.paged_prefill.tpu import Config
+from et_jax.pallas.ring import RingConfig
+
+# several tiles a chunk, few buffers of few pages: the keys go round the ring several times
+SMALL = Config(tile=16, ring=RingConfig(group=4, depth=3))
+# A shape for each path: whole heads and heads beside their values, with and without padding columns; what changes
+# the scores; rows far apart; both dtypes.
+PATHS = ("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them")
+
+
+def kernel(shape: Shape, config: Config | None = SMALL, **how):
+    return partial(tpu.paged_prefill, **shape.settings, config=config, **how)
+
+
+def plain(arguments, shape: Shape):
+    """Attention, interpreted without checks."""
+    attend = kernel(shape, interpret=True)
+    return np.asarray(jax.jit(lambda arrays: attend(**arrays))(arguments))
+
+
+def poisoned(arguments, shape: Shape):
+    """The same pool with NaN in all that no query sees: null page, what follows the chunk, padding columns."""
+    pages = np.array(arguments["pages"])
+    seen = np.zeros(pages.shape[1:3], bool)
+    for row, start in enumerate(shape.starts):
+        place = np.arange(start + shape.chunk)
+        seen[np.asarray(arguments["page_table"])[row, place // shape.page_size], place % shape.page_size] = True
+    pages[:, ~seen] = np.nan
+    pages[..., 2 * shape.head_dim :] = np.nan
+    return arguments | {"pages": pages}
+
+
+def assert_close(got, arguments, shape: Shape):
+    tolerance = TOLERANCE[shape.dtype]
+    expected = run(arguments, shape, "reference")
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_equals_reference(capsys):
+    for shape in TESTED:
+        arguments = example(shape)
+        assert_close(plain(arguments, shape), arguments, shape)
+    with capsys.disabled():
+        print(f"\npaged_prefill tpu = reference: {len(TESTED)} shapes")
+    assert len(TESTED) == 18
+
+
+def test_has_no_race(capsys):
+    for name in PATHS:
+        shape = NAMED[name]
+        arguments = poisoned(example(shape), shape)
+        assert_close(strictly(kernel(shape), arguments), arguments, shape)
+    with capsys.disabled():
+        print(f"\npaged_prefill tpu without races: {len(PATHS)} shapes")
+    assert len(PATHS) == 5
+
+
+@pytest.mark.slow
+def test_has_no_race_in_any_shape(capsys):
+    for shape in TESTED:
+        arguments = poisoned(example(shape), shape)
+        for config in (SMALL, None):
+            assert_close(strictly(kernel(shape, config), arguments), arguments, shape)
+    with capsys.disabled():
+        print(f"\npaged_prefill tpu without races: {len(TESTED)} shapes, two rings")
+    assert len(TESTED) == 18
+
+
+@pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 3), ("dim_128", 200)])
+def test_a_fault_that_is_seen_shows(name, column):
+    """A NaN in a key or a value reaches every query that sees it, and no other."""
+    shape = NAMED[name]
+    arguments = example(shape)
+    pages, place = np.array(arguments["pages"]), shape.starts[0] + 5
+    page = np.asarray(arguments["page_table"])[0, place // shape.page_size]
+    pages[0, page, place % shape.page_size, column] = np.nan
+    out, group = plain(arguments | {"pages": pages}, shape)[0], shape.num_heads // shape.num_kv_heads
+    assert np.isnan(out[5:, :group]).any(axis=-1).all()
+    assert not np.isnan(out[:5]).any() and not np.isnan(out[:, group:]).any()
+
+
+@pytest.mark.parametrize("name", ["group_3", "window"])
+def test_a_query_keeps_its_bits_wherever_the_chunk_is_cut(name):
+    """Two halves give the bits of the whole, whoever shares the batch."""
+    shape = dataclasses.replace(NAMED[name], chunk=40, starts=(300, 700))
+    arguments = example(shape)
+    whole = plain(arguments, shape)
+    q, starts = np.asarray(arguments["q"]), np.asarray(arguments["starts"])
+    halves = [plain(arguments | {"q": q[:, at : at + 20], "starts": starts + at}, shape) for at in (0, 20)]
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole)
+    turned = {name: arguments[name][::-1] for name in ("q", "page_table", "starts")}
+    np.testing.assert_array_equal(plain(arguments | turned, shape)[::-1], whole)
+
+
+def test_pages_no_query_sees_are_not_copied():
+    """Page ids past the pool stand before the window and after the chunk: to copy one raises."""
+    shape = NAMED["window"]
+    arguments = example(shape)
+    table = np.array(arguments["page_table"])
+    group = SMALL.ring.group
+    for row, start in enumerate(shape.starts):
+        table[row, : max(start - 50 + 1, 0) // (shape.page_size * group) * group] = 2 * table.size
+        table[row, -(-(start + shape.chunk) // shape.page_size) :] = 2 * table.size
+    assert_close(strictly(kernel(shape), arguments | {"page_table": table}), arguments, shape)
+
+
+def shapes_of(shape: Shape):
+    """The arguments of a shape, with no contents."""
+    b, n = len(shape.starts), shape.num_blocks
+    return {
+        "q": jax.ShapeDtypeStruct((b, shape.chunk, shape.num_heads, shape.head_dim), shape.dtype),
+        "pages": jax.ShapeDtypeStruct((shape.num_kv_heads, 1 + b * n, shape.page_size, shape.width), shape.dtype),
+        "page_table": jax.ShapeDtypeStruct((b, n), np.int32),
+        "starts": jax.ShapeDtypeStruct((b,), np.int32),
+    }
+
+
+def test_lowers_for_a_tpu(capsys):
+    chip_shapes = [shape for shape in SHAPES if not shape.tested]
+    for shape in chip_shapes:
+        lower(kernel(shape, config=None), shapes_of(shape))
+    with capsys.disabled():
+        print(f"\npaged_prefill tpu lowers: {len(chip_shapes)} shapes")
+    assert len(chip_shapes) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"page_size": 4}, 'reads float32 pages of a multiple of 8 tokens, not 4: use "xla"'),
+        ({"starts": (2_000_000,)}, 'bytes of scalar memory: use "xla", or pages of more than 16 tokens'),
+        ({"page_size": 16384}, 'bytes of vector memory: use "xla", or smaller pages'),
+    ],
+)
+def test_what_it_cannot_serve_is_refused(change, reason):
+    shape = dataclasses.replace(NAMED["sinks"], **change)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(lambda arrays: tpu.paged_prefill(**arrays, **shape.settings), shapes_of(shape))
