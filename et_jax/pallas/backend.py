@@ -40,6 +40,7 @@ class Backend:
 
 # In order of preference: `pick` takes the first that serves.
 TABLE = (
+    Backend(name="gpu", platforms=("gpu",), capabilities=("9.0",)),
     Backend(name="xla", platforms=("cpu", "gpu", "tpu")),
     Backend(name="reference", platforms=("cpu", "gpu", "tpu"), chosen=False),
 )

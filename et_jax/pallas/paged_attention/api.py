@@ -1,5 +1,7 @@
 """Decode attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -7,7 +9,15 @@ from et_jax.pallas.backend import resolve
 from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
 from et_jax.pallas.paged_attention import reference, xla
 
-BACKENDS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+
+def _gpu(*arrays: Array, **settings: Any) -> tuple[Array, Array]:
+    """Run the Hopper kernel, imported on first use: Mosaic GPU takes a quarter of a second to import."""
+    from et_jax.pallas.paged_attention import gpu
+
+    return gpu.paged_attention(*arrays, **settings)
+
+
+BACKENDS = {"reference": reference.paged_attention, "xla": xla.paged_attention, "gpu": _gpu}
 
 
 def paged_attention(
