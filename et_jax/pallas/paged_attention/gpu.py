@@ -1,8 +1,8 @@
 """`paged_attention` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
 
 A program takes one KV head of one row and one *part* of its list. Two warpgroups share it. The producer keeps
-several pages in flight: one bulk copy (TMA) brings the keys and values of a page into shared memory. The consumer
-meets each page with the queries that share the head:
+several tiles of 64 tokens in flight: one bulk copy (TMA) brings a tile's keys and values into shared memory. The
+consumer meets each tile with the queries that share the head:
 
     scores "s g" = keys "s d" @ queries "g d" transposed       tokens on the 64 rows that a wgmma has,
     update "d g" = values "s d" transposed @ weights "s g"     the few queries on its columns
@@ -28,25 +28,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 LOG2_E = math.log2(math.e)  # the hardware's exponential has base 2
-TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # what wgmma reads bfloat16 from, spared of
-ROWS = 64  # bank conflicts; the rows of one wgmma
+LAYOUT = (
+    plgpu.TilingTransform((8, 64)),
+    plgpu.SwizzleTransform(128),
+)  # how wgmma reads bfloat16 without bank conflicts
+TILE = 64  # tokens: the rows of one wgmma
 COLUMNS = 8  # the columns of a wgmma come in eights
-PAGE_SIZES = (64, 128)  # wgmma sums over 64 tokens at a time; a bulk copy brings at most 256
-HEAD_DIMS = (64, 128, 256)  # whole tiles, so that a value starts on a tile's border
-MOST_QUERIES = 16  # a KV head: each costs an accumulator column, a score row and a share of every part's result
-MOST_SHARED = 227 * 1024  # bytes of shared memory a program can have
-SMALL_SHARED = 16 * 1024  # of which queries, weights and barriers take less than this
-FEWEST_STAGES = 2  # one page read while the next arrives
-PART_TOKENS = 1024
+HEAD_DIMS = (64, 128, 256)  # multiples of what LAYOUT lays side by side, so that keys end where values begin
+MOST_QUERIES = 16  # a KV head: each costs registers, and a share of what every part writes
+SHARED = 227 * 1024  # bytes of shared memory a multiprocessor can give
+SMALL = 8 * 1024  # bytes of it that queries, weights, barriers and the compiler's own take, at the most
+DEEP = 3  # stages: one read, one arriving, one asked for
+PART_TOKENS = 1536
 PRODUCER, CONSUMER = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a list is cut, and how many pages are in flight.
+    """How a list is cut, and how many tiles are in flight.
 
     part: list entries of a program, the same for every batch, count and list length.
-    stages: pages that shared memory holds.
+    stages: tiles that shared memory holds.
     """
 
     part: int
@@ -56,13 +58,13 @@ class Config:
 def heuristic(page_size: int, group: int, width: int) -> Config:
     """Return the settings for a page size in tokens, a query group and a token's width in columns.
 
-    A part ends in `columns` float32 sums for each of its `tokens` bfloat16 values: 1024 tokens for 8 columns keep
-    the sums under 1% of what is read, and cut short lists finely enough to fill the chip. Pages in flight take
-    half the shared memory, so that two programs share a multiprocessor, and one copies while the other computes.
+    A part ends in 8 float32 sums for each column of values: 1536 tokens of bfloat16 keep these under 1% of what
+    is read, and still cut one list of 32k tokens into 21 programs. Two programs share a multiprocessor, so that
+    one copies while the other begins or ends, unless that left either with a shallow pipeline.
     """
     part = PART_TOKENS * columns(group) // COLUMNS // page_size
-    stages = (MOST_SHARED // 2 - SMALL_SHARED) // page_bytes(page_size, width)
-    return Config(part=part, stages=max(FEWEST_STAGES, stages))
+    shared_by_two = (SHARED // 2 - SMALL) // tile_bytes(width)
+    return Config(part=part, stages=shared_by_two if shared_by_two >= DEEP else (SHARED - SMALL) // tile_bytes(width))
 
 
 def columns(group: int) -> int:
@@ -70,9 +72,9 @@ def columns(group: int) -> int:
     return -(-group // COLUMNS) * COLUMNS
 
 
-def page_bytes(page_size: int, width: int) -> int:
-    """Return the bytes of one bfloat16 page of one KV head."""
-    return page_size * width * jnp.dtype(jnp.bfloat16).itemsize
+def tile_bytes(width: int) -> int:
+    """Return the bytes of the keys and values of one tile."""
+    return TILE * width * jnp.dtype(jnp.bfloat16).itemsize
 
 
 def paged_attention(
@@ -97,7 +99,7 @@ def paged_attention(
     """
     b, h, d = q.shape
     k, _, s, e = pages.shape
-    m, group = blocks.shape[2], h // k
+    m, group, tiles = blocks.shape[2], h // k, s // TILE
     refuse_unserved(q, pages)
     if config is None:
         config = heuristic(s, group, e)
@@ -111,12 +113,12 @@ def paged_attention(
             jax.ShapeDtypeStruct((b, k, num_parts, columns(group)), jnp.float32),
             jax.ShapeDtypeStruct((b, k, num_parts, columns(group)), jnp.float32),
             jax.ShapeDtypeStruct((b, k, num_parts, d, columns(group)), jnp.float32),
-            jax.ShapeDtypeStruct((b, k, num_parts, config.part, columns(group)), jnp.float32),
+            jax.ShapeDtypeStruct((b, k, num_parts, config.part * tiles, columns(group)), jnp.float32),
         ),
         scratch_types=(
-            plgpu.SMEM((columns(group), d), jnp.bfloat16, transforms=TILES),
-            plgpu.SMEM((config.stages, s, e), jnp.bfloat16, transforms=TILES),
-            plgpu.SMEM((columns(group), s), jnp.bfloat16, transforms=TILES),
+            plgpu.SMEM((columns(group), d), jnp.bfloat16, transforms=LAYOUT),
+            plgpu.SMEM((config.stages, TILE, e), jnp.bfloat16, transforms=LAYOUT),
+            plgpu.SMEM((columns(group), TILE), jnp.bfloat16, transforms=LAYOUT),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=config.stages),
             plgpu.Barrier(num_barriers=config.stages),
@@ -138,8 +140,9 @@ def paged_attention(
         None if sink_logits is None else sink_logits.astype(jnp.float32).reshape(k, group) * LOG2_E,
     )
     listed_mask = jnp.arange(m) < counts[..., None]
-    block_lse = lse.reshape(b, k, num_parts * config.part, -1)[:, :, :m, :group]
-    block_lse = jnp.where(listed_mask[..., None], block_lse, -jnp.inf)
+    tile_lse = lse.reshape(b, k, num_parts * config.part, tiles, -1)[:, :, :m, :, :group]
+    tile_lse = jnp.where(listed_mask[..., None, None], tile_lse, -jnp.inf)
+    block_lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
     return out.swapaxes(2, 3).reshape(b, h, d).astype(q.dtype), block_lse.swapaxes(2, 3).reshape(b, h, m)
 
 
@@ -147,17 +150,14 @@ def refuse_unserved(q: Float[Array, "b h d"], pages: Float[Array, "k p s e"]) ->
     """Raise NotImplementedError for queries and pages that the kernel does not serve."""
     _, h, d = q.shape
     k, _, s, e = pages.shape
-    taken = FEWEST_STAGES * page_bytes(s, e) + SMALL_SHARED
     reasons = {
         f"multiplies bfloat16, not {q.dtype} queries with {pages.dtype} pages": not (
             q.dtype == pages.dtype == jnp.bfloat16
         ),
-        f"reads pages of {_listed(PAGE_SIZES)} tokens, not {s}": s not in PAGE_SIZES,
-        f"has tiles for head dims {_listed(HEAD_DIMS)}, not {d}": d not in HEAD_DIMS,
+        f"reads pages of whole tiles of {TILE} tokens, not of {s}": s % TILE != 0,
+        f"is laid out for head dims of {_listed(HEAD_DIMS)}, not {d}": d not in HEAD_DIMS,
+        f"reads tokens of {2 * d} columns, a key and a value, not of {e}": e != 2 * d,
         f"has columns for {MOST_QUERIES} query heads a KV head, not {h // k}": h // k > MOST_QUERIES,
-        f"needs {taken // 1024} KiB of shared memory for {FEWEST_STAGES} such pages, of {MOST_SHARED // 1024}": (
-            taken > MOST_SHARED
-        ),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -186,7 +186,7 @@ def _attend_part(
     stages_ref,
     weights_ref,
     query_arrived,
-    page_arrived,
+    tile_arrived,
     stage_free,
     *,
     config: Config,
@@ -195,26 +195,29 @@ def _attend_part(
     window: int | None,
     simulated: bool,
 ):
-    """Attend to one part of one list. Logits have base 2 until a block's sum is written."""
+    """Attend to one part of one list. Logits have base 2 until a tile's sum is written."""
     row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
     warpgroup = lax.axis_index("warpgroup")
     first = part * config.part
     count = jnp.clip(counts_ref[row, head] - first, 0, config.part)
-    (num_columns, d), s = query_ref.shape, stages_ref.shape[1]
+    num_columns, d = query_ref.shape
+    page_size = pages_ref.shape[2]
+    tiles = page_size // TILE
 
     @pl.when((warpgroup == PRODUCER) & (count > 0))
     def _():
         def fetch(i, _):
-            stage = lax.rem(i, config.stages)
-            page = table_ref[row, blocks_ref[row, head, first + i]]
+            stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
+            page = table_ref[row, blocks_ref[row, head, first + lax.div(i, tiles)]]
 
             @pl.when(i >= config.stages)
             def _():
                 plgpu.barrier_wait(stage_free.at[stage])
 
-            plgpu.copy_gmem_to_smem(pages_ref.at[head, page], stages_ref.at[stage], page_arrived.at[stage])
+            tokens = pages_ref.at[head, page, pl.ds(tile * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(tokens, stages_ref.at[stage], tile_arrived.at[stage])
 
-        lax.fori_loop(0, count, fetch, None)
+        lax.fori_loop(0, count * tiles, fetch, None)
 
     @pl.when((warpgroup == CONSUMER) & (count > 0))
     def _():
@@ -224,20 +227,20 @@ def _attend_part(
 
         def meet(i, carry):
             maximum, total, mixed = carry
-            stage = lax.rem(i, config.stages)
-            end = length - blocks_ref[row, head, first + i] * s
+            stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
+            end = length - blocks_ref[row, head, first + lax.div(i, tiles)] * page_size - tile * TILE
             begin = 0 if window is None else end - window
             keys, values = (stages_ref.at[stage, :, pl.ds(start, d)] for start in (0, d))
 
-            plgpu.barrier_wait(page_arrived.at[stage])
+            plgpu.barrier_wait(tile_arrived.at[stage])
             logits = _product(keys, query_ref, simulated) * scale
             if soft_cap is not None:
                 logits = soft_cap * jnp.tanh(logits / soft_cap)
             logits = jnp.where(_seen(logits.shape, begin, end), logits * LOG2_E, -jnp.inf)
-            block_maximum = jnp.max(logits, axis=0)
-            weights = jnp.exp2(logits - _below(_finite(block_maximum), logits.shape))
-            block_total = jnp.sum(weights, axis=0)
-            lse = (_finite(block_maximum) + jnp.log2(block_total)) / LOG2_E
+            tile_maximum = jnp.max(logits, axis=0)
+            weights = jnp.exp2(logits - _below(_finite(tile_maximum), logits.shape))
+            tile_total = jnp.sum(weights, axis=0)
+            lse = (_finite(tile_maximum) + jnp.log2(tile_total)) / LOG2_E
             plgpu.store(lse_ref.at[row, head, part, i], lse, optimized=False)
 
             plgpu.store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16), optimized=False)
@@ -246,18 +249,18 @@ def _attend_part(
             update = _product(values.transpose((1, 0)), weights_ref, simulated)
             plgpu.barrier_arrive(stage_free.at[stage])
 
-            new_maximum = jnp.maximum(maximum, block_maximum)
+            new_maximum = jnp.maximum(maximum, tile_maximum)
             decay = jnp.exp2(maximum - _finite(new_maximum))
-            block_weight = jnp.exp2(block_maximum - _finite(new_maximum))
-            mixed = mixed * _below(decay, mixed.shape) + update * _below(block_weight, mixed.shape)
-            return new_maximum, total * decay + block_total * block_weight, mixed
+            tile_weight = jnp.exp2(tile_maximum - _finite(new_maximum))
+            mixed = mixed * _below(decay, mixed.shape) + update * _below(tile_weight, mixed.shape)
+            return new_maximum, total * decay + tile_total * tile_weight, mixed
 
         start = (
             plgpu.layout_cast(jnp.full((num_columns,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
             plgpu.layout_cast(jnp.zeros((num_columns,), jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
             plgpu.layout_cast(jnp.zeros((d, num_columns), jnp.float32), plgpu.Layout.WGMMA),
         )
-        maximum, total, mixed = lax.fori_loop(0, count, meet, start)
+        maximum, total, mixed = lax.fori_loop(0, count * tiles, meet, start)
         plgpu.store(maximum_ref.at[row, head, part], maximum, optimized=False)
         plgpu.store(total_ref.at[row, head, part], total, optimized=False)
         plgpu.store(mixed_ref.at[row, head, part], mixed, optimized=False)
@@ -267,7 +270,7 @@ def _product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]
     """Return rows "x z" @ transposed "y z" transposed in float32, from shared memory."""
     if simulated:
         product = jnp.dot(rows[...], transposed[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy into the page
+        plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy into the stage
         return product
 
     def accumulate(sum_ref):
@@ -278,21 +281,18 @@ def _product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]
 
 
 def _seen(shape: tuple[int, int], begin, end):
-    """Return which rows stand for tokens at offsets [begin, end) of their page."""
+    """Return which rows stand for tokens at offsets [begin, end) of their tile."""
     offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     return (offset >= begin) & (offset < end)
 
 
 def _zero_unseen(values, begin, end) -> None:
-    """Put 0 for the values of tokens outside [begin, end): 0 * NaN is NaN. Few pages have such tokens."""
-    s, d = values.shape
+    """Put 0 for the values of tokens outside [begin, end): 0 * NaN is NaN. Few tiles have such tokens."""
 
-    @pl.when((begin > 0) | (end < s))
+    @pl.when((begin > 0) | (end < TILE))
     def _():
-        for start in range(0, s, ROWS):
-            rows = values.at[pl.ds(start, ROWS)]
-            seen_mask = _seen((ROWS, d), begin - start, end - start)
-            plgpu.store(rows, jnp.where(seen_mask, rows[...], jnp.zeros((), values.dtype)), optimized=False)
+        seen = jnp.where(_seen(values.shape, begin, end), values[...], jnp.zeros((), values.dtype))
+        plgpu.store(values, seen, optimized=False)
 
 
 def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g"]:
