@@ -17,8 +17,6 @@ the list, Flash-Decoding (Dao et al. 2023); a producer and a consumer, FlashAtte
 
 import dataclasses
 import functools
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-LOG2_E = math.log2(math.e)  # the hardware's exponential has base 2
-LAYOUT = (
-    plgpu.TilingTransform((8, 64)),
-    plgpu.SwizzleTransform(128),
-)  # how wgmma reads bfloat16 without bank conflicts
-TILE = 64  # tokens: the rows of one wgmma
+from et_jax.pallas import hopper
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product
+
 COLUMNS = 8  # the columns of a wgmma come in eights
-HEAD_DIMS = (64, 128, 256)  # multiples of what LAYOUT lays side by side, so that keys end where values begin
 MOST_QUERIES = 16  # a KV head: each costs registers, and a share of what every part writes
-SHARED = 227 * 1024  # bytes of shared memory a multiprocessor can give
-SMALL = 8 * 1024  # bytes of it that queries, weights, barriers and the compiler's own take, at the most
+SMALL = 14 * 1024  # bytes of shared memory that queries, weights, barriers and the compiler's own take, at the most
 DEEP = 3  # stages: one read, one arriving, one asked for
 PART_TOKENS = 1536
 PRODUCER, CONSUMER = 0, 1
@@ -62,19 +55,16 @@ def heuristic(page_size: int, group: int, width: int) -> Config:
     is read, and still cut one list of 32k tokens into 21 programs. Two programs share a multiprocessor, so that
     one copies while the other begins or ends, unless that left either with a shallow pipeline.
     """
-    part = PART_TOKENS * columns(group) // COLUMNS // page_size
-    shared_by_two = (SHARED // 2 - SMALL) // tile_bytes(width)
-    return Config(part=part, stages=shared_by_two if shared_by_two >= DEEP else (SHARED - SMALL) // tile_bytes(width))
+    bytes_per_tile = hopper.tile_bytes(width)
+    stages = (hopper.SHARED // 2 - SMALL) // bytes_per_tile
+    if stages < DEEP:
+        stages = (hopper.SHARED - SMALL) // bytes_per_tile
+    return Config(part=PART_TOKENS * columns(group) // COLUMNS // page_size, stages=stages)
 
 
 def columns(group: int) -> int:
     """Return the query group rounded up to the columns of a wgmma."""
     return -(-group // COLUMNS) * COLUMNS
-
-
-def tile_bytes(width: int) -> int:
-    """Return the bytes of the keys and values of one tile."""
-    return TILE * width * jnp.dtype(jnp.bfloat16).itemsize
 
 
 def paged_attention(
@@ -100,7 +90,9 @@ def paged_attention(
     b, h, d = q.shape
     k, _, s, e = pages.shape
     m, group, tiles = blocks.shape[2], h // k, s // TILE
-    refuse_unserved(q, pages)
+    hopper.refuse_unserved(q, pages)
+    if group > MOST_QUERIES:
+        raise hopper.unserved(f"has columns for {MOST_QUERIES} query heads a KV head, not {group}")
     if config is None:
         config = heuristic(s, group, e)
     num_parts = -(-m // config.part)
@@ -144,28 +136,6 @@ def paged_attention(
     tile_lse = jnp.where(listed_mask[..., None, None], tile_lse, -jnp.inf)
     block_lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
     return out.swapaxes(2, 3).reshape(b, h, d).astype(q.dtype), block_lse.swapaxes(2, 3).reshape(b, h, m)
-
-
-def refuse_unserved(q: Float[Array, "b h d"], pages: Float[Array, "k p s e"]) -> None:
-    """Raise NotImplementedError for queries and pages that the kernel does not serve."""
-    _, h, d = q.shape
-    k, _, s, e = pages.shape
-    reasons = {
-        f"multiplies bfloat16, not {q.dtype} queries with {pages.dtype} pages": not (
-            q.dtype == pages.dtype == jnp.bfloat16
-        ),
-        f"reads pages of whole tiles of {TILE} tokens, not of {s}": s % TILE != 0,
-        f"is laid out for head dims of {_listed(HEAD_DIMS)}, not {d}": d not in HEAD_DIMS,
-        f"reads tokens of {2 * d} columns, a key and a value, not of {e}": e != 2 * d,
-        f"has columns for {MOST_QUERIES} query heads a KV head, not {h // k}": h // k > MOST_QUERIES,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise NotImplementedError(f'backend "gpu" {reason}: use "xla"')
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
 
 
 def _attend_part(
@@ -233,25 +203,25 @@ def _attend_part(
             keys, values = (stages_ref.at[stage, :, pl.ds(start, d)] for start in (0, d))
 
             plgpu.barrier_wait(tile_arrived.at[stage])
-            logits = _product(keys, query_ref, simulated) * scale
+            logits = product(keys, query_ref, simulated) * scale
             if soft_cap is not None:
                 logits = soft_cap * jnp.tanh(logits / soft_cap)
             logits = jnp.where(_seen(logits.shape, begin, end), logits * LOG2_E, -jnp.inf)
             tile_maximum = jnp.max(logits, axis=0)
-            weights = jnp.exp2(logits - _below(_finite(tile_maximum), logits.shape))
+            weights = jnp.exp2(logits - _below(finite(tile_maximum), logits.shape))
             tile_total = jnp.sum(weights, axis=0)
-            lse = (_finite(tile_maximum) + jnp.log2(tile_total)) / LOG2_E
+            lse = (finite(tile_maximum) + jnp.log2(tile_total)) / LOG2_E
             plgpu.store(lse_ref.at[row, head, part, i], lse, optimized=False)
 
             plgpu.store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16), optimized=False)
             _zero_unseen(values, begin, end)
             plgpu.commit_smem()  # wgmma must see what was stored
-            update = _product(values.transpose((1, 0)), weights_ref, simulated)
+            update = product(values.transpose((1, 0)), weights_ref, simulated)
             plgpu.barrier_arrive(stage_free.at[stage])
 
             new_maximum = jnp.maximum(maximum, tile_maximum)
-            decay = jnp.exp2(maximum - _finite(new_maximum))
-            tile_weight = jnp.exp2(tile_maximum - _finite(new_maximum))
+            decay = jnp.exp2(maximum - finite(new_maximum))
+            tile_weight = jnp.exp2(tile_maximum - finite(new_maximum))
             mixed = mixed * _below(decay, mixed.shape) + update * _below(tile_weight, mixed.shape)
             return new_maximum, total * decay + tile_total * tile_weight, mixed
 
@@ -264,20 +234,6 @@ def _attend_part(
         plgpu.store(maximum_ref.at[row, head, part], maximum, optimized=False)
         plgpu.store(total_ref.at[row, head, part], total, optimized=False)
         plgpu.store(mixed_ref.at[row, head, part], mixed, optimized=False)
-
-
-def _product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]:
-    """Return rows "x z" @ transposed "y z" transposed in float32, from shared memory."""
-    if simulated:
-        product = jnp.dot(rows[...], transposed[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy into the stage
-        return product
-
-    def accumulate(sum_ref):
-        plgpu.wgmma(sum_ref, rows, transposed.transpose((1, 0)))
-        return sum_ref[...]
-
-    return pl.run_scoped(accumulate, plgpu.ACC((rows.shape[0], transposed.shape[0]), jnp.float32))
 
 
 def _seen(shape: tuple[int, int], begin, end):
@@ -300,11 +256,6 @@ def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g
     return lax.broadcast_in_dim(row, shape, [1])
 
 
-def _finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
-
-
 def _combine(
     maximum: Float[Array, "b k n g"],
     total: Float[Array, "b k n g"],
@@ -315,7 +266,7 @@ def _combine(
     top = jnp.max(maximum, axis=2)
     if sink is not None:
         top = jnp.maximum(top, sink)
-    weight = jnp.exp2(maximum - _finite(top)[:, :, None])
+    weight = jnp.exp2(maximum - finite(top)[:, :, None])
     denominator = _sum_in_pairs(total * weight)
     if sink is not None:
         denominator += jnp.exp2(sink - top)

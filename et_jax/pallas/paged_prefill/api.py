@@ -1,5 +1,7 @@
 """Prefill attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -7,7 +9,15 @@ from et_jax.pallas.backend import resolve
 from et_jax.pallas.checks import require_integers, require_pool, require_shape, require_softmax
 from et_jax.pallas.paged_prefill import reference, xla
 
-BACKENDS = {"reference": reference.paged_prefill, "xla": xla.paged_prefill}
+
+def _gpu(*arrays: Array, **settings: Any) -> Array:
+    """Run the Hopper kernel, imported on first use: Mosaic GPU takes a quarter of a second to import."""
+    from et_jax.pallas.paged_prefill import gpu
+
+    return gpu.paged_prefill(*arrays, **settings)
+
+
+BACKENDS = {"reference": reference.paged_prefill, "xla": xla.paged_prefill, "gpu": _gpu}
 
 
 def paged_prefill(
