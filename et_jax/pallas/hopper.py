@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 LOG2_E = math.log2(math.e)  # the hardware's exponential has base 2
 # How wgmma reads bfloat16 from shared memory without bank conflicts.
-LAYOUT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+LAYOUT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 TILE = 64  # tokens of a bulk copy: the rows of one wgmma
 HEAD_DIMS = (64, 128, 256)  # multiples of what LAYOUT lays side by side, so that keys end where values begin
 SHARED = 227 * 1024  # bytes of shared memory a multiprocessor can give
@@ -35,7 +35,7 @@ def product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]:
         plgpu.wgmma(sum_ref, rows, transposed.transpose((1, 0)))
         return sum_ref[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((rows.shape[0], transposed.shape[0]), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((rows.shape[0], transposed.shape[0]), jnp.float32))
 
 
 def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:

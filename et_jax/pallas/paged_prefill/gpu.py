@@ -220,7 +220,7 @@ def _accumulate(mixed, weights, values, simulated: bool):
         result = mixed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy to this place
         return result
-    return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, weights, values))(plgpu.ACC.init(mixed))
+    return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, weights, values))(plgpu.WGMMAAccumulatorRef.init(mixed))
 
 
 def _fault(values, simulated: bool) -> Float[Array, "r s"]:
@@ -236,7 +236,7 @@ def _fault(values, simulated: bool) -> Float[Array, "r s"]:
             plgpu.wgmma(sum_ref, zeros, values.at[:, pl.ds(column, STEP)].transpose((1, 0)))
         return sum_ref[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((ROWS, TILE), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((ROWS, TILE), jnp.float32))
 
 
 def _zero_faults(values: Any) -> None:
