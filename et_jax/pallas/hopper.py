@@ -38,6 +38,17 @@ def product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]:
     return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((rows.shape[0], transposed.shape[0]), jnp.float32))
 
 
+def store(ref: Any, value: Array) -> None:
+    """Store, one element at a time where no wider way leads from the value's registers into the place.
+
+    JAX 0.12 refuses such a store unless asked for it in words; 0.11 has no words for it and does it.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:
     """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)

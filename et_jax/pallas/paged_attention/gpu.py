@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas import hopper
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
 
 COLUMNS = 8  # the columns of a wgmma come in eights
 MOST_QUERIES = 16  # a KV head: each costs registers, and a share of what every part writes
@@ -211,13 +211,13 @@ def _attend_part(
             weights = jnp.exp2(logits - _below(finite(tile_maximum), logits.shape))
             tile_total = jnp.sum(weights, axis=0)
             lse = (finite(tile_maximum) + jnp.log2(tile_total)) / LOG2_E
-            plgpu.store(lse_ref.at[row, head, part, i], lse, optimized=False)
+            store(lse_ref.at[row, head, part, i], lse)
 
-            plgpu.store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16), optimized=False)
+            store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16))
             _zero_unseen(values, begin, end)
             plgpu.commit_smem()  # wgmma must see what was stored
             update = product(values.transpose((1, 0)), weights_ref, simulated)
-            plgpu.barrier_arrive(stage_free.at[stage])
+            pl.when(i + config.stages < count * tiles)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
 
             new_maximum = jnp.maximum(maximum, tile_maximum)
             decay = jnp.exp2(maximum - finite(new_maximum))
@@ -231,9 +231,9 @@ def _attend_part(
             plgpu.layout_cast(jnp.zeros((d, num_columns), jnp.float32), plgpu.Layout.WGMMA),
         )
         maximum, total, mixed = lax.fori_loop(0, count * tiles, meet, start)
-        plgpu.store(maximum_ref.at[row, head, part], maximum, optimized=False)
-        plgpu.store(total_ref.at[row, head, part], total, optimized=False)
-        plgpu.store(mixed_ref.at[row, head, part], mixed, optimized=False)
+        store(maximum_ref.at[row, head, part], maximum)
+        store(total_ref.at[row, head, part], total)
+        store(mixed_ref.at[row, head, part], mixed)
 
 
 def _seen(shape: tuple[int, int], begin, end):
@@ -248,7 +248,7 @@ def _zero_unseen(values, begin, end) -> None:
     @pl.when((begin > 0) | (end < TILE))
     def _():
         seen = jnp.where(_seen(values.shape, begin, end), values[...], jnp.zeros((), values.dtype))
-        plgpu.store(values, seen, optimized=False)
+        store(values, seen)
 
 
 def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g"]:

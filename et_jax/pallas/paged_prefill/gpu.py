@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas import hopper
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
 
 ROWS = 64  # query rows of a consumer: the rows of one wgmma
 STEP = 64  # columns: what LAYOUT lays side by side
@@ -167,7 +167,11 @@ def _attend_block(
         own_row = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 0, layout=plgpu.Layout.WGMMA)
         position = starts_ref[row] + lax.div(first_row + warpgroup * ROWS + own_row, group)
 
-        def meet(i, carry):
+        def wait_for_each_other():
+            plgpu.barrier_arrive(consumers_met)
+            plgpu.barrier_wait(consumers_met)
+
+        def attend(i, carry):
             maximum, total, mixed = carry
             stage = lax.rem(i, config.stages)
             start = (begin + i) * TILE
@@ -180,9 +184,9 @@ def _attend_block(
 
             def mask(logits):
                 fault = _fault(values, simulated)
-                plgpu.barrier_arrive_and_wait(consumers_met)
+                wait_for_each_other()
                 pl.when(warpgroup == 0)(functools.partial(_zero_faults, values))
-                plgpu.barrier_arrive_and_wait(consumers_met)
+                wait_for_each_other()
                 token = start + plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=plgpu.Layout.WGMMA)
                 seen_mask = token <= position
                 if window is not None:
@@ -199,7 +203,7 @@ def _attend_block(
             weights = jnp.exp2(logits - _beside(finite(new_maximum), logits.shape))
             total = total * decay + jnp.sum(weights, axis=1)
             mixed = _accumulate(mixed * _beside(decay, mixed.shape), weights.astype(jnp.bfloat16), values, simulated)
-            plgpu.barrier_arrive(stage_free.at[stage])
+            pl.when(i + config.stages < end - begin)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
             return new_maximum, total, mixed
 
         # a sink is one more logit that mixes nothing in: the softmax starts from it
@@ -209,9 +213,9 @@ def _attend_block(
             jnp.where(sink == -jnp.inf, 0.0, 1.0),
             plgpu.layout_cast(jnp.zeros((ROWS, d), jnp.float32), plgpu.Layout.WGMMA),
         )
-        _, total, mixed = lax.fori_loop(0, end - begin, meet, start)
+        _, total, mixed = lax.fori_loop(0, end - begin, attend, start)
         out = mixed / _beside(jnp.where(total == 0.0, 1.0, total), mixed.shape)
-        plgpu.store(out_ref.at[row, head, own_rows], out.astype(jnp.bfloat16), optimized=False)
+        store(out_ref.at[row, head, own_rows], out.astype(jnp.bfloat16))
 
 
 def _accumulate(mixed, weights, values, simulated: bool):
@@ -245,7 +249,7 @@ def _zero_faults(values: Any) -> None:
         share = values.at[:, pl.ds(column, STEP)]
         value = share[...]
         is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
-        plgpu.store(share, jnp.where(is_finite, value, jnp.zeros((), value.dtype)), optimized=False)
+        store(share, jnp.where(is_finite, value, jnp.zeros((), value.dtype)))
     plgpu.commit_smem()
 
 
