@@ -20,6 +20,8 @@ from et_jax.pallas.paged_attention.shapes import TESTED, Shape, example
 
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper") or shape.name in ("dim_128_bfloat16", "page_64")]
 
+RACES_RAISE = hasattr(plgpu.InterpretGPUParams(), "on_race")
+
 
 @functools.cache
 def simulated(config: gpu.Config | None = None, **settings):
@@ -108,6 +110,7 @@ def broken(monkeypatch):
     reset_gpu_interpret_mode_state()
 
 
+@pytest.mark.skipif(not RACES_RAISE, reason="JAX 0.11 prints a race and goes on")
 def test_a_missing_wait_is_found(broken):
     """A consumer that does not wait for its page races with the copy."""
     broken("barrier_wait", lambda barrier: None)
@@ -115,6 +118,7 @@ def test_a_missing_wait_is_found(broken):
         simulate(example(NAMED["hopper_group_1"]), NAMED["hopper_group_1"])
 
 
+@pytest.mark.skipif(not RACES_RAISE, reason="JAX 0.11 prints a race and goes on")
 def test_a_missing_fence_is_found(broken):
     """Without one, a copy may overtake the reads and writes of the page it replaces."""
     broken("commit_smem", lambda: None)

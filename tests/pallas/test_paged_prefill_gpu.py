@@ -19,6 +19,8 @@ from et_jax.pallas.paged_prefill.shapes import TESTED, Shape, example
 
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper")]
 
+RACES_RAISE = hasattr(plgpu.InterpretGPUParams(), "on_race")
+
 
 @functools.cache
 def simulated(**settings):
@@ -94,6 +96,7 @@ def broken(monkeypatch):
     reset_gpu_interpret_mode_state()
 
 
+@pytest.mark.skipif(not RACES_RAISE, reason="JAX 0.11 prints a race and goes on")
 @pytest.mark.parametrize("primitive", ["barrier_wait", "commit_smem"])
 def test_a_missing_wait_or_fence_is_found(broken, primitive):
     broken(primitive, lambda *barrier: None)
