@@ -4,8 +4,9 @@ A new backend is a new row here and an entry in the `BACKENDS` of each kernel th
 """
 
 import dataclasses
-from collections.abc import Collection
-from typing import Protocol, runtime_checkable
+import importlib
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -42,9 +43,20 @@ class Backend:
 # In order of preference: `pick` takes the first that serves.
 TABLE = (
     Backend(name="tpu", platforms=("tpu",)),
+    Backend(name="gpu", platforms=("gpu",), capabilities=("9.0",)),
     Backend(name="xla", platforms=("cpu", "gpu", "tpu")),
     Backend(name="reference", platforms=("cpu", "gpu", "tpu"), chosen=False),
 )
+
+
+def kernel(op: str, backend: str) -> Callable[..., Any]:
+    """Return an op's kernel for a backend, imported on first use: Mosaic takes a quarter of a second to import."""
+
+    def run(*arrays: Any, **settings: Any) -> Any:
+        module = importlib.import_module(f"et_jax.pallas.{op}.{backend}")
+        return getattr(module, op)(*arrays, **settings)
+
+    return run
 
 
 def pick(device: str | Device | None = None, built: Collection[str] = NAMES) -> str:

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from et_jax.pallas import backend
-from et_jax.pallas.backend import Backend, pick, resolve
+from et_jax.pallas.backend import pick, resolve
 
 
 @dataclasses.dataclass
@@ -57,9 +56,7 @@ def test_an_unknown_name_is_a_value_error():
         resolve("triton", ["reference", "xla"])
 
 
-def test_a_new_backend_is_a_row(monkeypatch):
-    row = Backend(name="gpu", platforms=("gpu",), capabilities=("9.0",))
-    monkeypatch.setattr(backend, "TABLE", (row, *backend.TABLE))
+def test_only_hopper_gets_the_kernel_for_gpus():
     built = ["reference", "xla", "gpu"]
     hopper, ampere = Device("gpu", "9.0"), Device("gpu", "8.0")
     assert resolve(None, built, "cpu") == "xla"

@@ -82,7 +82,7 @@ def test_reference_equals_the_formula(capsys):
         assert_close(run(arguments, shape, "reference"), dense_float64(arguments, shape), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 29
+    assert len(TESTED) == 43
 
 
 def test_xla_equals_reference(capsys):
@@ -91,7 +91,7 @@ def test_xla_equals_reference(capsys):
         assert_close(run(arguments, shape, "xla"), run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 29
+    assert len(TESTED) == 43
 
 
 def poisoned(arguments, shape: Shape):

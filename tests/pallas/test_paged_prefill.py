@@ -63,7 +63,7 @@ def test_reference_equals_the_formula(capsys):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE[shape.dtype], rtol=TOLERANCE[shape.dtype])
     with capsys.disabled():
         print(f"\npaged_prefill reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 18
+    assert len(TESTED) == 28
 
 
 def test_xla_equals_reference(capsys):
@@ -73,7 +73,7 @@ def test_xla_equals_reference(capsys):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE[shape.dtype], rtol=TOLERANCE[shape.dtype])
     with capsys.disabled():
         print(f"\npaged_prefill xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 18
+    assert len(TESTED) == 28
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])

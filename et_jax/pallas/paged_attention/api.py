@@ -3,11 +3,10 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from et_jax.pallas.backend import resolve
+from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
-from et_jax.pallas.paged_attention import reference, tpu, xla
 
-BACKENDS = {"reference": reference.paged_attention, "tpu": tpu.paged_attention, "xla": xla.paged_attention}
+BACKENDS = {name: kernel("paged_attention", name) for name in NAMES}
 
 
 def paged_attention(

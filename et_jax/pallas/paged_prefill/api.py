@@ -3,11 +3,10 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from et_jax.pallas.backend import resolve
+from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import require_integers, require_pool, require_shape, require_softmax
-from et_jax.pallas.paged_prefill import reference, tpu, xla
 
-BACKENDS = {"reference": reference.paged_prefill, "tpu": tpu.paged_prefill, "xla": xla.paged_prefill}
+BACKENDS = {name: kernel("paged_prefill", name) for name in NAMES}
 
 
 def paged_prefill(

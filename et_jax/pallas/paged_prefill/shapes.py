@@ -106,6 +106,28 @@ SHAPES = (
     _shape(
         "all_of_them_bfloat16", (8, 2), 64, 16, 60, starts=(90,), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"
     ),
+    # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several blocks, edges
+    _shape("hopper_group_1", (2, 2), 128, 64, 40, starts=(30,), dtype="bfloat16"),
+    _shape("hopper_group_3", (6, 2), 64, 128, 70, starts=(500,), dtype="bfloat16"),
+    _shape("hopper_group_16", (16, 1), 64, 64, 20, starts=(5,), dtype="bfloat16"),
+    _shape("hopper_dim_256", (2, 1), 256, 64, 20, starts=(100,), dtype="bfloat16"),
+    _shape("hopper_ragged", (4, 2), 64, 64, 40, starts=(0, 700, 33), dtype="bfloat16"),
+    _shape("hopper_one_query", (4, 2), 64, 64, 1, starts=(99, 0), dtype="bfloat16"),
+    _shape("hopper_long_chunk", (4, 2), 64, 64, 300, starts=(10,), dtype="bfloat16"),
+    _shape("hopper_window", (4, 2), 64, 64, 40, starts=(700, 0), window=50, dtype="bfloat16"),
+    _shape("hopper_window_of_one", (4, 2), 64, 128, 20, starts=(130,), window=1, dtype="bfloat16"),
+    _shape(
+        "hopper_all_of_them",
+        (8, 2),
+        64,
+        128,
+        60,
+        starts=(600, 290),
+        dtype="bfloat16",
+        window=300,
+        soft_cap=5.0,
+        sinks=True,
+    ),
     # what is run, on a device
     _shape("smollm_135m", (9, 3), 64, 16, 256, starts=(1024,), dtype="bfloat16", tested=False),
     _shape("llama3_8b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", tested=False),

@@ -1,0 +1,80 @@
+"""What the kernels for Hopper GPUs (compute capability 9.0) share: how memory is laid out, and what they refuse."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+LOG2_E = math.log2(math.e)  # the hardware's exponential has base 2
+# How wgmma reads bfloat16 from shared memory without bank conflicts.
+LAYOUT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+TILE = 64  # tokens of a bulk copy: the rows of one wgmma
+HEAD_DIMS = (64, 128, 256)  # multiples of what LAYOUT lays side by side, so that keys end where values begin
+SHARED = 227 * 1024  # bytes of shared memory a multiprocessor can give
+
+
+def tile_bytes(width: int) -> int:
+    """Return the bytes of the keys and values of one tile."""
+    return TILE * width * jnp.dtype(jnp.bfloat16).itemsize
+
+
+def product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]:
+    """Return rows "x z" @ transposed "y z" transposed in float32, from shared memory.
+
+    simulated: take a plain product, for the simulation of a GPU has no wgmma with transposed operands.
+    """
+    if simulated:
+        result = jnp.dot(rows[...], transposed[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy to this place
+        return result
+
+    def accumulate(sum_ref):
+        plgpu.wgmma(sum_ref, rows, transposed.transpose((1, 0)))
+        return sum_ref[...]
+
+    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((rows.shape[0], transposed.shape[0]), jnp.float32))
+
+
+def store(ref: Any, value: Array) -> None:
+    """Store, one element at a time where no wider way leads from the value's registers into the place.
+
+    JAX 0.12 refuses such a store unless asked for it in words; 0.11 has no words for it and does it.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+
+def refuse_unserved(q: Float[Array, "*b d"], pages: Float[Array, "k p s e"]) -> None:
+    """Raise NotImplementedError for queries and pages that the kernel does not serve."""
+    d = q.shape[-1]
+    _, _, s, e = pages.shape
+    reasons = {
+        f"multiplies bfloat16, not {q.dtype} queries with {pages.dtype} pages": not (
+            q.dtype == pages.dtype == jnp.bfloat16
+        ),
+        f"reads pages of whole tiles of {TILE} tokens, not of {s}": s % TILE != 0,
+        f"is laid out for head dims of {_listed(HEAD_DIMS)}, not {d}": d not in HEAD_DIMS,
+        f"reads tokens of {2 * d} columns, a key and a value, not of {e}": e != 2 * d,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise unserved(reason)
+
+
+def unserved(reason: str) -> NotImplementedError:
+    """Return the error that refuses, for a reason that completes the sentence `backend "gpu" ...`."""
+    return NotImplementedError(f'backend "gpu" {reason}: use "xla"')
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"

@@ -1,0 +1,258 @@
+"""`paged_prefill` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
+
+A program takes one KV head of one row and a block of query rows: the queries that share the head, position by
+position. Three warpgroups share it. The producer keeps several tiles of 64 tokens in flight, from the first that a
+window reaches to the last that any query sees. Each of two consumers meets every tile with 64 query rows:
+
+    scores "r s" = queries "r d" @ keys "s d" transposed        from shared memory
+    mixed "r d" += weights "r s" @ values "s d"                 weights from registers
+
+On a GPU the products are wgmma instructions; interpret mode has plain products in their place. Source:
+FlashAttention-3 (Shah et al. 2024), here without its overlap of one tile's softmax with the next tile's product.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from et_jax.pallas import hopper
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
+
+ROWS = 64  # query rows of a consumer: the rows of one wgmma
+STEP = 64  # columns: what LAYOUT lays side by side
+CONSUMERS = 2
+PRODUCER = CONSUMERS  # the warpgroup after them
+SMALL = 4 * 1024  # bytes of shared memory that barriers and the compiler's own take, at the most
+ENOUGH = 4  # stages: beyond these, more in flight hides nothing
+# Registers a thread: a consumer's sums need more than the third of the file that is theirs, a producer next to none.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How many tiles are in flight. stages: tiles that shared memory holds."""
+
+    stages: int
+
+
+def heuristic(width: int) -> Config:
+    """Return the settings for a token's width in columns: what fits beside the queries, as far as it is of use."""
+    queries = CONSUMERS * hopper.tile_bytes(width) // 2
+    return Config(stages=min(ENOUGH, (hopper.SHARED - queries - SMALL) // hopper.tile_bytes(width)))
+
+
+def paged_prefill(
+    q: Float[Array, "b t h d"],
+    pages: Float[Array, "k p s e"],
+    page_table: Int[Array, "b n"],
+    starts: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sink_logits: Float[Array, " h"] | None = None,
+    config: Config | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "b t h d"]:
+    """Return what `api.paged_prefill` documents.
+
+    interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
+    Raises NotImplementedError, with the reason and the backend that can, for what the kernel does not serve.
+    """
+    b, t, h, d = q.shape
+    k, _, _, e = pages.shape
+    group = h // k
+    hopper.refuse_unserved(q, pages)
+    if config is None:
+        config = heuristic(e)
+    # row r of a KV head is query r % group at position start + r // group
+    num_blocks = -(-t * group // (CONSUMERS * ROWS))
+    num_rows = num_blocks * CONSUMERS * ROWS
+    query = q.reshape(b, t, k, group, d).swapaxes(1, 2).reshape(b, k, t * group, d)
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, num_rows - t * group), (0, 0)))
+    if sink_logits is None:
+        sinks = jnp.full((k, num_rows), -jnp.inf, jnp.float32)
+    else:
+        sinks = sink_logits.astype(jnp.float32).reshape(k, group) * LOG2_E
+        sinks = jnp.tile(sinks, (1, -(-num_rows // group)))[:, :num_rows]
+    settings = {"config": config, "scale": scale, "soft_cap": soft_cap, "window": window}
+    out = plgpu.kernel(
+        functools.partial(_attend_block, group=group, num_queries=t, simulated=interpret is not None, **settings),
+        out_type=jax.ShapeDtypeStruct(query.shape, jnp.bfloat16),
+        scratch_types=(
+            plgpu.SMEM((CONSUMERS, ROWS, d), jnp.bfloat16, transforms=LAYOUT),
+            plgpu.SMEM((config.stages, TILE, e), jnp.bfloat16, transforms=LAYOUT),
+            plgpu.Barrier(num_barriers=CONSUMERS),
+            plgpu.Barrier(num_barriers=config.stages),
+            plgpu.Barrier(num_barriers=config.stages, num_arrivals=CONSUMERS),
+            plgpu.Barrier(num_arrivals=CONSUMERS),
+        ),
+        grid=(num_blocks, k, b),
+        grid_names=("block", "head", "row"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(),
+        interpret=interpret,
+    )(query, pages, page_table, starts, sinks)
+    return out[:, :, : t * group].reshape(b, k, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
+
+
+def _attend_block(
+    # inputs, in global memory
+    q_ref,
+    pages_ref,
+    table_ref,
+    starts_ref,
+    sinks_ref,
+    # outputs, in global memory
+    out_ref,
+    # scratch, in shared memory
+    query_ref,
+    stages_ref,
+    query_arrived,
+    tile_arrived,
+    stage_free,
+    consumers_met,
+    *,
+    config: Config,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    group: int,
+    num_queries: int,
+    simulated: bool,
+):
+    """Attend with one block of query rows. Logits have base 2."""
+    row, head, block = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("block")
+    warpgroup = lax.axis_index("warpgroup")
+    d = query_ref.shape[2]
+    tiles = pages_ref.shape[2] // TILE
+    first_row = block * (CONSUMERS * ROWS)
+    first_query = starts_ref[row] + lax.div(first_row, group)
+    last_query = starts_ref[row] + jnp.minimum(lax.div(first_row + CONSUMERS * ROWS - 1, group), num_queries - 1)
+    begin = 0 if window is None else lax.div(jnp.maximum(first_query - window + 1, 0), TILE)
+    end = jnp.minimum(lax.div(last_query, TILE) + 1, table_ref.shape[1] * tiles)
+
+    @pl.when(warpgroup == PRODUCER)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+        def fetch(i, _):
+            stage = lax.rem(i, config.stages)
+            page, tile = table_ref[row, lax.div(begin + i, tiles)], lax.rem(begin + i, tiles)
+
+            @pl.when(i >= config.stages)
+            def _():
+                plgpu.barrier_wait(stage_free.at[stage])
+
+            tokens = pages_ref.at[head, page, pl.ds(tile * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(tokens, stages_ref.at[stage], tile_arrived.at[stage])
+
+        lax.fori_loop(0, end - begin, fetch, None)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        own_rows = pl.ds(first_row + warpgroup * ROWS, ROWS)
+        own_query = query_ref.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, own_rows], own_query, query_arrived.at[warpgroup])
+        plgpu.barrier_wait(query_arrived.at[warpgroup])
+        own_row = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 0, layout=plgpu.Layout.WGMMA)
+        position = starts_ref[row] + lax.div(first_row + warpgroup * ROWS + own_row, group)
+
+        def wait_for_each_other():
+            plgpu.barrier_arrive(consumers_met)
+            plgpu.barrier_wait(consumers_met)
+
+        def attend(i, carry):
+            maximum, total, mixed = carry
+            stage = lax.rem(i, config.stages)
+            start = (begin + i) * TILE
+            keys, values = (stages_ref.at[stage, :, pl.ds(column, d)] for column in (0, d))
+
+            plgpu.barrier_wait(tile_arrived.at[stage])
+            logits = product(own_query, keys, simulated) * scale
+            if soft_cap is not None:
+                logits = soft_cap * jnp.tanh(logits / soft_cap)
+
+            def mask(logits):
+                fault = _fault(values, simulated)
+                wait_for_each_other()
+                pl.when(warpgroup == 0)(functools.partial(_zero_faults, values))
+                wait_for_each_other()
+                token = start + plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=plgpu.Layout.WGMMA)
+                seen_mask = token <= position
+                if window is not None:
+                    seen_mask &= position - token < window
+                return jnp.where(seen_mask, logits + fault, -jnp.inf)
+
+            is_edge = start + TILE - 1 > first_query
+            if window is not None:
+                is_edge |= start <= last_query - window
+            logits = lax.cond(is_edge, mask, lambda logits: logits, logits * LOG2_E)
+
+            new_maximum = jnp.maximum(maximum, jnp.max(logits, axis=1))
+            decay = jnp.exp2(maximum - finite(new_maximum))
+            weights = jnp.exp2(logits - _beside(finite(new_maximum), logits.shape))
+            total = total * decay + jnp.sum(weights, axis=1)
+            mixed = _accumulate(mixed * _beside(decay, mixed.shape), weights.astype(jnp.bfloat16), values, simulated)
+            pl.when(i + config.stages < end - begin)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
+            return new_maximum, total, mixed
+
+        # a sink is one more logit that mixes nothing in: the softmax starts from it
+        sink = plgpu.load(sinks_ref.at[head, own_rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        start = (
+            sink,
+            jnp.where(sink == -jnp.inf, 0.0, 1.0),
+            plgpu.layout_cast(jnp.zeros((ROWS, d), jnp.float32), plgpu.Layout.WGMMA),
+        )
+        _, total, mixed = lax.fori_loop(0, end - begin, attend, start)
+        out = mixed / _beside(jnp.where(total == 0.0, 1.0, total), mixed.shape)
+        store(out_ref.at[row, head, own_rows], out.astype(jnp.bfloat16))
+
+
+def _accumulate(mixed, weights, values, simulated: bool):
+    """Return mixed "r d" + weights "r s" @ values "s d"."""
+    if simulated:
+        result = mixed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy to this place
+        return result
+    return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, weights, values))(plgpu.WGMMAAccumulatorRef.init(mixed))
+
+
+def _fault(values, simulated: bool) -> Float[Array, "r s"]:
+    """Return, in every row, NaN for a token whose value is not finite and 0 for any other: 0 * NaN is NaN."""
+    if simulated:
+        fault = jnp.dot(jnp.zeros((ROWS, values.shape[1]), jnp.bfloat16), values[...].T).astype(jnp.float32)
+        plgpu.commit_smem()
+        return fault
+
+    def accumulate(sum_ref):
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, STEP), jnp.bfloat16), plgpu.Layout.WGMMA)
+        for column in range(0, values.shape[1], STEP):
+            plgpu.wgmma(sum_ref, zeros, values.at[:, pl.ds(column, STEP)].transpose((1, 0)))
+        return sum_ref[...]
+
+    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((ROWS, TILE), jnp.float32))
+
+
+def _zero_faults(values: Any) -> None:
+    """Put 0 where a value is not finite: a query that must not see it gives it weight 0, and 0 * NaN is NaN."""
+    for column in range(0, values.shape[1], STEP):
+        share = values.at[:, pl.ds(column, STEP)]
+        value = share[...]
+        is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
+        store(share, jnp.where(is_finite, value, jnp.zeros((), value.dtype)))
+    plgpu.commit_smem()
+
+
+def _beside(column: Float[Array, " r"], shape: tuple[int, int]) -> Float[Array, "r x"]:
+    """Return the column repeated beside itself."""
+    return lax.broadcast_in_dim(column, shape, [0])
