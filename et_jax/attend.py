@@ -5,16 +5,19 @@ This is where the cache, the selectors and the kernels meet. The step and the pr
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from et_jax.cache import KVCache, LayerCache, write
+from et_jax.cache import KVCache, LayerCache, token_width, write
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import Selection, Selector
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend
+from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.selection import Blocks, blocks_of, first_block, held_blocks, kept_mass, select, with_residual
@@ -146,6 +149,30 @@ def prefill_attend(
         return out, _with_layer(memory, layer, cached)
 
     return attend
+
+
+def serving_backend(model: ModelConfig, page_size: int, dtype: DTypeLike) -> tuple[str, tuple[str, ...]]:
+    """Return the best attention backend here that serves this model's shapes, and why better ones do not."""
+    names, refusals = list(NAMES), []
+    while True:
+        name = pick(built=names)
+        try:
+            jax.eval_shape(partial(_trace_kernels, model, page_size, dtype, name))
+            return name, tuple(refusals)
+        except NotImplementedError as error:
+            names.remove(name)
+            refusals.append(str(error))
+
+
+def _trace_kernels(model: ModelConfig, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
+    """Both ops on one row and one page."""
+    integers = partial(jnp.zeros, dtype=jnp.int32)
+    pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), dtype)
+    queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)
+    settings = {"scale": 1.0, "window": next(iter(model.windows)), "backend": backend}
+    lists = integers((1, model.num_kv_heads, 1)), integers((1, model.num_kv_heads))
+    decoded, _ = paged_attention(queries[:, 0], pages, integers((1, 1)), *lists, integers(1), **settings)
+    return decoded, paged_prefill(queries, pages, integers((1, 1)), integers(1), **settings)
 
 
 def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:

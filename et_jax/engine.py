@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from et_jax import cost
+from et_jax.attend import serving_backend
 from et_jax.continuation import Continuation
 from et_jax.decode import Decoder, decoder
 from et_jax.models.bundled import bundled_folder
@@ -18,7 +19,6 @@ from et_jax.models.checkpoint import load as load_checkpoint
 from et_jax.models.checkpoint import resolve
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params
-from et_jax.pallas.backend import pick
 from et_jax.presets import preset
 from et_jax.requests import MAX_STOP_IDS, Completion, SamplingParams, TokenEvent, TokenTrace
 from et_jax.state import Controller, DecoderConfig, DecodeState, Request, StepOutput, request
@@ -137,7 +137,9 @@ class Model:
         self.num_pages = everything if num_pages is None else num_pages
         self.chunk = self._blocks(min(chunk, self.max_model_len)) * self.page_size
         self.control, self.calibration = _controller(control), calibration
-        self.backend = backend or pick()
+        dtype = params.embedding.dtype
+        found, self._refusals = serving_backend(config, self.page_size, dtype) if backend is None else (backend, ())
+        self.backend = found
         self.num_multiplied = cost.num_multiplied(params)
         self._tell = progress or (lambda _: None)
         self._decoders: dict[tuple[bool, int, Controller], Decoder] = {}
@@ -188,6 +190,7 @@ class Model:
         return [
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
             f"device {jax.devices()[0].device_kind}, attention backend {self.backend}",
+            *(f"not chosen: {refusal}" for refusal in self._refusals),
             f"cache {self.num_pages} pages of {self.page_size} tokens, {cost.num_bytes(cache) / 1e6:.1f} MB, "
             f"{self.num_slots} slots of {self.max_model_len} tokens",
             f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-RECORDED = 62  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
+RECORDED = 84  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
 TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
 KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
 
@@ -78,6 +78,7 @@ CHIPS = (
         name="H200",
         topology={"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"},
         page_size=64,
+        backend="gpu",
     ),
 )
 SMALL = {
@@ -171,12 +172,9 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     import jax
     import jax.numpy as jnp
 
-    from et_jax.pallas import ring
     from et_jax.pallas.checks import LANES
     from et_jax.pallas.paged_attention import paged_attention
-    from et_jax.pallas.paged_attention import tpu as decode_tpu
     from et_jax.pallas.paged_prefill import paged_prefill
-    from et_jax.pallas.paged_prefill import tpu as prefill_tpu
 
     device = device_of(chip)
     h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
@@ -193,20 +191,45 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     if kernel == "attention":
         function = partial(paged_attention, **settings)
         arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b))
-        taken = decode_tpu.footprint(decode_tpu.heuristic(pages), pages, b, h, n, n)
     else:
         function = partial(paged_prefill, **settings)
         arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b))
-        taken = prefill_tpu.footprint(prefill_tpu.heuristic(KERNEL_CHUNK, h // k, pages), pages, b, h // k, n)
     pool_bytes = math.prod(pages.shape) * pages.dtype.itemsize
     return Lowering(
         lower=lambda: lower_for(device, jax.jit(function), *arguments),
         pool_bytes=pool_bytes,
         temporary_bound=KERNEL_SHARE * pool_bytes,
         in_place=False,
-        on_chip=f"vector {taken.vector / 2**20:.1f} of {ring.VECTOR_MEMORY_BYTES / 2**20:.0f} MiB, "
-        f"scalar {taken.scalar / 2**10:.0f} of {ring.SCALAR_MEMORY_BYTES / 2**10:.0f} KiB",
+        on_chip=(on_hopper if chip.backend == "gpu" else on_tpu)(kernel, pages, b, h, n),
     )
+
+
+def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
+    """Return what a kernel takes of a TPU core's vector and scalar memory, for b rows and tables of n pages."""
+    from et_jax.pallas import ring
+    from et_jax.pallas.paged_attention import tpu as decode
+    from et_jax.pallas.paged_prefill import tpu as prefill
+
+    if kernel == "attention":
+        taken = decode.footprint(decode.heuristic(pages), pages, b, h, n, n)
+    else:
+        group = h // pages.shape[0]
+        taken = prefill.footprint(prefill.heuristic(KERNEL_CHUNK, group, pages), pages, b, group, n)
+    return (
+        f"vector {taken.vector / 2**20:.1f} of {ring.VECTOR_MEMORY_BYTES / 2**20:.0f} MiB, "
+        f"scalar {taken.scalar / 2**10:.0f} of {ring.SCALAR_MEMORY_BYTES / 2**10:.0f} KiB"
+    )
+
+
+def on_hopper(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
+    """Return what the tiles of a kernel take of a multiprocessor's shared memory; its assembler refuses too much."""
+    from et_jax.pallas import hopper
+    from et_jax.pallas.paged_attention import gpu as decode
+    from et_jax.pallas.paged_prefill import gpu as prefill
+
+    k, _, s, e = pages.shape
+    config = decode.heuristic(s, h // k, e) if kernel == "attention" else prefill.heuristic(e)
+    return f"tiles {config.stages * hopper.tile_bytes(e) / 2**10:.0f} of {hopper.SHARED / 2**10:.0f} KiB shared"
 
 
 def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str) -> Lowering:

@@ -25,13 +25,11 @@ from small_model import (
 
 from et_jax import decode as hall
 from et_jax import selection
-from et_jax.attend import Row, decode_attend
 from et_jax.control import bounds, contribution, select, tolerance
 from et_jax.control.base import chain, unpack_blocks
 from et_jax.control.smoothing import ema_entropy
 from et_jax.models.transformer import initialise
 from et_jax.state import Controller
-from et_jax.types import replace
 
 SLOT, TOKENS = 2, prompt(7, 29)
 BOUNDS = {"box": select.box_bounds, "chord": select.chord_bounds, "coded": select.coded_bounds}
@@ -259,29 +257,3 @@ def test_codes_count_in_memory_and_in_cost():
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(weights()))
     expected = signals.blocks_read * PAGE * width * 4 + signals.summaries_read * summary + num_bytes / 3
     np.testing.assert_allclose(signals.cost, expected, rtol=1e-6)
-
-
-def test_rows_that_do_not_run_read_nothing():
-    d = made("coded")
-    reading = d.config.reading
-    state = d.empty()
-    nobody = jnp.zeros(3, bool)
-    row = Row(
-        table=state.table.pages,
-        length=state.length,
-        run=nobody,
-        tolerance=state.control.tolerance,
-        fresh=~nobody,
-        block_mask=state.control.block_mask,
-        kept_mass=state.signals.kept_mass,
-    )
-    from et_jax.attend import Memory, start_receipts
-
-    rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)
-    kv = q[:, :, : MODEL.num_kv_heads]
-    out, memory = decode_attend(reading, row)(0, q, kv, kv, Memory(cache=state.cache, receipts=start_receipts(3)))
-    assert not out.any() and not memory.receipts.blocks_read.any()
-    np.testing.assert_array_equal(memory.receipts.kept_mass, 1.0)
-    assert same_bits(memory.cache, state.cache)
-    assert replace(row, run=~nobody).run.all()

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 NAMES = ("reference", "xla", "gpu", "tpu")
+ABSENT_CAPABILITIES = {"H100": "9.0", "H200": "9.0", "GH200": "9.0"}  # by the last word of an absent GPU's name
 GPU_RUNTIMES = ("cuda", "rocm")  # what the platform "gpu" is called while tracing for one that is absent
 
 
@@ -63,8 +64,8 @@ def pick(device: str | Device | None = None, built: Collection[str] = NAMES) -> 
     """Return the best backend among `built` for a device, a platform's name, or None for the one traced for.
 
     That is the device of the abstract mesh in use, where a program is traced for a chip that is not here, or
-    else the default device. A platform's name alone tells no compute capability, nor does an absent chip, so
-    no backend that needs one is chosen for it.
+    else the default device. A platform's name alone tells no compute capability, so no backend that needs
+    one is chosen for it; an absent GPU has the capability its name stands for.
     """
     platform, capability = _describe(device)
     for row in TABLE:
@@ -99,7 +100,8 @@ def _describe(device: str | Device | None) -> tuple[str, str | None]:
         return device, None
     absent = jax.sharding.get_abstract_mesh().abstract_device
     if device is None and absent is not None:
-        return "gpu" if absent.platform in GPU_RUNTIMES else absent.platform, None
+        capability = ABSENT_CAPABILITIES.get(absent.device_kind.split()[-1])
+        return "gpu" if absent.platform in GPU_RUNTIMES else absent.platform, capability
     device = jax.local_devices()[0] if device is None else device
     return device.platform, getattr(device, "compute_capability", None)
 
