@@ -3,7 +3,8 @@
     python scripts/write_tables.py [--measure --case MODEL TEXT --case MODEL TEXT ...]
 
 Between the two lines `<!-- NAME: begin -->` and `<!-- NAME: end -->` the document belongs to this script. With
-`--measure` every measuring script runs on the given models and texts (see `measure_bounds.py`) and draws its pictures.
+`--measure` every measuring script runs on the given models and texts (see `measure_bounds.py`) and draws its pictures;
+what they cost is timed, so nothing else should run.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_overhead
 import measure_bounds
 import measure_selection
 import measure_temperature
@@ -53,7 +55,19 @@ def tolerances(results: dict[str, Any]) -> str:
     return "\n\n".join(f"{c['model']}:\n\n{measure_selection.tolerance_table(c)}" for c in results["cases"])
 
 
+def overhead(results: dict[str, Any]) -> str:
+    """Return what the estimator and the laws cost of a step."""
+    large = results["llama_3_8b"]
+    flops, moved = large["estimator_flops"] / large["token_flops"], large["estimator_bytes"] / large["weight_bytes"]
+    large_model = f"{flops:.3%} of a token's FLOPs and {moved:.3%} of the weights' bytes"
+    return (
+        f"{bench_overhead.overhead_table(results['rows'])}\n\n"
+        f"On the shape of Llama-3-8B, with 128,256 tokens, one pass is {large_model}."
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "overhead": ("overhead.json", overhead),
     "bounds": ("bounds.json", bounds),
     "temperature": ("temperature.json", temperature),
     "selectors": ("selection.json", selectors),
@@ -87,6 +101,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.measure:
         cases = [word for case in args.case for word in ("--case", *case)]
+        subprocess.run([sys.executable, str(Path(__file__).with_name("bench_overhead.py"))], check=True)
         for script, *more in (("measure_bounds",), ("measure_temperature", "--plot"), ("measure_selection",)):
             path = Path(__file__).with_name(f"{script}.py")
             subprocess.run([sys.executable, str(path), *cases, *more], check=True)

@@ -36,10 +36,9 @@ def test_tolerance_zero_reads_everything_and_changes_no_text(name):
 
 
 def test_each_knob_reaches_what_it_is_named_for():
-    """Certain throughout, the tolerance is loosened token by token; a larger minimum or window reads more."""
-    loose = dict(sharpness=30.0, tolerance=0.9, min_blocks=0, window=8)
+    """A larger minimum or window, or a smaller tolerance, reads more."""
+    loose = dict(tolerance=0.9, min_blocks=0, window=8)
     few = signals_of("certified", **loose)
-    assert np.median(few.entropy) < 0.1
     for change in ({"min_blocks": 14}, {"window": 48}, {"tolerance": 0.01}):
         assert few.blocks_read.sum() < signals_of("certified", **loose | change).blocks_read.sum()
 
