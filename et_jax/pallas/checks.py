@@ -29,10 +29,14 @@ def require_integers(argument: str, array: Array) -> None:
     require(array.dtype == jnp.int32, argument, array.dtype, "int32")
 
 
-def require_pool(q: Array, pages: Array, head_axis: int) -> None:
-    """Raise ValueError unless queries and pages agree in dtype, head count and token width."""
+def require_pool(q: Array, pages: Array, head_axis: int, kv_scales: Array | None = None) -> None:
+    """Raise ValueError unless queries and pages agree in dtype, head count and token width; int8 pages need scales."""
     require(q.dtype in FLOATS, "q", q.dtype, "float32 or bfloat16")
-    require(pages.dtype in FLOATS, "pages", pages.dtype, "float32 or bfloat16")
+    if kv_scales is None:
+        require(pages.dtype in FLOATS, "pages", pages.dtype, "float32 or bfloat16, or int8 with kv_scales")
+    else:
+        require(pages.dtype == jnp.int8, "pages", pages.dtype, "int8, because kv_scales are given")
+        require_shape("kv_scales", kv_scales, (*pages.shape[:2], 2), "k p 2")
     require_shape("pages", pages, (None, None, None, None), "k p s e")
     num_heads, d = q.shape[head_axis], q.shape[-1]
     k, _, _, e = pages.shape

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 
 def page_rows(page_table: Int[Array, "b n"], blocks: Int[Array, "b k m"], num_pages: int) -> Int[Array, "b*k m"]:
@@ -15,8 +15,8 @@ def page_rows(page_table: Int[Array, "b n"], blocks: Int[Array, "b k m"], num_pa
 
 
 def tokens(
-    pages: Float[Array, "k p s e"], rows: Int[Array, "x m"], start: int, width: int
-) -> Float[Array, "x m*s {width}"]:
+    pages: Shaped[Array, "k p s e"], rows: Int[Array, "x m"], start: int, width: int
+) -> Shaped[Array, "x m*s {width}"]:
     """Return columns [start, start + width) of every token of the listed pages.
 
     One gather with the columns in its slice: to slice pages first copies the pool, to slice what was

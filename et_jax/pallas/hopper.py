@@ -54,7 +54,7 @@ def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
-def refuse_unserved(q: Float[Array, "*b d"], pages: Float[Array, "k p s e"]) -> None:
+def refuse_unserved(q: Float[Array, "*b d"], pages: Array) -> None:
     """Raise NotImplementedError for queries and pages that the kernel does not serve."""
     d = q.shape[-1]
     _, _, s, e = pages.shape

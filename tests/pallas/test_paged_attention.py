@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -53,7 +54,10 @@ def dense_float64(arguments, shape: Shape):
                     behind = length - 1 - position
                     if behind < 0 or (shape.window is not None and behind >= shape.window):
                         continue
-                    token = arrays["pages"][kv_head, table[row, block], offset]
+                    page = table[row, block]
+                    token = arrays["pages"][kv_head, page, offset]
+                    if arrays["kv_scales"] is not None:
+                        token = token * np.repeat(arrays["kv_scales"][kv_head, page], [d, token.size - d])
                     z = shape.head_dim**-0.5 * (arrays["q"][row, head] @ token[:d])
                     if shape.soft_cap is not None:
                         z = shape.soft_cap * np.tanh(z / shape.soft_cap)
@@ -82,7 +86,7 @@ def test_reference_equals_the_formula(capsys):
         assert_close(run(arguments, shape, "reference"), dense_float64(arguments, shape), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 43
+    assert len(TESTED) == 46
 
 
 def test_xla_equals_reference(capsys):
@@ -91,7 +95,7 @@ def test_xla_equals_reference(capsys):
         assert_close(run(arguments, shape, "xla"), run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 43
+    assert len(TESTED) == 46
 
 
 def poisoned(arguments, shape: Shape):
@@ -297,6 +301,23 @@ def test_a_wrong_dtype_is_named(name, dtype):
     assert str(caught.value).startswith(f"{name}: got {jnp.dtype(dtype)}, wanted")
 
 
-def test_an_int8_pool_is_refused():
-    with pytest.raises(NotImplementedError, match="kv_scales"):
-        paged_attention(**zeros(RIGHT), scale=1.0, kv_scales=jnp.ones((2, 5)))
+def test_an_int8_pool_needs_scales_and_scales_an_int8_pool():
+    arguments = zeros(RIGHT)
+    integers = arguments["pages"].astype(jnp.int8)
+    for wrong, words in (
+        ({"pages": integers}, "pages: got int8"),
+        ({"kv_scales": jnp.ones((2, 5, 2))}, "pages: got float32, wanted int8"),
+        ({"pages": integers, "kv_scales": jnp.ones((2, 4, 2))}, "kv_scales: got shape"),
+    ):
+        with pytest.raises((ValueError, TypeCheckError)) as caught:
+            paged_attention(**(arguments | wrong), scale=1.0)
+        if isinstance(caught.value, ValueError):
+            assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_a_chip_without_a_kernel_for_int8_says_which_backend_has_one(backend):
+    shape = NAMED["int8_bfloat16"]
+    module = importlib.import_module(f"et_jax.pallas.paged_attention.{backend}")
+    with pytest.raises(NotImplementedError, match='use "xla"'):
+        module.paged_attention(**example(shape), **shape.settings)

@@ -15,6 +15,7 @@ from et_jax.pallas.paged_attention import tpu
 from et_jax.pallas.paged_attention.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.ring import RingConfig
 
+SERVED = [shape for shape in TESTED if not shape.int8]
 # few buffers of few pages: lists go round the ring several times
 SMALL = RingConfig(group=4, depth=3)
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; lists in order
@@ -37,12 +38,12 @@ def plain(arguments, shape: Shape):
 
 
 def test_equals_reference(capsys):
-    for shape in TESTED:
+    for shape in SERVED:
         arguments = example(shape)
         assert_close(plain(arguments, shape), run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
-        print(f"\npaged_attention tpu = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 29
+        print(f"\npaged_attention tpu = reference: {len(SERVED)} shapes")
+    assert len(SERVED) == 43
 
 
 def test_has_no_race(capsys):
@@ -58,14 +59,14 @@ def test_has_no_race(capsys):
 
 @pytest.mark.slow
 def test_has_no_race_in_any_shape(capsys):
-    for shape in TESTED:
+    for shape in SERVED:
         arguments = poisoned(example(shape), shape)
         for config in (SMALL, None):
             results = numbers(strictly(kernel(shape, config), arguments))
             assert_close(results, run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
-        print(f"\npaged_attention tpu without races: {len(TESTED)} shapes, two rings")
-    assert len(TESTED) == 29
+        print(f"\npaged_attention tpu without races: {len(SERVED)} shapes, two rings")
+    assert len(SERVED) == 43
 
 
 def test_nothing_listed_gives_zero_and_minus_infinity():

@@ -55,7 +55,7 @@ def test_equals_reference(capsys):
         assert_close(plain(arguments, shape), arguments, shape)
     with capsys.disabled():
         print(f"\npaged_prefill tpu = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 18
+    assert len(TESTED) == 28
 
 
 def test_has_no_race(capsys):
@@ -76,7 +76,7 @@ def test_has_no_race_in_any_shape(capsys):
             assert_close(strictly(kernel(shape, config), arguments), arguments, shape)
     with capsys.disabled():
         print(f"\npaged_prefill tpu without races: {len(TESTED)} shapes, two rings")
-    assert len(TESTED) == 18
+    assert len(TESTED) == 28
 
 
 @pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 3), ("dim_128", 200)])

@@ -1,7 +1,7 @@
 """Decode attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
@@ -11,7 +11,7 @@ BACKENDS = {name: kernel("paged_attention", name) for name in NAMES}
 
 def paged_attention(
     q: Float[Array, "b h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
@@ -21,7 +21,7 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
-    kv_scales: Array | None = None,
+    kv_scales: Float[Array, "k p 2"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return attention of one query a row over its listed blocks, and each block's log-sum-exp.
@@ -38,7 +38,7 @@ def paged_attention(
     lengths: tokens in the cache, the query's own included: it stands at lengths - 1. A token is seen if
         its block is listed, its position below the length and, with a window, less than `window` behind.
     sink_logits: one more logit a query head, in the denominator only (gpt-oss, 2025).
-    kv_scales: scales of an int8 pool; reserved.
+    kv_scales: of an int8 pool, by which a page's keys and its values are multiplied.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
     0 and block_lse -inf, never NaN. A row's bits depend on its own list and contents alone, and not on how
@@ -47,7 +47,7 @@ def paged_attention(
     """
     b, h, _ = q.shape
     k = pages.shape[0]
-    require_pool(q, pages, head_axis=1)
+    require_pool(q, pages, head_axis=1, kv_scales=kv_scales)
     require_shape("page_table", page_table, (b, None), "b n")
     require_shape("blocks", blocks, (b, k, None), "b k m")
     require(blocks.shape[-1] >= 1, "blocks", f"shape {blocks.shape}", "room for at least one block")
@@ -56,8 +56,6 @@ def paged_attention(
     for name, array in {"page_table": page_table, "blocks": blocks, "counts": counts, "lengths": lengths}.items():
         require_integers(name, array)
     require_softmax(h, scale, soft_cap, window, sink_logits)
-    if kv_scales is not None:
-        raise NotImplementedError("kv_scales: no backend reads an int8 pool yet: store the pages in bfloat16")
     name = resolve(backend, BACKENDS)
     with jax.named_scope(f"paged_attention/{name}"):
         return BACKENDS[name](
@@ -71,4 +69,5 @@ def paged_attention(
             soft_cap=soft_cap,
             window=window,
             sink_logits=sink_logits,
+            kv_scales=kv_scales,
         )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import hopper
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
@@ -69,7 +69,7 @@ def columns(group: int) -> int:
 
 def paged_attention(
     q: Float[Array, "b h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
@@ -79,6 +79,7 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
+    kv_scales: Array | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:

@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 
 def paged_attention(
     q: Float[Array, "b h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
@@ -17,6 +17,7 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
+    kv_scales: Float[Array, "k p 2"] | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return what `api.paged_attention` documents."""
     b, h, d = q.shape
@@ -28,7 +29,8 @@ def paged_attention(
     listed = jnp.arange(m, dtype=jnp.int32) < counts[..., None]
     blocks = jnp.where(listed, blocks, 0)
     page = page_table[jnp.arange(b)[:, None, None], blocks]
-    token = pages[jnp.arange(k)[None, :, None], page].astype(jnp.float32)
+    head = jnp.arange(k)[None, :, None]
+    token = pages[head, page].astype(jnp.float32)
     position = blocks[..., None] * s + jnp.arange(s, dtype=jnp.int32)
     length = lengths[:, None, None, None]
     seen_mask = listed[..., None] & (position < length)
@@ -36,6 +38,8 @@ def paged_attention(
         seen_mask &= position > length - 1 - window
     token = jnp.where(seen_mask[..., None], token, 0.0)  # 0 * NaN is NaN: what is masked must not be read
     key, value = token[..., :d], token[..., d : 2 * d]
+    if kv_scales is not None:
+        key, value = (x * kv_scales[head, page, i, None, None] for i, x in enumerate((key, value)))
 
     scores = jnp.einsum("bkgd,bkmsd->bkgms", grouped, key, precision="highest") * scale
     if soft_cap is not None:

@@ -17,6 +17,7 @@ class Shape:
 
     lengths: tokens a row, its own query's included; 0 is an empty slot.
     open_share: the chance that a KV head lists a block; the last block is always listed.
+    int8: the pool holds 8-bit integers with a scale for each page's keys and values.
     tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
     """
 
@@ -31,6 +32,7 @@ class Shape:
     soft_cap: float | None = None
     window: int | None = None
     sinks: bool = False
+    int8: bool = False
     tested: bool = True
 
     @property
@@ -68,7 +70,10 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     def normal(*size: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)))
 
-    pages = normal(k, min(num_pages, DRAWN_PAGES), s, shape.width)
+    pages, kv_scales = normal(k, min(num_pages, DRAWN_PAGES), s, shape.width), None
+    if shape.int8:
+        pages = jnp.clip(jnp.round(40 * pages.astype(jnp.float32)), -127, 127).astype(jnp.int8)
+        kv_scales = jnp.asarray(rng.uniform(0.01, 0.04, (k, num_pages, 2)), jnp.float32)
     if num_pages > DRAWN_PAGES:
         pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
     return {
@@ -79,6 +84,7 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
         "counts": jnp.asarray(counts),
         "lengths": jnp.asarray(shape.lengths, jnp.int32),
         "sink_logits": jnp.asarray(rng.standard_normal(shape.num_heads, np.float32)) if shape.sinks else None,
+        "kv_scales": kv_scales,
     }
 
 
@@ -131,6 +137,10 @@ SHAPES = (
     _shape("sinks", (4, 2), 64, 16, (90, 0, 33), sinks=True),
     _shape("all_of_them", (8, 2), 64, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, open_share=0.5),
     _shape("all_of_them_bfloat16", (8, 2), 96, 16, (500, 9), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"),
+    # 8-bit pools
+    _shape("int8", (6, 2), 64, 16, (300, 0, 77), open_share=0.6, int8=True),
+    _shape("int8_bfloat16", (8, 2), 128, 32, (200, 90), dtype="bfloat16", int8=True),
+    _shape("int8_all_of_them", (8, 2), 96, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, int8=True),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several parts, edges
     _shape("hopper_group_1", (2, 2), 128, 64, (65, 200), dtype="bfloat16"),
     _shape("hopper_group_3", (6, 2), 64, 128, (129, 250), dtype="bfloat16"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import ring
 from et_jax.pallas.checks import LANES
@@ -26,7 +26,7 @@ def heuristic(pages: Array) -> RingConfig:
 
 def paged_attention(
     q: Float[Array, "b h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
@@ -36,10 +36,13 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
+    kv_scales: Array | None = None,
     config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return what `api.paged_attention` documents. `interpret` runs the kernel on a CPU, for tests."""
+    if kv_scales is not None:
+        raise NotImplementedError('backend "tpu" reads no int8 pool: use "xla"')
     b, h, d = q.shape
     k, _, s, e = pages.shape
     n, m, x, g = page_table.shape[1], blocks.shape[2], b * k, h // k

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.gather import page_rows, tokens
 
@@ -39,7 +39,7 @@ def heuristic(page_size: int, head_dim: int) -> Config:
 
 def paged_attention(
     q: Float[Array, "b h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
@@ -49,6 +49,7 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
+    kv_scales: Float[Array, "k p 2"] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return what `api.paged_attention` documents."""
@@ -58,7 +59,7 @@ def paged_attention(
     if config is None:
         config = heuristic(s, d)
     group = config.group
-    dtype = jnp.promote_types(q.dtype, pages.dtype)
+    dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
     width = e if config.joint else d
     query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     padding = -m % group
@@ -96,6 +97,9 @@ def paged_attention(
         rows, seen_mask = listed_tokens(i)
         key, value = read(rows, seen_mask)
         scores = jnp.einsum("xgd,xtd->xgt", query, key, preferred_element_type=jnp.float32) * scale
+        if kv_scales is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
+            scales = kv_scales.reshape(k * p, 2)[rows]
+            scores = (scores.reshape(x, g, group, s) * scales[:, None, :, :1]).reshape(x, g, group * s)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(seen_mask[:, None], scores.reshape(x, g, group, s), -jnp.inf)
@@ -113,6 +117,8 @@ def paged_attention(
         block_weight = jnp.exp(block_maximum - _finite(new_maximum)[..., None])
         decay = jnp.exp(maximum - _finite(new_maximum))
         total = total * decay + jnp.sum(block_total * block_weight, axis=-1)
+        if kv_scales is not None:
+            block_weight = block_weight * scales[:, None, :, 1]
         weights = (weights * block_weight[..., None]).reshape(x, g, group * s).astype(dtype)
         update = jnp.einsum("xgt,xtd->xgd", weights, value, preferred_element_type=jnp.float32)
         return new_maximum, total, mixed * decay[..., None] + update, block_lse
