@@ -1,8 +1,8 @@
-"""Write the measured tables of docs/control.md anew from benchmarks/results, measuring first if asked to.
+"""Write the tables of docs/control.md and docs/kernels.md anew from benchmarks/results, measuring first if asked to.
 
     python scripts/write_tables.py [--measure --case MODEL TEXT --case MODEL TEXT ...]
 
-Between the two lines `<!-- NAME: begin -->` and `<!-- NAME: end -->` the document belongs to this script. With
+Between the two lines `<!-- NAME: begin -->` and `<!-- NAME: end -->` a document belongs to this script. With
 `--measure` every measuring script runs on the given models and texts (see `measure_bounds.py`) and draws its pictures;
 what they cost is timed, so nothing else should run.
 """
@@ -20,9 +20,10 @@ import bench_overhead
 import measure_bounds
 import measure_selection
 import measure_temperature
+import roofline
 from report import RESULTS
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs/control.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 TARGET = 2.0  # nats: of the temperature tables shown; the results hold the others
 
 
@@ -84,13 +85,13 @@ def origin(results: dict[str, Any]) -> str:
     )
 
 
-def insert(document: str, name: str, text: str) -> str:
-    """Return the document with the part called `name` replaced."""
-    pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
-    found = re.compile(pattern, re.DOTALL)
-    if not found.search(document):
-        raise ValueError(f"the document has no part between <!-- {name}: begin --> and <!-- {name}: end -->")
-    return found.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", document)
+def insert(document: Path, name: str, text: str) -> None:
+    """Replace the part of the document that is called `name`."""
+    found = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+    before = document.read_text(encoding="utf-8")
+    if not found.search(before):
+        raise ValueError(f"{document} has no part between <!-- {name}: begin --> and <!-- {name}: end -->")
+    document.write_text(found.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", before), encoding="utf-8")
 
 
 def main() -> int:
@@ -105,12 +106,12 @@ def main() -> int:
         for script, *more in (("measure_bounds",), ("measure_temperature", "--plot"), ("measure_selection",)):
             path = Path(__file__).with_name(f"{script}.py")
             subprocess.run([sys.executable, str(path), *cases, *more], check=True)
-    document = DOCUMENT.read_text(encoding="utf-8")
+    control, kernels = DOCS / "control.md", DOCS / "kernels.md"
     for name, (file, tables) in TABLES.items():
         results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-        document = insert(document, name, f"{origin(results)}\n\n{tables(results)}")
-    DOCUMENT.write_text(document, encoding="utf-8")
-    print(f"wrote {len(TABLES)} parts of {DOCUMENT.name}")
+        insert(control, name, f"{origin(results)}\n\n{tables(results)}")
+    insert(kernels, "roofline", roofline.floors())
+    print(f"wrote {len(TABLES) + 1} parts")
     return 0
 
 
