@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, Int8
 from et_jax.pallas.backend import kernel, resolve
 from et_jax.pallas.checks import FLOATS, require, require_integers, require_shape
 
-BUILT = ("reference", "xla")
+BUILT = ("reference", "xla", "tpu")
 BLOCK_BACKENDS = {name: kernel("block_scores", name, "block_scores") for name in BUILT}
 CODE_BACKENDS = {name: kernel("block_scores", name, "code_scores") for name in BUILT}
 
