@@ -200,15 +200,18 @@ def _choose(
     reading: Reading, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: Row
 ) -> Selection:
     """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
-    selector = reading.selectors[layer]
+
+    def choose() -> Selection:
+        return select(reading.selectors[layer], query, cache, layer, blocks, row.tolerance, reading.backend)
+
     if reading.refresh_every == 1:
-        return select(selector, query, cache, layer, blocks, row.tolerance)
-    shapes = jax.eval_shape(lambda: select(selector, query, cache, layer, blocks, row.tolerance))
+        return choose()
+    shapes = jax.eval_shape(choose)
     if shapes.upper is not None:
         raise ValueError("refresh_every: a certified selector proves something of this token's query alone; use 1")
     chosen = jax.lax.cond(
         jnp.any(row.fresh),
-        lambda: select(selector, query, cache, layer, blocks, row.tolerance),
+        choose,
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
     )
     last = unpack_blocks(row.block_mask[:, layer])[..., : row.table.shape[1]]

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.cache import KVCache
+from et_jax.cache import KVCache, LayerCache
 from et_jax.control import bounds
+from et_jax.control.bounds import Interval
 from et_jax.control.select import Selection, Selector
 from et_jax.control.view import BlockView
+from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.types import pytree, replace
 
 
@@ -67,23 +69,22 @@ def select(
     layer: int,
     blocks: Blocks,
     tolerance: Float[Array, " b"],
+    backend: str,
 ) -> Selection:
     """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
 
-    `query` is float32 and scaled.
+    `query` is float32 and scaled. `backend` names the kernels that score the blocks.
     """
-    d, stored = query.shape[-1], cache.layers[layer]
-    box, mean = (
-        x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.summary.key_box, stored.summary.mean)
-    )
-    codes = stored.key_codes
-    if codes is not None:
-        codes = codes[:, blocks.table].swapaxes(0, 1)
-        codes = codes.reshape(*codes.shape[:3], -1, d)
+    d, stored = query.shape[-1], cache.layers[layer].summary
+    score, middle, coded = _scores(query, cache.layers[layer], blocks, backend)
+    box, mean = (x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.key_box, stored.mean))
+    radius = stored.value_radius[:, blocks.table].swapaxes(0, 1)
 
-    def of_head(query, box, mean, radius, codes, num_tokens, length, tolerance, surprisal) -> Selection:
+    def of_head(query, score, middle, coded, box, mean, radius, num_tokens, length, tolerance, surprisal) -> Selection:
         view = BlockView(
             query=query,
+            score=score,
+            middle=middle,
             key_min=box[:, :d],
             key_max=box[:, d : 2 * d],
             key_mean=mean[:, :d],
@@ -93,18 +94,48 @@ def select(
             num_tokens=num_tokens,
             length=length,
             tolerance=tolerance,
-            key_codes=codes,
+            coded=coded,
             mean_surprisal=surprisal,
         )
         return selector.choose(view)
 
-    radius = stored.summary.value_radius[:, blocks.table].swapaxes(0, 1)
-    of_row = jax.vmap(of_head, in_axes=(0, 0, 0, 0, 0, None, None, None, None))
+    of_row = jax.vmap(of_head, in_axes=(0,) * 7 + (None,) * 4)
     chosen = jax.vmap(of_row)(
-        query, box, mean, radius, codes, blocks.num_tokens, blocks.length, tolerance, _mean_surprisal(cache, blocks)
+        query,
+        score,
+        middle,
+        coded,
+        box,
+        mean,
+        radius,
+        blocks.num_tokens,
+        blocks.length,
+        tolerance,
+        _mean_surprisal(cache, blocks),
     )
     opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
     return replace(chosen, opened=opened)
+
+
+def _scores(
+    query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, backend: str
+) -> tuple[Interval, Float[Array, "b k g n"], Interval | None]:
+    """Return the range of every block's scores, its mean key's score, and what the key codes bound its log mass by."""
+    b, k, g, d = query.shape
+    summary, queries = layer.summary, query.reshape(b, k * g, d)
+    at = {"page_size": layer.pages.shape[2], "scale": 1.0, "backend": backend}
+
+    def grouped(x: Float[Array, "b h n"]) -> Float[Array, "b k g n"]:
+        return x.reshape(b, k, g, -1)
+
+    found = block_scores(queries, summary.key_box, summary.mean, blocks.table, blocks.length, **at)
+    low, high, middle = map(grouped, found)
+    if layer.key_codes is None:
+        return Interval(low=low, high=high), middle, None
+    found = code_scores(queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, **at)
+    log_mass, error = map(grouped, found)
+    known = jnp.where((blocks.num_tokens > 0)[:, None, None], log_mass, -jnp.inf)
+    return Interval(low=low, high=high), middle, Interval(low=known - error, high=known + error)
 
 
 def _mean_surprisal(cache: KVCache, blocks: Blocks) -> Float[Array, "b n"] | None:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-RECORDED = 84  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
+RECORDED = 100  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
 TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
 KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
 
@@ -110,6 +110,8 @@ ATTENTIONS = (
 )
 LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
 KERNELS = ("attention", "prefill")
+SCORES = ("block_scores", "code_scores")
+SCORED = ("llama3_8b", "bundled")
 KERNEL_CHUNK = 512
 NAME_WIDTH = 34
 
@@ -152,6 +154,19 @@ def programs() -> list[Program]:
         for kernel in KERNELS
         for slots, length in LOADS
     ]
+    scores = [
+        Program(
+            name=f"{attention.name} {function} {slots}x{length // 1024}k ({chip.backend})",
+            chip=chip.name,
+            build=partial(scores_program, attention, chip, function, slots, length),
+        )
+        for chip in CHIPS
+        if chip.backend == "tpu"
+        for attention in ATTENTIONS
+        if attention.name in SCORED
+        for function in SCORES
+        for slots, length in LOADS
+    ]
     decoders = [
         Program(
             name=f"{decoding.name} {function} ({backend})",
@@ -164,7 +179,7 @@ def programs() -> list[Program]:
         for decoding in DECODINGS
         for function in FUNCTIONS
     ]
-    return kernels + decoders
+    return kernels + scores + decoders
 
 
 def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, length: int) -> Lowering:
@@ -204,9 +219,47 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     )
 
 
+def scores_program(attention: Attention, chip: Chip, function: str, slots: int, length: int) -> Lowering:
+    """Return the pass over the page summaries of every slot, by itself; the pool is the pages that they stand for."""
+    import jax
+    import jax.numpy as jnp
+
+    from et_jax.pallas import block_scores
+    from et_jax.pallas.block_scores import tpu
+    from et_jax.pallas.checks import LANES
+
+    device = device_of(chip)
+    h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
+    n, width = length // s, -(-2 * d // LANES) * LANES
+    num_pages = slots * n + 1
+
+    def on_chip(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
+
+    box, mean = (on_chip((k, num_pages, width), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    codes = on_chip((k, num_pages, s * d), jnp.int8)
+    read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 2)}[function]
+    rows = (on_chip((slots, n), jnp.int32), on_chip((slots,), jnp.int32))
+    settings = {"page_size": s, "scale": d**-0.5, "backend": chip.backend}
+    taken = tpu.footprint(tpu.heuristic(*read), read, slots, h, n, results)
+    pool_bytes = k * num_pages * s * width * box.dtype.itemsize
+    return Lowering(
+        lower=lambda: lower_for(
+            device,
+            jax.jit(partial(getattr(block_scores, function), **settings)),
+            on_chip((slots, h, d), jnp.bfloat16),
+            *read,
+            *rows,
+        ),
+        pool_bytes=pool_bytes,
+        temporary_bound=KERNEL_SHARE * pool_bytes,
+        in_place=False,
+        on_chip=described(taken),
+    )
+
+
 def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
     """Return what a kernel takes of a TPU core's vector and scalar memory, for b rows and tables of n pages."""
-    from et_jax.pallas import ring
     from et_jax.pallas.paged_attention import tpu as decode
     from et_jax.pallas.paged_prefill import tpu as prefill
 
@@ -215,6 +268,13 @@ def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
     else:
         group = h // pages.shape[0]
         taken = prefill.footprint(prefill.heuristic(KERNEL_CHUNK, group, pages), pages, b, group, n)
+    return described(taken)
+
+
+def described(taken: Any) -> str:
+    """Return what a kernel takes of a TPU core's memories, for the report."""
+    from et_jax.pallas import ring
+
     return (
         f"vector {taken.vector / 2**20:.1f} of {ring.VECTOR_MEMORY_BYTES / 2**20:.0f} MiB, "
         f"scalar {taken.scalar / 2**10:.0f} of {ring.SCALAR_MEMORY_BYTES / 2**10:.0f} KiB"

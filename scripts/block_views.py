@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from et_jax.control import bounds
 from et_jax.control.view import BlockView
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend, Params, forward
@@ -83,10 +84,14 @@ def blocks_at(
     scores = jnp.einsum("gd,nsd->gns", query, key, precision=jax.lax.Precision.HIGHEST)
     scores = jnp.where(held, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=(1, 2))
+    key_min = jnp.where(filled, jnp.min(jnp.where(counts, key, jnp.inf), axis=1), 0.0)
+    key_max = jnp.where(filled, jnp.max(jnp.where(counts, key, -jnp.inf), axis=1), 0.0)
     view = BlockView(
         query=query,
-        key_min=jnp.where(filled, jnp.min(jnp.where(counts, key, jnp.inf), axis=1), 0.0),
-        key_max=jnp.where(filled, jnp.max(jnp.where(counts, key, -jnp.inf), axis=1), 0.0),
+        score=bounds.box(query, key_min, key_max),
+        middle=bounds.scores(query, mean(key)),
+        key_min=key_min,
+        key_max=key_max,
         key_mean=mean(key),
         value_mean=mean(value),
         value_radius=radius(value),

@@ -40,16 +40,15 @@ BOUNDS = ("box", "ball", "box and ball", "chord, box", "chord, both", "int8 code
 def intervals(blocks: Blocks) -> dict[str, Interval]:
     """Return each bound on every block's log Z, in nats."""
     view, count = blocks.view, blocks.view.num_tokens
-    box = bounds.box(view.query, view.key_min, view.key_max)
+    box = view.score
     ball = bounds.ball(view.query, view.key_mean, key_radius(blocks))
     narrow = bounds.both(box, ball)
-    mean = bounds.scores(view.query, view.key_mean)
     return {
         "box": bounds.box_mass(box, count),
         "ball": bounds.box_mass(ball, count),
         "box and ball": bounds.box_mass(narrow, count),
-        "chord, box": bounds.log_mass(box, mean, count),
-        "chord, both": bounds.log_mass(narrow, mean, count),
+        "chord, box": bounds.log_mass(box, view.middle, count),
+        "chord, both": bounds.log_mass(narrow, view.middle, count),
         "int8 codes": int8_mass(blocks),
         "exact": Interval(low=blocks.log_mass, high=blocks.log_mass),
     }
@@ -95,7 +94,7 @@ def residual_errors(blocks: Blocks) -> Float[Array, "e f"]:
     view = blocks.view
     log_count = jnp.log(view.num_tokens.astype(jnp.float32))  # -inf where a block holds nothing
     log_whole = jax.nn.logsumexp(blocks.log_mass, axis=-1, keepdims=True)
-    estimate = jnp.exp(log_count + bounds.scores(view.query, view.key_mean) - log_whole)
+    estimate = jnp.exp(log_count + view.middle - log_whole)
     whole = jnp.sum(blocks.output, axis=1)
     num_held = jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
     rank = jnp.argsort(jnp.argsort(-blocks.log_mass, axis=-1), axis=-1)

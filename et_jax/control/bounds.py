@@ -16,8 +16,8 @@ from et_jax.types import pytree
 class Interval:
     """A lower and an upper bound per query head and block."""
 
-    low: Float[Array, "g n"]
-    high: Float[Array, "g n"]
+    low: Float[Array, "*b g n"]
+    high: Float[Array, "*b g n"]
 
 
 def scores(query: Float[Array, "g d"], key: Float[Array, "n d"]) -> Float[Array, "g n"]:

@@ -101,7 +101,7 @@ def quest(num_blocks: int) -> Selector:
     """
 
     def mask(view: BlockView) -> Bool[Array, " n"]:
-        return _most(jnp.max(bounds.box(view.query, view.key_min, view.key_max).high, axis=0), num_blocks, view)
+        return _most(jnp.max(view.score.high, axis=0), num_blocks, view)
 
     return as_selector(mask)
 
@@ -150,13 +150,12 @@ MassBounds = Callable[[BlockView], bounds.Interval]
 
 def box_bounds(view: BlockView) -> bounds.Interval:
     """Return the bounds that a page's box alone allows."""
-    return bounds.box_mass(bounds.box(view.query, view.key_min, view.key_max), view.num_tokens)
+    return bounds.box_mass(view.score, view.num_tokens)
 
 
 def chord_bounds(view: BlockView) -> bounds.Interval:
     """Return the sharpest bounds that a page's box and mean key allow: chord above, Jensen below."""
-    score = bounds.box(view.query, view.key_min, view.key_max)
-    return bounds.log_mass(score, bounds.scores(view.query, view.key_mean), view.num_tokens)
+    return bounds.log_mass(view.score, view.middle, view.num_tokens)
 
 
 def coded_bounds(view: BlockView) -> bounds.Interval:
@@ -164,10 +163,9 @@ def coded_bounds(view: BlockView) -> bounds.Interval:
 
     The cache must keep key codes.
     """
-    if view.key_codes is None:
+    if view.coded is None:
         raise ValueError("coded_bounds: the cache keeps no key codes; set key_codes=True in the Controller")
-    scale, offset = bounds.code_scale(view.key_min, view.key_max)
-    return bounds.coded_mass(view.query, view.key_codes, scale, offset, view.num_tokens)
+    return view.coded
 
 
 def certified(mass_bounds: MassBounds = chord_bounds, slack: float = 1e-3) -> Selector:

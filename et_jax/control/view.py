@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int
 
-from et_jax.control import bounds
+from et_jax.control.bounds import Interval
 from et_jax.types import pytree
 
 
@@ -12,16 +12,20 @@ from et_jax.types import pytree
 class BlockView:
     """What is known of one sequence's blocks, for one layer and KV head, without reading them.
 
-    `query` holds the group's queries, scaled so that query . key is the attention score.
+    `query` holds the group's queries, scaled so that query . key is the attention score; `score` bounds
+    the scores of a block's keys by its box, and `middle` is that of its mean key.
     `value_radius` is the greatest distance of a value from the block's mean value. Blocks cover
     positions `start` to `start + num_tokens - 1`; `num_tokens` is 0 where the sequence holds no block,
     and where a sliding window hides part of one, for then its summary speaks of tokens nobody sees.
     `length` counts the sequence's tokens. `tolerance` is the attention mass that may be left unread.
-    `key_codes` are 8-bit copies of the keys (see `bounds.coded_mass`) and `mean_surprisal` the mean of
-    -log p of a block's tokens, in nats; each is None unless the cache keeps it.
+    `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
+    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats; each is
+    None unless the cache keeps what it is made of.
     """
 
     query: Float[Array, "g d"]
+    score: Interval
+    middle: Float[Array, "g n"]
     key_min: Float[Array, "n d"]
     key_max: Float[Array, "n d"]
     key_mean: Float[Array, "n d"]
@@ -31,7 +35,7 @@ class BlockView:
     num_tokens: Int[Array, " n"]
     length: Int[Array, ""]
     tolerance: Float[Array, ""]
-    key_codes: Int8[Array, "n s d"] | None = None
+    coded: Interval | None = None
     mean_surprisal: Float[Array, " n"] | None = None
 
 
@@ -42,7 +46,7 @@ def log_mass(view: BlockView) -> Float[Array, "g n"]:
     """
     held = view.num_tokens > 0
     log_count = jnp.log(jnp.maximum(view.num_tokens, 1).astype(jnp.float32))
-    return jnp.where(held, log_count + bounds.scores(view.query, view.key_mean), jnp.finfo(jnp.float32).min)
+    return jnp.where(held, log_count + view.middle, jnp.finfo(jnp.float32).min)
 
 
 def mass(view: BlockView) -> Float[Array, "g n"]:

@@ -50,12 +50,15 @@ TABLE = (
 )
 
 
-def kernel(op: str, backend: str) -> Callable[..., Any]:
-    """Return an op's kernel for a backend, imported on first use: Mosaic takes a quarter of a second to import."""
+def kernel(op: str, backend: str, function: str | None = None) -> Callable[..., Any]:
+    """Return an op's kernel for a backend, imported on first use: Mosaic takes a quarter of a second to import.
+
+    function: its name in the backend's module; None is the op's own.
+    """
 
     def run(*arrays: Any, **settings: Any) -> Any:
         module = importlib.import_module(f"et_jax.pallas.{op}.{backend}")
-        return getattr(module, op)(*arrays, **settings)
+        return getattr(module, function or op)(*arrays, **settings)
 
     return run
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from et_jax.control.base import ControlState, Signals
+from et_jax.control.bounds import Interval
 from et_jax.control.view import BlockView
 from et_jax.types import replace
 
@@ -79,13 +80,18 @@ class Blocks:
     """One KV head's blocks, whole and summarised: what a selector may not see beside what it does.
 
     `key` and `value` are "n s d" and hold `num_tokens` true tokens a block; the rest, and every summary
-    of an empty block, is NaN. `log_mass` "g n" is each block's log-sum-exp, in float64.
+    of an empty block, is NaN; its scores are -inf. `log_mass` "g n" is each block's log-sum-exp, in float64.
     """
 
     view: BlockView
     key: np.ndarray
     value: np.ndarray
     log_mass: np.ndarray
+
+    def of_first_query(self, **fields) -> BlockView:
+        """Return the view of a group of one query, the first."""
+        score = Interval(low=self.view.score.low[:1], high=self.view.score.high[:1])
+        return replace(self.view, query=self.view.query[:1], score=score, middle=self.view.middle[:1], **fields)
 
     def unread(self, opened) -> np.ndarray:
         """Return the share of each query head's mass in the blocks not opened."""
@@ -126,11 +132,19 @@ def blocks():
         exact_key, exact_value = key.astype(np.float64), value.astype(np.float64)
         with warnings.catch_warnings(action="ignore"):  # means over the empty blocks
             middle = np.nanmean(exact_value, axis=1)
+            key_min, key_max, key_mean = np.nanmin(key, axis=1), np.nanmax(key, axis=1), np.nanmean(exact_key, axis=1)
+            ends = (
+                query.astype(np.float64)[:, None] * np.stack([key_min, key_max])[:, None]
+            )  # least or greatest, g, n, d
+            scores = (ends.min(0).sum(-1), ends.max(0).sum(-1), query.astype(np.float64) @ key_mean.T)
+            low, high, of_mean = (jnp.asarray(np.where(num_tokens > 0, x, -np.inf), jnp.float32) for x in scores)
             view = BlockView(
                 query=jnp.asarray(query),
-                key_min=jnp.asarray(np.nanmin(key, axis=1)),
-                key_max=jnp.asarray(np.nanmax(key, axis=1)),
-                key_mean=jnp.asarray(np.nanmean(exact_key, axis=1), jnp.float32),
+                score=Interval(low=low, high=high),
+                middle=of_mean,
+                key_min=jnp.asarray(key_min),
+                key_max=jnp.asarray(key_max),
+                key_mean=jnp.asarray(key_mean, jnp.float32),
                 value_mean=jnp.asarray(middle, jnp.float32),
                 value_radius=jnp.asarray(
                     np.nanmax(np.linalg.norm(exact_value - middle[:, None], axis=-1), axis=1), jnp.float32

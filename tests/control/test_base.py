@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from et_jax.control.base import ControlState, Law, Signals, chain, pack_blocks, unpack_blocks
+from et_jax.control.bounds import Interval
 from et_jax.control.clock import paper
 from et_jax.control.select import dense, sinks_window
 from et_jax.control.temperature import fixed, thermostat
 from et_jax.control.view import BlockView
 from et_jax.types import replace
 
-INTEGERS = {"blocks_read", "length", "generated", "remaining", "arrival", "pages_held", "wait"}
+INTEGERS = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held", "wait"}
 
 
 def signals(**given) -> Signals:
@@ -133,6 +134,8 @@ def view(length: int, num_blocks: int, page_size: int) -> BlockView:
     box = jnp.zeros((num_blocks, 4))
     return BlockView(
         query=jnp.ones((2, 4)),
+        score=Interval(low=jnp.zeros((2, num_blocks)), high=jnp.zeros((2, num_blocks))),
+        middle=jnp.zeros((2, num_blocks)),
         key_min=box,
         key_max=box,
         key_mean=box,

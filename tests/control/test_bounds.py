@@ -161,7 +161,7 @@ def test_a_tolerance_just_missed_is_kept(blocks, seed, spread, closed):
     b = blocks(seed, "single", spread)
     share = np.sort(np.exp(b.log_mass[0, held_of(b)]) / np.exp(b.log_mass[0]).sum())
     tolerance = 0.95 * share[: min(closed, len(share) - 1)].sum()
-    view = replace(b.view, query=b.view.query[:1], tolerance=jnp.float32(tolerance))
+    view = b.of_first_query(tolerance=jnp.float32(tolerance))
     for bound in ("box", "chord"):
         opened = CERTIFIED[bound, 0](view, codes_of(b))
         assert np.all(b.unread(opened)[0] <= tolerance)

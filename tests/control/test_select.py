@@ -56,7 +56,7 @@ def test_tolerance_zero_opens_everything(blocks, name, seed, family, spread):
 @drawn
 def test_top_mass_opens_the_fewest_blocks_that_hold_enough(blocks, seed, family, spread, tolerance):
     b = blocks(seed, family, spread, tolerance)
-    one = replace(b.view, query=b.view.query[:1])
+    one = b.of_first_query()
     share = centroid_shares(b)[0]
     opened = np.asarray(compiled["top_mass"](one))
     assert share[~opened].sum() <= tolerance + 1e-5

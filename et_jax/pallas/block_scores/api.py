@@ -1,0 +1,94 @@
+"""Scores of every block from its page's summary: the two doors, which check their arguments and pick a backend."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int8
+
+from et_jax.pallas.backend import kernel, resolve
+from et_jax.pallas.checks import FLOATS, require, require_integers, require_shape
+
+BUILT = ("reference", "xla", "tpu")
+BLOCK_BACKENDS = {name: kernel("block_scores", name, "block_scores") for name in BUILT}
+CODE_BACKENDS = {name: kernel("block_scores", name, "code_scores") for name in BUILT}
+
+
+def block_scores(
+    q: Float[Array, "b h d"],
+    key_box: Float[Array, "k p e"],
+    mean: Float[Array, "k p e"],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    page_size: int,
+    scale: float,
+    backend: str | None = None,
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
+    """Return the least, the greatest and the mean score of every block of a row, as its page's summary tells.
+
+    With min and max the channelwise extremes of a page's keys,
+
+        low    = scale sum_c min(q_c min_c, q_c max_c)
+        high   = scale sum_c max(q_c min_c, q_c max_c)
+        middle = scale q . mean key                          all three float32
+
+    key_box: min in [..., :d], max in [..., d:2d]; e = 2d padded to a multiple of 128. mean: the mean key in
+        [..., :d], float32. What lies beyond may be anything, and so may page 0, the null page.
+    page_table: block i of row b lies in page page_table[b, i] and holds positions [i page_size, (i + 1) page_size).
+    lengths: tokens in the cache. Blocks at or past the length are -inf in all three.
+
+    Query head h reads KV head h // (h / k). Products run in full float32 on every chip, for a score of fewer bits
+    would bound nothing. Source of `high`: Quest (Tang et al. 2024).
+    """
+    _require(q, key_box, page_table, lengths, page_size, scale)
+    require_shape("mean", mean, key_box.shape, "k p e")
+    require(mean.dtype == jnp.float32, "mean", mean.dtype, "float32")
+    name = resolve(backend, BLOCK_BACKENDS)
+    with jax.named_scope(f"block_scores/{name}"):
+        return BLOCK_BACKENDS[name](q, key_box, mean, page_table, lengths, page_size=page_size, scale=scale)
+
+
+def code_scores(
+    q: Float[Array, "b h d"],
+    key_codes: Int8[Array, "k p c"],
+    key_box: Float[Array, "k p e"],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    page_size: int,
+    scale: float,
+    backend: str | None = None,
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
+    """Return each block's log-sum-exp as 8-bit copies of its keys tell, and how far from the truth it may be.
+
+    A key is taken for code * s_c + o_c, rounded to the nearest, with s_c = (max_c - min_c) / 255 and
+    o_c = min_c + 128 s_c of its page's box:
+
+        log_mass = log sum_(j in block) exp(scale q . key_j)      in nats, float32
+        error    = scale sum_c |q_c| s_c / 2                      log_mass is within it of the stored keys' own
+
+    key_codes: a page's tokens side by side, c = page_size * d. The rest is as in `block_scores`. Tokens at or
+    past the length do not count; blocks there are -inf with error 0.
+    """
+    _require(q, key_box, page_table, lengths, page_size, scale)
+    require(key_codes.dtype == jnp.int8, "key_codes", key_codes.dtype, "int8")
+    require_shape("key_codes", key_codes, (*key_box.shape[:2], page_size * q.shape[2]), "k p c")
+    name = resolve(backend, CODE_BACKENDS)
+    with jax.named_scope(f"code_scores/{name}"):
+        return CODE_BACKENDS[name](q, key_codes, key_box, page_table, lengths, page_size=page_size, scale=scale)
+
+
+def _require(q: Array, key_box: Array, page_table: Array, lengths: Array, page_size: int, scale: float) -> None:
+    """Raise ValueError unless what both functions take fits together."""
+    b, h, d = q.shape
+    require(q.dtype in FLOATS, "q", q.dtype, "float32 or bfloat16")
+    require(key_box.dtype in FLOATS, "key_box", key_box.dtype, "float32 or bfloat16")
+    require_shape("key_box", key_box, (None, None, None), "k p e")
+    k, _, e = key_box.shape
+    require(h % k == 0, "q", f"{h} query heads", f"a multiple of the {k} KV heads of key_box")
+    require(e >= 2 * d, "key_box", f"width {e}", f"at least {2 * d}, a least and a greatest key of {d}")
+    require_shape("page_table", page_table, (b, None), "b n")
+    require_shape("lengths", lengths, (b,), "b")
+    for name, array in {"page_table": page_table, "lengths": lengths}.items():
+        require_integers(name, array)
+    require(page_size >= 1, "page_size", page_size, "at least 1 token")
+    require(scale > 0, "scale", scale, "a positive number")

@@ -1,0 +1,252 @@
+"""`block_scores` and `code_scores` on a TPU: a grid step for each row, its pages' summaries copied through a ring.
+
+A page is copied whole, all KV heads at once: "k e", or "k c" of codes. Seen as "p k e" a summary is whole tiles, and
+for a pool of many more pages than heads that is how XLA lays "k p e" out wherever p is no multiple of a tile's rows.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Int8
+
+from et_jax.pallas import ring
+from et_jax.pallas.checks import LANES
+from et_jax.pallas.ring import PageList, RingConfig
+
+
+def heuristic(*pools: Array) -> RingConfig:
+    """Return the walk over pages of which each of these pools "k p e" holds a part."""
+    return ring.heuristic(LANES, 1, _page_bytes(pools), jnp.int8)
+
+
+def _page_bytes(pools: tuple[Array, ...]) -> int:
+    """Return the vector memory of one page's parts, heads filled up to whole registers."""
+    return sum((k + -k % 8) * e * pool.dtype.itemsize for pool in pools for k, _, e in [pool.shape])
+
+
+def block_scores(
+    q: Float[Array, "b h d"],
+    key_box: Float[Array, "k p e"],
+    mean: Float[Array, "k p e"],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    page_size: int,
+    scale: float,
+    config: RingConfig | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
+    """Return what `api.block_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
+    d = q.shape[2]
+
+    def score(query: Array, end: Any, box: Array, mean: Array) -> tuple[Array, ...]:
+        at_min, at_max = query * _for_queries(query, box[:, :d]), query * _for_queries(query, box[:, d : 2 * d])
+        at_mean = query * _for_queries(query, mean[:, :d])
+        return _sum(jnp.minimum(at_min, at_max)), _sum(jnp.maximum(at_min, at_max)), _sum(at_mean)
+
+    pass_over = partial(_pass_over, page_size=page_size, scale=scale, config=config, interpret=interpret)
+    low, high, middle = pass_over(score, "block_scores", q, (key_box, mean), page_table, lengths, [-jnp.inf] * 3)
+    return low, high, middle
+
+
+def code_scores(
+    q: Float[Array, "b h d"],
+    key_codes: Int8[Array, "k p c"],
+    key_box: Float[Array, "k p e"],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    page_size: int,
+    scale: float,
+    config: RingConfig | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
+    """Return what `api.code_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
+    d, (k, _, c) = q.shape[2], key_codes.shape
+    # codes are cut into pieces of whole lanes and whole tokens
+    width = math.lcm(d, LANES)
+    tokens, pieces = width // d, c // width
+    if c % width:
+        raise NotImplementedError(
+            f'backend "tpu" reads pages of a multiple of {tokens} tokens at head dim {d}, not {page_size}: use "xla"'
+        )
+
+    def score(query: Array, end: Any, box: Array, codes: Array) -> tuple[Array, ...]:
+        least = box[:, :d]
+        step = (box[:, d : 2 * d] - least) / 255.0
+        offset = _sum(query * _for_queries(query, least + 128.0 * step))
+        stepped = query * _for_queries(query, step)
+        # every query against every head's tokens as they lie, piece by piece: only its own head's count
+        code = jnp.concatenate([codes[:, i * width : (i + 1) * width] for i in range(pieces)])
+        row, lane = (lax.broadcasted_iota(jnp.int32, (query.shape[0], pieces * k), axis) for axis in (0, 1))
+        first = jnp.where(lax.rem(row, k) == lax.rem(lane, k), lax.div(lane, k) * tokens, page_size)
+        places = []
+        for place in range(tokens):  # in a piece
+            against = jnp.pad(stepped, ((0, 0), (place * d, width - (place + 1) * d)))
+            each = lax.dot_general(
+                against,
+                code,
+                (((1,), (1,)), ((), ())),
+                precision=lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            )
+            places.append(jnp.where(first + place < end, each, -jnp.inf))
+        top = jnp.max(functools.reduce(jnp.maximum, places), axis=1, keepdims=True)
+        total = functools.reduce(jnp.add, (_sum(jnp.exp(each - top)) for each in places))
+        return offset + top + jnp.log(total), 0.5 * _sum(jnp.abs(stepped))
+
+    pass_over = partial(_pass_over, page_size=page_size, scale=scale, config=config, interpret=interpret)
+    log_mass, error = pass_over(score, "code_scores", q, (key_box, key_codes), page_table, lengths, [-jnp.inf, 0.0])
+    return log_mass, error
+
+
+def _sum(each: Float[Array, "x d"]) -> Float[Array, "x 1"]:
+    return jnp.sum(each, axis=1, keepdims=True)
+
+
+def _for_queries(query: Float[Array, "gk d"], head: Float[Array, "k d"]) -> Float[Array, "gk d"]:
+    """Return each query's own head, where queries of one place in their groups lie side by side."""
+    return jnp.concatenate([head] * (query.shape[0] // head.shape[0]))
+
+
+def _pass_over(
+    score: Callable[..., tuple[Array, ...]],
+    name: str,
+    q: Float[Array, "b h d"],
+    pools: tuple[Array, Array],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    empty: list[float],
+    *,
+    page_size: int,
+    scale: float,
+    config: RingConfig | None,
+    interpret: bool | pltpu.InterpretParams,
+) -> tuple[Float[Array, "b h n"], ...]:
+    """Return what `score` says of every block, and `empty` of those past the length.
+
+    score: from the scaled queries "gk d" of one row, how many of the page's tokens count and the page's
+    part "k e" of each pool, to numbers "gk 1". Queries lie by their place in the group, then by KV head.
+    """
+    b, h, d = q.shape
+    k, n = pools[0].shape[0], page_table.shape[1]
+    config = config or heuristic(*pools)
+    padded = n + -n % LANES
+    taken = footprint(config, pools, b, h, n, len(empty))
+    ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {page_size} tokens")
+    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
+    query = q.astype(jnp.float32).reshape(b, k, h // k, d).swapaxes(1, 2).reshape(b, h, d) * scale
+    held = jnp.minimum((lengths + page_size - 1) // page_size, n)
+    table = page_table[:, None]
+
+    def row_table(ahead):
+        return pl.BlockSpec((1, 1, n), lambda i, *_: (jnp.minimum(i + ahead, b - 1), 0, 0), memory_space=pltpu.SMEM)
+
+    results = pl.pallas_call(
+        partial(_kernel, score=score, empty=empty, page_size=page_size),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(b,),
+            in_specs=[
+                pl.BlockSpec((1, h, d), lambda i, *_: (i, 0, 0)),
+                row_table(0),
+                row_table(1),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+            ],
+            out_specs=[pl.BlockSpec((1, h, padded), lambda i, *_: (i, 0, 0))] * len(empty),
+            scratch_shapes=[
+                *[pltpu.VMEM((config.depth, config.group, k, pool.shape[2]), pool.dtype) for pool in pools],
+                *[pltpu.SemaphoreType.DMA((config.depth,))] * len(pools),
+                *[pltpu.SMEM((1,), jnp.int32)] * len(pools),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((b, h, padded), jnp.float32)] * len(empty),
+        # rows run in order on one core, as in `paged_attention`, and the list of pages is checked by the interpreter
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
+        interpret=interpret,
+        name=name,
+    )(jnp.pad(held, (0, 1)), lengths, query, table, table, *[pool.swapaxes(0, 1)[None] for pool in pools])
+    return tuple(x[..., :n].reshape(b, h // k, k, n).swapaxes(1, 2).reshape(b, h, n) for x in results)
+
+
+def footprint(config: RingConfig, pools: tuple[Array, ...], b: int, h: int, n: int, num_results: int) -> ring.Footprint:
+    """Return the memories taken by b rows of h query heads, page tables of n entries and so many results."""
+    k, widths = pools[0].shape[0], [pool.shape[2] for pool in pools]
+    padded, rows = n + -n % LANES, h + -h % 8
+    # counts and lengths; the tables of this row and of the next, twice for the copy that runs ahead
+    scalar = 4 * (2 * b + 1 + 2 * 2 * n)
+    # twice: results and queries; once for the page at hand: its parts as float32, and what each query meets
+    vector = 2 * 4 * rows * (num_results * padded + LANES) + 4 * (2 * max(k, 8) + rows) * max(widths)
+    return ring.Footprint(scalar=scalar, vector=vector + config.num_bytes(_page_bytes(pools)))
+
+
+def _kernel(
+    # prefetched scalars
+    held_ref,
+    lengths_ref,
+    # inputs
+    query_ref,
+    table_ref,
+    next_table_ref,
+    *refs,
+    score: Callable[..., tuple[Array, ...]],
+    empty: list[float],
+    page_size: int,
+):
+    """Score the blocks of one row. `refs`: two pools; the outputs; each pool's buffers, semaphores and first buffer."""
+    pools, outputs, scratch = refs[:2], refs[2 : 2 + len(empty)], refs[2 + len(empty) :]
+    row = pl.program_id(0)
+    group = scratch[0].shape[1]
+
+    def listed(row, table_ref):
+        return PageList(
+            head=0,
+            num_groups=pl.cdiv(held_ref[row], group),
+            count=lambda i: jnp.clip(held_ref[row] - i * group, 0, group),
+            page=lambda i, j: table_ref[0, 0, i * group + j],
+        )
+
+    own, following = listed(row, table_ref), listed(row + 1, next_table_ref)
+    arrivals = [
+        ring.Ring(
+            pages_ref=pool,
+            buffers_ref=buffers,
+            arrived=arrived,
+            first_ref=first,
+            own=own,
+            following=following,
+        )
+        for pool, buffers, arrived, first in zip(pools, scratch[:2], scratch[2:4], scratch[4:], strict=True)
+    ]
+    for each in arrivals:
+        each.open(row == 0)
+    for output, value in zip(outputs, empty, strict=True):
+        output[...] = jnp.full(output.shape, value, jnp.float32)
+    query, length = query_ref[0], lengths_ref[row]
+
+    def step(i, _):
+        buffer, _ = [each.next(i) for each in arrivals]  # all rings turn alike
+        chunk = pl.ds(pl.multiple_of(i * group // LANES * LANES, LANES), LANES)
+        place = lax.broadcasted_iota(jnp.int32, (query.shape[0], LANES), 1) - lax.rem(i * group, LANES)
+
+        def score_page(j, results):
+            parts = [each.buffers_ref[buffer, j].astype(jnp.float32) for each in arrivals]
+            end = jnp.minimum(length - (i * group + j) * page_size, page_size)
+            found = score(query, end, *parts)
+            return [jnp.where(place == j, new, old) for new, old in zip(found, results, strict=True)]
+
+        results = lax.fori_loop(0, own.count(i), score_page, [output[0, :, chunk] for output in outputs])
+        for output, result in zip(outputs, results, strict=True):
+            output[0, :, chunk] = result
+
+    lax.fori_loop(0, own.num_groups, step, None)
+    for each in arrivals:
+        each.close()

@@ -1,0 +1,221 @@
+"""Laws of the pass over page summaries: what bounds a block's scores does, what its codes say is as near as told."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+from et_jax import cache
+from et_jax.pallas.block_scores import block_scores, code_scores
+from et_jax.pallas.block_scores.shapes import SHAPES, TESTED, Shape, example
+
+# sums of up to 256 products of size one, in float32 whatever the inputs' dtype
+TOLERANCE = 5e-5
+NAMED = {shape.name: shape for shape in SHAPES}
+FUNCTIONS = {
+    "block": (block_scores, ("q", "key_box", "mean", "page_table", "lengths")),
+    "code": (code_scores, ("q", "key_codes", "key_box", "page_table", "lengths")),
+}
+
+
+def arguments_of(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of an example that this function takes."""
+    return {key: arguments[key] for key in FUNCTIONS[name][1]}
+
+
+@functools.cache
+def compiled(name: str, backend: str, **settings):
+    """The function with its settings bound, compiled once for each shape of its arrays."""
+    return jax.jit(lambda arrays: FUNCTIONS[name][0](**arrays, **settings, backend=backend))
+
+
+def run(name: str, arguments, shape: Shape, backend: str):
+    """What a function returns, as float64 numpy, by a backend."""
+    results = compiled(name, backend, **shape.settings)(arguments_of(name, arguments))
+    return [np.asarray(x, np.float64) for x in results]
+
+
+def formula(name: str, arguments, shape: Shape):
+    """The docstrings' formulas, block by block, in float64 numpy."""
+    arrays = {key: np.asarray(x, np.float64) for key, x in arguments.items()}
+    table, d, s = np.asarray(arguments["page_table"]), shape.head_dim, shape.page_size
+    scale, group = shape.settings["scale"], shape.num_heads // shape.num_kv_heads
+    size = (len(shape.lengths), shape.num_heads, shape.num_blocks)
+    if name == "block":
+        results = [np.full(size, -np.inf) for _ in range(3)]
+    else:
+        results = [np.full(size, -np.inf), np.zeros(size)]
+    for row, length in enumerate(shape.lengths):
+        for head in range(shape.num_heads):
+            q, kv_head = arrays["q"][row, head], head // group
+            for block in range(-(-length // s)):
+                page = table[row, block]
+                least, most = np.split(arrays["key_box"][kv_head, page, : 2 * d], 2)
+                if name == "block":
+                    ends = np.stack([q * least, q * most])
+                    each = (ends.min(0), ends.max(0), q * arrays["mean"][kv_head, page, :d])
+                    for result, value in zip(results, each, strict=True):
+                        result[row, head, block] = scale * value.sum()
+                else:
+                    step = (most - least) / 255
+                    codes = arrays["key_codes"][kv_head, page].reshape(s, d)[: length - block * s]
+                    score = scale * (codes * step + least + 128 * step) @ q
+                    results[0][row, head, block] = np.logaddexp.reduce(score)
+                    results[1][row, head, block] = scale * (np.abs(q) * step).sum() / 2
+    return results
+
+
+def assert_close(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert not np.isnan(one).any()
+        np.testing.assert_array_equal(np.isinf(one), np.isinf(other))
+        np.testing.assert_allclose(one, other, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def poisoned(arguments, shape: Shape):
+    """The same summaries with NaN in all that no block holds: null page, free pages, padding, what is no mean key."""
+    box, mean = np.array(arguments["key_box"]), np.array(arguments["mean"])
+    unheld = np.ones(box.shape[1], bool)
+    for row, length in enumerate(shape.lengths):
+        unheld[np.asarray(arguments["page_table"])[row, : -(-length // shape.page_size)]] = False
+    box[:, unheld], mean[:, unheld] = np.nan, np.nan
+    box[..., 2 * shape.head_dim :], mean[..., shape.head_dim :] = np.nan, np.nan
+    return arguments | {"key_box": box, "mean": mean}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_reference_equals_the_formula(name, capsys):
+    for shape in TESTED:
+        arguments = example(shape)
+        assert_close(run(name, arguments, shape, "reference"), formula(name, arguments, shape))
+    with capsys.disabled():
+        print(f"\n{name}_scores reference = formula: {len(TESTED)} shapes")
+    assert len(TESTED) == 14
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_xla_equals_reference(name, capsys):
+    for shape in TESTED:
+        arguments = example(shape)
+        assert_close(run(name, arguments, shape, "xla"), run(name, arguments, shape, "reference"))
+    with capsys.disabled():
+        print(f"\n{name}_scores xla = reference: {len(TESTED)} shapes")
+    assert len(TESTED) == 14
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("case", ["dim_96", "empty_slots", "all_empty", "spare", "group_1"])
+def test_what_no_block_holds_may_be_nan(case, name, backend):
+    shape = NAMED[case]
+    arguments = example(shape)
+    clean, dirty = run(name, arguments, shape, backend), run(name, poisoned(arguments, shape), shape, backend)
+    for got, expected in zip(dirty, clean, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scores_of_what_the_cache_wrote_bracket_its_tokens(dtype):
+    """Keys through the cache's own summaries and codes: their scores, token by token in float64, obey the bounds."""
+    k, n, s, d, g, length = 2, 6, 8, 16, 3, 45
+    rng = np.random.default_rng(0)
+    written = cache.write(
+        cache.empty(1, k, d, n + 1, s, dtype, key_codes=True).layers[0],
+        *(jnp.asarray(rng.standard_normal((1, length, k, d)), dtype) for _ in range(2)),
+        table := jnp.asarray(rng.permutation(n)[None] + 1, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        lengths := jnp.full(1, length, jnp.int32),
+    )
+    q = jnp.asarray(3 * rng.standard_normal((1, k * g, d)), jnp.float32)
+    key = np.asarray(written.pages[:, table[0], :, :d], np.float64)
+    score = np.einsum("kgd,knsd->kgns", np.asarray(q, np.float64).reshape(k, g, d), key) * 0.5
+    score[..., np.arange(n * s).reshape(n, s) >= length] = -np.inf
+    box, mean, codes = written.summary.key_box, written.summary.mean, written.key_codes
+    assert codes is not None
+    how: dict[str, Any] = {"page_size": s, "scale": 0.5, "backend": "xla"}
+    low, high, middle = (np.asarray(x).reshape(k, g, n) for x in block_scores(q, box, mean, table, lengths, **how))
+    assert np.all(high >= score.max(-1) - TOLERANCE)
+    assert np.all(low <= np.where(np.isinf(score), np.inf, score).min(-1) + TOLERANCE)
+    counts = np.clip(length - np.arange(n) * s, 0, s)
+    np.testing.assert_allclose(middle, np.where(np.isinf(score), 0, score).sum(-1) / counts, atol=TOLERANCE)
+    log_mass, error = (np.asarray(x).reshape(k, g, n) for x in code_scores(q, codes, box, table, lengths, **how))
+    apart = np.abs(log_mass - np.logaddexp.reduce(score, axis=-1))
+    assert np.all(apart <= error + TOLERANCE) and apart.max() > 0.01 * error.max()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_does_not_depend_on_its_neighbours(name):
+    shape = NAMED["group_4"]
+    arguments = example(shape)
+    expected = run(name, arguments, shape, "xla")
+    emptied = arguments | {"lengths": np.asarray(arguments["lengths"]) * np.array([1, 0], np.int32)}
+    other = arguments | {"q": arguments["q"].at[1].set(jnp.nan)}
+    for case in (emptied, other):
+        for got, wanted in zip(run(name, case, shape, "xla"), expected, strict=True):
+            np.testing.assert_array_equal(got[0], wanted[0])
+
+
+WRONG = {
+    "heads": ({"q": (2, 7, 64)}, "q"),
+    "narrow": ({"q": (2, 6, 65)}, "key_box"),
+    "mean": ({"mean": (2, 4, 128)}, "mean"),
+    "codes": ({"key_codes": (2, 5, 16 * 63)}, "key_codes"),
+    "table": ({"page_table": (3, 4)}, "page_table"),
+    "lengths": ({"lengths": (3,)}, "lengths"),
+}
+RIGHT = {
+    "q": (2, 6, 64),
+    "key_box": (2, 5, 128),
+    "mean": (2, 5, 128),
+    "key_codes": (2, 5, 16 * 64),
+    "page_table": (2, 4),
+    "lengths": (2,),
+}
+DTYPES = {"key_codes": jnp.int8, "page_table": jnp.int32, "lengths": jnp.int32}
+
+
+def zeros(shapes):
+    return {name: jnp.zeros(x, DTYPES.get(name, jnp.float32)) for name, x in shapes.items()}
+
+
+def calls(name, arguments, **settings):
+    return FUNCTIONS[name][0](**arguments_of(name, arguments), **({"scale": 1.0, "page_size": 16} | settings))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_shape_is_named(case):
+    change, argument = WRONG[case]
+    for name, (_, taken) in FUNCTIONS.items():
+        if not change.keys() & set(taken):
+            continue
+        with pytest.raises((ValueError, TypeCheckError)) as caught:
+            calls(name, zeros(RIGHT | change))
+        if isinstance(caught.value, ValueError):
+            assert str(caught.value).startswith(f"{argument}: got ") and "wanted" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": 0.0}, "scale: got 0.0, wanted a positive number"),
+        ({"page_size": 0}, "page_size: got 0, wanted at least 1 token"),
+        ({"backend": "cuda"}, 'backend: got "cuda", wanted one of'),
+    ],
+)
+def test_a_wrong_setting_is_named(name, change, message):
+    with pytest.raises(ValueError) as caught:
+        calls(name, zeros(RIGHT), **change)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(("argument", "dtype"), [("q", jnp.float16), ("key_box", jnp.float16), ("mean", jnp.bfloat16)])
+def test_a_wrong_dtype_is_named(argument, dtype):
+    arguments = zeros(RIGHT)
+    with pytest.raises(ValueError) as caught:
+        calls("block", arguments | {argument: arguments[argument].astype(dtype)})
+    assert str(caught.value).startswith(f"{argument}: got {jnp.dtype(dtype)}, wanted")
