@@ -32,8 +32,8 @@ def preset(
     entropy, blocks with E_b > theta, a floor on the entropy and on the number of blocks, limits on
     rates. "guarded" is the same with exact entropy, sinks and a recent window always read, and a
     temperature that only cools. "certified" reads all but a proved share of the attention mass of every
-    head, from 8-bit copies of the keys; the share is constant, for where that was measured an
-    entropy-driven one did no better (docs/control.md).
+    head, from 8-bit copies of the keys, and lets the rest count as its mean value; the share is constant,
+    for where that was measured an entropy-driven one did no better (docs/control.md).
 
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's.
     `tolerance` is what may be left unread: a share of attention mass under "certified"; else theta where
@@ -100,6 +100,7 @@ def _certified(
         law=_chained(*_cooling(target_entropy), tolerances.constant(tolerance)),
         selector=select.guarded(select.certified(select.coded_bounds), window=window, min_blocks=min_blocks),
         priority=_aged(),
+        residual=True,
         key_codes=True,
     )
 

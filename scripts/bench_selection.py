@@ -59,7 +59,7 @@ def chosen(selector: Selector, query: Array, cache: kv.KVCache, blocks: Blocks) 
     """Return the list of blocks the selector opens, and how many they are."""
     grouped = query.astype(jnp.float32).reshape(query.shape[0], KV_HEADS, -1, DIM) * DIM**-0.5
     tolerance = jnp.full(query.shape[0], TOLERANCE, jnp.float32)
-    return list_blocks(select(selector, grouped, cache, 0, blocks, tolerance).opened)
+    return list_blocks(select(selector, grouped, cache, 0, blocks, tolerance, pick()).opened)
 
 
 def every(query: Array, cache: kv.KVCache, blocks: Blocks) -> tuple[Array, Array]:
