@@ -5,7 +5,9 @@ This is where the cache, the selectors and the kernels meet. The step and the pr
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,16 @@ from et_jax.models.transformer import Attend
 from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
-from et_jax.selection import Blocks, blocks_of, first_block, held_blocks, kept_mass, select, with_residual
+from et_jax.selection import (
+    Blocks,
+    blocks_of,
+    first_block,
+    held_blocks,
+    kept_mass,
+    select,
+    trace_scores,
+    with_residual,
+)
 from et_jax.types import pytree, replace
 
 
@@ -69,13 +80,15 @@ class Row:
 class Reading:
     """How attention reads the cache: the model's shape, the page size, a selector per layer, the backend.
 
-    Blocks are chosen anew every `refresh_every` tokens. `residual` lets unread blocks count as their mean.
+    `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
+    tokens. `residual` lets unread blocks count as their mean.
     """
 
     model: ModelConfig
     page_size: int
     selectors: tuple[Selector, ...]
     backend: str
+    scores_backend: str
     refresh_every: int = 1
     residual: bool = False
 
@@ -153,18 +166,30 @@ def prefill_attend(
 
 def serving_backend(model: ModelConfig, page_size: int, dtype: DTypeLike) -> tuple[str, tuple[str, ...]]:
     """Return the best attention backend here that serves this model's shapes, and why better ones do not."""
+    return _first_to_serve(partial(_trace_attention, model, page_size, dtype), pick())
+
+
+def scoring_backend(
+    model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, attention: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return who scores this model's blocks and why no better one: the backend of attention, or the best that can."""
+    return _first_to_serve(partial(trace_scores, model, page_size, dtype, key_codes), attention)
+
+
+def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[str, ...]]:
+    """The first backend, from `name` on in order of preference, that does not refuse; and the refusals."""
     names, refusals = list(NAMES), []
     while True:
-        name = pick(built=names)
         try:
-            jax.eval_shape(partial(_trace_kernels, model, page_size, dtype, name))
+            jax.eval_shape(partial(trace, name))
             return name, tuple(refusals)
         except NotImplementedError as error:
             names.remove(name)
             refusals.append(str(error))
+            name = pick(built=names)
 
 
-def _trace_kernels(model: ModelConfig, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
+def _trace_attention(model: ModelConfig, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
     """Both ops on one row and one page."""
     integers = partial(jnp.zeros, dtype=jnp.int32)
     pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), dtype)
@@ -202,7 +227,7 @@ def _choose(
     """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
 
     def choose() -> Selection:
-        return select(reading.selectors[layer], query, cache, layer, blocks, row.tolerance, reading.backend)
+        return select(reading.selectors[layer], query, cache, layer, blocks, row.tolerance, reading.scores_backend)
 
     if reading.refresh_every == 1:
         return choose()

@@ -191,10 +191,19 @@ class Model:
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
             f"device {jax.devices()[0].device_kind}, attention backend {self.backend}",
             *(f"not chosen: {refusal}" for refusal in self._refusals),
+            *self._scoring(),
             f"cache {self.num_pages} pages of {self.page_size} tokens, {cost.num_bytes(cache) / 1e6:.1f} MB, "
             f"{self.num_slots} slots of {self.max_model_len} tokens",
             f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
         ]
+
+    def _scoring(self) -> list[str]:
+        """Who scores blocks, where the model's own controller chooses any."""
+        config = self.decoder().config
+        if all(selector.reads_all for selector in config.reading.selectors):
+            return []
+        backend, refusals = config.scoring
+        return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals)]
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -6,13 +6,15 @@ one is made of the other.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.cache import KVCache, LayerCache
+from et_jax.cache import KVCache, LayerCache, empty
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Selection, Selector
 from et_jax.control.view import BlockView
+from et_jax.models.config import ModelConfig
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.types import pytree, replace
 
@@ -115,6 +117,15 @@ def select(
     )
     opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
     return replace(chosen, opened=opened)
+
+
+def trace_scores(model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
+    """Score one row and one page, to learn at trace time whether a backend serves these shapes."""
+    cache = empty(1, model.num_kv_heads, model.head_dim, 2, page_size, dtype, key_codes=key_codes)
+    length = jnp.ones(1, jnp.int32)
+    blocks = blocks_of(jnp.ones((1, 1), jnp.int32), length, page_size, None)
+    query = jnp.zeros((1, model.num_kv_heads, model.group_size, model.head_dim), jnp.float32)
+    return _scores(query, cache.layers[0], blocks, backend)[1]
 
 
 def _scores(

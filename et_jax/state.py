@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import cache as kv
 from et_jax import pages
-from et_jax.attend import Reading
+from et_jax.attend import Reading, scoring_backend
 from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain, num_words
 from et_jax.control.clock import paper
 from et_jax.control.priority import fcfs
@@ -103,6 +103,12 @@ class DecoderConfig:
         return chain(self.controller.law)
 
     @property
+    def scoring(self) -> tuple[str, tuple[str, ...]]:
+        """The backend that scores blocks, and why no better one does: that of attention if it can."""
+        codes = self.controller.key_codes
+        return scoring_backend(self.model, self.page_size, self.cache_dtype, codes, self.backend)
+
+    @property
     def reading(self) -> Reading:
         """How attention reads the cache."""
         control = self.controller
@@ -113,6 +119,7 @@ class DecoderConfig:
             page_size=self.page_size,
             selectors=tuple(dense() if i < control.dense_layers else as_selector(s) for i, s in enumerate(each)),
             backend=self.backend,
+            scores_backend=self.scoring[0],
             refresh_every=control.refresh_every,
             residual=control.residual,
         )

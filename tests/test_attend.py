@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_model import MODEL, configuration, same_bits
 
-from et_jax.attend import Memory, Row, decode_attend, serving_backend, start_receipts
+from et_jax.attend import Memory, Row, decode_attend, scoring_backend, serving_backend, start_receipts
 from et_jax.control.select import certified, coded_bounds
 from et_jax.state import Controller, empty
 
@@ -60,3 +60,13 @@ def test_each_device_is_served_by_its_own_kernels_where_they_serve():
     assert serving("NVIDIA A100", "cuda", 64, 64, jnp.bfloat16) == ("xla", ())
     assert serving("TPU v5 lite", "tpu", 128, 128, jnp.bfloat16) == ("tpu", ())
     assert serving_backend(MODEL, 16, jnp.float32) == ("xla", ())
+
+
+def test_blocks_are_scored_by_the_backend_of_attention_or_by_one_that_can():
+    """Hopper has no kernel for scores: attention runs on it, and the reason says who scores instead."""
+    model = dataclasses.replace(MODEL, head_dim=64)
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
+        backend, [refusal] = scoring_backend(model, 64, jnp.bfloat16, True, "gpu")
+        assert backend == "xla" and 'use "xla"' in refusal
+    assert scoring_backend(MODEL, 16, jnp.float32, True, "reference") == ("reference", ())

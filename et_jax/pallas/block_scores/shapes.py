@@ -98,6 +98,12 @@ SHAPES = (
     _shape("all_empty", (6, 2), 64, 16, (0, 0)),
     _shape("spare", (4, 2), 128, 16, (31, 100), spare=5),
     _shape("many_blocks", (4, 2), 16, 8, (8 * 150, 1, 8 * 129), dtype="bfloat16"),
+    # KV heads that fill a tile of codes on a TPU: groups, head dims, page sizes, lengths
+    _shape("codes_group_3", (12, 4), 64, 16, (129, 0, 250), dtype="bfloat16"),
+    _shape("codes_dim_96", (4, 4), 96, 16, (61, 30)),
+    _shape("codes_dim_256", (8, 4), 256, 16, (45, 17), dtype="bfloat16"),
+    _shape("codes_page_128", (16, 8), 64, 128, (513, 128)),
+    _shape("codes_many_blocks", (8, 8), 16, 8, (8 * 150, 1, 8 * 129), dtype="bfloat16"),
     # what is run, on a device
     _shape("llama3_8b_64_at_32k", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", tested=False),
     _shape("llama3_8b_8_at_128k", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", tested=False),

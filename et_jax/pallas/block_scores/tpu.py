@@ -1,7 +1,9 @@
 """`block_scores` and `code_scores` on a TPU: a grid step for each row, its pages' summaries copied through a ring.
 
-A page is copied whole, all KV heads at once: "k e", or "k c" of codes. Seen as "p k e" a summary is whole tiles, and
-for a pool of many more pages than heads that is how XLA lays "k p e" out wherever p is no multiple of a tile's rows.
+A page is copied whole, all KV heads at once: "k e", or "k c" of codes. Seen as "p k e" it is whole tiles, and so XLA
+lays a pool "k p e" out where that wastes least: the heads fill a tile's rows, and the pages do not. Elsewhere XLA puts
+another copy in that order before the kernel runs. Of summaries that is two hundredths of what the pages take; of codes
+it would be a quarter, and is refused.
 """
 
 import functools
@@ -21,15 +23,18 @@ from et_jax.pallas import ring
 from et_jax.pallas.checks import LANES
 from et_jax.pallas.ring import PageList, RingConfig
 
+TILE_ROWS = 8
+SUBTILE = 4  # rows of the smallest tile of int8, which packs four into a register's word
+
 
 def heuristic(*pools: Array) -> RingConfig:
     """Return the walk over pages of which each of these pools "k p e" holds a part."""
-    return ring.heuristic(LANES, 1, _page_bytes(pools), jnp.int8)
+    return ring.heuristic(LANES, 1, _page_bytes(pools), jnp.dtype(jnp.int8))
 
 
 def _page_bytes(pools: tuple[Array, ...]) -> int:
     """Return the vector memory of one page's parts, heads filled up to whole registers."""
-    return sum((k + -k % 8) * e * pool.dtype.itemsize for pool in pools for k, _, e in [pool.shape])
+    return sum((k + -k % TILE_ROWS) * e * pool.dtype.itemsize for pool in pools for k, _, e in [pool.shape])
 
 
 def block_scores(
@@ -70,7 +75,15 @@ def code_scores(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
-    d, (k, _, c) = q.shape[2], key_codes.shape
+    d, (k, p, c) = q.shape[2], key_codes.shape
+    if k != SUBTILE and k % TILE_ROWS:
+        raise NotImplementedError(
+            f'backend "tpu" reads codes of {SUBTILE} or a multiple of {TILE_ROWS} KV heads, not {k}: use "xla"'
+        )
+    if p % TILE_ROWS == 0:
+        raise NotImplementedError(
+            f'backend "tpu" reads codes in a pool of no multiple of {TILE_ROWS} pages, not {p}: add one, or use "xla"'
+        )
     # codes are cut into pieces of whole lanes and whole tokens
     width = math.lcm(d, LANES)
     tokens, pieces = width // d, c // width
@@ -141,8 +154,8 @@ def _pass_over(
     config = config or heuristic(*pools)
     padded = n + -n % LANES
     taken = footprint(config, pools, b, h, n, len(empty))
-    ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {page_size} tokens")
-    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
+    ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, "or fewer blocks a slot")
+    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or fewer blocks a slot")
     query = q.astype(jnp.float32).reshape(b, k, h // k, d).swapaxes(1, 2).reshape(b, h, d) * scale
     held = jnp.minimum((lengths + page_size - 1) // page_size, n)
     table = page_table[:, None]
@@ -180,11 +193,11 @@ def _pass_over(
 def footprint(config: RingConfig, pools: tuple[Array, ...], b: int, h: int, n: int, num_results: int) -> ring.Footprint:
     """Return the memories taken by b rows of h query heads, page tables of n entries and so many results."""
     k, widths = pools[0].shape[0], [pool.shape[2] for pool in pools]
-    padded, rows = n + -n % LANES, h + -h % 8
+    padded, rows = n + -n % LANES, h + -h % TILE_ROWS
     # counts and lengths; the tables of this row and of the next, twice for the copy that runs ahead
     scalar = 4 * (2 * b + 1 + 2 * 2 * n)
     # twice: results and queries; once for the page at hand: its parts as float32, and what each query meets
-    vector = 2 * 4 * rows * (num_results * padded + LANES) + 4 * (2 * max(k, 8) + rows) * max(widths)
+    vector = 2 * 4 * rows * (num_results * padded + LANES) + 4 * (2 * (k + -k % TILE_ROWS) + rows) * max(widths)
     return ring.Footprint(scalar=scalar, vector=vector + config.num_bytes(_page_bytes(pools)))
 
 
