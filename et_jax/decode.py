@@ -20,10 +20,11 @@ from et_jax import cost, entropy, pages, sampling
 from et_jax.attend import Memory, Receipts, Row, decode_attend, prefill_attend, start_receipts
 from et_jax.control import guards
 from et_jax.control.base import ControlState, Signals
+from et_jax.drawing import draw
 from et_jax.models.transformer import Params, forward
 from et_jax.sampling import Sampling, TokenCounts
 from et_jax.state import DecoderConfig, DecodeState, Request, StepOutput, blank_signals, empty, fresh_control
-from et_jax.types import pytree, replace
+from et_jax.types import replace
 
 
 def prefill(
@@ -171,7 +172,8 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         failed = run & ~jnp.isfinite(raw.s0)
         produced = run & ~failed
         normaliser = entropy.log_normaliser(raw)
-        drawn = _sample(config, logits, settings, counts, signals, control, length + 1, raw)
+        rule = config.controller.temperature_rule
+        drawn = draw(rule, logits, settings, counts, signals, control, length + 1, raw)
         logit = jnp.take_along_axis(logits, drawn.token[:, None], axis=1)[:, 0]
         signals = replace(drawn.signals, surprisal=normaliser - logit)
         masks = jnp.stack(memory.receipts.block_masks, axis=1)
@@ -370,78 +372,6 @@ def _measure(
         urgency=_take(state.urgency, rows),
     )
     return signals, raw
-
-
-@pytree
-class _Drawn:
-    """A token per row, the temperature it was drawn at, and the signals with those of sampling filled in."""
-
-    token: Int[Array, " r"]
-    temperature: Float[Array, " r"]
-    signals: Signals
-
-
-def _sample(
-    config: DecoderConfig,
-    logits: Float[Array, "r v"],
-    settings: Sampling,
-    counts: TokenCounts | None,
-    signals: Signals,
-    control: ControlState,
-    position: Int[Array, " r"],
-    raw: entropy.Moments,
-) -> _Drawn:
-    """Penalise, set the temperature, truncate, draw. `raw` are the moments of the logits as they are."""
-    if counts is not None:
-        logits = sampling.penalise(logits, settings, counts)
-    rule = config.controller.temperature_rule
-    heat = control.temperature
-    if rule is not None:
-
-        def decide(row: Float[Array, " v"], signals: Signals, control: ControlState) -> Float[Array, ""]:
-            def moments_at(temperature: Float[Array, ""] | float) -> tuple[Float[Array, ""], Float[Array, ""]]:
-                m = entropy.moments(row, temperature)
-                return entropy.entropy(m), entropy.varentropy(m)
-
-            return rule(moments_at, signals, control)
-
-        heat = jax.vmap(decide)(logits, signals, control)
-    greedy = settings.temperature == 0
-    heat = jnp.where(greedy, 0.0, heat)
-    cut = sampling.threshold(logits, heat, settings, entropy.log_normaliser(raw) - control.surprisal_cap)
-    token = sampling.draw(logits, heat, cut, sampling.uniform(settings, position))
-    warm = _tempered(logits, heat, raw if counts is None else None)
-    kept = _truncated_entropy(logits, heat, cut, entropy.entropy(warm))
-    cold = heat == 0
-    signals = replace(
-        signals,
-        tempered_entropy=jnp.where(cold, 0.0, entropy.entropy(warm)),
-        tempered_varentropy=jnp.where(cold, 0.0, entropy.varentropy(warm)),
-        truncated_entropy=jnp.where(cold, 0.0, kept),
-    )
-    return _Drawn(token=token, temperature=heat, signals=signals)
-
-
-def _tempered(
-    logits: Float[Array, "r v"], temperature: Float[Array, " r"], at_one: entropy.Moments | None
-) -> entropy.Moments:
-    """The moments at each row's temperature, 1 where it is greedy; no second pass where `at_one` says it all."""
-    warm = jnp.where(temperature > 0, temperature, 1.0)
-    if at_one is None:
-        return entropy.moments(logits, warm)
-    return jax.lax.cond(jnp.all(warm == 1.0), lambda: at_one, lambda: entropy.moments(logits, warm))
-
-
-def _truncated_entropy(
-    logits: Float[Array, "r v"], temperature: Float[Array, " r"], cut: Float[Array, " r"], whole: Float[Array, " r"]
-) -> Float[Array, " r"]:
-    """Entropy after truncation, in nats; `whole`, the entropy before it, where no row is cut."""
-
-    def cut_off(_: None) -> Float[Array, " r"]:
-        kept = jnp.where(logits >= cut[:, None], logits, -jnp.inf)
-        return entropy.entropy(entropy.moments(kept, jnp.where(temperature > 0, temperature, 1.0)))
-
-    return jax.lax.cond(jnp.any(cut > -jnp.inf), cut_off, lambda _: whole, None)
 
 
 def _decide(config: DecoderConfig, settings: Sampling, signals: Signals, control: ControlState) -> ControlState:

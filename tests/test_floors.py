@@ -14,7 +14,7 @@ FLOORS = {
     "types": 0,
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost"), 1),
     **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "requests", "snapshots"), 1),
-    **dict.fromkeys(("selection", "continuation", "plot"), 2),
+    **dict.fromkeys(("selection", "continuation", "plot", "drawing"), 2),
     "attend": 3,
     "state": 4,
     **dict.fromkeys(("decode", "presets"), 5),

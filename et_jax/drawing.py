@@ -1,0 +1,81 @@
+"""From logits to a token: penalties, temperature, truncation, one draw, and what is observed on the way."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from et_jax import entropy, sampling
+from et_jax.control.base import ControlState, Signals, TemperatureRule
+from et_jax.sampling import Sampling, TokenCounts
+from et_jax.types import pytree, replace
+
+
+@pytree
+class Drawn:
+    """A token per row, the temperature it was drawn at, and the signals with those of sampling filled in."""
+
+    token: Int[Array, " r"]
+    temperature: Float[Array, " r"]
+    signals: Signals
+
+
+def draw(
+    rule: TemperatureRule | None,
+    logits: Float[Array, "r v"],
+    settings: Sampling,
+    counts: TokenCounts | None,
+    signals: Signals,
+    control: ControlState,
+    position: Int[Array, " r"],
+    raw: entropy.Moments,
+) -> Drawn:
+    """Penalise, set the temperature, truncate, draw. `raw` are the moments of the logits as they are."""
+    if counts is not None:
+        logits = sampling.penalise(logits, settings, counts)
+    heat = control.temperature
+    if rule is not None:
+
+        def decide(row: Float[Array, " v"], signals: Signals, control: ControlState) -> Float[Array, ""]:
+            def moments_at(temperature: Float[Array, ""] | float) -> tuple[Float[Array, ""], Float[Array, ""]]:
+                m = entropy.moments(row, temperature)
+                return entropy.entropy(m), entropy.varentropy(m)
+
+            return rule(moments_at, signals, control)
+
+        heat = jax.vmap(decide)(logits, signals, control)
+    greedy = settings.temperature == 0
+    heat = jnp.where(greedy, 0.0, heat)
+    cut = sampling.threshold(logits, heat, settings, entropy.log_normaliser(raw) - control.surprisal_cap)
+    token = sampling.draw(logits, heat, cut, sampling.uniform(settings, position))
+    warm = _tempered(logits, heat, raw if counts is None else None)
+    kept = _truncated_entropy(logits, heat, cut, entropy.entropy(warm))
+    cold = heat == 0
+    signals = replace(
+        signals,
+        tempered_entropy=jnp.where(cold, 0.0, entropy.entropy(warm)),
+        tempered_varentropy=jnp.where(cold, 0.0, entropy.varentropy(warm)),
+        truncated_entropy=jnp.where(cold, 0.0, kept),
+    )
+    return Drawn(token=token, temperature=heat, signals=signals)
+
+
+def _tempered(
+    logits: Float[Array, "r v"], temperature: Float[Array, " r"], at_one: entropy.Moments | None
+) -> entropy.Moments:
+    """The moments at each row's temperature, 1 where it is greedy; no second pass where `at_one` says it all."""
+    warm = jnp.where(temperature > 0, temperature, 1.0)
+    if at_one is None:
+        return entropy.moments(logits, warm)
+    return jax.lax.cond(jnp.all(warm == 1.0), lambda: at_one, lambda: entropy.moments(logits, warm))
+
+
+def _truncated_entropy(
+    logits: Float[Array, "r v"], temperature: Float[Array, " r"], cut: Float[Array, " r"], whole: Float[Array, " r"]
+) -> Float[Array, " r"]:
+    """Entropy after truncation, in nats; `whole`, the entropy before it, where no row is cut."""
+
+    def cut_off(_: None) -> Float[Array, " r"]:
+        kept = jnp.where(logits >= cut[:, None], logits, -jnp.inf)
+        return entropy.entropy(entropy.moments(kept, jnp.where(temperature > 0, temperature, 1.0)))
+
+    return jax.lax.cond(jnp.any(cut > -jnp.inf), cut_off, lambda _: whole, None)
