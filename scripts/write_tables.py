@@ -18,6 +18,7 @@ from typing import Any
 
 import bench_overhead
 import measure_bounds
+import measure_estimators
 import measure_selection
 import measure_temperature
 import roofline
@@ -25,6 +26,12 @@ from report import RESULTS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TARGET = 2.0  # nats: of the temperature tables shown; the results hold the others
+
+
+def estimators(results: dict[str, Any]) -> str:
+    """Return the tables of how estimators agree with the exact entropy."""
+    cases = results["cases"]
+    return "\n\n".join(f"{measure_estimators.title(c)}:\n\n{measure_estimators.estimator_table(c)}" for c in cases)
 
 
 def bounds(results: dict[str, Any]) -> str:
@@ -68,6 +75,7 @@ def overhead(results: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "estimators": ("estimators.json", estimators),
     "overhead": ("overhead.json", overhead),
     "bounds": ("bounds.json", bounds),
     "temperature": ("temperature.json", temperature),
@@ -103,7 +111,12 @@ def main() -> int:
     if args.measure:
         cases = [word for case in args.case for word in ("--case", *case)]
         subprocess.run([sys.executable, str(Path(__file__).with_name("bench_overhead.py"))], check=True)
-        for script, *more in (("measure_bounds",), ("measure_temperature", "--plot"), ("measure_selection",)):
+        for script, *more in (
+            ("measure_estimators",),
+            ("measure_bounds",),
+            ("measure_temperature", "--plot"),
+            ("measure_selection",),
+        ):
             path = Path(__file__).with_name(f"{script}.py")
             subprocess.run([sys.executable, str(path), *cases, *more], check=True)
     control, kernels = DOCS / "control.md", DOCS / "kernels.md"

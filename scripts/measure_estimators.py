@@ -1,0 +1,93 @@
+"""How well entropies from the k likeliest tokens agree with the exact one, on real logits.
+
+    python scripts/measure_estimators.py --case bundled novels.tar.xz --case FOLDER stories.txt
+
+Rows of held-out text at full context; the second half of each row counts (see `calibrate.py`). A tar archive gives the
+works held out from the bundled model's training, any other file its stories. The calibrated temperature is fitted on
+the same logits and only shown.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from calibrate import held_out_logits
+from held_out import rows
+from report import RESULTS, table, write
+
+from et_jax import entropy
+from et_jax.calibration import fit_temperature
+from et_jax.engine import load
+from et_jax.types import UsageError
+
+LISTED = (4, 16, 64)
+
+
+def estimators() -> dict[str, entropy.Estimator]:
+    """Return what is compared, by name."""
+    found: dict[str, entropy.Estimator] = {}
+    for k in LISTED:
+        found[f"top_k, k = {k}"] = entropy.top_k_estimator(k)
+        found[f"tail_corrected, k = {k}, share 1/2"] = entropy.tail_corrected_estimator(k, 0.5)
+        found[f"tail_corrected, k = {k}, share 1"] = entropy.tail_corrected_estimator(k, 1.0)
+    return found
+
+
+def measure(name: str, text: Path, num_rows: int) -> dict[str, Any]:
+    """Return every estimator's agreement with the exact entropy of one model on one text."""
+    model = load(name, dtype="float32", max_num_seqs=2)
+    logits, targets = held_out_logits(model, rows(model, text, num_rows, model.config.max_positions))
+    moments = entropy.moments(logits)
+    truth = entropy.entropy(moments)
+    log_prob = jax.nn.log_softmax(logits, axis=-1)
+    lines = []
+    for estimator, estimate in estimators().items():
+        agreement = jax.jit(lambda z, m, h, estimate=estimate: entropy.agreement(estimate(z, m), h))
+        fields = vars(agreement(log_prob, moments, truth))
+        lines.append({"estimator": estimator} | {key: float(value) for key, value in fields.items()})
+    return {
+        "model": Path(name).name,
+        "text": text.name,
+        "tokens": int(truth.shape[0]),
+        "mean_entropy": float(jnp.mean(truth)),
+        "calibrated_temperature": float(fit_temperature(logits, targets)),
+        "estimators": lines,
+    }
+
+
+def title(case: dict[str, Any]) -> str:
+    """Return what was measured on what."""
+    return (
+        f"{case['model']} on {case['text']}, {case['tokens']} tokens, mean entropy {case['mean_entropy']:.3f} nats, "
+        f"calibrated temperature {case['calibrated_temperature']:.3f}"
+    )
+
+
+def estimator_table(case: dict[str, Any]) -> str:
+    """Return correlation, bias, error, width (nats) and containment by estimator."""
+    header = ["estimator", "correlation", "bias", "mean error", "mean width", "contained"]
+    keys = ("estimator", "correlation", "bias", "error", "width", "containment")
+    return table(header, [[line[key] for key in keys] for line in case["estimators"]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser.add_argument("--rows", type=int, default=8, help="rows of text at full context (default 8)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "estimators.json")
+    args = parser.parse_args()
+    cases = []
+    try:
+        for name, text in args.case:
+            cases.append(measure(name, Path(text), args.rows))
+            print(f"\n{title(cases[-1])}\n\n{estimator_table(cases[-1])}", flush=True)
+    except UsageError as error:
+        sys.exit(f"measure_estimators: {error}")
+    write(args.output, "scripts/measure_estimators.py", {"rows": args.rows, "dtype": "float32"}, cases=cases)
+
+
+if __name__ == "__main__":
+    main()
