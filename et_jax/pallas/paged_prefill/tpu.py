@@ -315,17 +315,27 @@ def _kernel(
 def _store_sums(lse_ref, entry, scores, page_size):
     """Store the log-sum-exps of a group's blocks at list positions from `entry` on, along the lanes.
 
-    Each is taken against its own block's maximum: far below the others it is exact still.
+    Each is taken against its own block's maximum: far below the others it is exact still. Scores are cut at whole
+    lanes; of those that hold several blocks, one after the other is let through a mask.
     """
     chunk = pl.ds(pl.multiple_of(entry // LANES * LANES, LANES), LANES)
     _, g, tile, _ = lse_ref.shape
+    span = scores.shape[1]
+    width = max(page_size, LANES) if page_size % LANES == 0 or LANES % page_size == 0 else span
     lse = lse_ref[0, :, :, chunk].reshape(g * tile, LANES)
     lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1) - entry % LANES
-    for j in range(scores.shape[1] // page_size):
-        block = scores[:, j * page_size : (j + 1) * page_size]
-        maximum = _finite(jnp.max(block, axis=1, keepdims=True))
-        total = jnp.sum(jnp.exp(block - maximum), axis=1, keepdims=True)
-        lse = jnp.where(lane == j, maximum + jnp.log(total), lse)
+    for start in range(0, span, width):
+        share = scores[:, start : start + width]
+        place = lax.broadcasted_iota(jnp.int32, (1, share.shape[1]), 1)
+
+        def add_block(j, lse, start=start, share=share, place=place):
+            own = (place >= j * page_size) & (place < (j + 1) * page_size)
+            block = jnp.where(own, share, -jnp.inf)
+            maximum = _finite(jnp.max(block, axis=1, keepdims=True))
+            total = jnp.sum(jnp.exp(block - maximum), axis=1, keepdims=True)
+            return jnp.where(lane == start // page_size + j, maximum + jnp.log(total), lse)
+
+        lse = lax.fori_loop(0, share.shape[1] // page_size, add_block, lse)
     lse_ref[0, :, :, chunk] = lse.reshape(g, tile, LANES)
 
 
