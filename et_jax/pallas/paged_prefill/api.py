@@ -1,6 +1,6 @@
 """Prefill attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
-from typing import Literal, overload
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -9,42 +9,6 @@ from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
 
 BACKENDS = {name: kernel("paged_prefill", name) for name in NAMES}
-
-
-@overload
-def paged_prefill(
-    q: Array,
-    pages: Array,
-    page_table: Array,
-    starts: Array,
-    *,
-    blocks: Array | None = None,
-    counts: Array | None = None,
-    block_lse: Literal[False] = False,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Array | None = None,
-    backend: str | None = None,
-) -> Array: ...
-
-
-@overload
-def paged_prefill(
-    q: Array,
-    pages: Array,
-    page_table: Array,
-    starts: Array,
-    *,
-    blocks: Array | None = None,
-    counts: Array | None = None,
-    block_lse: Literal[True],
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Array | None = None,
-    backend: str | None = None,
-) -> tuple[Array, Array]: ...
 
 
 def paged_prefill(
@@ -61,8 +25,8 @@ def paged_prefill(
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
     backend: str | None = None,
-) -> Float[Array, "b t h d"] | tuple[Float[Array, "b t h d"], Float[Array, "b t h m"]]:
-    """Return causal attention of t new queries a row, at positions starts .. starts + t - 1.
+) -> Any:
+    """Return causal attention "b t h d" of t new queries a row, at positions starts .. starts + t - 1.
 
     With z_ij = scale q_i.k_j, or soft_cap tanh(scale q_i.k_j / soft_cap), over the tokens j <= i of the listed
     blocks and, with a window, i - j < window:
@@ -76,7 +40,7 @@ def paged_prefill(
         first counts[b, k] hold. Every query of the chunk reads these blocks and no other, so those that hold
         the chunk itself belong in the list. None: every block that is not in the future, with the same bits
         as if each block of the row were listed.
-    block_lse: return (out, lse), where m counts the entries of a list or, with none, of the page table.
+    block_lse: return (out, lse), lse "b t h m", where m counts the entries of a list or, with none, of the page table.
     sink_logits: one more logit a query head, in the denominator only (gpt-oss, 2025).
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is 0

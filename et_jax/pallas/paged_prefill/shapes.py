@@ -69,7 +69,7 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     pages = normal(k, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
     if num_pages > DRAWN_PAGES:
         pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
-    blocks, counts = lists(shape, rng) if shape.open_share is not None else (None, None)
+    blocks, counts = (None, None) if shape.open_share is None else lists(shape, rng, shape.open_share)
     return {
         "q": normal(b, shape.chunk, shape.num_heads, shape.head_dim),
         "pages": pages,
@@ -81,13 +81,13 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def lists(shape: Shape, rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
+def lists(shape: Shape, rng: np.random.Generator, open_share: float) -> tuple[jax.Array, jax.Array]:
     """Return random lists "b k n" of the blocks that hold a row's tokens, and their lengths "b k"."""
     blocks = np.zeros((len(shape.starts), shape.num_kv_heads, shape.num_blocks), np.int32)
     counts = np.zeros(blocks.shape[:2], np.int32)
     for row, start in enumerate(shape.starts):
         for head in range(shape.num_kv_heads):
-            open_mask = rng.random(-(-(start + shape.chunk) // shape.page_size)) < shape.open_share
+            open_mask = rng.random(-(-(start + shape.chunk) // shape.page_size)) < open_share
             open_mask[-1] = True
             listed = np.flatnonzero(open_mask)
             blocks[row, head, : len(listed)] = listed
