@@ -183,6 +183,7 @@ def test_lowers_for_a_tpu(capsys):
         ({"page_size": 4}, 'reads float32 pages of a multiple of 8 tokens, not 4: use "xla"'),
         ({"starts": (2_000_000,)}, 'bytes of scalar memory: use "xla", or pages of more than 16 tokens'),
         ({"page_size": 16384}, 'bytes of vector memory: use "xla", or smaller pages'),
+        ({"starts": (400_000,), "block_lse": True}, 'bytes of vector memory: use "xla", or shorter lists'),
     ],
 )
 def test_what_it_cannot_serve_is_refused(change, reason):

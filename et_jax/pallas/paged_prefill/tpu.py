@@ -74,7 +74,8 @@ def paged_prefill(
     padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
     taken = footprint(config, pages, b, g, n, listed=0 if blocks is None else m, summed=m if block_lse else 0)
     ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
-    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
+    advice = "or shorter lists" if block_lse else "or smaller pages"
+    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, advice)
 
     # a head that fills no whole lanes is not cut from its token, as in `paged_attention`
     joint = d % LANES != 0
