@@ -139,7 +139,7 @@ def test_pages_that_are_not_listed_are_not_copied():
     assert_close(got, reference(arguments, shape), shape)
 
 
-@pytest.mark.parametrize("name", ["block_sums", "dim_128", "window"])
+@pytest.mark.parametrize("name", ["block_sums", "window"])
 def test_dense_is_listing_every_block(name):
     """Bit for bit, with block sums and without them."""
     shape = NAMED[name]
