@@ -62,13 +62,17 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A model as its attention kernels see it."""
+    """A model as its attention kernels see it, and which of them to compile.
+
+    kernels: "attention" is a decode step, "prefill" a chunk of a prompt, "sparse" a chunk over lists, with block sums.
+    """
 
     name: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    kernels: tuple[str, ...] = ("attention", "prefill")
 
 
 CHIPS = (
@@ -103,15 +107,15 @@ DECODINGS = (
 )
 FUNCTIONS = ("step", "decode", "prefill")
 ATTENTIONS = (
-    Attention(name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128),
+    Attention(name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128, kernels=("attention", "prefill", "sparse")),
     Attention(name="qwen3_8b", num_heads=32, num_kv_heads=8, head_dim=128),
     Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
     Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64),
 )
 LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
-KERNELS = ("attention", "prefill")
 SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",)}  # two KV heads fill no tile of codes
 KERNEL_CHUNK = 512
+SPARSITY = 8  # of so many blocks a list of the sparse kernel has room for one
 NAME_WIDTH = 34
 
 
@@ -150,7 +154,7 @@ def programs() -> list[Program]:
         for chip in CHIPS
         if chip.backend
         for attention in ATTENTIONS
-        for kernel in KERNELS
+        for kernel in attention.kernels
         for slots, length in LOADS
     ]
     scores = [
@@ -182,7 +186,7 @@ def programs() -> list[Program]:
 
 
 def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, length: int) -> Lowering:
-    """Return one kernel by itself: a decode step of every slot, or a chunk of a prompt at the end of one."""
+    """Return one kernel by itself: a decode step of every slot, or a chunk at the end of a prompt."""
     import jax
     import jax.numpy as jnp
 
@@ -206,8 +210,12 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
         function = partial(paged_attention, **settings)
         arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b))
     else:
-        function = partial(paged_prefill, **settings)
-        arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b))
+        lists = {"blocks": integers(b, k, n // SPARSITY), "counts": integers(b, k)} if kernel == "sparse" else {}
+        arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b), lists)
+
+        def function(q, pages, table, starts, lists):
+            return paged_prefill(q, pages, table, starts, **lists, block_lse=bool(lists), **settings)
+
     pool_bytes = math.prod(pages.shape) * pages.dtype.itemsize
     return Lowering(
         lower=lambda: lower_for(device, jax.jit(function), *arguments),
@@ -266,7 +274,9 @@ def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
         taken = decode.footprint(decode.heuristic(pages), pages, b, h, n, n)
     else:
         group = h // pages.shape[0]
-        taken = prefill.footprint(prefill.heuristic(KERNEL_CHUNK, group, pages), pages, b, group, n)
+        entries = n // SPARSITY if kernel == "sparse" else 0
+        config = prefill.heuristic(KERNEL_CHUNK, group, pages)
+        taken = prefill.footprint(config, pages, b, group, n, listed=entries, summed=entries)
     return described(taken)
 
 

@@ -16,6 +16,7 @@ from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
 
 # rounding of one value, times a few for the sums: relative to outputs of size one
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
+LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
 NAMED = {shape.name: shape for shape in SHAPES}
 
 
@@ -25,55 +26,77 @@ def compiled(backend: str, **settings):
     return jax.jit(lambda arrays: paged_prefill(**arrays, **settings, backend=backend))
 
 
+def pair(result, shape: Shape) -> tuple[Any, Any]:
+    """Attention and block sums, None where none were asked for."""
+    return result if shape.block_lse else (result, None)
+
+
 def run(arguments, shape: Shape, backend: str):
     """Attention as float64 numpy, by a backend."""
-    return np.asarray(compiled(backend, **shape.settings)(arguments), np.float64)
+    return np.asarray(pair(compiled(backend, **shape.settings)(arguments), shape)[0], np.float64)
 
 
-def bits(arguments, shape: Shape):
+def bits(arguments, shape: Shape, backend: str = "xla"):
     """Attention as bytes."""
-    return np.asarray(compiled("xla", **shape.settings)(arguments)).view(np.uint8)
+    return np.asarray(pair(compiled(backend, **shape.settings)(arguments), shape)[0]).view(np.uint8)
+
+
+def assert_close(got, expected, shape: Shape):
+    """Compare attention, and block sums where they were asked for."""
+    for array, want, tolerance in zip(got, expected, (TOLERANCE[shape.dtype], LSE_TOLERANCE), strict=True):
+        assert (array is None) == (want is None)
+        if array is not None:
+            array, want = np.asarray(array, np.float64), np.asarray(want, np.float64)
+            np.testing.assert_allclose(array, want, atol=tolerance, rtol=tolerance)
 
 
 def dense_float64(arguments, shape: Shape):
     """The formula of the docstring, query by query, in float64 numpy."""
     arrays: dict[str, Any] = {name: None if x is None else np.asarray(x, np.float64) for name, x in arguments.items()}
-    table = np.asarray(arguments["page_table"])
-    b, t, h, d = arrays["q"].shape
-    out = np.zeros((b, t, h, d))
-    for row, start in enumerate(shape.starts):
-        cache = arrays["pages"][:, table[row]].reshape(shape.num_kv_heads, -1, shape.width)
-        for head in range(h):
-            token = cache[head // (h // shape.num_kv_heads)]
-            sink = 0.0 if arrays["sink_logits"] is None else np.exp(arrays["sink_logits"][head])
-            for i in range(t):
-                first = 0 if shape.window is None else max(0, start + i + 1 - shape.window)
-                seen = token[first : start + i + 1]
-                z = shape.head_dim**-0.5 * (seen[:, :d] @ arrays["q"][row, i, head])
-                if shape.soft_cap is not None:
-                    z = shape.soft_cap * np.tanh(z / shape.soft_cap)
-                out[row, i, head] = np.exp(z) @ seen[:, d : 2 * d] / (np.exp(z).sum() + sink)
-    return out
+    table, b, t, h = np.asarray(arguments["page_table"]), *arrays["q"].shape[:3]
+    d, s, k = shape.head_dim, shape.page_size, shape.num_kv_heads
+    every = np.broadcast_to(np.arange(shape.num_blocks), (b, k, shape.num_blocks))
+    blocks = every if arguments["blocks"] is None else np.asarray(arguments["blocks"])
+    counts = np.full((b, k), shape.num_blocks) if arguments["counts"] is None else np.asarray(arguments["counts"])
+    out, lse = np.zeros((b, t, h, d)), np.full((b, t, h, blocks.shape[2]), -np.inf)
+    for row, head, i in np.ndindex(b, h, t):
+        kv_head, position = head // (h // k), shape.starts[row] + i
+        first = 0 if shape.window is None else max(0, position + 1 - shape.window)
+        sink = 0.0 if arrays["sink_logits"] is None else np.exp(arrays["sink_logits"][head])
+        mixed, total = np.zeros(d), sink
+        for entry, block in enumerate(blocks[row, kv_head, : counts[row, kv_head]]):
+            inside = slice(max(0, first - block * s), max(0, position + 1 - block * s))
+            seen = arrays["pages"][kv_head, table[row, block]][inside]
+            z = d**-0.5 * (seen[:, :d] @ arrays["q"][row, i, head])
+            if shape.soft_cap is not None:
+                z = shape.soft_cap * np.tanh(z / shape.soft_cap)
+            mixed += np.exp(z) @ seen[:, d : 2 * d]
+            total += np.exp(z).sum()
+            lse[row, i, head, entry] = np.log(np.exp(z).sum()) if len(z) else -np.inf
+        out[row, i, head] = mixed / total if total else 0.0
+    return out, lse if shape.block_lse else None
 
 
 def test_reference_equals_the_formula(capsys):
     for shape in TESTED:
         arguments = example(shape)
-        got, expected = run(arguments, shape, "reference"), dense_float64(arguments, shape)
-        np.testing.assert_allclose(got, expected, atol=TOLERANCE[shape.dtype], rtol=TOLERANCE[shape.dtype])
+        got = pair(compiled("reference", **shape.settings)(arguments), shape)
+        assert_close(got, dense_float64(arguments, shape), shape)
     with capsys.disabled():
         print(f"\npaged_prefill reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 28
+    assert len(TESTED) == 36
 
 
 def test_xla_equals_reference(capsys):
     for shape in TESTED:
         arguments = example(shape)
-        got, expected = run(arguments, shape, "xla"), run(arguments, shape, "reference")
-        np.testing.assert_allclose(got, expected, atol=TOLERANCE[shape.dtype], rtol=TOLERANCE[shape.dtype])
+        got, expected = (
+            pair(compiled(backend, **shape.settings)(arguments), shape) for backend in ("xla", "reference")
+        )
+        assert_close(got, expected, shape)
     with capsys.disabled():
         print(f"\npaged_prefill xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 28
+    assert len(TESTED) == 36
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -107,6 +130,97 @@ def test_a_fault_that_is_seen_shows(column, backend):
     assert not np.isnan(out[:5]).any() and not np.isnan(out[:, 2:]).any()
 
 
+def listing_every_block(arguments, shape: Shape):
+    """The same arguments with a list of each block of the row, those of the future too."""
+    b, k, n = len(shape.starts), shape.num_kv_heads, shape.num_blocks
+    every = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, k, n))
+    return arguments | {"blocks": every, "counts": jnp.full((b, k), n, jnp.int32)}
+
+
+DENSE = ("group_3", "ragged", "window", "page_128", "block_sums", "all_of_them", "all_of_them_bfloat16")
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_is_listing_every_block(name, backend):
+    """Bit for bit, with block sums and without them."""
+    shape = NAMED[name]
+    arguments = example(shape)
+    expected = bits(arguments, shape, backend)
+    for block_lse in (False, True):
+        asked = dataclasses.replace(shape, block_lse=block_lse)
+        (out, lse), (listed_out, listed_lse) = (
+            pair(compiled(backend, **asked.settings)(case), asked)
+            for case in (arguments, listing_every_block(arguments, shape))
+        )
+        np.testing.assert_array_equal(np.asarray(out).view(np.uint8), expected)
+        np.testing.assert_array_equal(np.asarray(listed_out).view(np.uint8), expected)
+        assert lse is None if not block_lse else np.array_equal(lse, listed_lse)
+
+
+def with_nan_beyond_the_lists(arguments, shape: Shape):
+    """The same pool with NaN in the pages that a KV head does not list, and in the null page."""
+    pages, table = np.array(arguments["pages"]), np.asarray(arguments["page_table"])
+    unread = np.ones(pages.shape[:2], bool)
+    for row, head in np.ndindex(*arguments["counts"].shape):
+        unread[head, table[row, arguments["blocks"][row, head, : arguments["counts"][row, head]]]] = False
+    pages[unread] = np.nan
+    return arguments | {"pages": pages}
+
+
+SPARSE = ("listed", "sparse", "sparse_bfloat16", "sparse_all_of_them")
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_pages_that_are_not_listed_may_be_nan(name, backend):
+    """They change no bit, and no more does how far a list is padded, nor with what."""
+    shape = NAMED[name]
+    arguments = example(shape)
+    longer = np.pad(np.asarray(arguments["blocks"]), ((0, 0), (0, 0), (0, 20)), constant_values=1)
+    attend = compiled(backend, **shape.settings)
+    out, lse = pair(attend(arguments), shape)
+    for case in (with_nan_beyond_the_lists(arguments, shape), arguments | {"blocks": longer}):
+        other_out, other_lse = pair(attend(case), shape)
+        np.testing.assert_array_equal(np.asarray(other_out, np.float64), np.asarray(out, np.float64))
+        if shape.block_lse:
+            np.testing.assert_array_equal(other_lse[..., : shape.num_blocks], lse)
+            assert np.isneginf(other_lse[..., shape.num_blocks :]).all()
+
+
+@pytest.mark.parametrize("name", ["block_sums", "sparse", "sparse_bfloat16", "hopper_sparse"])
+def test_block_sums_recombine(name):
+    """Attention over two halves of the lists, weighted by what the block sums say each holds, is the whole."""
+    shape = NAMED[name]
+    arguments = example(shape) if shape.open_share else listing_every_block(example(shape), shape)
+    blocks, counts = np.asarray(arguments["blocks"]), np.asarray(arguments["counts"])
+    attend = compiled("xla", **shape.settings)
+    whole, whole_lse = (np.asarray(x, np.float64) for x in attend(arguments))
+    half = counts // 2
+    after = np.take_along_axis(blocks, np.minimum(np.arange(blocks.shape[2]) + half[..., None], blocks.shape[2] - 1), 2)
+    mixed, weight = 0.0, 0.0
+    for part in ({"counts": half}, {"blocks": after, "counts": counts - half}):
+        out, lse = (np.asarray(x, np.float64) for x in attend(arguments | part))
+        share = np.exp(lse).sum(-1, keepdims=True)
+        mixed, weight = mixed + share * out, weight + share
+    np.testing.assert_allclose(weight, np.exp(whole_lse).sum(-1, keepdims=True), rtol=1e-4)
+    np.testing.assert_allclose(mixed / np.where(weight == 0.0, 1.0, weight), whole, atol=TOLERANCE[shape.dtype])
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_nothing_listed_gives_zeros(backend):
+    """Neither for an empty list nor for queries that stand before all that is listed is there NaN."""
+    shape = NAMED["block_sums"]
+    every = listing_every_block(example(shape), shape)
+    empty = every | {"counts": jnp.zeros_like(every["counts"])}
+    ahead = every | {"blocks": every["blocks"] + 1, "counts": jnp.ones_like(every["counts"])}
+    out, lse = compiled(backend, **shape.settings)(empty)
+    assert not np.asarray(out).any() and np.isneginf(lse).all()
+    out, lse = (np.asarray(x) for x in compiled(backend, **shape.settings)(ahead))
+    assert not out[1, :32].any() and np.isneginf(lse[1, :32]).all()
+    assert out[1, 32:].all() and np.isfinite(lse[1, 32:, :, 0]).all()
+
+
 @pytest.mark.parametrize("name", ["group_3", "ragged", "window", "all_of_them_bfloat16"])
 def test_a_row_does_not_depend_on_how_long_the_loop_runs(name):
     """A neighbour far ahead, far behind or NaN leaves a row's bits as they are."""
@@ -135,7 +249,9 @@ def test_one_query_is_a_decode_step(name):
         jnp.full((b, shape.num_kv_heads), n, jnp.int32),
         arguments["starts"] + shape.chunk,
         sink_logits=arguments["sink_logits"],
-        **shape.settings,
+        scale=shape.settings["scale"],
+        soft_cap=shape.soft_cap,
+        window=shape.window,
     )
     np.testing.assert_allclose(out, np.asarray(decoded, np.float64), atol=TOLERANCE[shape.dtype])
 
@@ -158,11 +274,12 @@ def test_temporaries_do_not_grow_with_the_pool(name):
     assert large < pool_bytes / 100
 
 
-def test_the_number_of_steps_is_read_from_the_starts():
+def test_the_number_of_steps_is_read_from_the_starts_or_the_lists():
     """A step count known to the compiler would be that of the whole table, however short the sequence."""
     shape = NAMED["group_3"]
-    text = compiled("xla", **shape.settings).lower(example(shape)).compile().as_text() or ""
-    assert " while(" in text and "known_trip_count" not in text
+    for arguments in (example(shape), listing_every_block(example(shape), shape)):
+        text = compiled("xla", **shape.settings).lower(arguments).compile().as_text() or ""
+        assert " while(" in text and "known_trip_count" not in text
 
 
 RIGHT = {"q": (2, 8, 6, 64), "pages": (2, 5, 16, 128), "page_table": (2, 4), "starts": (2,)}
@@ -172,6 +289,9 @@ WRONG = {
     "lanes": ({"pages": (2, 5, 16, 192)}, "pages"),
     "table": ({"page_table": (3, 4)}, "page_table"),
     "starts": ({"starts": (3,)}, "starts"),
+    "lists": ({"blocks": (2, 3, 4), "counts": (2, 2)}, "blocks"),
+    "no_room": ({"blocks": (2, 2, 0), "counts": (2, 2)}, "blocks"),
+    "counts": ({"blocks": (2, 2, 4), "counts": (2, 3)}, "counts"),
 }
 
 
@@ -191,5 +311,9 @@ def test_a_wrong_shape_is_named(case):
 def test_a_wrong_setting_is_named():
     with pytest.raises(ValueError, match="window: got 0, wanted at least 1"):
         paged_prefill(**zeros(RIGHT), scale=1.0, window=0)
+    with pytest.raises(ValueError, match="counts: got None, wanted the lengths of the lists in blocks"):
+        paged_prefill(**zeros(RIGHT | {"blocks": (2, 2, 4)}), scale=1.0)
+    with pytest.raises(ValueError, match="blocks: got None, wanted lists of blocks beside counts"):
+        paged_prefill(**zeros(RIGHT | {"counts": (2, 2)}), scale=1.0)
     with pytest.raises(NotImplementedError, match=r'backend "tpu" .*: use "xla"'):
         paged_prefill(**zeros(RIGHT), scale=1.0, backend="tpu")

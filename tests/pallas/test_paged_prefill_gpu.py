@@ -3,6 +3,7 @@
 The simulation has copies, barriers and a detector of races. It has no wgmma: the products are plain ones here.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax import export
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_paged_prefill import NAMED, TOLERANCE, run
+from test_paged_prefill import NAMED, assert_close, compiled, listing_every_block, pair, with_nan_beyond_the_lists
 
 from et_jax.pallas import hopper
 from et_jax.pallas.paged_prefill import gpu
@@ -30,21 +31,22 @@ def simulated(**settings):
 
 
 def simulate(arguments, shape: Shape):
-    """Attention as float64 numpy."""
-    return np.asarray(simulated(**shape.settings)(arguments), np.float64)
+    """Attention and block sums."""
+    return simulated(**shape.settings)(arguments)
 
 
-def assert_close(got, expected):
-    np.testing.assert_allclose(got, expected, atol=TOLERANCE["bfloat16"], rtol=TOLERANCE["bfloat16"])
+def reference(arguments, shape: Shape):
+    """Attention and block sums by the definition."""
+    return pair(compiled("reference", **shape.settings)(arguments), shape)
 
 
 def test_simulated_equals_reference(capsys):
     for shape in SERVED:
         arguments = example(shape)
-        assert_close(simulate(arguments, shape), run(arguments, shape, "reference"))
+        assert_close(simulate(arguments, shape), reference(arguments, shape), shape)
     with capsys.disabled():
         print(f"\npaged_prefill gpu, simulated = reference: {len(SERVED)} shapes")
-    assert len(SERVED) == 10
+    assert len(SERVED) == 13
 
 
 def test_lowers_for_cuda(capsys):
@@ -54,7 +56,7 @@ def test_lowers_for_cuda(capsys):
         assert "mosaic_gpu" in module
     with capsys.disabled():
         print(f"\npaged_prefill gpu lowers for cuda: {len(SERVED)} shapes")
-    assert len(SERVED) == 10
+    assert len(SERVED) == 13
 
 
 @pytest.mark.parametrize("name", ["hopper_group_3", "hopper_window"])
@@ -69,8 +71,29 @@ def test_tokens_past_a_query_may_be_nan(name):
         place = np.arange(start + real)
         unused[np.asarray(arguments["page_table"])[row, place // shape.page_size], place % shape.page_size] = False
     pages[:, unused] = np.nan
-    dirty = simulate(arguments | {"pages": pages}, shape)
-    assert_close(dirty[:, :real], run(arguments, shape, "reference")[:, :real])
+    (dirty, _), (expected, _) = simulate(arguments | {"pages": pages}, shape), reference(arguments, shape)
+    assert_close((dirty[:, :real], None), (expected[:, :real], None), shape)
+
+
+@pytest.mark.parametrize("name", ["hopper_sparse", "hopper_sparse_all_of_them"])
+def test_pages_that_are_not_listed_may_be_nan(name):
+    shape = NAMED[name]
+    arguments = example(shape)
+    assert_close(simulate(with_nan_beyond_the_lists(arguments, shape), shape), reference(arguments, shape), shape)
+
+
+@pytest.mark.parametrize("name", ["hopper_block_sums", "hopper_window"])
+def test_dense_is_listing_every_block(name):
+    """Bit for bit, with block sums and without them."""
+    shape = NAMED[name]
+    arguments = example(shape)
+    listed = listing_every_block(arguments, shape)
+    asked, unasked = (dataclasses.replace(shape, block_lse=block_lse) for block_lse in (True, False))
+    out, lse = (np.asarray(x) for x in simulate(arguments, asked))
+    listed_out, listed_lse = simulate(listed, asked)
+    for other in (listed_out, simulate(arguments, unasked)[0], simulate(listed, unasked)[0]):
+        np.testing.assert_array_equal(np.asarray(other).view(np.uint8), out.view(np.uint8))
+    np.testing.assert_array_equal(listed_lse, lse)
 
 
 @pytest.mark.parametrize("column", [3, 130])
@@ -81,7 +104,7 @@ def test_a_fault_that_is_seen_shows(column, token):
     arguments = example(shape)
     pages = np.array(arguments["pages"])
     pages[0, np.asarray(arguments["page_table"])[0, 0], token, column] = np.nan
-    out = simulate(arguments | {"pages": pages}, shape)[0]
+    out = np.asarray(simulate(arguments | {"pages": pages}, shape)[0], np.float64)[0]
     first = max(0, token - shape.starts[0])
     assert np.isnan(out[first:, 0]).any(axis=-1).all()
     assert not np.isnan(out[:first]).any() and not np.isnan(out[:, 1:]).any()
@@ -115,7 +138,7 @@ def test_a_wrong_page_is_found(broken):
     broken("copy_gmem_to_smem", copy_the_null_page)
     arguments = example(shape)
     with pytest.raises(AssertionError):
-        assert_close(simulate(arguments, shape), run(arguments, shape, "reference"))
+        assert_close(simulate(arguments, shape), reference(arguments, shape), shape)
 
 
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)

@@ -7,7 +7,14 @@ import jax
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
-from test_paged_prefill import NAMED, TOLERANCE, run
+from test_paged_prefill import (
+    NAMED,
+    assert_close,
+    compiled,
+    listing_every_block,
+    pair,
+    with_nan_beyond_the_lists,
+)
 
 from et_jax.pallas.paged_prefill import tpu
 from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
@@ -17,8 +24,8 @@ from et_jax.pallas.ring import RingConfig
 # several tiles a chunk, few buffers of few pages: the keys go round the ring several times
 SMALL = Config(tile=16, ring=RingConfig(group=4, depth=3))
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; what changes
-# the scores; rows far apart; both dtypes.
-PATHS = ("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them")
+# the scores; rows far apart; lists and block sums; both dtypes.
+PATHS = ("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them", "sparse_all_of_them")
 
 
 def kernel(shape: Shape, config: Config | None = SMALL, **how):
@@ -26,13 +33,20 @@ def kernel(shape: Shape, config: Config | None = SMALL, **how):
 
 
 def plain(arguments, shape: Shape):
-    """Attention, interpreted without checks."""
+    """Attention and block sums, interpreted without checks."""
     attend = kernel(shape, interpret=True)
-    return np.asarray(jax.jit(lambda arrays: attend(**arrays))(arguments))
+    return jax.tree.map(np.asarray, jax.jit(lambda arrays: attend(**arrays))(arguments))
+
+
+def reference(arguments, shape: Shape):
+    """Attention and block sums by the definition."""
+    return pair(compiled("reference", **shape.settings)(arguments), shape)
 
 
 def poisoned(arguments, shape: Shape):
     """The same pool with NaN in all that no query sees: null page, what follows the chunk, padding columns."""
+    if arguments["counts"] is not None:
+        arguments = with_nan_beyond_the_lists(arguments, shape)
     pages = np.array(arguments["pages"])
     seen = np.zeros(pages.shape[1:3], bool)
     for row, start in enumerate(shape.starts):
@@ -43,29 +57,23 @@ def poisoned(arguments, shape: Shape):
     return arguments | {"pages": pages}
 
 
-def assert_close(got, arguments, shape: Shape):
-    tolerance = TOLERANCE[shape.dtype]
-    expected = run(arguments, shape, "reference")
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance, rtol=tolerance)
-
-
 def test_equals_reference(capsys):
     for shape in TESTED:
         arguments = example(shape)
-        assert_close(plain(arguments, shape), arguments, shape)
+        assert_close(plain(arguments, shape), reference(arguments, shape), shape)
     with capsys.disabled():
         print(f"\npaged_prefill tpu = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 28
+    assert len(TESTED) == 36
 
 
 def test_has_no_race(capsys):
     for name in PATHS:
         shape = NAMED[name]
         arguments = poisoned(example(shape), shape)
-        assert_close(strictly(kernel(shape), arguments), arguments, shape)
+        assert_close(strictly(kernel(shape), arguments), reference(arguments, shape), shape)
     with capsys.disabled():
         print(f"\npaged_prefill tpu without races: {len(PATHS)} shapes")
-    assert len(PATHS) == 5
+    assert len(PATHS) == 6
 
 
 @pytest.mark.slow
@@ -73,10 +81,10 @@ def test_has_no_race_in_any_shape(capsys):
     for shape in TESTED:
         arguments = poisoned(example(shape), shape)
         for config in (SMALL, None):
-            assert_close(strictly(kernel(shape, config), arguments), arguments, shape)
+            assert_close(strictly(kernel(shape, config), arguments), reference(arguments, shape), shape)
     with capsys.disabled():
         print(f"\npaged_prefill tpu without races: {len(TESTED)} shapes, two rings")
-    assert len(TESTED) == 28
+    assert len(TESTED) == 36
 
 
 @pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 3), ("dim_128", 200)])
@@ -87,7 +95,7 @@ def test_a_fault_that_is_seen_shows(name, column):
     pages, place = np.array(arguments["pages"]), shape.starts[0] + 5
     page = np.asarray(arguments["page_table"])[0, place // shape.page_size]
     pages[0, page, place % shape.page_size, column] = np.nan
-    out, group = plain(arguments | {"pages": pages}, shape)[0], shape.num_heads // shape.num_kv_heads
+    out, group = plain(arguments | {"pages": pages}, shape)[0][0], shape.num_heads // shape.num_kv_heads
     assert np.isnan(out[5:, :group]).any(axis=-1).all()
     assert not np.isnan(out[:5]).any() and not np.isnan(out[:, group:]).any()
 
@@ -97,12 +105,12 @@ def test_a_query_keeps_its_bits_wherever_the_chunk_is_cut(name):
     """Two halves give the bits of the whole, whoever shares the batch."""
     shape = dataclasses.replace(NAMED[name], chunk=40, starts=(300, 700))
     arguments = example(shape)
-    whole = plain(arguments, shape)
+    whole, _ = plain(arguments, shape)
     q, starts = np.asarray(arguments["q"]), np.asarray(arguments["starts"])
-    halves = [plain(arguments | {"q": q[:, at : at + 20], "starts": starts + at}, shape) for at in (0, 20)]
+    halves = [plain(arguments | {"q": q[:, at : at + 20], "starts": starts + at}, shape)[0] for at in (0, 20)]
     np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole)
     turned = {name: arguments[name][::-1] for name in ("q", "page_table", "starts")}
-    np.testing.assert_array_equal(plain(arguments | turned, shape)[::-1], whole)
+    np.testing.assert_array_equal(plain(arguments | turned, shape)[0][::-1], whole)
 
 
 def test_pages_no_query_sees_are_not_copied():
@@ -114,18 +122,50 @@ def test_pages_no_query_sees_are_not_copied():
     for row, start in enumerate(shape.starts):
         table[row, : max(start - 50 + 1, 0) // (shape.page_size * group) * group] = 2 * table.size
         table[row, -(-(start + shape.chunk) // shape.page_size) :] = 2 * table.size
-    assert_close(strictly(kernel(shape), arguments | {"page_table": table}), arguments, shape)
+    got = strictly(kernel(shape), arguments | {"page_table": table})
+    assert_close(got, reference(arguments, shape), shape)
+
+
+def test_pages_that_are_not_listed_are_not_copied():
+    """Nor does it matter how far a list is padded, or with what."""
+    shape = dataclasses.replace(NAMED["sparse"], num_heads=2, num_kv_heads=1)
+    arguments = example(shape)
+    blocks, counts = (np.array(arguments[name]) for name in ("blocks", "counts"))
+    table = np.array(arguments["page_table"])
+    for row, count in enumerate(counts[:, 0]):
+        table[row, np.setdiff1d(np.arange(shape.num_blocks), blocks[row, 0, :count])] = 2 * table.size
+        blocks[row, 0, count:] = 3 * table.size
+    got = strictly(kernel(shape), arguments | {"page_table": table, "blocks": blocks})
+    assert_close(got, reference(arguments, shape), shape)
+
+
+@pytest.mark.parametrize("name", ["block_sums", "window"])
+def test_dense_is_listing_every_block(name):
+    """Bit for bit, with block sums and without them."""
+    shape = NAMED[name]
+    arguments = example(shape)
+    listed = listing_every_block(arguments, shape)
+    asked, unasked = (dataclasses.replace(shape, block_lse=block_lse) for block_lse in (True, False))
+    out, lse = plain(arguments, asked)
+    listed_out, listed_lse = plain(listed, asked)
+    for other in (listed_out, plain(arguments, unasked)[0], plain(listed, unasked)[0]):
+        np.testing.assert_array_equal(other.view(np.uint8), out.view(np.uint8))
+    np.testing.assert_array_equal(listed_lse, lse)
 
 
 def shapes_of(shape: Shape):
     """The arguments of a shape, with no contents."""
-    b, n = len(shape.starts), shape.num_blocks
-    return {
+    b, n, k = len(shape.starts), shape.num_blocks, shape.num_kv_heads
+    arrays = {
         "q": jax.ShapeDtypeStruct((b, shape.chunk, shape.num_heads, shape.head_dim), shape.dtype),
-        "pages": jax.ShapeDtypeStruct((shape.num_kv_heads, 1 + b * n, shape.page_size, shape.width), shape.dtype),
+        "pages": jax.ShapeDtypeStruct((k, 1 + b * n, shape.page_size, shape.width), shape.dtype),
         "page_table": jax.ShapeDtypeStruct((b, n), np.int32),
         "starts": jax.ShapeDtypeStruct((b,), np.int32),
     }
+    if shape.open_share is None:
+        return arrays
+    lists = {"blocks": jax.ShapeDtypeStruct((b, k, n), np.int32), "counts": jax.ShapeDtypeStruct((b, k), np.int32)}
+    return arrays | lists
 
 
 def test_lowers_for_a_tpu(capsys):
@@ -134,7 +174,7 @@ def test_lowers_for_a_tpu(capsys):
         lower(kernel(shape, config=None), shapes_of(shape))
     with capsys.disabled():
         print(f"\npaged_prefill tpu lowers: {len(chip_shapes)} shapes")
-    assert len(chip_shapes) == 5
+    assert len(chip_shapes) == 6
 
 
 @pytest.mark.parametrize(
@@ -143,6 +183,7 @@ def test_lowers_for_a_tpu(capsys):
         ({"page_size": 4}, 'reads float32 pages of a multiple of 8 tokens, not 4: use "xla"'),
         ({"starts": (2_000_000,)}, 'bytes of scalar memory: use "xla", or pages of more than 16 tokens'),
         ({"page_size": 16384}, 'bytes of vector memory: use "xla", or smaller pages'),
+        ({"starts": (400_000,), "block_lse": True}, 'bytes of vector memory: use "xla", or shorter lists'),
     ],
 )
 def test_what_it_cannot_serve_is_refused(change, reason):

@@ -1,10 +1,12 @@
 """Prefill attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas.backend import NAMES, kernel, resolve
-from et_jax.pallas.checks import require_integers, require_pool, require_shape, require_softmax
+from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
 
 BACKENDS = {name: kernel("paged_prefill", name) for name in NAMES}
 
@@ -15,35 +17,65 @@ def paged_prefill(
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
+    blocks: Int[Array, "b k m"] | None = None,
+    counts: Int[Array, "b k"] | None = None,
+    block_lse: bool = False,
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
     backend: str | None = None,
-) -> Float[Array, "b t h d"]:
-    """Return causal attention of t new queries a row, at positions starts .. starts + t - 1.
+) -> Any:
+    """Return causal attention "b t h d" of t new queries a row, at positions starts .. starts + t - 1.
 
-    With z_ij = scale q_i.k_j, or soft_cap tanh(scale q_i.k_j / soft_cap), over the tokens j <= i and, with
-    a window, i - j < window:
+    With z_ij = scale q_i.k_j, or soft_cap tanh(scale q_i.k_j / soft_cap), over the tokens j <= i of the listed
+    blocks and, with a window, i - j < window:
 
         out_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink))        in the dtype of q
+        lse_i[block] = log sum_(j in block) exp(z_ij)                      float32, without the sink
 
     pages: as in `paged_attention`; the new tokens' own keys and values are already there. The token at
         position j of row b lies in page page_table[b, j // s].
+    blocks, counts: given together, lists as in `paged_attention`: logical ids, strictly ascending, of which the
+        first counts[b, k] hold. Every query of the chunk reads these blocks and no other, so those that hold
+        the chunk itself belong in the list. None: every block that is not in the future, with the same bits
+        as if each block of the row were listed.
+    block_lse: return (out, lse), lse "b t h m", where m counts the entries of a list or, with none, of the page table.
     sink_logits: one more logit a query head, in the denominator only (gpt-oss, 2025).
 
-    Query head h reads KV head h // (h / k). Softmax and sums run in float32. Queries past the end of the
-    real tokens give rows to be ignored; no other row depends on them or on their keys and values.
+    Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is 0
+    and lse -inf. What no query sees may be NaN; what a query sees and is NaN makes its `out` NaN. Queries past
+    the end of the real tokens give rows to be ignored; no other row depends on them or on their keys and values.
     """
     b, _, h, _ = q.shape
+    k = pages.shape[0]
     require_pool(q, pages, head_axis=2)
     require_shape("page_table", page_table, (b, None), "b n")
     require_shape("starts", starts, (b,), "b")
     require_integers("page_table", page_table)
     require_integers("starts", starts)
+    require(counts is None or blocks is not None, "blocks", "None", "lists of blocks beside counts")
+    if blocks is not None:
+        require(counts is not None, "counts", "None", "the lengths of the lists in blocks")
+        require_shape("blocks", blocks, (b, k, None), "b k m")
+        require(blocks.shape[-1] >= 1, "blocks", f"shape {blocks.shape}", "room for at least one block")
+        require_shape("counts", counts, (b, k), "b k")
+        require_integers("blocks", blocks)
+        require_integers("counts", counts)
     require_softmax(h, scale, soft_cap, window, sink_logits)
     name = resolve(backend, BACKENDS)
     with jax.named_scope(f"paged_prefill/{name}"):
-        return BACKENDS[name](
-            q, pages, page_table, starts, scale=scale, soft_cap=soft_cap, window=window, sink_logits=sink_logits
+        out, lse = BACKENDS[name](
+            q,
+            pages,
+            page_table,
+            starts,
+            blocks=blocks,
+            counts=counts,
+            block_lse=block_lse,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+            sink_logits=sink_logits,
         )
+    return (out, lse) if block_lse else out

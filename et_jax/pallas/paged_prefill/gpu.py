@@ -1,8 +1,9 @@
 """`paged_prefill` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
 
 A program takes one KV head of one row and a block of query rows: the queries that share the head, position by
-position. Three warpgroups share it. The producer keeps several tiles of 64 tokens in flight, from the first that a
-window reaches to the last that any query sees. Each of two consumers meets every tile with 64 query rows:
+position. Three warpgroups share it. The producer keeps several tiles of 64 tokens in flight: those of the listed
+blocks or, without lists, from the first that a window reaches to the last that any query sees. Each of two consumers
+meets every tile with 64 query rows:
 
     scores "r s" = queries "r d" @ keys "s d" transposed        from shared memory
     mixed "r d" += weights "r s" @ values "s d"                 weights from registers
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.pallas import hopper
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
@@ -54,21 +55,25 @@ def paged_prefill(
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
+    blocks: Int[Array, "b k m"] | None = None,
+    counts: Int[Array, "b k"] | None = None,
+    block_lse: bool = False,
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "b t h d"]:
-    """Return what `api.paged_prefill` documents.
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
+    """Return what `api.paged_prefill` documents, None where no block sums are asked for.
 
     interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
     Raises NotImplementedError, with the reason and the backend that can, for what the kernel does not serve.
     """
     b, t, h, d = q.shape
-    k, _, _, e = pages.shape
+    k, _, s, e = pages.shape
     group = h // k
+    m = page_table.shape[1] if blocks is None else blocks.shape[2]
     hopper.refuse_unserved(q, pages)
     if config is None:
         config = heuristic(e)
@@ -82,10 +87,13 @@ def paged_prefill(
     else:
         sinks = sink_logits.astype(jnp.float32).reshape(k, group) * LOG2_E
         sinks = jnp.tile(sinks, (1, -(-num_rows // group)))[:, :num_rows]
+    if counts is not None:
+        counts = jnp.minimum(counts, m)
+    tile_sums = jax.ShapeDtypeStruct((b, k, m * (s // TILE), num_rows), jnp.float32) if block_lse else None
     settings = {"config": config, "scale": scale, "soft_cap": soft_cap, "window": window}
-    out = plgpu.kernel(
+    out, tile_lse = plgpu.kernel(
         functools.partial(_attend_block, group=group, num_queries=t, simulated=interpret is not None, **settings),
-        out_type=jax.ShapeDtypeStruct(query.shape, jnp.bfloat16),
+        out_type=(jax.ShapeDtypeStruct(query.shape, jnp.bfloat16), tile_sums),
         scratch_types=(
             plgpu.SMEM((CONSUMERS, ROWS, d), jnp.bfloat16, transforms=LAYOUT),
             plgpu.SMEM((config.stages, TILE, e), jnp.bfloat16, transforms=LAYOUT),
@@ -100,8 +108,41 @@ def paged_prefill(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
-    )(query, pages, page_table, starts, sinks)
-    return out[:, :, : t * group].reshape(b, k, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
+    )(query, pages, page_table, starts, sinks, blocks, counts)
+    out = out[:, :, : t * group].reshape(b, k, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
+    if tile_lse is None:
+        return out, None
+    tile_lse = tile_lse[..., : t * group].reshape(b, k, m, s // TILE, t, group)
+    return out, _block_sums(tile_lse, _tiles_seen(starts, blocks, counts, tile_lse.shape, window))
+
+
+def _tiles_seen(
+    starts: Int[Array, " b"],
+    blocks: Int[Array, "b k m"] | None,
+    counts: Int[Array, "b k"] | None,
+    shape: tuple[int, ...],
+    window: int | None,
+) -> Bool[Array, "b #k m tiles t"]:
+    """Return which queries see any token of which tiles, for tile sums of this shape; of no other is a sum written."""
+    _, _, m, tiles, t, _ = shape
+    entry = jnp.arange(m, dtype=jnp.int32)
+    block = entry[None, None] if blocks is None else blocks
+    position = (starts[:, None] + jnp.arange(t, dtype=jnp.int32))[:, None, None, None]
+    token = (block[..., None] * tiles + jnp.arange(tiles, dtype=jnp.int32))[..., None] * TILE
+    seen_mask = token <= position
+    if window is not None:
+        seen_mask &= position - (token + TILE - 1) < window
+    return seen_mask if counts is None else seen_mask & (entry < counts[..., None])[..., None, None]
+
+
+def _block_sums(
+    tile_lse: Float[Array, "b k m tiles t g"], seen_mask: Bool[Array, "b #k m tiles t"]
+) -> Float[Array, "b t h m"]:
+    """Return the log-sum-exp of each block from those of its tiles, -inf where nothing is seen."""
+    b, k, m, tiles, t, group = tile_lse.shape
+    tile_lse = jnp.where(seen_mask[..., None], tile_lse, -jnp.inf)
+    lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
+    return lse.transpose(0, 3, 1, 4, 2).reshape(b, t, k * group, m)
 
 
 def _attend_block(
@@ -111,8 +152,11 @@ def _attend_block(
     table_ref,
     starts_ref,
     sinks_ref,
+    blocks_ref,  # these two are None without lists
+    counts_ref,
     # outputs, in global memory
     out_ref,
+    lse_ref,  # None where no block sums are asked for
     # scratch, in shared memory
     query_ref,
     stages_ref,
@@ -129,7 +173,7 @@ def _attend_block(
     num_queries: int,
     simulated: bool,
 ):
-    """Attend with one block of query rows. Logits have base 2."""
+    """Attend with one block of query rows. Logits have base 2 until a tile's sum is written."""
     row, head, block = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     d = query_ref.shape[2]
@@ -137,8 +181,16 @@ def _attend_block(
     first_row = block * (CONSUMERS * ROWS)
     first_query = starts_ref[row] + lax.div(first_row, group)
     last_query = starts_ref[row] + jnp.minimum(lax.div(first_row + CONSUMERS * ROWS - 1, group), num_queries - 1)
-    begin = 0 if window is None else lax.div(jnp.maximum(first_query - window + 1, 0), TILE)
-    end = jnp.minimum(lax.div(last_query, TILE) + 1, table_ref.shape[1] * tiles)
+    if counts_ref is not None:
+        begin, end = 0, counts_ref[row, head] * tiles
+    else:
+        begin = 0 if window is None else lax.div(jnp.maximum(first_query - window + 1, 0), TILE)
+        end = jnp.minimum(lax.div(last_query, TILE) + 1, table_ref.shape[1] * tiles)
+
+    def place(i):
+        """The block that tile i of those read lies in, and which of its tiles it is."""
+        entry = lax.div(begin + i, tiles)
+        return entry if blocks_ref is None else blocks_ref[row, head, entry], lax.rem(begin + i, tiles)
 
     @pl.when(warpgroup == PRODUCER)
     def _():
@@ -146,13 +198,13 @@ def _attend_block(
 
         def fetch(i, _):
             stage = lax.rem(i, config.stages)
-            page, tile = table_ref[row, lax.div(begin + i, tiles)], lax.rem(begin + i, tiles)
+            block, tile = place(i)
 
             @pl.when(i >= config.stages)
             def _():
                 plgpu.barrier_wait(stage_free.at[stage])
 
-            tokens = pages_ref.at[head, page, pl.ds(tile * TILE, TILE)]
+            tokens = pages_ref.at[head, table_ref[row, block], pl.ds(tile * TILE, TILE)]
             plgpu.copy_gmem_to_smem(tokens, stages_ref.at[stage], tile_arrived.at[stage])
 
         lax.fori_loop(0, end - begin, fetch, None)
@@ -174,7 +226,8 @@ def _attend_block(
         def attend(i, carry):
             maximum, total, mixed = carry
             stage = lax.rem(i, config.stages)
-            start = (begin + i) * TILE
+            block, tile = place(i)
+            start = (block * tiles + tile) * TILE
             keys, values = (stages_ref.at[stage, :, pl.ds(column, d)] for column in (0, d))
 
             plgpu.barrier_wait(tile_arrived.at[stage])
@@ -198,7 +251,12 @@ def _attend_block(
                 is_edge |= start <= last_query - window
             logits = lax.cond(is_edge, mask, lambda logits: logits, logits * LOG2_E)
 
-            new_maximum = jnp.maximum(maximum, jnp.max(logits, axis=1))
+            tile_maximum = jnp.max(logits, axis=1)
+            if lse_ref is not None:  # against the tile's own maximum: far below the others it is exact still
+                tile_weights = jnp.exp2(logits - _beside(finite(tile_maximum), logits.shape))
+                lse = (finite(tile_maximum) + jnp.log2(jnp.sum(tile_weights, axis=1))) / LOG2_E
+                store(lse_ref.at[row, head, begin + i, own_rows], lse)
+            new_maximum = jnp.maximum(maximum, tile_maximum)
             decay = jnp.exp2(maximum - finite(new_maximum))
             weights = jnp.exp2(logits - _beside(finite(new_maximum), logits.shape))
             total = total * decay + jnp.sum(weights, axis=1)

@@ -11,35 +11,48 @@ def paged_prefill(
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
+    blocks: Int[Array, "b k m"] | None = None,
+    counts: Int[Array, "b k"] | None = None,
+    block_lse: bool = False,
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
-) -> Float[Array, "b t h d"]:
-    """Return what `api.paged_prefill` documents."""
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
+    """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
     b, t, h, d = q.shape
     k, _, s, e = pages.shape
     n = page_table.shape[1]
+    if blocks is None or counts is None:
+        blocks = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, k, n))
+        counts = jnp.full((b, k), n, jnp.int32)
+    listed = jnp.arange(blocks.shape[2], dtype=jnp.int32) < counts[..., None]
 
-    def one_query(query, token, position):
-        """Attention of one query "h d" at `position` over the tokens "k n*s e" of its sequence."""
+    def one_query(query, token, block, listed, position):
+        """Attention of one query "h d" at `position` over the tokens "k n*s e" of its sequence, and block sums."""
+        opened = jnp.any((block[..., None] == jnp.arange(n, dtype=jnp.int32)) & listed[..., None], axis=1)
         place = jnp.arange(n * s, dtype=jnp.int32)
-        seen_mask = place <= position
+        seen_mask = jnp.repeat(opened, s, axis=1) & (place <= position)
         if window is not None:
             seen_mask &= position - place < window
-        token = jnp.where(seen_mask[:, None], token, 0.0)  # 0 * NaN is NaN: what is masked must not be read
+        token = jnp.where(seen_mask[..., None], token, 0.0)  # 0 * NaN is NaN: what is masked must not be read
         key, value = token[..., :d], token[..., d : 2 * d]
         grouped = query.astype(jnp.float32).reshape(k, h // k, d)
         scores = jnp.einsum("kgd,ktd->kgt", grouped, key, precision="highest") * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen_mask, scores, -jnp.inf)
-        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        scores = jnp.where(seen_mask[:, None], scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores.reshape(k, h // k, n, s), axis=-1)
+        total = jax.nn.logsumexp(lse, axis=-1)
         if sink_logits is not None:
-            total = jnp.logaddexp(total, sink_logits.astype(jnp.float32).reshape(k, h // k, 1))
-        weights = jnp.where(seen_mask, jnp.exp(scores - total), 0.0)
-        return jnp.einsum("kgt,ktd->kgd", weights, value, precision="highest").reshape(h, d).astype(q.dtype)
+            total = jnp.logaddexp(total, sink_logits.astype(jnp.float32).reshape(k, h // k))
+        weights = jnp.where(seen_mask[:, None], jnp.exp(scores - total[..., None]), 0.0)
+        out = jnp.einsum("kgt,ktd->kgd", weights, value, precision="highest").reshape(h, d).astype(q.dtype)
+        lse = jnp.take_along_axis(lse, jnp.where(listed, block, 0)[:, None], axis=2)
+        return out, jnp.where(listed[:, None], lse, -jnp.inf).reshape(h, -1)
 
     token = pages[:, page_table].swapaxes(0, 1).reshape(b, k, n * s, e).astype(jnp.float32)
     position = starts[:, None] + jnp.arange(t, dtype=jnp.int32)
-    return jax.vmap(jax.vmap(one_query, in_axes=(0, None, 0)))(q, token, position)
+    each_query = jax.vmap(one_query, in_axes=(0, None, None, None, 0))
+    out, lse = jax.vmap(each_query)(q, token, blocks, listed, position)
+    return out, lse if block_lse else None

@@ -16,6 +16,8 @@ class Shape:
     """One case.
 
     chunk: new queries a row. starts: tokens before the chunk, a number for each row.
+    open_share: the chance that a KV head lists a block; the last block is always listed. None: no lists, dense.
+    block_lse: whether block sums are asked for.
     tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
     """
 
@@ -27,6 +29,8 @@ class Shape:
     chunk: int
     starts: tuple[int, ...] = (0,)
     dtype: str = "float32"
+    open_share: float | None = None
+    block_lse: bool = False
     soft_cap: float | None = None
     window: int | None = None
     sinks: bool = False
@@ -45,11 +49,16 @@ class Shape:
     @property
     def settings(self) -> dict[str, float | int | None]:
         """The keyword arguments that are no arrays."""
-        return {"scale": self.head_dim**-0.5, "soft_cap": self.soft_cap, "window": self.window}
+        return {
+            "scale": self.head_dim**-0.5,
+            "soft_cap": self.soft_cap,
+            "window": self.window,
+            "block_lse": self.block_lse,
+        }
 
 
 def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
-    """Return random arguments of this shape, pages scattered over the pool."""
+    """Return random arguments of this shape, pages scattered over the pool, a list for each KV head where wanted."""
     rng = np.random.default_rng(seed)
     b, n, k = len(shape.starts), shape.num_blocks, shape.num_kv_heads
     num_pages = 1 + b * n
@@ -60,13 +69,30 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     pages = normal(k, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
     if num_pages > DRAWN_PAGES:
         pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
+    blocks, counts = (None, None) if shape.open_share is None else lists(shape, rng, shape.open_share)
     return {
         "q": normal(b, shape.chunk, shape.num_heads, shape.head_dim),
         "pages": pages,
         "page_table": jnp.asarray(rng.permutation(num_pages - 1).reshape(b, n) + 1, jnp.int32),
         "starts": jnp.asarray(shape.starts, jnp.int32),
+        "blocks": blocks,
+        "counts": counts,
         "sink_logits": jnp.asarray(rng.standard_normal(shape.num_heads, np.float32)) if shape.sinks else None,
     }
+
+
+def lists(shape: Shape, rng: np.random.Generator, open_share: float) -> tuple[jax.Array, jax.Array]:
+    """Return random lists "b k n" of the blocks that hold a row's tokens, and their lengths "b k"."""
+    blocks = np.zeros((len(shape.starts), shape.num_kv_heads, shape.num_blocks), np.int32)
+    counts = np.zeros(blocks.shape[:2], np.int32)
+    for row, start in enumerate(shape.starts):
+        for head in range(shape.num_kv_heads):
+            open_mask = rng.random(-(-(start + shape.chunk) // shape.page_size)) < open_share
+            open_mask[-1] = True
+            listed = np.flatnonzero(open_mask)
+            blocks[row, head, : len(listed)] = listed
+            counts[row, head] = len(listed)
+    return jnp.asarray(blocks), jnp.asarray(counts)
 
 
 def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, chunk: int, **rest) -> Shape:
@@ -106,6 +132,24 @@ SHAPES = (
     _shape(
         "all_of_them_bfloat16", (8, 2), 64, 16, 60, starts=(90,), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"
     ),
+    # lists, over several steps of the loop, and block sums
+    _shape("block_sums", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True),
+    _shape("listed", (4, 2), 96, 32, 24, starts=(300,), open_share=0.4),
+    _shape("sparse", (9, 3), 64, 16, 40, starts=(700, 300), open_share=0.3, block_lse=True),
+    _shape("sparse_bfloat16", (8, 2), 128, 16, 24, starts=(500, 0), open_share=0.5, block_lse=True, dtype="bfloat16"),
+    _shape(
+        "sparse_all_of_them",
+        (8, 2),
+        64,
+        16,
+        60,
+        starts=(600, 290),
+        open_share=0.5,
+        block_lse=True,
+        window=300,
+        soft_cap=5.0,
+        sinks=True,
+    ),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several blocks, edges
     _shape("hopper_group_1", (2, 2), 128, 64, 40, starts=(30,), dtype="bfloat16"),
     _shape("hopper_group_3", (6, 2), 64, 128, 70, starts=(500,), dtype="bfloat16"),
@@ -128,11 +172,39 @@ SHAPES = (
         soft_cap=5.0,
         sinks=True,
     ),
+    _shape("hopper_block_sums", (4, 2), 64, 64, 40, starts=(100, 0), block_lse=True, dtype="bfloat16"),
+    _shape("hopper_sparse", (8, 2), 64, 64, 40, starts=(700, 90), open_share=0.4, block_lse=True, dtype="bfloat16"),
+    _shape(
+        "hopper_sparse_all_of_them",
+        (4, 1),
+        128,
+        128,
+        60,
+        starts=(600, 290),
+        open_share=0.6,
+        block_lse=True,
+        dtype="bfloat16",
+        window=300,
+        soft_cap=5.0,
+        sinks=True,
+    ),
     # what is run, on a device
     _shape("smollm_135m", (9, 3), 64, 16, 256, starts=(1024,), dtype="bfloat16", tested=False),
     _shape("llama3_8b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", tested=False),
     _shape("qwen3_8b", (32, 8), 128, 128, 512, starts=(32256,), dtype="bfloat16", tested=False),
     _shape("mistral_7b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", window=4096, tested=False),
     _shape("chunk_at_128k", (32, 8), 128, 128, 512, starts=(130560,), dtype="bfloat16", tested=False),
+    _shape(
+        "chunk_at_32k_eighth",
+        (32, 8),
+        128,
+        128,
+        512,
+        starts=(32256,),
+        open_share=0.125,
+        block_lse=True,
+        dtype="bfloat16",
+        tested=False,
+    ),
 )
 TESTED = tuple(shape for shape in SHAPES if shape.tested)

@@ -1,4 +1,6 @@
-"""`paged_prefill` on a TPU: a grid step for each tile of queries, the pages it sees copied ahead through a ring.
+"""`paged_prefill` on a TPU: a grid step for each tile of queries, the pages it reads copied ahead through a ring.
+
+Those are the listed pages or, with no lists, the pages some query of the tile sees.
 
 Groups of pages begin at fixed multiples of their size, and one that a query does not see changes no bit of
 its output, so that a chunk may be cut anywhere.
@@ -22,6 +24,7 @@ from et_jax.pallas.checks import LANES
 TILE_ROWS = 512
 # Keys worked on as one: scores of a tile against them are 1 MiB of vector memory.
 GROUP_TOKENS = 512
+NEVER = 2**30  # where a token stands that is not listed: no query stands so far, and differences do not overflow
 TILE_STEP = 16  # a tile is whole registers of bfloat16
 
 
@@ -46,14 +49,20 @@ def paged_prefill(
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
+    blocks: Int[Array, "b k m"] | None = None,
+    counts: Int[Array, "b k"] | None = None,
+    block_lse: bool = False,
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
     config: Config | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "b t h d"]:
-    """Return what `api.paged_prefill` documents. `interpret` runs the kernel on a CPU, for tests."""
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
+    """Return what `api.paged_prefill` documents, None where no block sums are asked for.
+
+    interpret: run the kernel on a CPU, for tests.
+    """
     b, t, h, d = q.shape
     k, _, s, e = pages.shape
     g, n = h // k, page_table.shape[1]
@@ -61,9 +70,12 @@ def paged_prefill(
         config = heuristic(t, g, pages)
     tile, tiles = config.tile, -(-t // config.tile)
     ring.require_pages(pages)
-    taken = footprint(config, pages, b, g, n)
+    m = n if blocks is None else blocks.shape[2]
+    padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
+    taken = footprint(config, pages, b, g, n, listed=0 if blocks is None else m, summed=m if block_lse else 0)
     ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
-    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
+    advice = "or shorter lists" if block_lse else "or smaller pages"
+    ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, advice)
 
     # a head that fills no whole lanes is not cut from its token, as in `paged_attention`
     joint = d % LANES != 0
@@ -77,14 +89,25 @@ def paged_prefill(
     table = page_table[:, None]
     steps = b * k * tiles
 
-    def row_table(ahead):
+    def scalars(size, share, ahead):
+        """One row of an array, whose rows serve `share` grid steps each, for the grid step so far ahead."""
+
         def index(i, *_):
-            return jnp.minimum(i + ahead, steps - 1) // (k * tiles), 0, 0
+            return jnp.minimum(i + ahead, steps - 1) // share, 0, 0
 
-        return pl.BlockSpec((1, 1, n), index, memory_space=pltpu.SMEM)
+        return pl.BlockSpec((1, 1, size), index, memory_space=pltpu.SMEM)
 
-    queries = pl.BlockSpec((1, g, tile, width), lambda i, *_: (i // tiles, 0, i % tiles, 0))
-    mixed = pl.pallas_call(
+    def queries(columns):
+        return pl.BlockSpec((1, g, tile, columns), lambda i, *_: (i // tiles, 0, i % tiles, 0))
+
+    if blocks is None or counts is None:
+        lists = entries = list_spec = next_list_spec = None
+    else:
+        lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, padded - m))).reshape(b * k, 1, padded)
+        entries = jnp.pad(jnp.minimum(counts, m).reshape(b * k), (0, 1))  # nothing follows the last grid step
+        list_spec, next_list_spec = (scalars(padded, tiles, ahead) for ahead in (0, 1))
+    sums = jax.ShapeDtypeStruct((*query.shape[:-1], padded), jnp.float32) if block_lse else None
+    mixed, lse = pl.pallas_call(
         partial(
             _kernel,
             chunk=t,
@@ -97,54 +120,70 @@ def paged_prefill(
             window=window,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(steps,),
             in_specs=[
-                queries,
+                queries(width),
                 pl.BlockSpec((1, g, tile, 1), lambda i, *_: (i // tiles % k, 0, 0, 0)),
-                row_table(0),
-                row_table(1),
+                list_spec,
+                next_list_spec,
+                scalars(n, k * tiles, 0),
+                scalars(n, k * tiles, 1),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
-            out_specs=queries,
+            out_specs=[queries(width), queries(padded) if block_lse else None],
             scratch_shapes=[
                 pltpu.VMEM((config.ring.depth, config.ring.group, s, e), pages.dtype),
                 pltpu.SemaphoreType.DMA((config.ring.depth,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(query.shape, q.dtype),
+        out_shape=[jax.ShapeDtypeStruct(query.shape, q.dtype), sums],
         # tiles run in order on one core: each starts copies for the next
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_prefill",
-    )(jnp.pad(starts, (0, 1)), query, sinks, table, table, pages)
-    out = mixed[:, :, :t, d : 2 * d] if joint else mixed[:, :, :t]
-    return out.reshape(b, k, g, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+    )(jnp.pad(starts, (0, 1)), entries, query, sinks, lists, lists, table, table, pages)
+
+    def by_query(tiled):
+        return tiled[:, :, :t].reshape(b, k, g, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
+
+    out = mixed[..., d : 2 * d] if joint else mixed
+    return by_query(out), None if lse is None else by_query(lse[..., :m])
 
 
-def footprint(config: Config, pages: Array, b: int, g: int, n: int) -> ring.Footprint:
-    """Return the memories taken by b rows with g query heads a KV head and page tables of n entries."""
-    _, _, s, e = pages.shape
+def footprint(
+    config: Config, pages: Array, b: int, g: int, n: int, *, listed: int = 0, summed: int = 0
+) -> ring.Footprint:
+    """Return the memories taken by b rows with g query heads a KV head and page tables of n entries.
+
+    listed: entries of a list, 0 without lists. summed: entries whose sums are returned, 0 for none.
+    """
+    k, _, s, e = pages.shape
+    listed, summed = listed + -listed % LANES, summed + -summed % LANES
     rows, span = g * config.tile, config.ring.group * s
-    # starts; twice, for the copy that runs ahead: the table of this row and of the next
-    scalar = 4 * (b + 1 + 2 * 2 * n)
-    # twice: query, output and sinks; once: what is mixed, and a group's scores, mask and weights
-    vector = 4 * rows * (2 * (2 * e + LANES) + 2 * e + 3 * span)
+    # starts and counts; twice, for the copy that runs ahead: list and table of this row and of the next
+    scalar = 4 * (b + 1 + b * k + 1 + 2 * 2 * (listed + n))
+    # twice: query, output, sinks and block sums; once: what is mixed, and a group's scores, mask and weights
+    vector = 4 * rows * (2 * (2 * e + LANES + summed) + 2 * e + 3 * span)
     return ring.Footprint(scalar=scalar, vector=vector + config.ring.num_bytes(s * e * pages.dtype.itemsize))
 
 
 def _kernel(
     # prefetched scalars
     starts_ref,
+    counts_ref,  # None without lists
     # inputs
     query_ref,
     sink_ref,
+    blocks_ref,  # these two likewise
+    next_blocks_ref,
     table_ref,
     next_table_ref,
     pages_ref,
     # outputs
     out_ref,
+    lse_ref,  # None where no block sums are asked for
     # scratch
     buffers_ref,
     arrived,
@@ -168,31 +207,45 @@ def _kernel(
         return starts_ref[index // (num_heads * tiles)] + index % tiles * tile
 
     def first_group(index):
-        """The first group a window still reaches."""
-        return 0 if window is None else jnp.maximum(first_position(index) - window + 1, 0) // (group * s)
+        """The first group to read: of a list the first, without one that which a window still reaches."""
+        if window is None or counts_ref is not None:
+            return 0
+        return jnp.maximum(first_position(index) - window + 1, 0) // (group * s)
 
-    def seen_pages(index, table_ref):
-        first = first_group(index)
+    def end(index, table_ref):
+        """How far to read, in entries of the list or of the table."""
+        if counts_ref is not None:
+            return counts_ref[index // tiles]
         stop = jnp.minimum(first_position(index) + tile, starts_ref[index // (num_heads * tiles)] + chunk)
         # nothing follows the last grid step
-        end = jnp.where(index < pl.num_programs(0), jnp.minimum(pl.cdiv(stop, s), table_ref.shape[2]), 0)
+        return jnp.where(index < pl.num_programs(0), jnp.minimum(pl.cdiv(stop, s), table_ref.shape[2]), 0)
+
+    def pages_to_read(index, blocks_ref, table_ref):
+        first, stop = first_group(index), end(index, table_ref)
+
+        def page(i, j):
+            entry = (first + i) * group + j
+            return table_ref[0, 0, entry if blocks_ref is None else blocks_ref[0, 0, entry]]
+
         return ring.PageList(
             head=index // tiles % num_heads,
-            num_groups=jnp.maximum(pl.cdiv(end, group) - first, 0),
-            count=lambda i: jnp.clip(end - (first + i) * group, 0, group),
-            page=lambda i, j: table_ref[0, 0, (first + i) * group + j],
+            num_groups=jnp.maximum(pl.cdiv(stop, group) - first, 0),
+            count=lambda i: jnp.clip(stop - (first + i) * group, 0, group),
+            page=page,
         )
 
-    own = seen_pages(index, table_ref)
+    own = pages_to_read(index, blocks_ref, table_ref)
     arrivals = ring.Ring(
         pages_ref=pages_ref,
         buffers_ref=buffers_ref,
         arrived=arrived,
         first_ref=first_ref,
         own=own,
-        following=seen_pages(index + 1, next_table_ref),
+        following=pages_to_read(index + 1, next_blocks_ref, next_table_ref),
     )
     arrivals.open(index == 0)
+    if lse_ref is not None:
+        lse_ref[...] = jnp.full(lse_ref.shape, -jnp.inf, jnp.float32)
     query = query_ref[0].reshape(g * tile, width)
     dot = partial(
         lax.dot_general,
@@ -215,10 +268,22 @@ def _kernel(
         finite = _is_finite(value)
         return jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0.0)
 
-    # how far each query stands from the first token of group 0
+    # how far each query stands from the first token of the sequence, less the token's place in its group
     rows = (g, tile, group * s)
     ahead = lax.broadcasted_iota(jnp.int32, rows, 1) - lax.broadcasted_iota(jnp.int32, rows, 2)
     ahead = ahead.reshape(g * tile, group * s) + first_position(index)
+
+    def origin(i):
+        """Where a group's tokens stand, less their places in the group: one number, or with lists "1 tokens"."""
+        entry = (first_group(index) + i) * group
+        if blocks_ref is None:
+            return entry * s
+        lane = lax.broadcasted_iota(jnp.int32, (1, group * s), 1)
+        place = jnp.full((1, group * s), NEVER, jnp.int32)
+        for j in range(group):
+            stands = jnp.where(j < own.count(i), (blocks_ref[0, 0, entry + j] - j) * s, NEVER)
+            place = jnp.where(lane >= j * s, stands, place)
+        return place
 
     def step(i, carry):
         maximum, total, mixed = carry
@@ -226,14 +291,15 @@ def _kernel(
         scores = dot(query, key, (((1,), (1,)), ((), ()))) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        behind = ahead - (first_group(index) + i) * (group * s)
+        behind = ahead - origin(i)
         seen_mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
         scores = jnp.where(seen_mask, scores, -jnp.inf)
+        if lse_ref is not None:
+            _store_sums(lse_ref, (first_group(index) + i) * group, scores, s)
 
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1, keepdims=True))
-        finite_maximum = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
-        decay = jnp.exp(maximum - finite_maximum)
-        weights = jnp.exp(scores - finite_maximum)
+        decay = jnp.exp(maximum - _finite(new_maximum))
+        weights = jnp.exp(scores - _finite(new_maximum))
         total = total * decay + jnp.sum(weights, axis=1, keepdims=True)
         update = dot(weights.astype(value.dtype), value, (((1,), (0,)), ((), ())))
         return new_maximum, total, mixed * decay + update
@@ -245,6 +311,38 @@ def _kernel(
     out = mixed / jnp.where(total == 0.0, 1.0, total)
     out_ref[0] = out.reshape(g, tile, width).astype(out_ref.dtype)
     arrivals.close()
+
+
+def _store_sums(lse_ref, entry, scores, page_size):
+    """Store the log-sum-exps of a group's blocks at list positions from `entry` on, along the lanes.
+
+    Each is taken against its own block's maximum: far below the others it is exact still. Scores are cut at whole
+    lanes; of those that hold several blocks, one after the other is let through a mask.
+    """
+    chunk = pl.ds(pl.multiple_of(entry // LANES * LANES, LANES), LANES)
+    _, g, tile, _ = lse_ref.shape
+    span = scores.shape[1]
+    width = max(page_size, LANES) if page_size % LANES == 0 or LANES % page_size == 0 else span
+    lse = lse_ref[0, :, :, chunk].reshape(g * tile, LANES)
+    lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1) - entry % LANES
+    for start in range(0, span, width):
+        share = scores[:, start : start + width]
+        place = lax.broadcasted_iota(jnp.int32, (1, share.shape[1]), 1)
+
+        def add_block(j, lse, start=start, share=share, place=place):
+            own = (place >= j * page_size) & (place < (j + 1) * page_size)
+            block = jnp.where(own, share, -jnp.inf)
+            maximum = _finite(jnp.max(block, axis=1, keepdims=True))
+            total = jnp.sum(jnp.exp(block - maximum), axis=1, keepdims=True)
+            return jnp.where(lane == start // page_size + j, maximum + jnp.log(total), lse)
+
+        lse = lax.fori_loop(0, share.shape[1] // page_size, add_block, lse)
+    lse_ref[0, :, :, chunk] = lse.reshape(g, tile, LANES)
+
+
+def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def _is_finite(x: Float[Array, "..."]) -> Array:

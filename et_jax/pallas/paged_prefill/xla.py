@@ -1,8 +1,9 @@
-"""`paged_prefill` without Pallas: an online softmax over fixed groups of key blocks.
+"""`paged_prefill` without Pallas: an online softmax over fixed groups of list entries.
 
-The loop runs from the first group a window still reaches to the last one any query needs. Groups begin at
-fixed multiples of their size, and one that a row does not see changes no bit of that row: before its
-first token everything stays 0, after its last the old sums are scaled by exactly 1 and exactly 0 is added.
+Dense attention lists every block, and its loop runs from the first group a window still reaches to the last one any
+query needs; over lists that are given it runs to the end of the longest. Groups begin at fixed multiples of their
+size, and one that a row does not see changes no bit of that row: before its first token everything stays 0, after its
+last the old sums are scaled by exactly 1 and exactly 0 is added.
 """
 
 import dataclasses
@@ -15,11 +16,12 @@ from et_jax.pallas.gather import page_rows, tokens
 
 # Measured on x86-64 with two cores, chunks of 64 to 512 queries.
 GROUP_TOKENS = 256
+NEVER = jnp.iinfo(jnp.int32).max  # the position of a token that is not listed: no query stands so far
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the keys are walked. group: blocks a step of the loop reads."""
+    """How the keys are walked. group: list entries a step of the loop reads."""
 
     group: int
 
@@ -35,13 +37,16 @@ def paged_prefill(
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
+    blocks: Int[Array, "b k m"] | None = None,
+    counts: Int[Array, "b k"] | None = None,
+    block_lse: bool = False,
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
     config: Config | None = None,
-) -> Float[Array, "b t h d"]:
-    """Return what `api.paged_prefill` documents."""
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
+    """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
     b, t, h, d = q.shape
     k, p, s, _ = pages.shape
     x, g, n = b * k, h // k, page_table.shape[1]
@@ -50,16 +55,30 @@ def paged_prefill(
     dtype = jnp.promote_types(q.dtype, pages.dtype)
     query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(x, g * t, d)
     position = starts[:, None] + jnp.arange(t, dtype=jnp.int32)
+    if blocks is None or counts is None:
+        blocks, counts = jnp.arange(n, dtype=jnp.int32), jnp.full((b, k), n, jnp.int32)
+        blocks = jnp.broadcast_to(blocks, (b, k, n))
+        first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // span
+        last = jnp.minimum((jnp.max(starts) + t + span - 1) // span, -(-n // group))
+    else:
+        first, last = 0, (jnp.minimum(jnp.max(counts), blocks.shape[2]) + group - 1) // group
+    m = blocks.shape[2]
+    blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, -m % group)))
+    entry, offset = jnp.arange(group, dtype=jnp.int32), jnp.arange(s, dtype=jnp.int32)
 
-    def read(step):
+    def listed_tokens(step):
+        """Pool rows of a group's pages, and the positions of their tokens."""
+        ids = lax.dynamic_slice_in_dim(blocks, step * group, group, axis=2)
+        listed = step * group + entry < jnp.minimum(counts, m)[..., None]
+        place = jnp.where(listed[..., None], ids[..., None] * s + offset, NEVER).reshape(b, k, 1, span)
+        return lax.optimization_barrier((page_rows(page_table, jnp.where(listed, ids, 0), p), place))
+
+    def read(rows):
         """Keys and values of a group, and a term "x t" that is NaN for a value that is not finite.
 
         A value some query must not see may be anything, and 0 * NaN is NaN: it is read as 0. The term,
         added to the scores, keeps the fault from hiding from the queries that do see it.
         """
-        blocks = step * group + jnp.arange(group, dtype=jnp.int32)
-        rows = page_rows(page_table, jnp.broadcast_to(blocks, (b, k, group)), p)
-        rows = lax.optimization_barrier(rows)
         # whole tokens: a gather of some columns makes XLA copy the pool on TPU
         token = tokens(pages, rows, 0, pages.shape[-1]).astype(dtype)
         key, value = token[..., :d], token[..., d : 2 * d]
@@ -68,26 +87,27 @@ def paged_prefill(
         return key, jnp.where(finite, value, jnp.zeros((), dtype)), fault
 
     def step(i, carry):
-        maximum, total, mixed = carry
-        key, value, fault = read(i)
-        place = i * span + jnp.arange(span, dtype=jnp.int32)
-        seen_mask = place <= position[..., None]
+        maximum, total, mixed, lse = carry
+        rows, place = listed_tokens(i)
+        key, value, fault = read(rows)
+        seen_mask = place <= position[:, None, :, None]
         if window is not None:
-            seen_mask &= position[..., None] - place < window
+            seen_mask &= position[:, None, :, None] - place < window
 
         scores = jnp.einsum("xqd,xtd->xqt", query, key, preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = (scores + fault[:, None]).reshape(b, k, g, t, span)
-        scores = jnp.where(seen_mask[:, None, None], scores, -jnp.inf).reshape(x, g * t, span)
+        scores = jnp.where(seen_mask[:, :, None], scores, -jnp.inf).reshape(x, g * t, span)
+        if lse is not None:
+            lse = lax.dynamic_update_slice_in_dim(lse, _block_lse(scores, group), i * group, axis=2)
 
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
-        finite_maximum = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
-        decay = jnp.exp(maximum - finite_maximum)
-        weights = jnp.exp(scores - finite_maximum[..., None])
+        decay = jnp.exp(maximum - _finite(new_maximum))
+        weights = jnp.exp(scores - _finite(new_maximum)[..., None])
         total = total * decay + jnp.sum(weights, axis=-1)
         update = jnp.einsum("xqt,xtd->xqd", weights.astype(dtype), value, preferred_element_type=jnp.float32)
-        return new_maximum, total, mixed * decay[..., None] + update
+        return new_maximum, total, mixed * decay[..., None] + update, lse
 
     # a sink is one more logit that mixes nothing in: the softmax starts from it
     if sink_logits is None:
@@ -98,9 +118,24 @@ def paged_prefill(
         maximum = jnp.repeat(sinks, t, axis=1)
         total = jnp.ones((x, g * t), jnp.float32)
     mixed = jnp.zeros((x, g * t, d), jnp.float32)
-    first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // span
-    last = jnp.minimum((jnp.max(starts) + t + span - 1) // span, -(-n // group))
-    _, total, mixed = lax.fori_loop(first, last, step, (maximum, total, mixed))
+    lse = jnp.full((x, g * t, blocks.shape[2]), -jnp.inf, jnp.float32) if block_lse else None
+    _, total, mixed, lse = lax.fori_loop(first, last, step, (maximum, total, mixed, lse))
 
     out = mixed / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return out.reshape(b, k, g, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d).astype(q.dtype)
+
+    def by_query(rows):
+        return rows.reshape(b, k, g, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
+
+    return by_query(out).astype(q.dtype), None if lse is None else by_query(lse[..., :m])
+
+
+def _block_lse(scores: Float[Array, "x q t"], num_blocks: int) -> Float[Array, "x q m"]:
+    """Return the log-sum-exp of each block, against its own maximum: far below the others it is exact still."""
+    scores = scores.reshape(*scores.shape[:2], num_blocks, -1)
+    maximum = _finite(jnp.max(scores, axis=-1))
+    return maximum + jnp.log(jnp.sum(jnp.exp(scores - maximum[..., None]), axis=-1))
+
+
+def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
