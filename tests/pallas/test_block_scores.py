@@ -94,7 +94,7 @@ def test_reference_equals_the_formula(name, capsys):
         assert_close(run(name, arguments, shape, "reference"), formula(name, arguments, shape))
     with capsys.disabled():
         print(f"\n{name}_scores reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 19
+    assert len(TESTED) == 20
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -104,7 +104,7 @@ def test_xla_equals_reference(name, capsys):
         assert_close(run(name, arguments, shape, "xla"), run(name, arguments, shape, "reference"))
     with capsys.disabled():
         print(f"\n{name}_scores xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 19
+    assert len(TESTED) == 20
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
