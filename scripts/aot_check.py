@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-RECORDED = 96  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
+RECORDED = 108  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
 TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
 KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
 
@@ -159,12 +159,12 @@ def programs() -> list[Program]:
     ]
     scores = [
         Program(
-            name=f"{attention.name} {function} {slots}x{length // 1024}k ({chip.backend})",
+            name=f"{attention.name} {function} {slots}x{length // 1024}k ({chip.backend or 'gpu'})",
             chip=chip.name,
             build=partial(scores_program, attention, chip, function, slots, length),
         )
         for chip in CHIPS
-        if chip.backend == "tpu"
+        if chip.backend
         for attention in ATTENTIONS
         for function, models in SCORES.items()
         if attention.name in models
@@ -231,8 +231,7 @@ def scores_program(attention: Attention, chip: Chip, function: str, slots: int, 
     import jax
     import jax.numpy as jnp
 
-    from et_jax.pallas import block_scores
-    from et_jax.pallas.block_scores import tpu
+    from et_jax.pallas.block_scores import gpu, tpu
     from et_jax.pallas.checks import LANES
 
     device = device_of(chip)
@@ -247,13 +246,12 @@ def scores_program(attention: Attention, chip: Chip, function: str, slots: int, 
     codes = on_chip((k, num_pages, s * d), jnp.int8)
     read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 2)}[function]
     rows = (on_chip((slots, n), jnp.int32), on_chip((slots,), jnp.int32))
-    settings = {"page_size": s, "scale": d**-0.5, "backend": chip.backend}
-    taken = tpu.footprint(tpu.heuristic(*read), read, slots, h, n, results)
+    kernels = tpu if chip.backend == "tpu" else gpu
     pool_bytes = k * num_pages * s * width * box.dtype.itemsize
     return Lowering(
         lower=lambda: lower_for(
             device,
-            jax.jit(partial(getattr(block_scores, function), **settings)),
+            jax.jit(partial(getattr(kernels, function), page_size=s, scale=d**-0.5)),
             on_chip((slots, h, d), jnp.bfloat16),
             *read,
             *rows,
@@ -261,7 +259,7 @@ def scores_program(attention: Attention, chip: Chip, function: str, slots: int, 
         pool_bytes=pool_bytes,
         temporary_bound=KERNEL_SHARE * pool_bytes,
         in_place=False,
-        on_chip=described(taken),
+        on_chip=described(tpu.footprint(tpu.heuristic(*read), read, slots, h, n, results)) if kernels is tpu else "",
     )
 
 

@@ -63,8 +63,8 @@ def test_each_device_is_served_by_its_own_kernels_where_they_serve():
 
 
 def test_blocks_are_scored_by_the_backend_of_attention_or_by_one_that_can():
-    """Hopper has no kernel for scores: attention runs on it, and the reason says who scores instead."""
-    model = dataclasses.replace(MODEL, head_dim=64)
+    """Hopper scores no head dim of 256: attention runs on it, and the reason says who scores instead."""
+    model = dataclasses.replace(MODEL, head_dim=256)
     device = jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
         backend, [refusal] = scoring_backend(model, 64, jnp.bfloat16, True, "gpu")

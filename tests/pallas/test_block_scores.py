@@ -94,7 +94,7 @@ def test_reference_equals_the_formula(name, capsys):
         assert_close(run(name, arguments, shape, "reference"), formula(name, arguments, shape))
     with capsys.disabled():
         print(f"\n{name}_scores reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 19
+    assert len(TESTED) == 20
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -104,7 +104,7 @@ def test_xla_equals_reference(name, capsys):
         assert_close(run(name, arguments, shape, "xla"), run(name, arguments, shape, "reference"))
     with capsys.disabled():
         print(f"\n{name}_scores xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 19
+    assert len(TESTED) == 20
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -123,13 +123,10 @@ def test_scores_of_what_the_cache_wrote_bracket_its_tokens(dtype):
     """Keys through the cache's own summaries and codes: their scores, token by token in float64, obey the bounds."""
     k, n, s, d, g, length = 2, 6, 8, 16, 3, 45
     rng = np.random.default_rng(0)
-    written = cache.write(
-        cache.empty(1, k, d, n + 1, s, dtype, key_codes=True).layers[0],
-        *(jnp.asarray(rng.standard_normal((1, length, k, d)), dtype) for _ in range(2)),
-        table := jnp.asarray(rng.permutation(n)[None] + 1, jnp.int32),
-        jnp.zeros(1, jnp.int32),
-        lengths := jnp.full(1, length, jnp.int32),
-    )
+    table, lengths = jnp.asarray(rng.permutation(n)[None] + 1, jnp.int32), jnp.full(1, length, jnp.int32)
+    new_key, new_value = (jnp.asarray(rng.standard_normal((1, length, k, d)), dtype) for _ in range(2))
+    layer = cache.empty(1, k, d, n + 1, s, dtype, key_codes=True).layers[0]
+    written = cache.write(layer, new_key, new_value, table, jnp.zeros(1, jnp.int32), lengths)
     q = jnp.asarray(3 * rng.standard_normal((1, k * g, d)), jnp.float32)
     key = np.asarray(written.pages[:, table[0], :, :d], np.float64)
     score = np.einsum("kgd,knsd->kgns", np.asarray(q, np.float64).reshape(k, g, d), key) * 0.5

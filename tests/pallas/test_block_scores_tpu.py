@@ -40,7 +40,7 @@ def assert_right(name, results, arguments, shape: Shape):
     assert_close(numbers(results), run(name, arguments, shape, "reference"))
 
 
-@pytest.mark.parametrize(("name", "count"), [("block", 19), ("code", 7)])
+@pytest.mark.parametrize(("name", "count"), [("block", 20), ("code", 7)])
 def test_equals_reference(name, count, capsys):
     shapes = served(name, TESTED)
     for shape in shapes:

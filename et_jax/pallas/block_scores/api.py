@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from et_jax.pallas.backend import kernel, resolve
+from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import FLOATS, require, require_integers, require_shape
 
-BUILT = ("reference", "xla", "tpu")
-BLOCK_BACKENDS = {name: kernel("block_scores", name, "block_scores") for name in BUILT}
-CODE_BACKENDS = {name: kernel("block_scores", name, "code_scores") for name in BUILT}
+BLOCK_BACKENDS = {name: kernel("block_scores", name, "block_scores") for name in NAMES}
+CODE_BACKENDS = {name: kernel("block_scores", name, "code_scores") for name in NAMES}
 
 
 def block_scores(

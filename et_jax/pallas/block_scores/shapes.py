@@ -98,6 +98,7 @@ SHAPES = (
     _shape("all_empty", (6, 2), 64, 16, (0, 0)),
     _shape("spare", (4, 2), 128, 16, (31, 100), spare=5),
     _shape("many_blocks", (4, 2), 16, 8, (8 * 150, 1, 8 * 129), dtype="bfloat16"),
+    _shape("hopper_dim_128", (4, 2), 128, 64, (130, 0, 64), dtype="bfloat16"),
     # KV heads that fill a tile of codes on a TPU: groups, head dims, page sizes, lengths
     _shape("codes_group_3", (12, 4), 64, 16, (129, 0, 250), dtype="bfloat16"),
     _shape("codes_dim_96", (4, 4), 96, 16, (61, 30)),
