@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_overhead
+import bench_selection
 import measure_bounds
 import measure_estimators
 import measure_selection
@@ -74,9 +75,15 @@ def overhead(results: dict[str, Any]) -> str:
     )
 
 
+def selection_cost(results: dict[str, Any]) -> str:
+    """Return what choosing blocks costs and saves."""
+    return bench_selection.selection_table(results["cases"])
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "estimators": ("estimators.json", estimators),
     "overhead": ("overhead.json", overhead),
+    "selection_cost": ("selection_cost.json", selection_cost),
     "bounds": ("bounds.json", bounds),
     "temperature": ("temperature.json", temperature),
     "selectors": ("selection.json", selectors),
@@ -110,7 +117,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.measure:
         cases = [word for case in args.case for word in ("--case", *case)]
-        subprocess.run([sys.executable, str(Path(__file__).with_name("bench_overhead.py"))], check=True)
+        for script in ("bench_overhead", "bench_selection"):
+            subprocess.run([sys.executable, str(Path(__file__).with_name(f"{script}.py"))], check=True)
         for script, *more in (
             ("measure_estimators",),
             ("measure_bounds",),
