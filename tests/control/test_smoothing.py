@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from et_jax.control.base import ControlState, Signals
 from et_jax.control.smoothing import ema_entropy
 
-INTEGERS = {"blocks_read", "length", "generated", "remaining", "arrival", "pages_held", "wait", "memory", "block_mask"}
+WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held", "wait"}
 TOKENS = 20
 
 
 def rows(cls, **given):
     """A `cls` of one row per entry of what is given, zeros elsewhere."""
     size = len(next(iter(given.values())))
-    plain = {f.name: np.zeros(size, np.int32 if f.name in INTEGERS else np.float32) for f in dataclasses.fields(cls)}
+    plain = {f.name: np.zeros(size, np.int32 if f.name in WHOLE else np.float32) for f in dataclasses.fields(cls)}
     if cls is ControlState:
         plain |= {"memory": {}, "block_mask": np.zeros((size, 1, 1, 1), np.uint32)}
     return cls(**jax.tree.map(jnp.asarray, plain | given))
