@@ -16,6 +16,9 @@ from et_jax.pallas.paged_attention.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.ring import RingConfig
 
 SERVED = [shape for shape in TESTED if not shape.int8]
+BREADTH = [
+    shape for shape in SERVED if not shape.name.startswith("hopper")
+]  # the others take as long: see the slow test
 # few buffers of few pages: lists go round the ring several times
 SMALL = RingConfig(group=4, depth=3)
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; lists in order
@@ -38,12 +41,12 @@ def plain(arguments, shape: Shape):
 
 
 def test_equals_reference(capsys):
-    for shape in SERVED:
+    for shape in BREADTH:
         arguments = example(shape)
         assert_close(plain(arguments, shape), run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
-        print(f"\npaged_attention tpu = reference: {len(SERVED)} shapes")
-    assert len(SERVED) == 43
+        print(f"\npaged_attention tpu = reference: {len(BREADTH)} shapes")
+    assert len(BREADTH) == 29
 
 
 def test_has_no_race(capsys):

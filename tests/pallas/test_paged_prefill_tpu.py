@@ -21,6 +21,7 @@ from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 
+BREADTH = [shape for shape in TESTED if not shape.name.startswith("hopper")]  # the others: see the slow test
 # several tiles a chunk, few buffers of few pages: the keys go round the ring several times
 SMALL = Config(tile=16, ring=RingConfig(group=4, depth=3))
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; what changes
@@ -58,12 +59,12 @@ def poisoned(arguments, shape: Shape):
 
 
 def test_equals_reference(capsys):
-    for shape in TESTED:
+    for shape in BREADTH:
         arguments = example(shape)
         assert_close(plain(arguments, shape), reference(arguments, shape), shape)
     with capsys.disabled():
-        print(f"\npaged_prefill tpu = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 36
+        print(f"\npaged_prefill tpu = reference: {len(BREADTH)} shapes")
+    assert len(BREADTH) == 23
 
 
 def test_has_no_race(capsys):
