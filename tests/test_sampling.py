@@ -51,11 +51,12 @@ def probabilities(row, temperature=1.0, cut=OFF):
     return weight / weight.sum()
 
 
-# Ties are frequent, some tokens are impossible, and magnitudes reach where float32 steps by hundreds.
+# Ties are frequent, some tokens are impossible, and magnitudes reach where float32 steps by hundreds. Subnormal logits
+# are left out: XLA on a CPU takes them for 0.
 some_logit = st.one_of(
     st.integers(-3, 3).map(float),
-    st.floats(-20, 20, width=32),
-    st.floats(-(2.0**30), 2.0**30, width=32),
+    st.floats(-20, 20, width=32, allow_subnormal=False),
+    st.floats(-(2.0**30), 2.0**30, width=32, allow_subnormal=False),
     st.just(-np.inf),
 )
 
