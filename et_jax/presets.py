@@ -1,6 +1,7 @@
 """Controllers by name: what `--control` and `control="..."` mean."""
 
 import functools
+import math
 
 from et_jax.control import clock, guards, priority, select, temperature
 from et_jax.control import tolerance as tolerances
@@ -60,6 +61,9 @@ def _check(name: str, given: dict[str, int | float]) -> None:
         raise UsageError(f'control is "{name}"; choose one of {", ".join(NAMES)}.')
     if name == "off" and given:
         raise UsageError(f'control "off" has no {next(iter(given))}; choose paper, guarded or certified to set it.')
+    for knob, value in given.items():
+        if math.isinf(value):
+            raise UsageError(f"{knob} is {value}; it must be a finite number.")
     if not given.get("target_entropy", 1.0) > 0:
         raise UsageError(f"target_entropy is {given['target_entropy']}; it must be above 0 nats.")
     most = 1.0 if name == "certified" else float("inf")

@@ -11,9 +11,7 @@ and values it must read. Writes JSON, and a picture of time against the share of
 
 import argparse
 import dataclasses
-import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
+from report import RESULTS, write
 
 from et_jax.pallas.backend import resolve
 from et_jax.pallas.paged_attention.api import BACKENDS, paged_attention
@@ -313,7 +312,7 @@ def main() -> None:
     args = parser.parse_args()
     device = jax.devices()[0]
     wanted = setup(device.platform)
-    output = args.output or Path(f"benchmarks/results/kernels-{device.device_kind.lower().replace(' ', '-')}.json")
+    output = args.output or RESULTS / f"kernels-{device.device_kind.lower().replace(' ', '-')}.json"
     rows: list[dict] = []
     backends = served_backends()
     for case in wanted.cases:
@@ -323,16 +322,7 @@ def main() -> None:
         contestants += paged_contestants(case, wanted.spread, backends)
         contestants += contiguous_contestants(case, wanted.spread)
         rows += report(case, contestants, measure(contestants, args.rounds))
-    result = {
-        "script": "scripts/bench_kernels.py",
-        "machine": platform.processor() or platform.machine(),
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "rounds": args.rounds,
-        "rows": rows,
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(output, "scripts/bench_kernels.py", {"rounds": args.rounds}, rows=rows)
     draw(rows, output.with_suffix(".png"))
 
 

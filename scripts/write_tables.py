@@ -115,18 +115,22 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true", help="measure anew before writing")
     parser.add_argument("--case", nargs=2, action="append", default=[], metavar=("MODEL", "TEXT"))
     args = parser.parse_args()
+    if args.measure != bool(args.case):
+        parser.error("--measure and --case go together: the models to measure, each with its text")
     if args.measure:
         cases = [word for case in args.case for word in ("--case", *case)]
-        for script in ("bench_overhead", "bench_selection"):
-            subprocess.run([sys.executable, str(Path(__file__).with_name(f"{script}.py"))], check=True)
+        # the scripts that can refuse a model or a text come first
         for script, *more in (
-            ("measure_estimators",),
-            ("measure_bounds",),
-            ("measure_temperature", "--plot"),
-            ("measure_selection",),
+            ("measure_estimators", *cases),
+            ("measure_bounds", *cases),
+            ("measure_temperature", *cases, "--plot"),
+            ("measure_selection", *cases),
+            ("bench_overhead",),
+            ("bench_selection",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
-            subprocess.run([sys.executable, str(path), *cases, *more], check=True)
+            if failed := subprocess.run([sys.executable, str(path), *more]).returncode:
+                return failed
     control, kernels = DOCS / "control.md", DOCS / "kernels.md"
     for name, (file, tables) in TABLES.items():
         results = json.loads((RESULTS / file).read_text(encoding="utf-8"))

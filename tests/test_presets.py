@@ -101,6 +101,8 @@ def test_the_same_preset_is_one_controller():
         ("off", {"window": 3}, 'control "off" has no window'),
         ("paper", {"target_entropy": 0.0}, "target_entropy is 0.0; it must be above 0 nats."),
         ("paper", {"target_entropy": float("nan")}, "target_entropy is nan"),
+        ("guarded", {"target_entropy": float("inf")}, "target_entropy is inf; it must be a finite number."),
+        ("paper", {"tolerance": float("inf")}, "tolerance is inf; it must be a finite number."),
         ("certified", {"tolerance": 1.5}, "tolerance is 1.5; under certified it must be from 0 to 1."),
         ("guarded", {"tolerance": -0.1}, "tolerance is -0.1"),
         ("guarded", {"min_blocks": -1}, "min_blocks is -1; it must be 0 (off) or above."),
