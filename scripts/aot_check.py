@@ -4,371 +4,51 @@ Runs in an environment of its own, `pip install -e '.[aot]'`, on any Linux machi
 are handed to the compilers: no weight exists. A decoder passes when it compiles, when the page pool it is given is
 written in place (donated in, aliased out), and when its temporaries could not hold a copy of one layer's pages; a
 kernel when it compiles, which it does not if the chip's scalar and vector memory are too small, and when its
-temporaries are under a hundredth of the pool.
+temporaries are under a hundredth of the pool. In neither may the compiled text copy, transpose or convert an array
+that has an entry for each page: a copy may also hide in the place of an output. `ALLOWED` names the exceptions.
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-RECORDED = 102  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
-TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
-KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
+from aot_programs import Program, programs
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 }
-device_description_str: "NVIDIA H200"
-"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """A chip as its compiler knows it, the default page size (tokens) there, and the backend of its own kernels."""
-
-    name: str
-    topology: dict[str, Any]
-    page_size: int
-    backend: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds."""
-
-    name: str
-    model: dict[str, Any]
-    num_slots: int
-    max_length: int
-    chunk: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention:
-    """A model as its attention kernels see it, and which of them to compile.
-
-    kernels: "attention" is a decode step, "prefill" a chunk of a prompt, "sparse" a chunk over lists, with block sums.
-    """
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-    kernels: tuple[str, ...] = ("attention", "prefill")
-
-
-CHIPS = (
-    Chip(name="TPU v5e", topology={"platform": "tpu", "topology_name": "v5e:2x2"}, page_size=128, backend="tpu"),
-    Chip(name="TPU v6e", topology={"platform": "tpu", "topology_name": "v6e:2x2"}, page_size=128, backend="tpu"),
-    Chip(
-        name="H200",
-        topology={"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"},
-        page_size=64,
-        backend="gpu",
-    ),
-)
-SMALL = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-}
-LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-}
-DECODINGS = (
-    Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, chunk=256),
-    Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, chunk=512),
-)
-FUNCTIONS = ("step", "decode", "prefill")
-ATTENTIONS = (
-    Attention(name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128, kernels=("attention", "prefill", "sparse")),
-    Attention(name="qwen3_8b", num_heads=32, num_kv_heads=8, head_dim=128),
-    Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
-    Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64),
-)
-LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
-SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",)}  # two KV heads fill no tile of codes
-KERNEL_CHUNK = 512
-SPARSITY = 8  # of so many blocks a list of the sparse kernel has room for one
+RECORDED = 114  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
 NAME_WIDTH = 34
 
+# Arrays that a compiler may copy whole: a float for each page and KV head, at page size 128 and head dim 64 in bfloat16
+# one byte in 8,192 of the pool. A TPU lays them out pages first for the write and heads first at rest.
+ALLOWED = ("value_radius",)
+INSTRUCTION = re.compile(
+    r"^\s*(?P<root>ROOT )?%?[\w.-]+ = \(?(?P<type>\w+)\[(?P<shape>[\d,]*)\].* "
+    r"(?P<op>copy|copy-start|transpose|convert)\("
+)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lowering:
-    """A program about to be compiled, the bytes of its page pool, and what is asked of it.
 
-    temporary_bound: bytes its temporaries must stay under. in_place: whether it must write the pool where it lies.
-    on_chip: what it takes of the chip's own memories, by the kernel's count.
+def whole_copies(text: str, pool: dict[str, Any]) -> list[str]:
+    """Return the names of the arrays that a compiled program copies, transposes or converts whole.
+
+    Inside a fusion only the root is written out. An array is known by its number of elements: compilers merge axes.
     """
-
-    lower: Callable[[], Any]
-    pool_bytes: int
-    temporary_bound: float
-    in_place: bool
-    on_chip: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """One line of the report. `build` traces nothing yet."""
-
-    name: str
-    chip: str
-    build: Callable[[], Lowering]
-
-
-def programs() -> list[Program]:
-    """Return every program to compile: for every chip its kernels, and the decoder's functions by every backend."""
-    kernels = [
-        Program(
-            name=f"{attention.name} {kernel} {slots}x{length // 1024}k ({chip.backend})",
-            chip=chip.name,
-            build=partial(kernel_program, attention, chip, kernel, slots, length),
-        )
-        for chip in CHIPS
-        if chip.backend
-        for attention in ATTENTIONS
-        for kernel in attention.kernels
-        for slots, length in LOADS
-    ]
-    scores = [
-        Program(
-            name=f"{attention.name} {function} {slots}x{length // 1024}k ({chip.backend or 'gpu'})",
-            chip=chip.name,
-            build=partial(scores_program, attention, chip, function, slots, length),
-        )
-        for chip in CHIPS
-        if chip.backend
-        for attention in ATTENTIONS
-        for function, models in SCORES.items()
-        if attention.name in models
-        for slots, length in LOADS
-    ]
-    decoders = [
-        Program(
-            name=f"{decoding.name} {function} ({backend})",
-            chip=chip.name,
-            build=partial(decoder_program, decoding, chip, function, backend),
-        )
-        for chip in CHIPS
-        for backend in ("xla", chip.backend)
-        if backend
-        for decoding in DECODINGS
-        for function in FUNCTIONS
-        if function != "decode" or backend == chip.backend  # a loop around the step: once is enough
-    ]
-    return kernels + scores + decoders
-
-
-def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, length: int) -> Lowering:
-    """Return one kernel by itself: a decode step of every slot, or a chunk at the end of a prompt."""
-    import jax
-    import jax.numpy as jnp
-
-    from et_jax.pallas.checks import LANES
-    from et_jax.pallas.paged_attention import paged_attention
-    from et_jax.pallas.paged_prefill import paged_prefill
-
-    device = device_of(chip)
-    h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
-    b, n = (slots if kernel == "attention" else 1), length // s
-
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return on_device(jax.ShapeDtypeStruct(shape, jnp.int32), device)
-
-    def floats(*shape: int) -> jax.ShapeDtypeStruct:
-        return on_device(jax.ShapeDtypeStruct(shape, jnp.bfloat16), device)
-
-    pages = floats(k, slots * n + 1, s, -(-2 * d // LANES) * LANES)
-    settings = {"scale": d**-0.5, "window": attention.window, "backend": chip.backend}
-    if kernel == "attention":
-        function = partial(paged_attention, **settings)
-        arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b))
-    else:
-        lists = {"blocks": integers(b, k, n // SPARSITY), "counts": integers(b, k)} if kernel == "sparse" else {}
-        arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b), lists)
-
-        def function(q, pages, table, starts, lists):
-            return paged_prefill(q, pages, table, starts, **lists, block_lse=bool(lists), **settings)
-
-    pool_bytes = math.prod(pages.shape) * pages.dtype.itemsize
-    return Lowering(
-        lower=lambda: lower_for(device, jax.jit(function), *arguments),
-        pool_bytes=pool_bytes,
-        temporary_bound=KERNEL_SHARE * pool_bytes,
-        in_place=False,
-        on_chip=(on_hopper if chip.backend == "gpu" else on_tpu)(kernel, pages, b, h, n),
-    )
-
-
-def scores_program(attention: Attention, chip: Chip, function: str, slots: int, length: int) -> Lowering:
-    """Return the pass over the page summaries of every slot, by itself; the pool is the pages that they stand for."""
-    import jax
-    import jax.numpy as jnp
-
-    from et_jax.pallas.block_scores import gpu, tpu
-    from et_jax.pallas.checks import LANES
-
-    device = device_of(chip)
-    h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
-    n, width = length // s, -(-2 * d // LANES) * LANES
-    num_pages = slots * n + 1
-
-    def on_chip(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
-
-    box, mean = (on_chip((k, num_pages, width), dtype) for dtype in (jnp.bfloat16, jnp.float32))
-    codes = on_chip((k, num_pages, s * d), jnp.int8)
-    read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 2)}[function]
-    rows = (on_chip((slots, n), jnp.int32), on_chip((slots,), jnp.int32))
-    kernels = tpu if chip.backend == "tpu" else gpu
-    pool_bytes = k * num_pages * s * width * box.dtype.itemsize
-    return Lowering(
-        lower=lambda: lower_for(
-            device,
-            jax.jit(partial(getattr(kernels, function), page_size=s, scale=d**-0.5)),
-            on_chip((slots, h, d), jnp.bfloat16),
-            *read,
-            *rows,
-        ),
-        pool_bytes=pool_bytes,
-        temporary_bound=KERNEL_SHARE * pool_bytes,
-        in_place=False,
-        on_chip=described(tpu.footprint(tpu.heuristic(*read), read, slots, h, n, results)) if kernels is tpu else "",
-    )
-
-
-def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
-    """Return what a kernel takes of a TPU core's vector and scalar memory, for b rows and tables of n pages."""
-    from et_jax.pallas.paged_attention import tpu as decode
-    from et_jax.pallas.paged_prefill import tpu as prefill
-
-    if kernel == "attention":
-        taken = decode.footprint(decode.heuristic(pages), pages, b, h, n, n)
-    else:
-        group = h // pages.shape[0]
-        entries = n // SPARSITY if kernel == "sparse" else 0
-        config = prefill.heuristic(KERNEL_CHUNK, group, pages)
-        taken = prefill.footprint(config, pages, b, group, n, listed=entries, summed=entries)
-    return described(taken)
-
-
-def described(taken: Any) -> str:
-    """Return what a kernel takes of a TPU core's memories, for the report."""
-    from et_jax.pallas import ring
-
-    return (
-        f"vector {taken.vector / 2**20:.1f} of {ring.VECTOR_MEMORY_BYTES / 2**20:.0f} MiB, "
-        f"scalar {taken.scalar / 2**10:.0f} of {ring.SCALAR_MEMORY_BYTES / 2**10:.0f} KiB"
-    )
-
-
-def on_hopper(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
-    """Return what the tiles of a kernel take of a multiprocessor's shared memory; its assembler refuses too much."""
-    from et_jax.pallas import hopper
-    from et_jax.pallas.paged_attention import gpu as decode
-    from et_jax.pallas.paged_prefill import gpu as prefill
-
-    k, _, s, e = pages.shape
-    config = decode.heuristic(s, h // k, e) if kernel == "attention" else prefill.heuristic(e)
-    return f"tiles {config.stages * hopper.tile_bytes(e) / 2**10:.0f} of {hopper.SHARED / 2**10:.0f} KiB shared"
-
-
-def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str) -> Lowering:
-    """Return one function of a decoder, on shapes that lie on the chip."""
-    import jax
-    import jax.numpy as jnp
-
-    from et_jax import decode
-    from et_jax.models.config import ModelConfig
-    from et_jax.models.transformer import describe
-
-    device = device_of(chip)
-    on_chip = partial(on_device, device=device)
-    model = ModelConfig(
-        architecture="llama",
-        num_layers=2,
-        windows=(None, None),
-        max_positions=decoding.max_length,
-        norm_eps=1e-5,
-        rope_theta=500000.0,
-        **decoding.model,
-    )
-    config = decode.DecoderConfig(
-        model=model,
-        num_slots=decoding.num_slots,
-        batch=decoding.num_slots,
-        page_size=chip.page_size,
-        num_pages=decoding.num_slots * decoding.max_length // chip.page_size + 1,
-        max_length=decoding.max_length,
-        chunk=decoding.chunk,
-        max_steps=32,
-        cache_dtype=jnp.bfloat16,
-        backend=backend,
-    )
-    params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
-    state = jax.tree.map(on_chip, jax.eval_shape(partial(decode.empty, config)))
-    integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
-    tokens = on_chip(jax.ShapeDtypeStruct((decoding.chunk,), jnp.int32))
-    arguments = {"step": (), "decode": (integer,), "prefill": (integer, tokens, integer)}[function]
-    jitted = jax.jit(partial(getattr(decode, function), config), donate_argnums=1)
-    layers = [math.prod(layer.pages.shape) * layer.pages.dtype.itemsize for layer in state.cache.layers]
-    return Lowering(
-        lower=lambda: lower_for(device, jitted, params, state, *arguments),
-        pool_bytes=sum(layers),
-        temporary_bound=TEMPORARY_SHARE * layers[0],
-        in_place=True,
-    )
-
-
-def device_of(chip: Chip) -> Any:
-    """Return the chip as a device that can be compiled for."""
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(**chip.topology).devices[0]
-
-
-def on_device(leaf: Any, device: Any, dtype: Any = None) -> Any:
-    """Return the shape of an array that lies on the device."""
-    import jax
-
-    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
-
-
-def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:
-    """Return the program traced as for the device, which is how the kernels know what chip they are for."""
-    import jax
-
-    platform = "cuda" if device.platform == "gpu" else device.platform  # as JAX names it while tracing
-    kind = jax.sharding.AbstractDevice(device.device_kind, 1, platform)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=kind)):
-        return jitted.lower(*arguments)
+    names = {math.prod(array.shape): name for name, array in pool.items()}
+    copied, fused = {}, False
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            fused = "fused" in line.split("(")[0]
+        found = INSTRUCTION.match(line)
+        if found is None or (fused and not found["root"]):
+            continue
+        name = names.get(math.prod(int(size) for size in found["shape"].split(",") if size))
+        if name is not None and not any(allowed in name for allowed in ALLOWED):
+            copied[f"{found['op']} of {name} as {found['type']}[{found['shape']}]"] = None
+    return list(copied)
 
 
 def check(program: Program) -> tuple[str, bool]:
@@ -376,7 +56,9 @@ def check(program: Program) -> tuple[str, bool]:
     began = time.perf_counter()
     try:
         lowering = program.build()
-        memory = lowering.lower().compile().memory_analysis()
+        compiled = lowering.lower().compile()
+        memory = compiled.memory_analysis()
+        copies = whole_copies(compiled.as_text(), lowering.pool)
     except Exception as error:  # each compiler has its own; the report is where they belong
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         return f"{program.chip:8} {program.name:{NAME_WIDTH}} FAILED {type(error).__name__}: {reason[:400]}", False
@@ -385,6 +67,7 @@ def check(program: Program) -> tuple[str, bool]:
         faults.append(f"temporaries reach {lowering.temporary_bound / 1e6:.1f} MB: a hidden copy of pages")
     if lowering.in_place and memory.alias_size_in_bytes < lowering.pool_bytes:
         faults.append("the pool is not written in place")
+    faults += copies
     sizes = (
         memory.temp_size_in_bytes,
         lowering.pool_bytes,

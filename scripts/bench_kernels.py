@@ -72,7 +72,8 @@ class Setup:
 def setup(platform_name: str) -> Setup:
     """Return the cases for a platform, the bytes of the copy, and the spread."""
     if platform_name == "cpu":
-        cases = tuple(Case(batch=1, context=16384, page_size=s, dtype="float32") for s in (16, 64))
+        sizes = [(b, s) for b in (1, 2) for s in (16, 64)]  # decode runs at two rows or more
+        cases = tuple(Case(batch=b, context=16384, page_size=s, dtype="float32") for b, s in sizes)
         return Setup(cases=cases, copied=2**27, spread=2**26)
     sizes = [(batch, context) for batch in (1, 8, 64) for context in (1024, 8192, 32768, 131072)]
     sizes = [(batch, context) for batch, context in sizes if batch * context <= 64 * 32768]

@@ -98,6 +98,17 @@ def resolve(backend: str | None, built: Collection[str], device: str | Device | 
     return backend
 
 
+def platform(device: str | Device | None = None) -> str:
+    """Return "cpu", "gpu" or "tpu": where a device is, or for None what is traced for."""
+    return _describe(device)[0]
+
+
+def device_kind() -> str:
+    """Return the kind of the device traced for, as JAX names it: "cpu", "TPU v5 lite", "NVIDIA H200"."""
+    absent = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.local_devices()[0].device_kind if absent is None else absent.device_kind
+
+
 def _describe(device: str | Device | None) -> tuple[str, str | None]:
     if isinstance(device, str):
         return device, None

@@ -1,5 +1,7 @@
 """What every paged kernel asks of its arguments, checked while tracing."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -43,6 +45,12 @@ def require_pool(q: Array, pages: Array, head_axis: int, kv_scales: Array | None
     require(num_heads % k == 0, "q", f"{num_heads} query heads", f"a multiple of the {k} KV heads of pages")
     require(e >= 2 * d, "pages", f"token width {e}", f"at least {2 * d}, a key and a value of {d}")
     require(e % LANES == 0, "pages", f"token width {e}", f"a multiple of {LANES}")
+
+
+def require_counts(config: Any) -> None:
+    """Raise ValueError unless every whole number among a configuration's fields is at least 1."""
+    for name, value in vars(config).items():
+        require(not isinstance(value, int) or value is False or value >= 1, name, value, "at least 1")
 
 
 def require_softmax(

@@ -6,19 +6,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 LOG2_E = math.log2(math.e)  # the hardware's exponential has base 2
 # How wgmma reads bfloat16 from shared memory without bank conflicts.
 LAYOUT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+# The same width of memory in 8-bit integers; they are turned into bfloat16 before they are multiplied.
+LAYOUT_INT8 = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 TILE = 64  # tokens of a bulk copy: the rows of one wgmma
 HEAD_DIMS = (64, 128, 256)  # multiples of what LAYOUT lays side by side, so that keys end where values begin
 SHARED = 227 * 1024  # bytes of shared memory a multiprocessor can give
 
 
-def tile_bytes(width: int) -> int:
+def tile_bytes(width: int, dtype: DTypeLike = jnp.bfloat16) -> int:
     """Return the bytes of the keys and values of one tile."""
-    return TILE * width * jnp.dtype(jnp.bfloat16).itemsize
+    return TILE * width * jnp.dtype(dtype).itemsize
 
 
 def product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]:
@@ -49,18 +52,24 @@ def store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
+def load(ref: Any) -> Array:
+    """Load in the layout of a product's rows, one element at a time where there is no wider way."""
+    index = () if hasattr(plgpu, "store") else ((),)  # JAX 0.11 asks for one
+    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
 def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:
     """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
-def refuse_unserved(q: Float[Array, "*b d"], pages: Array) -> None:
-    """Raise NotImplementedError for queries and pages that the kernel does not serve."""
+def refuse_unserved(q: Float[Array, "*b d"], pages: Array, int8: bool = False) -> None:
+    """Raise NotImplementedError for queries and pages that the kernel does not serve. int8: it reads such pages too."""
     d = q.shape[-1]
     _, _, s, e = pages.shape
     reasons = {
         f"multiplies bfloat16, not {q.dtype} queries with {pages.dtype} pages": not (
-            q.dtype == pages.dtype == jnp.bfloat16
+            q.dtype == jnp.bfloat16 and (pages.dtype == jnp.bfloat16 or (int8 and pages.dtype == jnp.int8))
         ),
         f"reads pages of whole tiles of {TILE} tokens, not of {s}": s % TILE != 0,
         f"is laid out for head dims of {_listed(HEAD_DIMS)}, not {d}": d not in HEAD_DIMS,

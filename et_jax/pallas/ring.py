@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from et_jax.pallas.checks import LANES, require
+
 # Each page of a group is some lines of the compiled step.
 MOST_PAGES = 32
 # What must be on its way for memory never to wait: bandwidth times latency, 1.6 TB/s (v6e) times about 1.5 us.
@@ -38,6 +40,11 @@ class RingConfig:
 
     group: int
     depth: int
+
+    def __post_init__(self) -> None:
+        powers = [1 << i for i in range(LANES.bit_length())]
+        require(self.group in powers, "group", self.group, f"a power of two, at most {LANES}")
+        require(self.depth >= 2, "depth", self.depth, "at least 2")
 
     def num_bytes(self, page_bytes: int) -> int:
         """Return the vector memory the buffers take."""

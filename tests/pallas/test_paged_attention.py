@@ -86,7 +86,7 @@ def test_reference_equals_the_formula(capsys):
         assert_close(run(arguments, shape, "reference"), dense_float64(arguments, shape), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 46
+    assert len(TESTED) == 49
 
 
 def test_xla_equals_reference(capsys):
@@ -95,11 +95,14 @@ def test_xla_equals_reference(capsys):
         assert_close(run(arguments, shape, "xla"), run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 46
+    assert len(TESTED) == 49
 
 
 def poisoned(arguments, shape: Shape):
-    """The same pool with NaN in all that no query sees: null page, unlisted pages, tails, padding columns."""
+    """The same pool with NaN in all that no query sees: null page, unlisted pages, tails, padding columns.
+
+    Integers have no NaN: they are their least there, and the scales of pages of which nothing is seen are NaN.
+    """
     pages = np.array(arguments["pages"])
     seen = np.zeros(pages.shape[:3], bool)
     table, blocks, counts = (np.asarray(arguments[name]) for name in ("page_table", "blocks", "counts"))
@@ -109,14 +112,18 @@ def poisoned(arguments, shape: Shape):
                 position = block * shape.page_size + np.arange(shape.page_size)
                 first = 0 if shape.window is None else length - shape.window
                 seen[head, table[row, block]] |= (position < length) & (position >= first)
-    pages[~seen] = np.nan
-    pages[..., 2 * shape.head_dim :] = np.nan
-    return arguments | {"pages": pages}
+    poison = np.iinfo(np.int8).min if shape.int8 else np.nan
+    pages[~seen] = poison
+    pages[..., 2 * shape.head_dim :] = poison
+    if not shape.int8:
+        return arguments | {"pages": pages}
+    scales = np.where(seen.any(-1)[..., None], arguments["kv_scales"], np.nan)
+    return arguments | {"pages": pages, "kv_scales": scales}
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize(
-    "name", ["dim_96", "dim_256", "empty_slots", "all_empty", "window", "all_of_them", "sparse_bfloat16"]
+    "name", ["dim_96", "dim_256", "empty_slots", "all_empty", "window", "all_of_them", "sparse_bfloat16", "int8"]
 )
 def test_what_is_not_seen_may_be_nan(name, backend):
     shape = NAMED[name]
@@ -316,8 +323,8 @@ def test_an_int8_pool_needs_scales_and_scales_an_int8_pool():
 
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
-def test_a_chip_without_a_kernel_for_int8_says_which_backend_has_one(backend):
-    shape = NAMED["int8_bfloat16"]
+def test_a_chip_whose_kernel_reads_no_such_int8_pages_says_which_backend_does(backend):
+    shape = NAMED["int8"]
     module = importlib.import_module(f"et_jax.pallas.paged_attention.{backend}")
     with pytest.raises(NotImplementedError, match='use "xla"'):
         module.paged_attention(**example(shape), **shape.settings)

@@ -15,15 +15,18 @@ from et_jax.pallas.paged_attention import tpu
 from et_jax.pallas.paged_attention.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.ring import RingConfig
 
-SERVED = [shape for shape in TESTED if not shape.int8]
+SERVED = [shape for shape in TESTED if not (shape.int8 and shape.page_size % 32)]
+# the others take as long, and what they vary others vary too: see the slow test
 BREADTH = [
-    shape for shape in SERVED if not shape.name.startswith("hopper")
-]  # the others take as long: see the slow test
+    shape
+    for shape in SERVED
+    if not shape.name.startswith("hopper") and shape.name not in ("group_2", "page_32", "whole_pages", "int8_page_64")
+]
 # few buffers of few pages: lists go round the ring several times
 SMALL = RingConfig(group=4, depth=3)
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; lists in order
-# and with gaps, empty ones; what changes the scores; both dtypes.
-PATHS = ("dim_128_bfloat16", "group_3", "dim_96", "sparse_bfloat16", "empty_slots", "window", "all_of_them")
+# and with gaps, empty ones; what changes the scores; both dtypes; an 8-bit pool.
+PATHS = ("dim_128_bfloat16", "group_3", "dim_96", "empty_slots", "window", "all_of_them", "int8_bfloat16")
 
 
 def kernel(shape: Shape, config: RingConfig | None = SMALL, **how):
@@ -46,7 +49,7 @@ def test_equals_reference(capsys):
         assert_close(plain(arguments, shape), run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention tpu = reference: {len(BREADTH)} shapes")
-    assert len(BREADTH) == 29
+    assert len(BREADTH) == 28
 
 
 def test_has_no_race(capsys):
@@ -69,7 +72,7 @@ def test_has_no_race_in_any_shape(capsys):
             assert_close(results, run(arguments, shape, "reference"), shape.dtype)
     with capsys.disabled():
         print(f"\npaged_attention tpu without races: {len(SERVED)} shapes, two rings")
-    assert len(SERVED) == 43
+    assert len(SERVED) == 47
 
 
 def test_nothing_listed_gives_zero_and_minus_infinity():
@@ -152,11 +155,13 @@ def test_a_page_past_the_pool_is_found():
 
 def shapes_of(shape: Shape):
     """The arguments of a shape, with no contents."""
-    b, n = len(shape.lengths), shape.num_blocks
-    listed = jax.ShapeDtypeStruct((b, shape.num_kv_heads, n), np.int32)
+    b, n, k = len(shape.lengths), shape.num_blocks, shape.num_kv_heads
+    listed = jax.ShapeDtypeStruct((b, k, n), np.int32)
+    pool = (k, 1 + b * n, shape.page_size, shape.width)
     return {
         "q": jax.ShapeDtypeStruct((b, shape.num_heads, shape.head_dim), shape.dtype),
-        "pages": jax.ShapeDtypeStruct((shape.num_kv_heads, 1 + b * n, shape.page_size, shape.width), shape.dtype),
+        "pages": jax.ShapeDtypeStruct(pool, np.int8 if shape.int8 else shape.dtype),
+        "kv_scales": jax.ShapeDtypeStruct((*pool[:2], 2), np.float32) if shape.int8 else None,
         "page_table": jax.ShapeDtypeStruct((b, n), np.int32),
         "blocks": listed,
         "counts": jax.ShapeDtypeStruct(listed.shape[:2], np.int32),
@@ -170,12 +175,13 @@ def test_lowers_for_a_tpu(capsys):
         lower(kernel(shape, config=None), shapes_of(shape))
     with capsys.disabled():
         print(f"\npaged_attention tpu lowers: {len(chip_shapes)} shapes")
-    assert len(chip_shapes) == 8
+    assert len(chip_shapes) == 10
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"page_size": 16, "int8": True}, 'reads int8 pages of a multiple of 32 tokens, not 16: use "xla"'),
         ({"page_size": 4}, 'reads float32 pages of a multiple of 8 tokens, not 4: use "xla"'),
         ({"lengths": (2_000_000,)}, 'bytes of scalar memory: use "xla", or pages of more than 16 tokens'),
         ({"page_size": 16384, "lengths": (16384,)}, 'bytes of vector memory: use "xla", or smaller pages'),

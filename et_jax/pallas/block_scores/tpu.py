@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
-from et_jax.pallas import ring
+from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import LANES
 from et_jax.pallas.ring import PageList, RingConfig
 
@@ -151,7 +151,9 @@ def _pass_over(
     """
     b, h, d = q.shape
     k, n = pools[0].shape[0], page_table.shape[1]
-    config = config or heuristic(*pools)
+    if config is None:
+        facts = {"page_size": page_size, "head_dim": d, "queries": h // k, "kv_heads": k, "dtype": q.dtype}
+        config = tuned.settings(heuristic(*pools), f"{name}/tpu", **facts)
     padded = n + -n % LANES
     taken = footprint(config, pools, b, h, n, len(empty))
     ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, "or fewer blocks a slot")

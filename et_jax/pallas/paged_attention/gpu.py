@@ -7,6 +7,8 @@ consumer meets each tile with the queries that share the head:
     scores "s g" = keys "s d" @ queries "g d" transposed       tokens on the 64 rows that a wgmma has,
     update "d g" = values "s d" transposed @ weights "s g"     the few queries on its columns
 
+A tile of 8-bit integers is first turned into bfloat16 in shared memory, which leaves its stage free at once.
+
 A part is a fixed number of list entries, and what the parts found is added up in a fixed order, so a row's bits
 depend on its own list alone. A program past the end of its list copies nothing.
 
@@ -17,16 +19,20 @@ the list, Flash-Decoding (Dao et al. 2023); a producer and a consumer, FlashAtte
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
-from et_jax.pallas import hopper
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
+from et_jax.pallas import hopper, tuned
+from et_jax.pallas.checks import require_counts
+from et_jax.pallas.gather import listed_scales
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, load, product, store
 
 COLUMNS = 8  # the columns of a wgmma come in eights
 MOST_QUERIES = 16  # a KV head: each costs registers, and a share of what every part writes
@@ -47,19 +53,25 @@ class Config:
     part: int
     stages: int
 
+    def __post_init__(self) -> None:
+        require_counts(self)
 
-def heuristic(page_size: int, group: int, width: int) -> Config:
-    """Return the settings for a page size in tokens, a query group and a token's width in columns.
+
+def heuristic(page_size: int, group: int, width: int, dtype: DTypeLike = jnp.bfloat16) -> Config:
+    """Return the settings for a page size in tokens, a query group, a token's width in columns and the pool's dtype.
 
     A part ends in 8 float32 sums for each column of values: 1536 tokens of bfloat16 keep these under 1% of what
-    is read, and still cut one list of 32k tokens into 21 programs. Two programs share a multiprocessor, so that
-    one copies while the other begins or ends, unless that left either with a shallow pipeline.
+    is read (of 8-bit integers twice the tokens), and still cut one list of 32k tokens into 21 programs. Two programs
+    share a multiprocessor, so that one copies while the other begins or ends, unless that left either with a shallow
+    pipeline.
     """
-    bytes_per_tile = hopper.tile_bytes(width)
-    stages = (hopper.SHARED // 2 - SMALL) // bytes_per_tile
+    bytes_per_tile = hopper.tile_bytes(width, dtype)
+    taken = SMALL + (hopper.tile_bytes(width) if dtype == jnp.int8 else 0)  # one tile is turned into bfloat16
+    stages = (hopper.SHARED // 2 - taken) // bytes_per_tile
     if stages < DEEP:
-        stages = (hopper.SHARED - SMALL) // bytes_per_tile
-    return Config(part=PART_TOKENS * columns(group) // COLUMNS // page_size, stages=stages)
+        stages = (hopper.SHARED - taken) // bytes_per_tile
+    part_tokens = PART_TOKENS * columns(group) // COLUMNS * (2 // jnp.dtype(dtype).itemsize)
+    return Config(part=part_tokens // page_size, stages=stages)
 
 
 def columns(group: int) -> int:
@@ -79,7 +91,7 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
-    kv_scales: Array | None = None,
+    kv_scales: Float[Array, "k p 2"] | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
@@ -91,17 +103,22 @@ def paged_attention(
     b, h, d = q.shape
     k, _, s, e = pages.shape
     m, group, tiles = blocks.shape[2], h // k, s // TILE
-    hopper.refuse_unserved(q, pages)
+    hopper.refuse_unserved(q, pages, int8=True)
     if group > MOST_QUERIES:
         raise hopper.unserved(f"has columns for {MOST_QUERIES} query heads a KV head, not {group}")
     if config is None:
-        config = heuristic(s, group, e)
+        facts = {"page_size": s, "head_dim": d, "queries": group, "dtype": pages.dtype}
+        config = tuned.settings(heuristic(s, group, e, pages.dtype), "paged_attention/gpu", **facts)
     num_parts = -(-m // config.part)
     counts = jnp.minimum(counts, m)
     query = jnp.pad(q.reshape(b, k, group, d), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))
     settings = {"config": config, "scale": scale, "soft_cap": soft_cap, "window": window}
+    scales, staged, layout, converted = [], jnp.bfloat16, LAYOUT, []
+    if kv_scales is not None:
+        scales, staged, layout = [listed_scales(kv_scales, page_table, blocks, counts)], jnp.int8, hopper.LAYOUT_INT8
+        converted = [plgpu.SMEM((TILE, e), jnp.bfloat16, transforms=LAYOUT)]
     maximum, total, mixed, lse = plgpu.kernel(
-        functools.partial(_attend_part, simulated=interpret is not None, **settings),
+        functools.partial(_attend_part if scales else _attend_floats, simulated=interpret is not None, **settings),
         out_type=(
             jax.ShapeDtypeStruct((b, k, num_parts, columns(group)), jnp.float32),
             jax.ShapeDtypeStruct((b, k, num_parts, columns(group)), jnp.float32),
@@ -110,11 +127,12 @@ def paged_attention(
         ),
         scratch_types=(
             plgpu.SMEM((columns(group), d), jnp.bfloat16, transforms=LAYOUT),
-            plgpu.SMEM((config.stages, TILE, e), jnp.bfloat16, transforms=LAYOUT),
+            plgpu.SMEM((config.stages, TILE, e), staged, transforms=layout),
             plgpu.SMEM((columns(group), TILE), jnp.bfloat16, transforms=LAYOUT),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=config.stages),
             plgpu.Barrier(num_barriers=config.stages),
+            *converted,
         ),
         grid=(num_parts, k, b),
         grid_names=("part", "head", "row"),
@@ -122,7 +140,7 @@ def paged_attention(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
-    )(query, pages, page_table, blocks, counts, lengths)
+    )(*scales, query, pages, page_table, blocks, counts, lengths)
 
     # parts past the end of a list were never written
     used_mask = (jnp.arange(num_parts) * config.part < counts[..., None])[..., None]
@@ -139,8 +157,15 @@ def paged_attention(
     return out.swapaxes(2, 3).reshape(b, h, d).astype(q.dtype), block_lse.swapaxes(2, 3).reshape(b, h, m)
 
 
+def _attend_floats(*refs, **settings):
+    """Attend to one part of one list, whose tokens need no scales and are multiplied where they arrive."""
+    every: tuple[Any, ...] = (None, *refs, None)
+    _attend_part(*every, **settings)
+
+
 def _attend_part(
     # inputs, in global memory
+    scales_ref,
     q_ref,
     pages_ref,
     table_ref,
@@ -159,6 +184,7 @@ def _attend_part(
     query_arrived,
     tile_arrived,
     stage_free,
+    converted_ref,
     *,
     config: Config,
     scale: float,
@@ -201,10 +227,18 @@ def _attend_part(
             stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
             end = length - blocks_ref[row, head, first + lax.div(i, tiles)] * page_size - tile * TILE
             begin = 0 if window is None else end - window
-            keys, values = (stages_ref.at[stage, :, pl.ds(start, d)] for start in (0, d))
-
+            more = i + config.stages < count * tiles  # a tile waits for this one's stage
             plgpu.barrier_wait(tile_arrived.at[stage])
-            logits = product(keys, query_ref, simulated) * scale
+            floats_ref = stages_ref.at[stage]
+            key_scale, value_scale = scale, None
+            if scales_ref is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
+                floats_ref, entry = converted_ref, first + lax.div(i, tiles)
+                store(floats_ref, load(stages_ref.at[stage]).astype(jnp.bfloat16))
+                plgpu.commit_smem()
+                pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
+                key_scale, value_scale = scale * scales_ref[row, head, 0, entry], scales_ref[row, head, 1, entry]
+            keys, values = (floats_ref.at[:, pl.ds(start, d)] for start in (0, d))
+            logits = product(keys, query_ref, simulated) * key_scale
             if soft_cap is not None:
                 logits = soft_cap * jnp.tanh(logits / soft_cap)
             logits = jnp.where(_seen(logits.shape, begin, end), logits * LOG2_E, -jnp.inf)
@@ -215,15 +249,18 @@ def _attend_part(
             store(lse_ref.at[row, head, part, i], lse)
 
             store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16))
-            _zero_unseen(values, begin, end)
+            if scales_ref is None:
+                _zero_unseen(values, begin, end)
             plgpu.commit_smem()  # wgmma must see what was stored
             update = product(values.transpose((1, 0)), weights_ref, simulated)
-            pl.when(i + config.stages < count * tiles)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
+            if scales_ref is None:
+                pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
 
             new_maximum = jnp.maximum(maximum, tile_maximum)
             decay = jnp.exp2(maximum - finite(new_maximum))
             tile_weight = jnp.exp2(tile_maximum - finite(new_maximum))
-            mixed = mixed * _below(decay, mixed.shape) + update * _below(tile_weight, mixed.shape)
+            update_weight = tile_weight if value_scale is None else tile_weight * value_scale
+            mixed = mixed * _below(decay, mixed.shape) + update * _below(update_weight, mixed.shape)
             return new_maximum, total * decay + tile_total * tile_weight, mixed
 
         start = (

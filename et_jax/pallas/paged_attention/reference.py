@@ -36,10 +36,11 @@ def paged_attention(
     seen_mask = listed[..., None] & (position < length)
     if window is not None:
         seen_mask &= position > length - 1 - window
-    token = jnp.where(seen_mask[..., None], token, 0.0)  # 0 * NaN is NaN: what is masked must not be read
     key, value = token[..., :d], token[..., d : 2 * d]
     if kv_scales is not None:
         key, value = (x * kv_scales[head, page, i, None, None] for i, x in enumerate((key, value)))
+    # 0 * NaN is NaN: what is masked must not be read
+    key, value = (jnp.where(seen_mask[..., None], x, 0.0) for x in (key, value))
 
     scores = jnp.einsum("bkgd,bkmsd->bkgms", grouped, key, precision="highest") * scale
     if soft_cap is not None:

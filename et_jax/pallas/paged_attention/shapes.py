@@ -141,6 +141,8 @@ SHAPES = (
     _shape("int8", (6, 2), 64, 16, (300, 0, 77), open_share=0.6, int8=True),
     _shape("int8_bfloat16", (8, 2), 128, 32, (200, 90), dtype="bfloat16", int8=True),
     _shape("int8_all_of_them", (8, 2), 96, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, int8=True),
+    _shape("int8_page_64", (4, 2), 128, 64, (130, 64), dtype="bfloat16", int8=True),
+    _shape("int8_dim_96", (4, 2), 96, 32, (61, 300), open_share=0.5, sinks=True, int8=True),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several parts, edges
     _shape("hopper_group_1", (2, 2), 128, 64, (65, 200), dtype="bfloat16"),
     _shape("hopper_group_3", (6, 2), 64, 128, (129, 250), dtype="bfloat16"),
@@ -167,6 +169,22 @@ SHAPES = (
         sinks=True,
         open_share=0.6,
     ),
+    _shape(
+        "hopper_int8_all_of_them",
+        (2, 1),
+        64,
+        128,
+        (3300, 0, 90),
+        dtype="bfloat16",
+        window=3200,
+        soft_cap=5.0,
+        sinks=True,
+        open_share=0.9,
+        int8=True,
+    ),
+    # what is run, on a CPU
+    _shape("decode_2_at_16k", (32, 8), 128, 64, (16384,) * 2, tested=False),
+    _shape("decode_2_at_16k_page_16", (32, 8), 128, 16, (16384,) * 2, tested=False),
     # what is run, on a device
     _shape("smollm_135m", (9, 3), 64, 16, (2048,) * 16, dtype="bfloat16", tested=False),
     _shape("llama3_8b", (32, 8), 128, 128, (8192,) * 16, dtype="bfloat16", tested=False),

@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
-from et_jax.pallas import ring
+from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import LANES
+from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.ring import PageList, RingConfig
 
 # A group's pages are worked on as one, so that what a step of the loop costs is shared. At head dim 128 a v6e transfers
@@ -36,18 +37,17 @@ def paged_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sink_logits: Float[Array, " h"] | None = None,
-    kv_scales: Array | None = None,
+    kv_scales: Float[Array, "k p 2"] | None = None,
     config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return what `api.paged_attention` documents. `interpret` runs the kernel on a CPU, for tests."""
-    if kv_scales is not None:
-        raise NotImplementedError('backend "tpu" reads no int8 pool: use "xla"')
     b, h, d = q.shape
     k, _, s, e = pages.shape
     n, m, x, g = page_table.shape[1], blocks.shape[2], b * k, h // k
     if config is None:
-        config = heuristic(pages)
+        facts = {"page_size": s, "head_dim": d, "queries": g, "dtype": pages.dtype}
+        config = tuned.settings(heuristic(pages), "paged_attention/tpu", **facts)
     group = config.group
     padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
     ring.require_pages(pages)
@@ -58,12 +58,14 @@ def paged_attention(
     # A head that fills no whole lanes is not cut from its token: zeros beside the query stand against the value,
     # and what the weights mix is the token, the value in its columns [d, 2d).
     joint = d % LANES != 0
-    dtype = jnp.promote_types(q.dtype, pages.dtype)
+    dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
     width = e if joint else d
     query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     # a sink is one more logit that mixes nothing in: the softmax starts from it
     sinks = jnp.full(h, -jnp.inf, jnp.float32) if sink_logits is None else sink_logits.astype(jnp.float32)
-    lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, padded - m))).reshape(x, 1, padded)
+    lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, padded - m)))
+    scales = None if kv_scales is None else listed_scales(kv_scales, page_table, lists, counts).reshape(x, 2, padded)
+    lists = lists.reshape(x, 1, padded)
     table = page_table[:, None]
 
     def following(i):
@@ -87,6 +89,9 @@ def paged_attention(
                 scalars(padded, following),
                 scalars(n, lambda i: i // k),
                 scalars(n, lambda i: following(i) // k),
+                None
+                if scales is None
+                else pl.BlockSpec((1, 2, padded), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
@@ -117,6 +122,7 @@ def paged_attention(
         lists,
         table,
         table,
+        scales,
         pages,
     )
     out = mixed[..., d : 2 * d] if joint else mixed
@@ -131,9 +137,13 @@ def footprint(config: RingConfig, pages: Array, b: int, h: int, n: int, m: int) 
     rows = g + -g % 8  # whole registers
     # counts and lengths; twice, for the copy that runs ahead: the list and the table of this row and of the next
     scalar = 4 * (b * k + 1 + b + 2 * 2 * (m + n))
+    converted = 0
+    if pages.dtype == jnp.int8:  # this row's scales, twice likewise; a group in the dtype of the query, at most float32
+        scalar += 4 * 2 * 2 * m
+        converted = 4 * config.group * s * e
     # twice: query, output and block sums; once for each page of a group: its query, scores and what becomes of them
     vector = 2 * 4 * rows * (2 * e + m) + 4 * rows * config.group * (4 * max(s, LANES) + 2 * e)
-    return ring.Footprint(scalar=scalar, vector=vector + config.num_bytes(s * e * pages.dtype.itemsize))
+    return ring.Footprint(scalar=scalar, vector=vector + converted + config.num_bytes(s * e * pages.dtype.itemsize))
 
 
 def _kernel(
@@ -147,6 +157,7 @@ def _kernel(
     next_blocks_ref,
     table_ref,
     next_table_ref,
+    scales_ref,  # None but for an int8 pool
     pages_ref,
     # outputs
     out_ref,
@@ -198,7 +209,7 @@ def _kernel(
         return (offset < end) if window is None else (offset < end) & (offset >= end - window)
 
     def clean(i, buffer):
-        """Zero what no query sees, where a group holds any: 0 * NaN is NaN."""
+        """Zero what no query sees, where a group of floats holds any: 0 * NaN is NaN."""
         padding = joint and e > 2 * head_dim
         # ids ascend: if the last page is full so are those before it, if the window holds the first it holds them all
         whole = page_end(i, group - 1) >= s
@@ -224,14 +235,21 @@ def _kernel(
         precision=lax.Precision.HIGHEST if query.dtype == jnp.float32 else None,
     )
 
+    def by_page(i, value_of):
+        """A number for each page of group i, over the page's scores "g s"."""
+        return jnp.concatenate([jnp.full((1, g, s), value_of(i * group + j)) for j in range(group)])
+
     def step(i, carry):
         maximum, total, mixed = carry
         buffer = arrivals.next(i)
-        clean(i, buffer)
+        if scales_ref is None:
+            clean(i, buffer)
         token = buffers_ref[buffer].astype(query.dtype)
         key, value = (token, token) if joint else (token[..., :head_dim], token[..., head_dim : 2 * head_dim])
 
         scores = dot(query, key, (((2,), (2,)), ((0,), (0,)))) * scale  # "p g s", a page's tokens along the lanes
+        if scales_ref is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
+            scores *= by_page(i, lambda entry: scales_ref[0, 0, entry])
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         ends = jnp.concatenate([jnp.full((1, g, s), page_end(i, j), jnp.int32) for j in range(group)])
@@ -247,7 +265,10 @@ def _kernel(
         block_weight = jnp.exp(block_maximum - _finite(new_maximum))
         decay = jnp.exp(maximum - _finite(new_maximum))
         total = total * decay + jnp.sum(block_total * block_weight, axis=0)
-        update = dot((weights * block_weight).astype(value.dtype), value, (((2,), (1,)), ((0,), (0,))))
+        weights *= block_weight
+        if scales_ref is not None:
+            weights *= by_page(i, lambda entry: scales_ref[0, 1, entry])
+        update = dot(weights.astype(value.dtype), value, (((2,), (1,)), ((0,), (0,))))
         return new_maximum, total, mixed * decay + jnp.sum(update, axis=0)
 
     maximum = sink_ref[0]

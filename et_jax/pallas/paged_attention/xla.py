@@ -10,12 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
+from et_jax.pallas import tuned
+from et_jax.pallas.backend import platform
+from et_jax.pallas.checks import require_counts
 from et_jax.pallas.gather import page_rows, tokens
 
-# Measured on x86-64 with two cores: at 64 tokens held and 16 rows a group of 256 takes 1.7 times as long, at 512 tokens
-# 0.9 times; at head dim 128 it is 7 to 17% faster.
-GROUP_TOKENS = 128
-# Measured likewise, in float32 and bfloat16: from this head dim on, keys and values are gathered apart.
+# Measured on x86-64 with two cores. Small pages are for rows that hold little: at 16 rows of 64 tokens a group of 256
+# tokens takes 1.1 to 1.7 times as long as one of 128. Pages of 64 are for long rows: at 16k tokens a group of 512 takes
+# 0.8 times as long as one of 128.
+GROUP_PAGES = 8
+LEAST_TOKENS, MOST_TOKENS = 128, 512
+# Measured likewise: products of bfloat16 are so cheap that at smaller head dims it pays to double them and gather once.
 SPLIT_DIM = 128
 
 
@@ -25,16 +30,24 @@ class Config:
 
     group: list entries a step of the loop reads, the same for every batch, count and list length.
     joint: gather a token whole and let the query ignore the value (zeros beside it): twice the
-        products, but one read. Otherwise keys and values are gathered apart.
+        products, but one copy of the token. Otherwise keys and values are gathered apart.
     """
 
     group: int
     joint: bool
 
+    def __post_init__(self) -> None:
+        require_counts(self)
 
-def heuristic(page_size: int, head_dim: int) -> Config:
-    """Return the walk for a page size in tokens and a head dim."""
-    return Config(group=max(1, GROUP_TOKENS // page_size), joint=head_dim < SPLIT_DIM)
+
+def heuristic(page_size: int, head_dim: int, dtype: jnp.dtype, platform: str) -> Config:
+    """Return the walk for a page size in tokens, a head dim, the dtype of the products and a platform."""
+    cheap = dtype == jnp.bfloat16 and head_dim < SPLIT_DIM
+    return Config(
+        group=max(1, LEAST_TOKENS // page_size, min(GROUP_PAGES, MOST_TOKENS // page_size)),
+        # a gather of some columns makes XLA copy the pool on a TPU
+        joint=cheap or platform == "tpu",
+    )
 
 
 def paged_attention(
@@ -56,10 +69,12 @@ def paged_attention(
     b, h, d = q.shape
     k, p, s, e = pages.shape
     m, x, g = blocks.shape[2], b * k, h // k
-    if config is None:
-        config = heuristic(s, d)
-    group = config.group
     dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
+    if config is None:
+        by_rule = heuristic(s, d, dtype, platform())
+        facts = {"page_size": s, "head_dim": d, "queries": h // k, "dtype": pages.dtype}
+        config = tuned.settings(by_rule, "paged_attention/xla", **facts)
+    group = config.group
     width = e if config.joint else d
     query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     padding = -m % group
@@ -88,17 +103,24 @@ def paged_attention(
             token = tokens(pages, rows, 0, e).astype(dtype)
             token = lax.optimization_barrier(jnp.where(kept, token, jnp.zeros((), dtype)))
             return token, token
-        # whole tokens: a gather of some columns makes XLA copy the pool on TPU
-        token = tokens(pages, rows, 0, e).astype(dtype)
-        return token[..., :d], jnp.where(kept, token[..., d : 2 * d], jnp.zeros((), dtype))
+        key, value = (tokens(pages, rows, start, d).astype(dtype) for start in (0, d))
+        return key, jnp.where(kept, value, jnp.zeros((), dtype))
+
+    def products(key):
+        """The group's q.k: in float32 XLA multiplies faster with the keys, its larger operand, first."""
+        if dtype == jnp.float32 and not config.joint:
+            scores = jnp.einsum("xtd,xgd->xtg", key, query, preferred_element_type=jnp.float32)
+            return lax.optimization_barrier(scores).swapaxes(1, 2)
+        return jnp.einsum("xgd,xtd->xgt", query, key, preferred_element_type=jnp.float32)
 
     def step(i, carry):
         maximum, total, mixed, block_lse = carry
         rows, seen_mask = listed_tokens(i)
         key, value = read(rows, seen_mask)
-        scores = jnp.einsum("xgd,xtd->xgt", query, key, preferred_element_type=jnp.float32) * scale
+        scores = products(key) * scale
         if kv_scales is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
             scales = kv_scales.reshape(k * p, 2)[rows]
+            scales = jnp.where(jnp.any(seen_mask, axis=-1, keepdims=True), scales, 0.0)
             scores = (scores.reshape(x, g, group, s) * scales[:, None, :, :1]).reshape(x, g, group * s)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)

@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.pallas import hopper
+from et_jax.pallas import hopper, tuned
+from et_jax.pallas.checks import require_counts
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
 
 ROWS = 64  # query rows of a consumer: the rows of one wgmma
@@ -41,6 +42,9 @@ class Config:
     """How many tiles are in flight. stages: tiles that shared memory holds."""
 
     stages: int
+
+    def __post_init__(self) -> None:
+        require_counts(self)
 
 
 def heuristic(width: int) -> Config:
@@ -76,7 +80,8 @@ def paged_prefill(
     m = page_table.shape[1] if blocks is None else blocks.shape[2]
     hopper.refuse_unserved(q, pages)
     if config is None:
-        config = heuristic(e)
+        facts = {"page_size": s, "head_dim": d, "queries": group, "chunk": t, "dtype": pages.dtype}
+        config = tuned.settings(heuristic(e), "paged_prefill/gpu", **facts)
     # row r of a KV head is query r % group at position start + r // group
     num_blocks = -(-t * group // (CONSUMERS * ROWS))
     num_rows = num_blocks * CONSUMERS * ROWS

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from et_jax.pallas import ring
-from et_jax.pallas.checks import LANES
+from et_jax.pallas import ring, tuned
+from et_jax.pallas.checks import LANES, require
 
 # Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
 # at 240 rows on a v5e (197 TFLOP/s over 0.82 TB/s) and at 560 on a v6e (918 over 1.64).
@@ -34,6 +34,9 @@ class Config:
 
     tile: int
     ring: ring.RingConfig
+
+    def __post_init__(self) -> None:
+        require(self.tile >= 1 and self.tile % TILE_STEP == 0, "tile", self.tile, f"a multiple of {TILE_STEP}")
 
 
 def heuristic(chunk: int, group: int, pages: Array) -> Config:
@@ -67,7 +70,8 @@ def paged_prefill(
     k, _, s, e = pages.shape
     g, n = h // k, page_table.shape[1]
     if config is None:
-        config = heuristic(t, g, pages)
+        facts = {"page_size": s, "head_dim": d, "queries": g, "chunk": t, "dtype": pages.dtype}
+        config = tuned.settings(heuristic(t, g, pages), "paged_prefill/tpu", **facts)
     tile, tiles = config.tile, -(-t // config.tile)
     ring.require_pages(pages)
     m = n if blocks is None else blocks.shape[2]

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from et_jax.pallas import tuned
+from et_jax.pallas.checks import require_counts
 from et_jax.pallas.gather import page_rows, tokens
 
 # Measured on x86-64 with two cores, chunks of 64 to 512 queries.
@@ -24,6 +26,9 @@ class Config:
     """How the keys are walked. group: list entries a step of the loop reads."""
 
     group: int
+
+    def __post_init__(self) -> None:
+        require_counts(self)
 
 
 def heuristic(page_size: int) -> Config:
@@ -50,7 +55,10 @@ def paged_prefill(
     b, t, h, d = q.shape
     k, p, s, _ = pages.shape
     x, g, n = b * k, h // k, page_table.shape[1]
-    group = (heuristic(s) if config is None else config).group
+    if config is None:
+        facts = {"page_size": s, "head_dim": d, "queries": h // k, "chunk": t, "dtype": pages.dtype}
+        config = tuned.settings(heuristic(s), "paged_prefill/xla", **facts)
+    group = config.group
     span = group * s
     dtype = jnp.promote_types(q.dtype, pages.dtype)
     query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(x, g * t, d)

@@ -1,0 +1,57 @@
+"""Settings measured on a device, which stand before the rule of a kernel's heuristic.
+
+`tuned/<device kind>.json` maps a kernel and what its best settings depend on to those settings:
+
+    {"paged_attention/xla page_size=16 head_dim=128 queries=4 dtype=float32": {"group": 32, "joint": false}}
+
+`scripts/tune_kernels.py` measures and writes it. A device without a file, or a key not in it, goes by the rule.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from et_jax.pallas.backend import device_kind
+from et_jax.types import UsageError
+
+C = TypeVar("C")
+FOLDER = Path(__file__).parent / "tuned"
+
+
+def path(kind: str) -> Path:
+    """Return where the table of a kind of device lies, as JAX names it ("NVIDIA H200")."""
+    return FOLDER / f"{kind.lower().replace(' ', '-')}.json"
+
+
+def key(kernel: str, **facts: object) -> str:
+    """Return the table's key for a kernel "op/backend" and what its best settings depend on."""
+    return " ".join([kernel, *(f"{name}={fact}" for name, fact in facts.items())])
+
+
+def settings(by_rule: C, kernel: str, **facts: object) -> C:
+    """Return the settings recorded for the device traced for under this key, or else those given by rule."""
+    table = path(device_kind())
+    recorded = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
+    name = key(kernel, **facts)
+    if name not in recorded:
+        return by_rule
+    try:
+        return _built(type(by_rule), recorded[name])
+    except (TypeError, ValueError) as reason:
+        raise UsageError(
+            f'{table}: "{name}" holds settings that the kernel refuses ({reason}): delete the entry, or record it anew '
+            f"with scripts/tune_kernels.py"
+        ) from reason
+
+
+def _built(config: type[C], values: Mapping[str, Any]) -> C:
+    """Return a configuration, and those within it, from their fields."""
+    fields = {field.name: field.type for field in dataclasses.fields(config)}
+    inner = {
+        name: _built(fields[name], value)
+        for name, value in values.items()
+        if dataclasses.is_dataclass(fields.get(name))
+    }
+    return config(**{**values, **inner})

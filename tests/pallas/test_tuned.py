@@ -1,0 +1,93 @@
+"""Settings recorded for a device stand before the rule; what a kernel refuses is refused in a sentence."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_paged_attention import NAMED, example
+
+from et_jax.pallas import tuned
+from et_jax.pallas.paged_attention import xla
+from et_jax.pallas.ring import RingConfig
+from et_jax.types import UsageError
+
+SHAPE = NAMED["group_4"]
+KEY = "paged_attention/xla page_size=16 head_dim=64 queries=4 dtype=bfloat16"
+
+
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    """Write a table for this device."""
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+
+    def write(entries):
+        tuned.path(jax.devices()[0].device_kind).write_text(json.dumps(entries))
+
+    return write
+
+
+def settings_used(monkeypatch):
+    """What the kernel takes for the shape, by the number of pages its gathers bring at once."""
+    groups = []
+    page_rows = xla.page_rows
+    monkeypatch.setattr(xla, "page_rows", lambda table, ids, p: groups.append(ids.shape[2]) or page_rows(table, ids, p))
+    jax.eval_shape(lambda arrays: xla.paged_attention(**arrays, **SHAPE.settings), example(SHAPE))
+    return set(groups)
+
+
+def test_an_entry_is_honoured_and_an_unknown_key_falls_to_the_rule(recorded, monkeypatch):
+    by_rule = settings_used(monkeypatch)
+    assert by_rule == {xla.heuristic(16, 64, np.dtype("bfloat16"), "cpu").group}
+    recorded({KEY: {"group": 3, "joint": False}})
+    assert settings_used(monkeypatch) == {3}
+    recorded({KEY.replace("queries=4", "queries=5"): {"group": 3, "joint": False}})
+    assert settings_used(monkeypatch) == by_rule
+
+
+def test_another_device_has_another_table(recorded):
+    recorded({KEY: {"group": 3, "joint": False}})
+    rule, facts = xla.Config(group=8, joint=True), {"page_size": 16, "head_dim": 64, "queries": 4, "dtype": "bfloat16"}
+    assert tuned.settings(rule, "paged_attention/xla", **facts) == xla.Config(group=3, joint=False)
+    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
+        assert tuned.settings(rule, "paged_attention/xla", **facts) == rule
+
+
+def test_settings_within_settings_are_read(recorded):
+    from et_jax.pallas.paged_prefill.tpu import Config
+
+    recorded({"paged_prefill/tpu page_size=16": {"tile": 32, "ring": {"group": 8, "depth": 4}}})
+    by_rule = Config(tile=16, ring=RingConfig(group=4, depth=3))
+    expected = Config(tile=32, ring=RingConfig(group=8, depth=4))
+    assert tuned.settings(by_rule, "paged_prefill/tpu", page_size=16) == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"group": 0, "joint": False}, "group: got 0, wanted at least 1"),
+        ({"group": 4, "joint": False, "depth": 2}, "depth"),
+        ({"group": 4}, "joint"),
+    ],
+)
+def test_settings_the_kernel_refuses_are_refused_in_a_sentence(recorded, entry, reason):
+    recorded({KEY: entry})
+    with pytest.raises(UsageError) as caught:
+        xla.paged_attention(**example(SHAPE), **SHAPE.settings)
+    message = str(caught.value)
+    assert reason in message and KEY in message and "scripts/tune_kernels.py" in message
+
+
+@pytest.mark.parametrize(("group", "depth", "reason"), [(3, 2, "group: got 3"), (256, 2, "group"), (4, 1, "depth")])
+def test_a_ring_that_cannot_turn_is_refused(group, depth, reason):
+    with pytest.raises(ValueError, match=reason):
+        RingConfig(group=group, depth=depth)
+
+
+def test_every_table_in_the_package_is_read():
+    """Each entry names a kernel and builds its settings."""
+    for table in tuned.FOLDER.glob("*.json"):
+        for name, entry in json.loads(table.read_text()).items():
+            assert name.split()[0] == "paged_attention/xla"
+            xla.Config(**entry)

@@ -1,0 +1,34 @@
+"""What a compiled program copies is read from its text."""
+
+from types import SimpleNamespace
+
+POOL = {
+    "pages": SimpleNamespace(shape=(2, 9, 16, 128)),
+    ".mean": SimpleNamespace(shape=(2, 9, 128)),
+    ".value_radius": SimpleNamespace(shape=(2, 9)),
+}
+TEXT = """
+%fused_computation.1 (param_0.1: bf16[18,16,128]) -> f32[4] {
+  %convert.1 = f32[18,16,128]{2,1,0} convert(%param_0.1)
+  ROOT %reduce.1 = f32[4]{0} reduce(%convert.1, %zero)
+}
+
+%fused_computation.2 (param_0.2: f32[2,9,128]) -> f32[9,2,128] {
+  ROOT %transpose.1 = f32[9,2,128]{2,1,0:T(8,128)} transpose(%param_0.2), dimensions={1,0,2}
+}
+
+ENTRY %main (pages: bf16[2,9,16,128]) -> f32[4] {
+  %copy.3 = f32[2,9]{1,0} copy(%radius)
+  %copy.4 = s32[16,128]{1,0} copy(%table)
+  %add.1 = bf16[2,9,16,128]{3,2,1,0} add(%pages, %pages)
+  %copy-start.1 = (bf16[18,16,128]{2,1,0}, bf16[18,16,128]{2,1,0}, u32[]) copy-start(%pages)
+}
+"""
+
+
+def test_a_copy_of_a_whole_array_is_found_and_named(script):
+    """Merged axes hide none. What a fusion only passes through is not written, and `ALLOWED` is let through."""
+    assert script("aot_check").whole_copies(TEXT, POOL) == [
+        "transpose of .mean as f32[9,2,128]",
+        "copy-start of pages as bf16[18,16,128]",
+    ]
