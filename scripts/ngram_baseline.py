@@ -20,9 +20,7 @@ def main() -> None:
     parser.add_argument(
         "--corpus", type=Path, default=ROOT / "../shared/text/novels/novels.tar.xz", help="tar of .txt files"
     )
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs/bundled", help="cached tokens; ngram.json goes there"
-    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/short", help="cached tokens; ngram.json goes there")
     parser.add_argument("--order", type=int, default=5)
     args = parser.parse_args()
     try:

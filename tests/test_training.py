@@ -186,7 +186,7 @@ def test_training_learns_and_an_interrupted_run_continues_the_same(settings, dat
     rows = corpus.training_rows
 
     def killed_at_eight(*arguments, **others):
-        if arguments[2] == 7:
+        if others["step"] == 7:
             raise KeyboardInterrupt  # nothing is saved, as after kill -9; the last checkpoint is step 6
         return rows(*arguments, **others)
 
@@ -203,7 +203,7 @@ def test_a_signal_saves_the_step_that_was_done(settings, data, tmp_path, monkeyp
     rows = corpus.training_rows
 
     def signalled(*arguments, **others):
-        if arguments[2] == 3:
+        if others["step"] == 3:
             loop.signal.raise_signal(loop.signal.SIGTERM)
         return rows(*arguments, **others)
 
@@ -261,7 +261,8 @@ def test_the_card_tells_what_was_measured(archive, settings, data, tmp_path):
     figures = card.measure(params, settings, held_out)
     parts = [(end - begin) * loss for (begin, end), loss in figures.by_position.items()]
     assert sum(parts) / 32 == pytest.approx(figures.per_token[32], rel=0.1)  # padding thins the last positions
-    arguments = (figures, settings, step, held_out, run, "a test", tmp_path / "README.md")
+    told = card.Run(folder=run, step=step, hardware="a test")
+    arguments = (figures, settings, told, held_out, tmp_path / "README.md")
     with pytest.raises(UsageError, match="ngram_baseline"):
         card.write_card(*arguments)
     (run / "ngram.json").write_text(json.dumps({"order": 5, "train_tokens": 9, "per_token": 1.0, "per_byte": 0.5}))

@@ -9,7 +9,7 @@ layer) would change the text; only the ones in `INERT` are passed over.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,11 @@ def assemble(config: ModelConfig, weights: Mapping[str, Float[Array | np.ndarray
     return treedef.unflatten([weights[name] for name in weight_specs(config)])
 
 
-def resolve(name: str | Path) -> Path:
+def resolve(name: str | Path, check: Callable[[Path], object] | None = None) -> Path:
     """Return the folder of a model: `name` itself, or the local copy of the hub model `owner/model`.
 
-    From the hub config.json comes first and is checked before any weight is downloaded. The token and the
+    From the hub config.json comes first: `check`, by default `read_config`, sees its folder before any
+    weight is downloaded. The token and the
     cache are the hub library's own (HF_TOKEN, HF_HOME). Raises UsageError where there is no such model.
     """
     folder = Path(name).expanduser()
@@ -104,7 +105,7 @@ def resolve(name: str | Path) -> Path:
     repository = str(name)
     try:
         config = hf_hub_download(repository, "config.json")
-        read_config(Path(config).parent)
+        (check or read_config)(Path(config).parent)
         return Path(snapshot_download(repository, allow_patterns=list(HUB_FILES)))
     except errors.GatedRepoError as error:
         page = f"https://huggingface.co/{name}"
@@ -128,6 +129,13 @@ def resolve(name: str | Path) -> Path:
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration in `folder`/config.json. Raises UsageError where it is absent or unreadable."""
     return from_hugging_face(_read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
+    """Return the dtype that `load` will most likely give the weights, from config.json alone."""
+    values = _read_json(folder / "config.json")
+    said = str(values.get("dtype", values.get("torch_dtype")))
+    return DTYPES.get(dtype, STORED.get(STORED_NAMES.get(said, said), jnp.float32))
 
 
 def load(folder: str | Path, dtype: str = "auto") -> tuple[ModelConfig, Params]:

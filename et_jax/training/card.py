@@ -6,13 +6,17 @@ import json
 import math
 import string
 from pathlib import Path
+from typing import Any
 
 from et_jax.models.checkpoint import weight_specs
 from et_jax.models.transformer import Params
 from et_jax.training import corpus
-from et_jax.training.loop import Settings, evaluate
+from et_jax.training.loop import evaluate
+from et_jax.training.schedule import Curriculum
+from et_jax.training.settings import Settings
 from et_jax.types import UsageError
 
+SHORT_STEPS = 2070  # of the training on novels alone, with which the one for long contexts began
 BUCKETS = (0, 16, 64, 256, 512, 1024, 1536, 2048)  # positions between which the loss is averaged
 
 TEMPLATE = string.Template("""\
@@ -42,18 +46,16 @@ Some of their authors wrote works that were trained on.
 
 ## Training
 
-$passed over $corpus training tokens, in $hours hours on $hardware.
-Rows of $short tokens, of $long in the last $long_share of the steps. Muon at $matrix_rate on the layers'
+$passed, in $hours hours on $hardware.
+$rows Muon at $matrix_rate on the layers'
 matrices, AdamW at $other_rate on the rest, constant after $warmup steps and falling to zero over the last
-$decay_share; bfloat16 products, float32 sums and master weights.
-
+$decay; bfloat16 products, float32 sums and master weights.
+$history
 To make it again, from the works as a tar archive of .txt files:
 
-    python scripts/ngram_baseline.py --corpus novels.tar.xz
-    python scripts/train_bundled.py --corpus novels.tar.xz --steps $step --seed $seed
-    python scripts/train_bundled.py --corpus novels.tar.xz --export
+$commands
 
-## Held-out loss
+$recall## Held-out loss
 
 All $tokens tokens of the held-out works, each work cut into rows of $long:
 
@@ -83,6 +85,20 @@ Weights: Apache-2.0. The texts are in the public domain.
 """)
 
 
+RECALL = string.Template("""\
+## What it finds again
+
+Right answers, greedy, to tasks of the test split, whose names, words and passages it was not trained on
+(`python -m et_jax.evaluate`; $examples examples a cell or more; the depth is where in the text the answer stands):
+
+$table
+
+Text around the answers: $hay. Chance is one in five for counting and next to nothing for the others. Questions are
+understood in the words of `et_jax.tasks` only.
+
+""")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
     """Held-out losses: nats per token by row length and, in rows of the longest, between positions."""
@@ -93,9 +109,9 @@ class Figures:
 
 def measure(params: Params, settings: Settings, held_out: corpus.Tokens) -> Figures:
     """Score every held-out token twice, in short and in long rows."""
-    schedule = settings.schedule
+    lengths = settings.schedule.lengths
     per_token, by_position = {}, {}
-    for length in (schedule.short_length, schedule.long_length):
+    for length in (lengths[0], lengths[-1]):
         rows = corpus.held_out_rows(held_out, length)
         losses = evaluate(params, settings, rows)
         per_token[length] = float(losses.sum() / rows.target_mask.sum())
@@ -114,23 +130,41 @@ def hours(log: Path) -> float:
     return sum(ends) / 60
 
 
-def write_card(
-    figures: Figures, settings: Settings, step: int, held_out: corpus.Tokens, run: Path, hardware: str, card: Path
-) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its folder, its last step, what it ran on, and what else should be told of it.
+
+    `history` is a paragraph, or empty; `accuracy` is what `et_jax.evaluate --json` wrote of the model, or None.
+    """
+
+    folder: Path
+    step: int
+    hardware: str
+    history: str = ""
+    accuracy: Path | None = None
+
+
+def write_card(figures: Figures, settings: Settings, run: Run, held_out: corpus.Tokens, card: Path) -> None:
     """Write the model card; the yardstick is read from `ngram.json` in the run's folder."""
-    yardstick = run / "ngram.json"
+    yardstick = run.folder / "ngram.json"
     if not yardstick.exists():
         raise UsageError(
             f"{yardstick} is not there; run scripts/ngram_baseline.py first, the model card compares with it."
         )
     ngram = json.loads(yardstick.read_text())
-    notes = {side: json.loads((run / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
-    model, schedule = settings.model, settings.schedule
+    card.write_text(TEMPLATE.substitute(_texts(figures, settings, run, held_out, ngram)), encoding="utf-8")
+
+
+def _texts(
+    figures: Figures, settings: Settings, run: Run, held_out: corpus.Tokens, ngram: dict[str, Any]
+) -> dict[str, str]:
+    notes = {side: json.loads((run.folder / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
+    model = settings.model
     ratio = len(held_out.ids) / held_out.num_bytes
-    nats = figures.per_token[schedule.long_length]
+    longest = settings.schedule.lengths[-1]
+    nats = figures.per_token[longest]
     gain = ngram["per_token"] - nats
-    passed = step * settings.windows_per_step * settings.window
-    texts = {
+    return _training(settings, run, ngram) | {
         "layers": f"{model.num_layers} layers of width {model.hidden_size}",
         "heads": f"{model.num_heads} query heads on {model.num_kv_heads} key-value heads of {model.head_dim}",
         "ffn": str(model.intermediate_size),
@@ -142,19 +176,9 @@ def write_card(
         "end": f"`{corpus.END_OF_TEXT}` (id {corpus.END_ID})",
         "works": str(sum(len(side["works"]) for side in notes.values())),
         "held_out": ", ".join(Path(name).stem for name in notes["held_out"]["works"]),
-        "passed": f"{passed / 1e6:.1f} M tokens in {step} steps, {passed / ngram['train_tokens']:.2f} passes",
         "corpus": f"{ngram['train_tokens'] / 1e6:.1f} M",
-        "hours": f"{hours(run / 'log.jsonl'):.1f}",
-        "hardware": hardware,
-        "short": str(schedule.short_length),
-        "long": str(schedule.long_length),
-        "long_share": f"{schedule.long_share:.0%}",
-        "decay_share": f"{schedule.decay_share:.0%}",
-        "warmup": str(schedule.warmup),
-        "matrix_rate": str(settings.matrix_rate),
-        "other_rate": str(settings.other_rate),
-        "step": str(step),
-        "seed": str(settings.seed),
+        "recall": "" if run.accuracy is None else _recall(json.loads(run.accuracy.read_text())),
+        "long": str(longest),
         "tokens": f"{len(held_out.ids):,}",
         "nats": f"{nats:.3f}",
         "nats_per_byte": f"{nats * ratio:.3f}",
@@ -167,4 +191,67 @@ def write_card(
             f"| {begin} to {end - 1} | {loss:.3f} |" for (begin, end), loss in figures.by_position.items()
         ),
     }
-    card.write_text(TEMPLATE.substitute(texts), encoding="utf-8")
+
+
+def _training(settings: Settings, run: Run, ngram: dict[str, Any]) -> dict[str, str]:
+    """What the card says of data, rows and rates."""
+    schedule, mixture = settings.schedule, settings.mixture
+    per_step = settings.windows_per_step * settings.window
+    tokens = run.step * per_step / 1e6
+    passed = f"{tokens:.1f} M tokens in {run.step} steps"
+    if mixture is None:
+        passed += f", {run.step * per_step / ngram['train_tokens']:.2f} passes over {ngram['train_tokens'] / 1e6:.1f} M"
+    else:
+        novels = sum(mixture.num_novels(step, settings.windows_per_step) for step in range(run.step))
+        share = novels / (run.step * settings.windows_per_step)
+        passed += f" of {per_step}, {share:.0%} of them novels and the rest tasks made by `et_jax.tasks`"
+    if isinstance(schedule, Curriculum):
+        stages = ", ".join(f"{length} from step {begin}" for begin, length in schedule.stages if begin < run.step)
+        rows, decay = f"Tokens per row: {stages}.", f"{schedule.decay_steps} steps"
+    else:
+        rows = f"Rows of {schedule.short_length} tokens, of {schedule.long_length} in the last "
+        rows += f"{schedule.long_share:.0%} of the steps."
+        decay = f"{schedule.decay_share:.0%}"
+    return {
+        "passed": passed,
+        "hours": f"{hours(run.folder / 'log.jsonl'):.1f}",
+        "hardware": run.hardware,
+        "rows": rows,
+        "decay": decay,
+        "warmup": str(schedule.warmup),
+        "matrix_rate": str(settings.matrix_rate),
+        "other_rate": str(settings.other_rate),
+        "history": f"\n{run.history}\n" if run.history else "",
+        "commands": "\n".join(f"    python scripts/{line}" for line in _commands(settings, run.step)),
+    }
+
+
+def _commands(settings: Settings, step: int) -> list[str]:
+    train = "train_bundled.py --corpus novels.tar.xz"
+    ngram = "ngram_baseline.py --corpus novels.tar.xz --folder runs/"
+    if settings.mixture is None:
+        return [f"{ngram}short", f"{train} --steps {step} --seed {settings.seed}", f"{train} --export"]
+    return [
+        f"{ngram}short",
+        f"{train} --steps {SHORT_STEPS}",
+        f"{train} --export runs/short/model",
+        f"{train} --recipe long --from runs/short/model --steps {step} --seed {settings.seed}",
+        f"{ngram}long",
+        f"{train} --recipe long --export",
+    ]
+
+
+def _recall(report: dict[str, Any]) -> str:
+    """The card's section on tasks, from what `et_jax.evaluate --json` wrote."""
+    rows = report["summary"]
+    depths = sorted({row["depth"] for row in rows})
+    lines = [f"| task | length | all | {' | '.join(f'depth {depth:g}' for depth in depths)} |"]
+    lines.append("| --- | --- | --- |" + " --- |" * len(depths))
+    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
+        cells = {row["depth"]: row for row in rows if (row["task"], row["length"]) == (task, length)}
+        total = sum(row["examples"] for row in cells.values())
+        right = sum(row["examples"] * row["accuracy"] for row in cells.values()) / total
+        shown = " | ".join(f"{cells[depth]['accuracy']:.2f}" if depth in cells else "" for depth in depths)
+        lines.append(f"| {task} | {length} | {right:.2f} | {shown} |")
+    examples = min(row["examples"] for row in rows)
+    return RECALL.substitute(table="\n".join(lines), examples=str(examples), hay=report["haystack"])

@@ -99,14 +99,19 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
     return Tokens(ids=np.concatenate(parts), starts=tuple(starts), num_bytes=num_bytes)
 
 
-def prepare(corpus: Path, folder: Path, vocab_size: int) -> tuple[Tokenizer, Tokens, Tokens]:
-    """Return the tokenizer, the training tokens and the held-out tokens, made once and kept in `folder`."""
+def prepare(
+    corpus: Path, folder: Path, vocab_size: int, tokenizer: Tokenizer | None = None
+) -> tuple[Tokenizer, Tokens, Tokens]:
+    """Return the tokenizer, the training tokens and the held-out tokens, made once and kept in `folder`.
+
+    Without a `tokenizer` one of `vocab_size` tokens is trained on the training works.
+    """
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         works = read_works(corpus)
         sides = dict(zip(("train", "held_out"), split(works), strict=True))
-        tokenizer = train_tokenizer((works[name] for name in sides["train"]), vocab_size)
+        tokenizer = tokenizer or train_tokenizer((works[name] for name in sides["train"]), vocab_size)
         for side, names in sides.items():
             _save(encode(tokenizer, [works[name] for name in names]), names, folder / side)
         tokenizer.save(str(tokenizer_file))  # last, so that its presence says that all is there

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -13,38 +12,21 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
 
-from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, initialise
-from et_jax.training import corpus, loss
-from et_jax.training.schedule import Schedule
+from et_jax.training import corpus, loss, probe
+from et_jax.training.mixture import Batch, mixed_rows
+from et_jax.training.settings import Settings
 from et_jax.types import UsageError, pytree
 
 MARKS = 11  # reports over which the pace is averaged when the end is planned
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a run is: all that decides its numbers, and how often it reports and saves (in steps)."""
-
-    model: ModelConfig
-    schedule: Schedule
-    seed: int = 0
-    windows_per_step: int = 4  # of corpus.WINDOW tokens
-    window: int = corpus.WINDOW
-    matrix_rate: float = 0.02  # Muon, for the matrices inside the layers (Jordan et al. 2024)
-    other_rate: float = 3e-3  # AdamW, for the embedding and the norms
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    report_every: int = 20
-    evaluate_every: int = 200
-    save_every: int = 100
-    evaluated_tokens: int = 32_768  # tokens of held-out text scored during training
 
 
 @pytree
@@ -82,6 +64,12 @@ def initial_state(settings: Settings) -> TrainState:
     return TrainState(params=params, optimizer=optimizer(settings).init(params))
 
 
+def start_from(params: Params, settings: Settings) -> tuple[TrainState, int]:
+    """Return a start from the weights of a model, with an empty optimizer memory, after no steps."""
+    stacked = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.stack(params))
+    return TrainState(params=stacked, optimizer=optimizer(settings).init(stacked)), 0
+
+
 @functools.partial(jax.jit, static_argnames="settings", donate_argnames="state")
 def train_step(
     state: TrainState,
@@ -89,9 +77,13 @@ def train_step(
     inputs: Int[Array, "b t"],
     targets: Int[Array, "b t"],
     factor: Float[Array, ""],
+    weights: Float[Array, "b t"] | None = None,
+    segments: Int[Array, "b t"] | None = None,
 ) -> tuple[TrainState, Float[Array, ""]]:
     """Return the state after one step at `factor` of the peak rates, and the loss before it, nats per token."""
-    value, gradients = jax.value_and_grad(loss.mean_loss)(state.params, settings.model, inputs, targets)
+    value, gradients = jax.value_and_grad(loss.mean_loss)(
+        state.params, settings.model, inputs, targets, weights, segments
+    )
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its integer step count
         updates, memory = optimizer(settings).update(gradients, state.optimizer, state.params)
     params = jax.tree.map(lambda leaf, update: leaf + factor * update, state.params, updates)
@@ -118,25 +110,34 @@ def train(
     folder: Path,
     steps: int | None,
     minutes: float | None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    start: tuple[TrainState, int] | None = None,
 ) -> int:
     """Train to the end, or until SIGTERM, from the last checkpoint in `folder`; return the steps done.
 
+    Without a checkpoint it begins with `start`, a state and the steps it has had, or from random weights.
+    The tasks of a mixture need the `tokenizer` that made the tokens.
     With `steps` the run is reproducible; with `minutes` of wall time the number of steps is planned while
     the learning rate is still constant, written to the log and to the checkpoints, and reproducible by it.
     """
     if (steps is None) == (minutes is None):
         raise UsageError("Give either --steps or --minutes, so that the training knows when to end.")
+    if settings.mixture is not None and tokenizer is None:
+        raise UsageError("A mixture with tasks needs the tokenizer that made the tokens; give it to train.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pid").write_text(f"{os.getpid()}\n")
     started, schedule = time.monotonic(), settings.schedule
     with _manager(folder) as manager, (folder / "log.jsonl").open("a") as log, _progress() as bar, _asked() as asked:
-        state, step, planned = _resume(manager, settings)
+        state, step, planned = _resume(manager, settings, start)
         steps = steps or planned
         task, recent, marks = bar.add_task("training"), [], collections.deque([(step, started)], maxlen=MARKS)
         while not asked and (steps is None or step < steps):
             length, factor = schedule.length(step, steps), schedule.factor(step, steps)
-            rows = _rows(settings, train_tokens, step, length)
-            state, value = train_step(state, settings, *rows, np.float32(factor))
+            rows = _rows(settings, train_tokens, tokenizer, step, length)
+            state, value = train_step(
+                state, settings, rows.inputs, rows.targets, np.float32(factor), rows.weights, rows.segments
+            )
             recent.append(float(value))  # waits, so that clocks and signals see finished steps only
             step += 1
             last = step == steps
@@ -150,6 +151,8 @@ def train(
                 record["minutes"] = (now - started) / 60
                 if step % settings.evaluate_every == 0 or last:
                     record |= _held_out_figures(state.params, settings, held_out, length)
+                    if settings.mixture is not None and tokenizer is not None:
+                        record |= _task_figures(state.params, settings, held_out, tokenizer, length)
                 _report(log, bar, record)
                 if steps is None and minutes is not None:
                     pace = (now - marks[0][1]) / (step - marks[0][0])
@@ -170,18 +173,31 @@ def _asked() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _rows(settings: Settings, tokens: corpus.Tokens, step: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    rows = corpus.training_rows(tokens, settings.seed, step, settings.windows_per_step, length, settings.window)
-    return rows.inputs, rows.targets
+def _rows(settings: Settings, tokens: corpus.Tokens, tokenizer: Tokenizer | None, step: int, length: int) -> Batch:
+    order = {"seed": settings.seed, "step": step, "num_windows": settings.windows_per_step, "length": length}
+    if settings.mixture is not None and tokenizer is not None:
+        return mixed_rows(settings.mixture, tokens, tokenizer, **order, window=settings.window)
+    rows = corpus.training_rows(tokens, **order, window=settings.window)
+    return Batch(inputs=rows.inputs, targets=rows.targets)
 
 
 def _held_out_figures(params: Params, settings: Settings, held_out: corpus.Tokens, length: int) -> dict[str, float]:
     """Mean loss on rows spread evenly over the held-out works."""
+    length = settings.evaluated_length or length
     rows = corpus.held_out_rows(held_out, length)
     chosen = np.linspace(0, len(rows.inputs) - 1, max(1, settings.evaluated_tokens // length)).astype(int)
     rows = corpus.Rows(inputs=rows.inputs[chosen], targets=rows.targets[chosen], target_mask=rows.target_mask[chosen])
     nats = float(evaluate(params, settings, rows).sum() / rows.target_mask.sum())
     return {"held_out_per_token": nats, "held_out_per_byte": nats * len(held_out.ids) / held_out.num_bytes}
+
+
+def _task_figures(
+    params: Params, settings: Settings, held_out: corpus.Tokens, tokenizer: Tokenizer, length: int
+) -> dict[str, float]:
+    """The share of right answers of every task."""
+    length = min(length, settings.probed_length)
+    given = probe.probe(tokenizer, held_out, length, settings.probed_rows, settings.probed_pairs)
+    return {f"accuracy/{task}": share for task, share in probe.accuracy(params, settings, given).items()}
 
 
 def _manager(folder: Path) -> ocp.CheckpointManager:
@@ -199,24 +215,32 @@ def _save(manager: ocp.CheckpointManager, state: TrainState, step: int, steps: i
     manager.save(step, args=ocp.args.Composite(state=leaves, plan=ocp.args.JsonSave({"steps": steps})))  # type: ignore[call-arg]
 
 
-def _resume(manager: ocp.CheckpointManager, settings: Settings) -> tuple[TrainState, int, int | None]:
-    """The last checkpoint's state, steps done and planned number of steps, or a fresh start."""
-    state = initial_state(settings)
+def _resume(
+    manager: ocp.CheckpointManager, settings: Settings, start: tuple[TrainState, int] | None = None
+) -> tuple[TrainState, int, int | None]:
+    """The last checkpoint's state, steps done and planned number of steps, or `start`, or a fresh start."""
+    state, done = start or (initial_state(settings), 0)
     step = manager.latest_step()
     if step is None:
-        return state, 0, None
+        return state, done, None
     leaves, treedef = jax.tree.flatten(state)
     wanted = ocp.args.StandardRestore(leaves)  # type: ignore[call-arg]
     found = manager.restore(step, args=ocp.args.Composite(state=wanted, plan=ocp.args.JsonRestore()))  # type: ignore[call-arg]
     return treedef.unflatten(found["state"]), step, found["plan"]["steps"]
 
 
-def load_params(folder: Path, settings: Settings) -> tuple[Params, int]:
-    """Return the stacked weights of the last checkpoint in `folder` and its step."""
+def load_state(folder: Path, settings: Settings) -> tuple[TrainState, int]:
+    """Return the state of the last checkpoint in `folder` and its step."""
     with _manager(folder) as manager:
         if manager.latest_step() is None:
             raise UsageError(f"{folder} holds no checkpoint yet; train first, or name the folder of a run.")
         state, step, _ = _resume(manager, settings)
+    return state, step
+
+
+def load_params(folder: Path, settings: Settings) -> tuple[Params, int]:
+    """Return the stacked weights of the last checkpoint in `folder` and its step."""
+    state, step = load_state(folder, settings)
     return state.params, step
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import rms_norm, rope_angles
@@ -23,7 +23,9 @@ def causal_attend(
 ) -> tuple[Float[Array, "b t h d"], Any]:
     """Return softmax(q k^T / sqrt(d)) v over each position's past and itself; `memory` passes through.
 
-    Query heads that share a KV head are folded into the rows of one batched product.
+    `memory` is the segment of every position, "b t", or None where a row is one segment: documents packed
+    into a row do not see each other. Query heads that share a KV head are folded into the rows of one
+    batched product.
     """
     b, t, h, d = q.shape
     kv_heads = k.shape[2]
@@ -35,12 +37,22 @@ def causal_attend(
         end = min(begin + chunk, t)
         rows = queries[:, :, begin:end].reshape(b * kv_heads, -1, d)
         scores = jnp.einsum("xqd,xtd->xqt", rows, keys[:, :end], preferred_element_type=jnp.float32) * d**-0.5
-        kept = jnp.tile(jnp.arange(begin, end)[:, None] >= jnp.arange(end), (h // kv_heads, 1))
+        kept = jnp.tile(_seen(memory, begin, end), (1, h // kv_heads, 1))
+        if memory is not None:
+            kept = jnp.repeat(kept, kv_heads, axis=0)
         weights = jax.nn.softmax(jnp.where(kept, scores, -jnp.inf), axis=-1).astype(v.dtype)
         mixed = jnp.einsum("xqt,xtd->xqd", weights, values[:, :end], preferred_element_type=jnp.float32)
         outs.append(mixed.astype(v.dtype).reshape(b, kv_heads, h // kv_heads, end - begin, d))
     out = jnp.concatenate(outs, axis=3)
     return jnp.moveaxis(out, 3, 1).reshape(b, t, h, d), memory
+
+
+def _seen(segments: Int[Array, "b t"] | None, begin: int, end: int) -> Bool[Array, "c q k"]:
+    """Which keys up to `end` the queries from `begin` on see; `c` is the rows, or 1 where they are all alike."""
+    past = jnp.arange(begin, end)[:, None] >= jnp.arange(end)
+    if segments is None:
+        return past[None]
+    return past & (segments[:, begin:end, None] == segments[:, None, :end])
 
 
 def stack(params: Params) -> Params:
@@ -54,15 +66,21 @@ def unstack(params: Params, num_layers: int) -> Params:
     return replace(params, layers=tuple(jax.tree.map(operator.itemgetter(i), layers) for i in range(num_layers)))
 
 
-def hidden_states(params: Params, config: ModelConfig, inputs: Int[Array, "b t"]) -> Float[Array, "b t w"]:
-    """Return the normed states that the output matrix reads, bfloat16, from stacked `params`."""
+def hidden_states(
+    params: Params, config: ModelConfig, inputs: Int[Array, "b t"], segments: Int[Array, "b t"] | None = None
+) -> Float[Array, "b t w"]:
+    """Return the normed states that the output matrix reads, bfloat16, from stacked `params`.
+
+    Positions run through a row whatever its segments: rotary attention knows only their differences.
+    """
     b, t = inputs.shape
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     angles = rope_angles(config, jnp.broadcast_to(jnp.arange(t), (b, t)))
 
     @jax.checkpoint
     def layer_step(x: Float[Array, "b t w"], layer: LayerParams) -> tuple[Float[Array, "b t w"], None]:
-        return block(layer, config, 0, x, angles, causal_attend, None)
+        x, _ = block(layer, config, 0, x, angles, causal_attend, segments)
+        return x, None
 
     x, _ = jax.lax.scan(layer_step, cast.embedding[inputs], cast.layers[0])
     return rms_norm(x, cast.final_norm, config.norm_eps)
@@ -79,38 +97,65 @@ def token_losses(
     return jax.lax.map(lambda rows: _losses_and_errors(weight, *rows)[0], chunks).reshape(targets.shape)
 
 
-def mean_loss(
+@functools.partial(jax.jit, static_argnames="config")
+def hits(
     params: Params, config: ModelConfig, inputs: Int[Array, "b t"], targets: Int[Array, "b t"]
-) -> Float[Array, ""]:
-    """Return the mean of `token_losses`, cheap to differentiate."""
+) -> Bool[Array, "b t"]:
+    """Return where the likeliest token is the target, from stacked `params`."""
     x = hidden_states(params, config, inputs)
-    return _cross_entropy(x.reshape(-1, x.shape[-1]), params.embedding, targets.reshape(-1))
+    weight = params.embedding.astype(jnp.bfloat16)
+
+    def body(rows: tuple[Array, Array]) -> Array:
+        scores = jnp.einsum("ni,oi->no", rows[0], weight, preferred_element_type=jnp.float32)
+        return scores.argmax(axis=-1) == rows[1]
+
+    return jax.lax.map(body, _chunks(x.reshape(-1, x.shape[-1]), targets.reshape(-1))).reshape(targets.shape)
+
+
+def mean_loss(
+    params: Params,
+    config: ModelConfig,
+    inputs: Int[Array, "b t"],
+    targets: Int[Array, "b t"],
+    weights: Float[Array, "b t"] | None = None,
+    segments: Int[Array, "b t"] | None = None,
+) -> Float[Array, ""]:
+    """Return the mean of `token_losses`, each counted as `weights` says, cheap to differentiate."""
+    x = hidden_states(params, config, inputs, segments)
+    counts = jnp.ones(targets.size) if weights is None else weights.reshape(-1)
+    return _cross_entropy(x.reshape(-1, x.shape[-1]), params.embedding, targets.reshape(-1), counts)
 
 
 @jax.custom_vjp
-def _cross_entropy(x: Float[Array, "n w"], weight: Float[Array, "v w"], targets: Int[Array, " n"]) -> Float[Array, ""]:
-    """Mean of -log softmax(x weight^T)[target] over the rows."""
-    return _cross_entropy_forward(x, weight, targets)[0]
+def _cross_entropy(
+    x: Float[Array, "n w"], weight: Float[Array, "v w"], targets: Int[Array, " n"], counts: Float[Array, " n"]
+) -> Float[Array, ""]:
+    """Mean of -log softmax(x weight^T)[target] over the rows, each counted `counts` times."""
+    return _cross_entropy_forward(x, weight, targets, counts)[0]
 
 
-def _cross_entropy_forward(x: Array, weight: Array, targets: Array) -> tuple[Array, tuple[Array, Array]]:
+def _cross_entropy_forward(
+    x: Array, weight: Array, targets: Array, counts: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
     """The loss and its two gradients in one pass: the logits live for one chunk of rows and are made once."""
     cast = weight.astype(jnp.bfloat16)
 
-    def body(weight_grad: Array, rows: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        losses, errors = _losses_and_errors(cast, *rows)
-        errors = errors.astype(jnp.bfloat16)
+    def body(weight_grad: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        losses, errors = _losses_and_errors(cast, *rows[:2])
+        errors = (errors * rows[2][:, None]).astype(jnp.bfloat16)
         weight_grad += jnp.einsum("no,ni->oi", errors, rows[0], preferred_element_type=jnp.float32)
         return weight_grad, (losses, jnp.einsum("no,oi->ni", errors, cast, preferred_element_type=jnp.float32))
 
-    weight_grad, (losses, x_grad) = jax.lax.scan(body, jnp.zeros(weight.shape), _chunks(x, targets))
-    x_grad = (x_grad / len(x)).reshape(x.shape).astype(x.dtype)
-    return losses.mean(), (x_grad, (weight_grad / len(x)).astype(weight.dtype))
+    weight_grad, (losses, x_grad) = jax.lax.scan(body, jnp.zeros(weight.shape), _chunks(x, targets, counts))
+    total = counts.sum()
+    x_grad = (x_grad / total).reshape(x.shape).astype(x.dtype)
+    mean = (losses.reshape(-1) * counts).sum() / total
+    return mean, (x_grad, (weight_grad / total).astype(weight.dtype), jnp.zeros_like(counts))
 
 
-def _cross_entropy_backward(gradients: tuple[Array, Array], upstream: Array) -> tuple[Array, Array, None]:
-    x_grad, weight_grad = gradients
-    return x_grad * upstream.astype(x_grad.dtype), weight_grad * upstream.astype(weight_grad.dtype), None
+def _cross_entropy_backward(gradients: tuple[Array, Array, Array], upstream: Array) -> tuple[Array, Array, None, Array]:
+    x_grad, weight_grad, no_grad = gradients  # nobody learns what a target counts
+    return x_grad * upstream.astype(x_grad.dtype), weight_grad * upstream.astype(weight_grad.dtype), None, no_grad
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -1,11 +1,16 @@
-"""The bundled model's own settings: its shape and how long it trains."""
+"""The settings of the bundled model: its shape, its first training on novels, and its training for long contexts."""
+
+import dataclasses
 
 from et_jax.models.config import ModelConfig
 from et_jax.training.corpus import END_ID, WINDOW
-from et_jax.training.loop import Settings
-from et_jax.training.schedule import Schedule
+from et_jax.training.mixture import Mixture
+from et_jax.training.schedule import Curriculum, Schedule
+from et_jax.training.settings import Settings
+from et_jax.types import UsageError
 
 VOCAB_SIZE = 4096
+_GROWN, _STAGE = 1200, 200  # the step from which rows are longer than WINDOW, and those until they double again
 
 
 def bundled_config() -> ModelConfig:
@@ -38,3 +43,42 @@ def bundled_config() -> ModelConfig:
 def bundled_settings(seed: int = 0) -> Settings:
     """Return the settings with which the bundled model is trained."""
     return Settings(model=bundled_config(), schedule=Schedule(), seed=seed)
+
+
+def long_settings(seed: int = 0, longest: int = WINDOW) -> Settings:
+    """Return the settings of the training for long contexts, which continues from a model of novels alone.
+
+    `longest` is the tokens of the last rows: more than 2048, by doubling, is for a GPU; further stages then
+    follow, in windows of that length.
+
+    Half of the tokens are tasks. The rotary base grows from 10,000 to 100,000: recall over a length needs
+    channels that hardly turn in it, and of 32 pairs 10 rather than 5 turn by less than a radian in 2048
+    positions; it also suits 8192 (Men et al. 2024 find 84,000 to be the least for these).
+    """
+    doublings = (longest // WINDOW).bit_length() - 1
+    if longest != WINDOW << max(doublings, 0):
+        raise UsageError(
+            f"The longest rows are {longest} tokens; choose {WINDOW}, {2 * WINDOW}, {4 * WINDOW} and so on."
+        )
+    grown = tuple((_GROWN + i * _STAGE, WINDOW << (i + 1)) for i in range(doublings))
+    return Settings(
+        model=dataclasses.replace(bundled_config(), rope_theta=100_000.0, max_positions=longest),
+        schedule=Curriculum(stages=Curriculum().stages + grown),
+        window=longest,
+        mixture=Mixture(),
+        seed=seed,
+        matrix_rate=0.015,
+        other_rate=2e-3,
+        evaluate_every=100,
+        save_every=50,
+        evaluated_length=512,
+    )
+
+
+def settings(recipe: str, seed: int, longest: int = WINDOW) -> Settings:
+    """Return the settings of a recipe by name, "short" or "long"."""
+    if recipe == "long":
+        return long_settings(seed, longest)
+    if longest != WINDOW:
+        raise UsageError(f"The recipe {recipe} ends with rows of {WINDOW} tokens; --longest belongs to --recipe long.")
+    return bundled_settings(seed)

@@ -19,6 +19,11 @@ class Schedule:
     long_length: int = 2048
     long_cost: float = 1.4
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the tokens per row, in the order in which they are trained."""
+        return self.short_length, self.long_length
+
     def factor(self, step: int, steps: int | None) -> float:
         """Return the learning rate of `step` as a share of its peak; with `steps` None the decay is not planned yet."""
         rise = min(1.0, (step + 1) / self.warmup)
@@ -37,3 +42,35 @@ class Schedule:
         steps = round(step / (1 - self.decay_share))
         equivalents = (steps - step) + self.long_share * steps * (self.long_cost - 1)
         return steps if equivalents * seconds_per_step >= seconds_left else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curriculum:
+    """Rows that grow in stages, at a rate that is constant between a warm-up and a linear decay to zero.
+
+    `stages` are (first step, tokens per row): a circuit that finds something again forms much faster where
+    rows are short. Both they and `decay_steps` count steps rather than shares, so that a run can be
+    lengthened without changing what has been trained.
+    """
+
+    warmup: int = 50
+    decay_steps: int = 400
+    stages: tuple[tuple[int, int], ...] = ((0, 128), (450, 256), (560, 512), (680, 1024), (780, 2048))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the tokens per row, in the order in which they are trained."""
+        return tuple(length for _, length in self.stages)
+
+    def factor(self, step: int, steps: int | None) -> float:
+        """Return the learning rate of `step` as a share of its peak; with `steps` None the decay is not planned yet."""
+        rise = min(1.0, (step + 1) / self.warmup)
+        return rise if steps is None else min(rise, (steps - step) / self.decay_steps)
+
+    def length(self, step: int, steps: int | None) -> int:
+        """Return the tokens per row of `step`: those of the last stage that has begun."""
+        return [length for begin, length in self.stages if begin <= step][-1]
+
+    def planned(self, step: int, seconds_per_step: float, seconds_left: float) -> int | None:
+        """Return the number of steps if the decay must begin at `step` to end in time, else None."""
+        return step + self.decay_steps if self.decay_steps * seconds_per_step >= seconds_left else None

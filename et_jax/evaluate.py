@@ -1,0 +1,336 @@
+"""The command line for tasks: `python -m et_jax.evaluate --task single_key --length 512`.
+
+The table goes to standard output; everything else goes to standard error.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from et_jax.tasks import files
+from et_jax.tasks.base import Count, Example, right, sentences
+from et_jax.tasks.generators import NUM_PAIRS, TASKS, example
+from et_jax.types import UsageError
+
+if TYPE_CHECKING:
+    from et_jax.engine import Model
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes, as those of generate
+LOSS = "loss"  # the task that asks nothing
+_MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a model made of an example; `share_read` is of the blocks held, over the tokens of the answer."""
+
+    example: Example
+    length: int  # tokens asked for, or those of a file's longest example
+    text: str
+    right: bool
+    share_read: float
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m et_jax.evaluate",
+        description="Ask a model questions whose answers stand somewhere in a long text.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--model", default="bundled", help="bundled (default), a Hugging Face folder, or a hub name")
+    p.add_argument(
+        "--task",
+        action="append",
+        help=f"repeatable (default: all of the first): {', '.join(TASKS)}; with --prompts {', '.join(files.FILES)}; "
+        f"with --haystack {LOSS}, the loss of its text by position",
+    )
+    p.add_argument("--length", action="append", type=int, help="tokens of prompt and answer; repeatable (default 512)")
+    p.add_argument("--depths", type=int, default=5, help="places of the answer, from start to end (default 5)")
+    p.add_argument("--samples", type=int, default=4, help="examples at each length and depth, or of a file (default 4)")
+    p.add_argument("--pairs", type=int, default=NUM_PAIRS, help="keys beside the one asked for (default 7)")
+    p.add_argument("--seed", type=int, default=0, help="same seed, same examples (default 0)")
+    p.add_argument("--haystack", type=Path, help="a text to hide answers in (default: invented sentences)")
+    p.add_argument("--prompts", type=Path, help="a file of JSON lines for the tasks that are read, not generated")
+    control = p.add_argument_group("control")
+    control.add_argument("--control", default="off", help="off (default), paper, guarded or certified")
+    control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
+    control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")
+    control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
+    control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
+    machine = p.add_argument_group("model and memory")
+    machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
+    machine.add_argument("--batch", type=int, default=8, help="prompts decoded together (default 8)")
+    output = p.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="write every example, answer and accuracy; - is standard output")
+    output.add_argument("--plot", metavar="FILE.png", help="draw accuracy by length and depth")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    args = parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("\ninterrupted before the last answer", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        print(f"error: {error.filename or 'output'}: {error.strerror}.", file=sys.stderr)
+        return FAILED
+
+
+def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> list[Answer]:
+    """Return the greedy answers of a model to examples, each with the length it is reported under.
+
+    `control` stands in for the model's own, as in `Model.generate`.
+    """
+    answers: dict[int, Answer] = {}
+    count = counter(model)
+    rooms = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]
+    for room in sorted(set(rooms)):
+        chosen = [i for i, wanted in enumerate(rooms) if wanted == room]
+        prompts = [asked[i][1].prompt for i in chosen]
+        completions = model.generate(prompts, max_tokens=room, temperature=0.0, control=control)
+        for i, completion in zip(chosen, completions, strict=True):
+            length, given = asked[i]
+            held = sum(row.blocks_held for row in completion.trace)
+            read = sum(row.blocks_read for row in completion.trace)
+            answers[i] = Answer(
+                example=given,
+                length=length,
+                text=completion.text,
+                right=right(given, completion.text),
+                share_read=read / max(held, 1),
+            )
+    return [answers[i] for i in range(len(asked))]
+
+
+def counter(model: "Model") -> Count:
+    """Return the function that counts the tokens of a text, without what the tokenizer puts before one."""
+    opening = len(model.tokenizer.encode(""))
+    return lambda text: len(model.tokenizer.encode(text)) - opening
+
+
+def grid(
+    count: Count,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    depths: int,
+    samples: int,
+    pairs: int = NUM_PAIRS,
+    seed: int = 0,
+    haystack: Sequence[str] | None = None,
+) -> list[tuple[int, Example]]:
+    """Return `samples` examples of the test split for every task, length and depth, with the length."""
+    made = functools.partial(example, count=count, haystack=haystack, num_pairs=pairs)
+    return [
+        (length, made(task, length=length, depth=float(depth), seed=seed * 1_000_003 + number * samples + sample))
+        for task in tasks
+        for length in lengths
+        for number, depth in enumerate(np.linspace(0, 1, depths))
+        for sample in range(samples)
+    ]
+
+
+def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return a row per task, length and depth (to a twentieth): examples, accuracy, share of the blocks read."""
+    cells: dict[tuple[str, int, float], list[Answer]] = {}
+    for answer in answers:
+        cells.setdefault((answer.example.task, answer.length, round(answer.example.depth * 20) / 20), []).append(answer)
+    return [
+        {
+            "task": task,
+            "length": length,
+            "depth": depth,
+            "examples": len(cell),
+            "accuracy": sum(answer.right for answer in cell) / len(cell),
+            "share_read": sum(answer.share_read for answer in cell) / len(cell),
+        }
+        for (task, length, depth), cell in cells.items()
+    ]
+
+
+def table(answers: Sequence[Answer]) -> str:
+    """Return a line per task and length: right answers, and the accuracy at every depth."""
+    lines = [f"{'task':<20}{'length':>7}{'right':>10}{'accuracy':>10}{'read':>6}  accuracy by depth"]
+    rows = summary(answers)
+    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
+        here = sorted((row for row in rows if (row["task"], row["length"]) == (task, length)), key=lambda r: r["depth"])
+        total = sum(row["examples"] for row in here)
+        found = sum(row["accuracy"] * row["examples"] for row in here)
+        read = sum(row["share_read"] * row["examples"] for row in here) / total
+        by_depth = "  ".join(f"{row['depth']:.2f}: {row['accuracy']:.2f}" for row in here)
+        lines.append(f"{task:<20}{length:>7}{f'{found:.0f}/{total}':>10}{found / total:>10.3f}{read:>6.0%}  {by_depth}")
+    return "\n".join(lines)
+
+
+def plot(answers: Sequence[Answer], path: Path) -> None:
+    """Draw a heat map of accuracy by length and depth for every task; the format follows the suffix."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = summary(answers)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = plt.subplots(1, len(tasks), figsize=(1.5 + 2.6 * len(tasks), 3.6), squeeze=False, layout="tight")
+    for axis, task in zip(axes[0], tasks, strict=True):
+        mine = [row for row in rows if row["task"] == task]
+        lengths, depths = (sorted({row[name] for row in mine}) for name in ("length", "depth"))
+        cells = np.full((len(depths), len(lengths)), np.nan)
+        for row in mine:
+            cells[depths.index(row["depth"]), lengths.index(row["length"])] = row["accuracy"]
+        axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for (y, x), value in np.ndenumerate(cells):
+            axis.text(x, y, "" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", fontsize=8)
+        axis.set(title=task, xlabel="length (tokens)", xticks=range(len(lengths)), yticks=range(len(depths)))
+        axis.set_xticklabels(lengths)
+        axis.set_yticklabels(depths)
+    axes[0][0].set_ylabel("depth of the answer")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from et_jax.presets import preset
+
+    tasks, lengths = args.task or list(TASKS), args.length or [512]
+    _check(args, tasks, lengths)
+    text = _text(args.haystack)
+    control = preset(
+        args.control,
+        target_entropy=args.target_entropy,
+        tolerance=args.tolerance,
+        min_blocks=args.min_blocks,
+        window=args.window,
+    )
+    from et_jax.engine import load
+
+    model = load(args.model, dtype=args.dtype, page_size=args.page_size, max_num_seqs=args.batch, control=control)
+    if tasks == [LOSS]:
+        return _run_loss(args, model, text, lengths)
+    count = counter(model)
+    if args.prompts is not None:
+        [task] = tasks
+        found = files.examples(task, args.prompts, count, args.samples)
+        asked = [(max(one.length for one in found), one) for one in found]
+    else:
+        asked = grid(
+            count,
+            tasks,
+            lengths,
+            depths=args.depths,
+            samples=args.samples,
+            pairs=args.pairs,
+            seed=args.seed,
+            haystack=None if args.haystack is None else sentences(text),
+        )
+    print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
+    answers = evaluate(model, asked)
+    print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout)
+    report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
+    _write(args.json, report)
+    if args.plot:
+        plot(answers, Path(args.plot))
+    return 0
+
+
+def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int]) -> int:
+    """Print and write the mean loss of rows of the text between positions."""
+    from et_jax.position_loss import by_position, position_losses, rows
+
+    opening = model.tokenizer.encode("")
+    ids = model.tokenizer.encode(text)[len(opening) :]
+    bytes_per_token = len(text.encode()) / max(len(ids), 1)
+    decoder = model.decoder(dataclasses.replace(model.decoder_config.controller, surprisals=True))
+    report: list[dict[str, Any]] = []
+    for length in lengths:
+        if length > model.max_model_len:
+            raise UsageError(f"--length is {length}; {args.model} holds {model.max_model_len} tokens.")
+        chosen = rows(ids, opening[0] if opening else None, length, args.samples)
+        losses = position_losses(decoder, model.params, chosen)
+        mean = float(losses.mean())
+        report.append({"length": length, "nats_per_token": mean, "nats_per_byte": mean / bytes_per_token})
+        report[-1]["by_position"] = [
+            {"from": begin, "to": end, "nats_per_token": nats} for (begin, end), nats in by_position(losses).items()
+        ]
+    out = sys.stderr if args.json == "-" else sys.stdout
+    for row in report:
+        parts = "  ".join(
+            f"{part['from']}-{part['to'] - 1}: {part['nats_per_token']:.3f}" for part in row["by_position"]
+        )
+        print(f"length {row['length']}: {row['nats_per_token']:.3f} nats a token,", end=" ", file=out)
+        print(f"{row['nats_per_byte']:.3f} a byte; by position {parts}", file=out)
+    _write(args.json, _about(args) | {"samples": args.samples, "loss": report})
+    return 0
+
+
+def _about(args: argparse.Namespace) -> dict[str, Any]:
+    hay = "invented sentences" if args.haystack is None else args.haystack.name
+    return {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
+
+
+def _write(path: str | None, report: dict[str, Any]) -> None:
+    """Write a report as JSON to a file, or to standard output where the path is -."""
+    if path is None:
+        return
+    text = json.dumps(report, indent=1)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    if args.prompts is not None and len(tasks) != 1:
+        raise UsageError("--prompts belongs to one task; name it with --task.")
+    if LOSS in tasks and (tasks != [LOSS] or args.haystack is None or args.plot):
+        raise UsageError(f"{LOSS} is asked alone, of a text named with --haystack, and draws no picture.")
+    known, other = (files.FILES, TASKS) if args.prompts is not None else (TASKS, files.FILES)
+    for task in tasks:
+        if task == LOSS:
+            continue
+        if task in other and args.prompts is None:
+            raise UsageError(f"{task} is read from a file; name the file with --prompts.")
+        if task not in known:
+            raise UsageError(f'There is no task "{task}" here; choose one of {", ".join(known)}.')
+    for name, least in (("depths", 1), ("samples", 1), ("batch", 1), ("pairs", 0), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise UsageError(f"--{name} is {getattr(args, name)}; it must be at least {least}.")
+    if min(lengths) < 1:
+        raise UsageError(f"--length is {min(lengths)}; it must be at least 1.")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
+    if args.plot and Path(args.plot).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot draws .png, .svg or .pdf; {args.plot} is none of them.")
+    for path in (args.json, args.plot):
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{path} cannot be written, for its folder is not there; choose another file.")
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The haystack {path} cannot be read ({error}); name a text file.") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

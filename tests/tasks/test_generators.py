@@ -1,0 +1,182 @@
+"""Tasks: solved anew from their text, laid out as asked, the same for the same seed, and split without overlap."""
+
+import collections
+import hashlib
+import re
+
+import numpy as np
+import pytest
+
+from et_jax.tasks import words
+from et_jax.tasks.base import Example, right, sentences
+from et_jax.tasks.generators import TASKS, document, example
+from et_jax.types import UsageError
+
+
+def count(text: str) -> int:
+    """Words, and all that stands between them but spaces, as a tokenizer would count them."""
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def solve(task: str, prompt: str) -> str:
+    """Answer a prompt by reading it, without the generator."""
+    said = dict(re.findall(r"The word of (\w+) is (\w+)\.", prompt))
+    if task in ("single_key", "multi_key"):
+        return " " + said[re.findall(r"The word of (\w+) is$", prompt)[0]]
+    if task == "passkey":
+        return " " + re.findall(r"The passkey is (\d+)\.", prompt)[0]
+    if task == "multi_needle":
+        [name] = re.findall(r"The first word of (\w+) is$", prompt)
+        first, second, third = (
+            re.findall(rf"The {n} word of {name} is (\w+)\.", prompt)[0] for n in ("first", "second", "third")
+        )
+        return f" {first}. The second word of {name} is {second}. The third word of {name} is {third}"
+    if task == "tracing":
+        after, held = (
+            dict(re.findall(r"(\w+) follows (\w+)\.", prompt)),
+            dict(re.findall(r"(\w+) holds (\w+)\.", prompt)),
+        )
+        name = re.findall(r"(\w+) follows$", prompt)[0]
+        one, two = after[name], after[after[name]]
+        return f" {one}. {one} follows {two}. {two} holds {held[two]}"
+    if task == "line_retrieval":
+        lines = dict(re.findall(r"Line (\w+ \w+): (\w+)\.", prompt))
+        return " " + lines[re.findall(r"Line (\w+ \w+):$", prompt)[0]]
+    if task == "counting":
+        listed = re.findall(r"List: ([\w ]+)\.", prompt)[0].split()
+        (word, most), (_, next_most) = collections.Counter(listed).most_common(2)
+        assert most == 2 * next_most
+        return f" {word}"
+    name = re.findall(r"The verse of (\w+):$", prompt)[0]
+    return re.findall(rf"The verse of {name}:( [\w ]+)\.", prompt)[0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answer_is_what_a_reader_finds_in_the_text(task):
+    for seed in range(40):
+        found = example(task, count=count, length=300, depth=seed / 39, seed=seed)
+        assert solve(task, found.prompt) == found.answer
+        assert right(found, found.answer + ". The")
+        assert not right(found, found.answer + "s")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_question_of_a_document_has_its_answer_in_the_context(task):
+    for seed in range(20):
+        made = document(task, count=count, length=400, depth=0.5, seed=seed, split="train", num_turns=6, num_pairs=5)
+        for turn in made.turns:
+            assert solve(task, made.context + turn.question) == turn.answer
+        assert 1 + count(made.context + "".join(f"{turn.question}{turn.answer}." for turn in made.turns)) <= 400
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_examples_fill_the_length_and_repeat_with_their_seed(task):
+    made = {}
+    for length in (128, 300, 1000):
+        for seed in (0, 1):
+            settings = dict(count=count, length=length, depth=0.3, seed=seed)
+            made[length, seed] = example(task, **settings)
+            assert length - 30 < made[length, seed].length <= length
+            assert made[length, seed].length == 1 + count(made[length, seed].prompt + made[length, seed].answer)
+            assert example(task, **settings) == made[length, seed]
+    assert len({found.prompt for found in made.values()}) == len(made)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "counting"])
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+def test_the_answer_sits_at_its_depth(task, depth):
+    made = document(task, count=count, length=1000, depth=depth, seed=3)
+    context, [turn] = made.context, made.turns
+    word = turn.answer.split()[-1 if task == "tracing" else 0].strip(".")
+    statement = {
+        "tracing": f" holds {word}.",
+        "multi_needle": f" is {word}.",
+        "line_retrieval": f"{turn.question} {word}.",
+        "copying": f": {word} ",
+    }.get(task, f" is {word}.")
+    place = count(context[: context.index(statement)]) / count(context)
+    assert place == pytest.approx(depth, abs=0.08)  # a sentence, and the statements of the other keys
+    assert turn.depth == pytest.approx(depth, abs=0.01)
+
+
+def test_needles_are_hidden_in_the_sentences_given():
+    hay = sentences("It was late.  The fire was low!\nWho could tell? “No one.” He sat down.")
+    assert hay == [" It was late.", " The fire was low!", " Who could tell?", " “No one.” He sat down."]
+    found = example("passkey", count=count, length=200, depth=0.5, seed=0, haystack=hay * 20)
+    rest = re.sub(r" The passkey is \d+\.", "", found.prompt).removesuffix(" The passkey is")
+    pieces = sentences(rest)
+    start = hay.index(pieces[0])
+    assert pieces == (hay * 50)[start : start + len(pieces)]
+
+
+def test_the_splits_share_no_word_no_key_and_no_passage():
+    train, test = words.vocabulary("train"), words.vocabulary("test")
+    assert not {*train.names, *train.words} & {*test.names, *test.words}
+    assert len(test.names) >= 20
+
+    def hashes(split, seeds):
+        return {
+            hashlib.sha256(item.encode()).digest()
+            for task in TASKS
+            for seed in seeds
+            for item in document(task, count=count, length=200, depth=0.5, seed=seed, split=split, num_pairs=3).items
+        }
+
+    trained, tested = hashes("train", range(150)), hashes("test", range(150))
+    assert len(trained) > 500
+    assert len(tested) > 500
+    assert not trained & tested
+
+
+def test_a_prompt_knows_nothing_of_its_answer_without_its_needle():
+    """One right answer in as many as there are words: the question, and the words around, tell nothing."""
+    answers = {example("single_key", count=count, length=60, depth=0.5, seed=seed).answer for seed in range(200)}
+    assert len(answers) > 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "riddles"}, "There is no task"),
+        ({"depth": 1.5}, "depth is 1.5"),
+        ({"length": 10}, "too short for this task; give it at least"),
+        ({"task": "line_retrieval", "length": 5}, "too short for a line"),
+        ({"haystack": []}, "holds no sentence"),
+        ({"num_pairs": 500}, "names for 501 keys"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_a_sentence(settings, message):
+    given = {"task": "multi_key", "count": count, "length": 200, "depth": 0.5, "seed": 0} | settings
+    with pytest.raises(UsageError, match=message):
+        example(given.pop("task"), **given)
+
+
+def test_numbers_and_contained_answers_are_matched_as_they_say():
+    def made(answer, match):
+        return Example(task="t", prompt="p", answer=answer, depth=0.0, length=1, match=match)
+
+    assert right(made("1450", "number"), "So 3 of them make $1,450.\n")
+    assert not right(made("1450", "number"), "So 1450 less 1 is 1449.")
+    assert not right(made("3", "number"), "none")
+    assert right(made("The Sea", "contains"), "It was the sea, I think")
+    assert not right(made("sea", "contains"), "It was")
+
+
+def test_counts_need_all_of_the_list():
+    """No short part of a list tells the word: the ends of many lists favour it, but not surely."""
+    told = 0
+    for seed in range(100):
+        found = example("counting", count=count, length=200, depth=0.0, seed=seed)
+        tail = found.prompt.split(" The most")[0].rstrip(".").split()[-12:]
+        told += collections.Counter(tail).most_common(1)[0][0] == found.answer.strip()
+    assert 30 < told < 90
+
+
+def test_streams_of_tasks_and_splits_are_apart():
+    drawn = [
+        tuple(np.random.default_rng([*task.encode(), side, seed]).integers(2**62, size=2))
+        for task in TASKS
+        for side in (0, 1)
+        for seed in range(3)
+    ]
+    assert len(set(drawn)) == len(drawn)

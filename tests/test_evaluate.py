@@ -1,0 +1,187 @@
+"""The command line for tasks: what counts as right, what is written, and how it refuses."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from et_jax import evaluate
+from et_jax.tasks import files
+from et_jax.tasks.base import Example
+from et_jax.types import UsageError
+
+
+class Reader:
+    """Stands for a model: knows answers by their prompts, counts letters as tokens, notes what it was asked."""
+
+    def __init__(self, known):
+        self.known, self.calls = known, []
+        self.tokenizer = SimpleNamespace(encode=lambda text: [0, *text.encode()])
+
+    def generate(self, prompts, **settings):
+        self.calls.append((list(prompts), settings))
+        trace = [SimpleNamespace(blocks_held=8, blocks_read=6), SimpleNamespace(blocks_held=8, blocks_read=2)]
+        return [SimpleNamespace(text=self.known.get(prompt, " no idea"), trace=trace) for prompt in prompts]
+
+
+@pytest.fixture
+def asked():
+    count = evaluate.counter(Reader({}))
+    return evaluate.grid(count, ["single_key", "passkey"], [200, 400], depths=3, samples=2)
+
+
+def test_a_grid_has_every_task_length_and_depth_and_no_example_twice(asked):
+    assert len(asked) == 2 * 2 * 3 * 2
+    assert {(one.task, length) for length, one in asked} == {
+        (task, length) for task in ("single_key", "passkey") for length in (200, 400)
+    }
+    assert all(one.length <= length for length, one in asked)
+    assert {one.depth for _, one in asked} == {0.0, 0.5, 1.0}
+    assert len({one.prompt for _, one in asked}) == len(asked)
+    assert len({one.answer for length, one in asked if one.task == "passkey" and length == 200}) == 6
+    count = evaluate.counter(Reader({}))
+    again = evaluate.grid(count, ["single_key"], [200], depths=3, samples=2, seed=1)
+    assert not {one.prompt for _, one in again} & {one.prompt for _, one in asked}
+
+
+def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
+    known = {one.prompt: one.answer + "." for _, one in asked if one.task == "passkey" and one.depth == 0.5}
+    reader = Reader(known)
+    answers = evaluate.evaluate(reader, asked, control="guarded")
+    assert [answer.example for answer in answers] == [one for _, one in asked]
+    assert all(answer.right == (answer.example.prompt in known) for answer in answers)
+    assert {answer.share_read for answer in answers} == {0.5}
+    rows = {(row["task"], row["length"], row["depth"]): row for row in evaluate.summary(answers)}
+    assert len(rows) == 12
+    assert all(row["accuracy"] == (key[0] == "passkey" and key[2] == 0.5) for key, row in rows.items())
+    assert all(row["examples"] == 2 for row in rows.values())
+    [line] = [line for line in evaluate.table(answers).splitlines() if line.startswith("passkey") and " 400" in line]
+    assert line.split()[1:5] == ["400", "2/6", "0.333", "50%"]
+    assert line.endswith("0.00: 0.00  0.50: 1.00  1.00: 0.00")
+
+
+def test_a_model_is_asked_greedily_for_one_token_more_than_the_answer_has(asked):
+    reader = Reader({})
+    evaluate.evaluate(reader, asked)
+    for prompts, settings in reader.calls:
+        sizes = {len(one.answer) + 1 for _, one in asked if one.prompt in prompts}
+        assert sizes == {settings["max_tokens"]}
+        assert settings["temperature"] == 0.0
+        assert settings["control"] is None
+    assert sum(len(prompts) for prompts, _ in reader.calls) == len(asked)
+
+
+def test_a_number_may_come_at_the_end_of_many_words():
+    one = Example(task="gsm8k", prompt="How many?", answer="12", depth=0.0, length=3, match="number")
+    reader = Reader({"How many?": "5 and 7 make 12."})
+    [answer] = evaluate.evaluate(reader, [(3, one)])
+    assert answer.right
+    assert reader.calls[0][1]["max_tokens"] > 100
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    arguments = ["--task", "passkey", "--length", "96", "--depths", "2", "--samples", "1", "--batch", "2"]
+    code = evaluate.main([*arguments, "--json", str(folder / "a.json"), "--plot", str(folder / "a.png")])
+    return code, folder
+
+
+def test_the_command_line_writes_answers_and_a_picture(ran):
+    code, folder = ran
+    assert code == 0
+    report = json.loads((folder / "a.json").read_text())
+    assert [row["depth"] for row in report["summary"]] == [0.0, 1.0]
+    assert len(report["answers"]) == 2
+    for answer in report["answers"]:
+        assert answer["right"] == answer["text"].startswith(answer["example"]["answer"])
+        assert answer["share_read"] == 1.0
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "riddles"], "choose one of single_key"),
+        (["--task", "gsm8k"], "name the file with --prompts"),
+        (["--prompts", "x.jsonl"], "belongs to one task"),
+        (["--task", "gsm8k", "--prompts", "absent.jsonl"], "absent.jsonl are not there"),
+        (["--depths", "0"], "--depths is 0; it must be at least 1"),
+        (["--length", "0"], "--length is 0"),
+        (["--task", "passkey", "--length", "20"], "too short for this task"),
+        (["--task", "passkey", "--length", "4000", "--samples", "1"], "holds 2048"),
+        (["--haystack", "absent.txt"], "absent.txt cannot be read"),
+        (["--plot", "a.gif"], "a.gif is none of them"),
+        (["--json", "absent/a.json"], "its folder is not there"),
+        (["--task", "loss"], "of a text named with --haystack"),
+        (["--control", "magic"], "choose one of off"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(arguments, message, capfd):
+    assert evaluate.main(arguments) == evaluate.USAGE
+    err = capfd.readouterr().err.splitlines()
+    assert message in err[-1]
+    assert err[-1].startswith("error: ")
+
+
+RECORDS = {
+    "longeval_lines": (
+        {"random_idx": ["a-b", 2], "expected_number": 24, "num_lines": 5, "prompt": "line a-b: <24>"},
+        ("line a-b: <24>", "24", 0.5, "It is <24>."),
+    ),
+    "longeval_topics": (
+        {"prompt": "first?", "topics": ["The sea", "The sky"]},
+        ("first?", "The sea", 0.0, "We spoke of the sea."),
+    ),
+    "lost_in_the_middle": (
+        {"ordered_kv_records": [["k1", "v1"], ["k2", "v2"], ["k3", "v3"]], "key": "k3", "value": "v3"},
+        ('Find the value of a key in this JSON object.\n\n{"k1": "v1",\n "k2": "v2",\n "k3": "v3"}\n\n'
+         'Key: "k3"\nValue:', "v3", 1.0, ' "v3"'),
+    ),
+    "gsm8k": (
+        {"question": "How much?", "answer": "2 * 600 = 1200\n#### 1,200"},
+        ("Question: How much?\nAnswer:", "1200", 0.0, "It makes $1,200."),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", RECORDS)
+def test_published_tasks_are_read(task, tmp_path):
+    record, (prompt, answer, depth, said) = RECORDS[task]
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
+    [one] = files.examples(task, tmp_path / "a.jsonl", len, 1)
+    assert (one.prompt, one.answer, one.depth) == (prompt, answer, depth)
+    assert one.length == 1 + len(prompt) + len(answer)
+    assert evaluate.right(one, said)
+    assert not evaluate.right(one, "It is 7.")
+
+
+PUBLISHED = {
+    "longeval_lines": ("long/longeval/lines_200.jsonl.gz", 4000),
+    "longeval_topics": ("long/longeval/topics_10.jsonl.gz", 4000),
+    "lost_in_the_middle": ("long/lost_in_the_middle/kv-retrieval-75_keys.jsonl.gz", 5000),
+    "gsm8k": ("gsm8k/test.jsonl", 50),
+}
+
+
+@pytest.mark.parametrize("task", PUBLISHED)
+def test_published_files_hold_what_is_read(task, shared):
+    path, least = PUBLISHED[task]
+    found = files.examples(task, shared / "prompts" / path, len, 5)
+    assert len(found) == 5
+    assert min(one.length for one in found) > least
+    if task != "gsm8k":
+        assert all(one.answer.lower() in one.prompt.lower() for one in found)
+        assert all(0 <= one.depth <= 1 for one in found)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "why?"}\n')
+    with pytest.raises(UsageError, match=r"Line 1 of .* is no example of gsm8k"):
+        files.examples("gsm8k", tmp_path / "a.jsonl", len, 1)
+    (tmp_path / "b.jsonl").write_text("no json\n")
+    with pytest.raises(UsageError, match="cannot be read"):
+        files.examples("gsm8k", tmp_path / "b.jsonl", len, 1)
+    (tmp_path / "c.jsonl").write_text("")
+    with pytest.raises(UsageError, match="holds no example"):
+        files.examples("gsm8k", tmp_path / "c.jsonl", len, 1)
