@@ -14,6 +14,7 @@ _HOMES = {
     "Model": "et_jax.engine",
     "SamplingParams": "et_jax.requests",
     "Completion": "et_jax.requests",
+    "GenerationRequest": "et_jax.requests",
     "Controller": "et_jax.state",
     "Signals": "et_jax.control.base",
     "ControlState": "et_jax.control.base",

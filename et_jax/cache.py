@@ -1,11 +1,13 @@
 """The KV cache: pages of keys and values, and a summary of every page."""
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.types import pytree, replace
 
+_TILE_ROWS = 8  # rows of a register on a TPU
 _LANE = 128  # the last axis is padded to whole lanes, so that a page is one transfer on every chip
 
 
@@ -65,7 +67,13 @@ def empty(
     key_codes: bool = False,
     surprisals: bool = False,
 ) -> KVCache:
-    """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for."""
+    """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for.
+
+    A multiple of 8 pages gets one more, which no table holds. A TPU lays the summaries of such a pool out in tiles of 8
+    pages of one head; the kernels that score blocks read all heads of a page at once, as every other number of pages is
+    laid out, and had it copy the summaries whole before each call.
+    """
+    num_pages += num_pages % _TILE_ROWS == 0
     e = token_width(head_dim)
 
     def layer() -> LayerCache:
@@ -181,24 +189,16 @@ def encode(
     return code.astype(jnp.int8).reshape(*key.shape[:-2], -1)
 
 
-def copy_page(cache: KVCache, page: Int[Array, ""], into: Int[Array, ""]) -> KVCache:
-    """Return the cache with `page`, its summary included, copied over the page `into`."""
+def take_pages(cache: KVCache, pages: Int[Array, " m"]) -> KVCache:
+    """Return a cache of the listed pages alone, summaries and codes included."""
+    layers = jax.tree.map(lambda x: x[:, pages], cache.layers)
+    return KVCache(layers=layers, surprisal=None if cache.surprisal is None else cache.surprisal[pages])
 
-    def copy(x: Array) -> Array:
-        return x.at[:, into].set(x[:, page])
 
-    return KVCache(
-        layers=tuple(
-            LayerCache(
-                pages=copy(layer.pages),
-                summary=PageSummary(
-                    key_box=copy(layer.summary.key_box),
-                    mean=copy(layer.summary.mean),
-                    value_radius=copy(layer.summary.value_radius),
-                ),
-                key_codes=None if layer.key_codes is None else copy(layer.key_codes),
-            )
-            for layer in cache.layers
-        ),
-        surprisal=None if cache.surprisal is None else cache.surprisal.at[into].set(cache.surprisal[page]),
-    )
+def put_pages(cache: KVCache, pages: Int[Array, " m"], taken: KVCache) -> KVCache:
+    """Return the cache with the pages of `taken` over the listed ones; those beyond the pool are left out."""
+    layers = jax.tree.map(lambda x, y: x.at[:, pages].set(y, mode="drop"), cache.layers, taken.layers)
+    surprisal = cache.surprisal
+    if surprisal is not None:
+        surprisal = surprisal.at[pages].set(taken.surprisal, mode="drop")
+    return KVCache(layers=layers, surprisal=surprisal)

@@ -10,8 +10,7 @@ from et_jax.tokenizer import Detokenizer, Tokenizer
 class Continuation:
     """Turns tokens into text as they come, and knows when the text ends.
 
-    `prompt_index` and `index` say which continuation of which prompt it is; `arrival` orders it among
-    all. It may produce `limit` tokens, for which `pages` pages are enough.
+    `prompt_index` and `index` say which continuation of which prompt it is. It may produce `limit` tokens.
     """
 
     def __init__(
@@ -23,13 +22,10 @@ class Continuation:
         tokens: list[int],
         prompt_index: int,
         index: int,
-        arrival: int,
         limit: int,
-        pages: int,
     ) -> None:
         self.params, self.prompt, self.tokens = params, prompt, tokens
-        self.prompt_index, self.index, self.arrival = prompt_index, index, arrival
-        self.limit, self.pages = limit, pages
+        self.prompt_index, self.index, self.limit = prompt_index, index, limit
         self.stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids))
         self.text = ""
         self.trace: list[TokenTrace] = []
@@ -41,7 +37,7 @@ class Continuation:
         ends_text = finished and row.token in self.stop_ids
         piece = "" if ends_text else self._stops.push(self._detokenizer.push(row.token))
         self.text += piece
-        self.trace.append(dataclasses.replace(row, text=piece))
+        self.trace.append(dataclasses.replace(row, text=piece, top=row.top[: self.params.logprobs]))
         if ends_text or self._stops.found is not None:
             return dataclasses.replace(self.end("stop", piece), trace=self.trace[-1])
         if finished:

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import cache as kv
-from et_jax import cost, entropy, pages, sampling
+from et_jax import cost, entropy, pages, sampling, slots
 from et_jax.attend import Memory, Receipts, Row, decode_attend, prefill_attend, start_receipts
 from et_jax.control import guards
 from et_jax.control.base import ControlState, Signals
 from et_jax.drawing import draw
 from et_jax.models.transformer import Params, forward
 from et_jax.sampling import Sampling, TokenCounts
-from et_jax.state import DecoderConfig, DecodeState, Request, StepOutput, blank_signals, empty, fresh_control
+from et_jax.state import DecoderConfig, DecodeState, Request, StepOutput, empty
 from et_jax.types import replace
 
 
@@ -57,78 +57,6 @@ def prefill(
         cache = kv.write_surprisal(cache, surprisal[None], table.pages[slot][None], start[None], written[None])
         last = last.at[slot].set(jnp.where(written > 0, logits[0, count - 1], last[slot]))
     return replace(state, table=table, cache=cache, logits=last, length=state.length.at[slot].add(written)), granted
-
-
-def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
-    """Start a sequence in `slot`, whose prompt but for the last token has been prefilled."""
-
-    def put(tree: Any, row: Any) -> Any:
-        return jax.tree.map(lambda x, y: x.at[slot].set(y), tree, row)
-
-    counts = state.counts
-    if counts is not None:
-        if request.in_prompt is None:
-            raise ValueError("request.in_prompt: got None, wanted the prompt's tokens, because penalties are kept")
-        none_yet = jnp.zeros(config.model.vocab_size, jnp.int32)
-        counts = put(counts, TokenCounts(in_prompt=request.in_prompt, generated=none_yet))
-    return replace(
-        state,
-        token=state.token.at[slot].set(request.token),
-        generated=state.generated.at[slot].set(0),
-        limit=state.limit.at[slot].set(request.limit),
-        active=state.active.at[slot].set(request.limit > 0),
-        arrival=state.arrival.at[slot].set(request.arrival),
-        urgency=state.urgency.at[slot].set(request.urgency),
-        stop_ids=state.stop_ids.at[slot].set(request.stop_ids),
-        sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
-        counts=counts,
-        signals=put(state.signals, blank_signals(())),
-        control=put(state.control, fresh_control(config, request.sampling.temperature)),
-    )
-
-
-def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
-    """Stop a slot's sequence and give back its pages."""
-    return replace(
-        state,
-        active=state.active.at[slot].set(False),
-        length=state.length.at[slot].set(0),
-        table=pages.release(state.table, slot),
-    )
-
-
-def fork(
-    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], into: Int[Array, ""]
-) -> tuple[DecodeState, Bool[Array, ""]]:
-    """Continue `slot`'s sequence a second time in the empty slot `into`; False where no page was free.
-
-    Full pages are shared by reference count; the partial page is copied with its summary. The key is
-    folded with `into`, so that the two futures differ; everything else, control included, is equal. A
-    refused fork changes nothing.
-    """
-    length = state.length[slot]
-    full, held = length // config.page_size, -(-length // config.page_size)
-    shared = pages.share(state.table, slot, into, full)
-    wanted = jnp.where(jnp.arange(config.num_slots) == into, held, 0)
-    table, granted = pages.reserve(shared, wanted, 1)
-    granted = granted[into]
-    page, fresh = state.table.pages[slot, full], table.pages[into, full]
-    copied = kv.copy_page(state.cache, jnp.where(granted, page, 0), jnp.where(granted, fresh, 0))
-    rows = jnp.arange(config.num_slots)
-    source = jnp.where((rows == into) & granted, slot, rows)
-
-    def row(x: Array) -> Array:
-        return x[source]
-
-    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("table", "cache")}
-    forked = replace(state, **jax.tree.map(row, rest), cache=copied)
-    split = sampling.fold_key(jax.tree.map(lambda x: x[slot], state.sampling), into).key
-    keys = forked.sampling.key.at[into].set(jnp.where(granted, split, forked.sampling.key[into]))
-    return replace(
-        forked,
-        sampling=replace(forked.sampling, key=keys),
-        table=jax.tree.map(lambda new, old: jnp.where(granted, new, old), table, state.table),
-    ), granted
 
 
 def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[DecodeState, StepOutput]:
@@ -167,13 +95,14 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
     with jax.named_scope("control"):
         control = _take(state.control, rows)
         settings = _take(state.sampling, rows)
-        counts = _take(state.counts, rows)
         signals, raw = _measure(config, params, state, rows, run, logits, memory.receipts)
         failed = run & ~jnp.isfinite(raw.s0)
         produced = run & ~failed
         normaliser = entropy.log_normaliser(raw)
         rule = config.controller.temperature_rule
-        drawn = draw(rule, logits, settings, counts, signals, control, length + 1, raw)
+        penalised = run & sampling.penalises(settings)
+        altered = _penalise(state.counts, rows, logits, settings, penalised)
+        drawn = draw(rule, altered, settings, penalised, signals, control, length + 1, raw)
         logit = jnp.take_along_axis(logits, drawn.token[:, None], axis=1)[:, 0]
         signals = replace(drawn.signals, surprisal=normaliser - logit)
         masks = jnp.stack(memory.receipts.block_masks, axis=1)
@@ -193,14 +122,14 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         length=put(state.length, length + 1),
         generated=put(state.generated, signals.generated),
         active=_scatter(state.active, rows, _take(state.active, rows) & ~finished & ~failed),
-        counts=put(state.counts, None if counts is None else sampling.count(counts, drawn.token, produced)),
+        counts=None if state.counts is None else sampling.count(state.counts, rows, drawn.token, produced),
         signals=put(state.signals, signals),
         logits=put(state.logits, None if state.logits is None else logits),
         control=put(replace(state.control, wait=waited), replace(control, wait=jnp.zeros_like(control.wait))),
         table=table,
         cache=memory.cache,
     )
-    top = jax.lax.top_k(logits, config.num_logprobs) if config.num_logprobs else None
+    top = _alternatives(config, logits, run & _take(state.logprobs, rows))
     output = StepOutput(
         token=after.token,
         produced=_scatter(every, rows, produced),
@@ -219,26 +148,33 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
 
 
 def decode(
-    config: DecoderConfig, params: Params, state: DecodeState, num_steps: Int[Array, ""]
+    config: DecoderConfig,
+    params: Params,
+    state: DecodeState,
+    num_steps: Int[Array, ""],
+    until_end: Bool[Array, ""] | bool = False,
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
 
-    Returns the outputs stacked over `max_steps`, of which the returned number were run.
+    With `until_end` it also stops after a step that ends a sequence, whose slot somebody may be waiting
+    for. Returns the outputs stacked over `max_steps`, of which the returned number were run.
     """
     _, shapes = jax.eval_shape(partial(step, config), params, state)
     outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
     num_steps = jnp.minimum(num_steps, config.max_steps)
 
     def going(carry: tuple) -> Bool[Array, ""]:
-        i, state, _ = carry
-        return (i < num_steps) & jnp.any(state.active)
+        i, state, _, ended = carry
+        return (i < num_steps) & jnp.any(state.active) & ~(ended & until_end)
 
     def advance(carry: tuple) -> tuple:
-        i, state, outputs = carry
+        i, state, outputs, _ = carry
         state, output = step(config, params, state)
-        return i + 1, state, jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
+        outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
+        return i + 1, state, outputs, jnp.any(output.finished | output.failed)
 
-    ran, state, outputs = jax.lax.while_loop(going, advance, (jnp.int32(0), state, outputs))
+    start = jnp.int32(0), state, outputs, jnp.bool_(False)
+    ran, state, outputs, _ = jax.lax.while_loop(going, advance, start)
     return state, outputs, ran
 
 
@@ -249,29 +185,51 @@ def snapshot(state: DecodeState) -> DecodeState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The functions of this module with their configuration bound, jitted, the state they are given donated."""
+    """The functions of this module and of `slots`, their configuration bound, jitted.
+
+    The state that a function returns anew is donated to it.
+    """
 
     config: DecoderConfig
     empty: Callable[[], DecodeState]
     prefill: Callable[[Params, DecodeState, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
     insert: Callable[[DecodeState, Any, Request], DecodeState]
     step: Callable[[Params, DecodeState], tuple[DecodeState, StepOutput]]
-    decode: Callable[[Params, DecodeState, Any], tuple[DecodeState, StepOutput, Int[Array, ""]]]
+    decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+    adopt: Callable[[DecodeState, Any, Any, Any], DecodeState]
+    hold: Callable[[DecodeState, Any, Any], DecodeState]
+    drop: Callable[[DecodeState, Any, Any], DecodeState]
+    read_row: Callable[[DecodeState, Any], slots.Row]
+    read_pages: Callable[[DecodeState, Any, Any], kv.KVCache]
+    write_row: Callable[[DecodeState, Any, slots.Row], tuple[DecodeState, Bool[Array, ""]]]
+    write_pages: Callable[[DecodeState, Any, Any, kv.KVCache], DecodeState]
 
 
 def decoder(config: DecoderConfig) -> Decoder:
     """Return the decoder of a configuration."""
+
+    def compiled(function: Callable, *bound: Any, donate: int | None = None) -> Callable:
+        own = partial(function, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
+        return jax.jit(own) if donate is None else jax.jit(own, donate_argnums=donate)
+
     return Decoder(
         config=config,
-        empty=jax.jit(partial(empty, config)),
-        prefill=jax.jit(partial(prefill, config), donate_argnums=1),
-        insert=jax.jit(partial(insert, config), donate_argnums=0),
-        step=jax.jit(partial(step, config), donate_argnums=1),
-        decode=jax.jit(partial(decode, config), donate_argnums=1),
-        release=jax.jit(release, donate_argnums=0),
-        fork=jax.jit(partial(fork, config), donate_argnums=0),
+        empty=compiled(empty, config),
+        prefill=compiled(prefill, config, donate=1),
+        insert=compiled(slots.insert, config, donate=0),
+        step=compiled(step, config, donate=1),
+        decode=compiled(decode, config, donate=1),
+        release=compiled(slots.release, donate=0),
+        fork=compiled(slots.fork, config, donate=0),
+        adopt=compiled(slots.adopt, donate=0),
+        hold=compiled(slots.hold, donate=0),
+        drop=compiled(slots.drop, donate=0),
+        read_row=compiled(slots.read_row),
+        read_pages=compiled(slots.read_pages, config),
+        write_row=compiled(slots.write_row, config, donate=0),
+        write_pages=compiled(slots.write_pages, config, donate=0),
     )
 
 
@@ -316,6 +274,34 @@ def _choose(config: DecoderConfig, state: DecodeState) -> Int[Array, " r"] | Non
         return None
     priority = jnp.where(state.active, state.control.priority, -jnp.inf)
     return jax.lax.top_k(priority, config.batch)[1]
+
+
+def _penalise(
+    counts: TokenCounts | None,
+    rows: Int[Array, " r"] | None,
+    logits: Float[Array, "r v"],
+    settings: Sampling,
+    penalised: Bool[Array, " r"],
+) -> Float[Array, "r v"]:
+    """The logits after penalties; the counts are looked at only where a row asks for one."""
+    if counts is None:
+        return logits
+    return jax.lax.cond(
+        jnp.any(penalised),
+        lambda: sampling.penalise(logits, settings, _take(counts, rows)),
+        lambda: logits,
+    )
+
+
+def _alternatives(
+    config: DecoderConfig, logits: Float[Array, "r v"], asked: Bool[Array, " r"]
+) -> tuple[Float[Array, "r a"], Int[Array, "r a"]] | None:
+    """The greatest logits and their tokens, or zeros where no row asks; None where the decoder reports none."""
+    if not config.num_logprobs:
+        return None
+    shape = logits.shape[0], config.num_logprobs
+    nothing = jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
+    return jax.lax.cond(jnp.any(asked), lambda: tuple(jax.lax.top_k(logits, config.num_logprobs)), lambda: nothing)
 
 
 def _surprisal(logits: Float[Array, "r v"], token: Int[Array, " r"]) -> Float[Array, " r"]:

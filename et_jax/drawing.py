@@ -1,12 +1,12 @@
-"""From logits to a token: penalties, temperature, truncation, one draw, and what is observed on the way."""
+"""From logits to a token: temperature, truncation, one draw, and what is observed on the way."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import entropy, sampling
 from et_jax.control.base import ControlState, Signals, TemperatureRule
-from et_jax.sampling import Sampling, TokenCounts
+from et_jax.sampling import Sampling
 from et_jax.types import pytree, replace
 
 
@@ -23,15 +23,18 @@ def draw(
     rule: TemperatureRule | None,
     logits: Float[Array, "r v"],
     settings: Sampling,
-    counts: TokenCounts | None,
+    penalised: Bool[Array, " r"],
     signals: Signals,
     control: ControlState,
     position: Int[Array, " r"],
     raw: entropy.Moments,
 ) -> Drawn:
-    """Penalise, set the temperature, truncate, draw. `raw` are the moments of the logits as they are."""
-    if counts is not None:
-        logits = sampling.penalise(logits, settings, counts)
+    """Set the temperature, truncate, draw.
+
+    `raw` are the moments of the model's own logits, from which `logits` differ in rows that are
+    `penalised`. Passes over the vocabulary are skipped where no row needs them; a row that needs none
+    has the same bits whether its neighbours do or not.
+    """
     heat = control.temperature
     if rule is not None:
 
@@ -47,7 +50,7 @@ def draw(
     heat = jnp.where(greedy, 0.0, heat)
     cut = sampling.threshold(logits, heat, settings, entropy.log_normaliser(raw) - control.surprisal_cap)
     token = sampling.draw(logits, heat, cut, sampling.uniform(settings, position))
-    warm = _tempered(logits, heat, raw if counts is None else None)
+    warm = _tempered(logits, heat, penalised, raw)
     kept = _truncated_entropy(logits, heat, cut, entropy.entropy(warm))
     cold = heat == 0
     signals = replace(
@@ -60,22 +63,28 @@ def draw(
 
 
 def _tempered(
-    logits: Float[Array, "r v"], temperature: Float[Array, " r"], at_one: entropy.Moments | None
+    logits: Float[Array, "r v"], temperature: Float[Array, " r"], penalised: Bool[Array, " r"], raw: entropy.Moments
 ) -> entropy.Moments:
-    """The moments at each row's temperature, 1 where it is greedy; no second pass where `at_one` says it all."""
+    """The moments at each row's temperature, 1 where it is greedy; `raw` where it says that already."""
     warm = jnp.where(temperature > 0, temperature, 1.0)
-    if at_one is None:
-        return entropy.moments(logits, warm)
-    return jax.lax.cond(jnp.all(warm == 1.0), lambda: at_one, lambda: entropy.moments(logits, warm))
+    known = (warm == 1.0) & ~penalised
+
+    def measure() -> entropy.Moments:
+        measured = entropy.moments(logits, warm)
+        return jax.tree.map(lambda old, new: jnp.where(known, old, new), raw, measured)
+
+    return jax.lax.cond(jnp.all(known), lambda: raw, measure)
 
 
 def _truncated_entropy(
     logits: Float[Array, "r v"], temperature: Float[Array, " r"], cut: Float[Array, " r"], whole: Float[Array, " r"]
 ) -> Float[Array, " r"]:
-    """Entropy after truncation, in nats; `whole`, the entropy before it, where no row is cut."""
+    """Entropy after truncation, in nats; `whole`, the entropy before it, where a row is not cut."""
+    is_cut = cut > -jnp.inf
 
-    def cut_off(_: None) -> Float[Array, " r"]:
+    def measure() -> Float[Array, " r"]:
         kept = jnp.where(logits >= cut[:, None], logits, -jnp.inf)
-        return entropy.entropy(entropy.moments(kept, jnp.where(temperature > 0, temperature, 1.0)))
+        left = entropy.entropy(entropy.moments(kept, jnp.where(temperature > 0, temperature, 1.0)))
+        return jnp.where(is_cut, left, whole)
 
-    return jax.lax.cond(jnp.any(cut > -jnp.inf), cut_off, lambda _: whole, None)
+    return jax.lax.cond(jnp.any(is_cut), measure, lambda: whole)

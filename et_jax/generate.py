@@ -1,39 +1,46 @@
-"""The command line for one prompt: `python -m et_jax.generate --prompt "It was"`.
+"""The command line: `python -m et_jax.generate --prompt "It was"`, or `--input in.jsonl --output out.jsonl`.
 
-The text goes to standard output as it comes; everything else goes to standard error.
+The text of a prompt goes to standard output as it comes; everything else goes to standard error.
 """
 
 import argparse
 import dataclasses
 import importlib.util
-import json
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from et_jax.batch.tasks import Defaults
     from et_jax.engine import Model
-    from et_jax.requests import Completion, SamplingParams, TokenEvent
+    from et_jax.report import Status
+    from et_jax.requests import SamplingParams
     from et_jax.state import Controller
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes; the last is the shell's for Ctrl-C
+_RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
+_BATCH_SEQUENCES = 8  # decoded together where the command does not say
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m et_jax.generate",
-        description="Continue a prompt, with the entropy of every token measured.",
+        description="Continue a prompt, or every line of a file, with the entropy of every token measured.",
         allow_abbrev=False,
     )
     p.add_argument("--model", default="bundled", help="bundled (default), a Hugging Face folder, or a hub name")
-    p.add_argument("--prompt", "-p", required=True, help="the text to continue; - reads standard input")
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input")
+    source.add_argument(
+        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet"
+    )
+    p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go; run again to resume")
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
-    p.add_argument("--system-prompt", help="the system message, with --chat")
+    p.add_argument("--system-prompt", help="the system message, with --chat or --input")
     p.add_argument("--max-tokens", type=int, default=256, help="tokens to produce at most (default 256)")
     sampling = p.add_argument_group("sampling")
     sampling.add_argument("--temperature", "--temp", type=float, default=1.0, help="0 is greedy (default 1)")
@@ -62,8 +69,16 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
     machine.add_argument("--max-model-len", type=int, help="prompt and text together, in tokens")
-    machine.add_argument("--num-pages", type=int, help="pages of the cache (default: enough for everything)")
+    machine.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default --n; with --input 8)")
+    machine.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="prompt tokens read between two steps (default 512)"
+    )
+    machine.add_argument("--num-pages", type=int, help="pages of the cache (default: for everything, if it fits)")
+    machine.add_argument(
+        "--memory-fraction", type=float, default=0.9, help="share of the free memory that may be used (default 0.9)"
+    )
     output = p.add_argument_group("output")
+    output.add_argument("--metrics", metavar="FILE", help="write counters in Prometheus's text format")
     output.add_argument("--json", action="store_true", help="print one JSON object per continuation, at the end")
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     output.add_argument("--verbose", action="store_true", help="say what runs where")
@@ -83,7 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
-        print("\ninterrupted before the first token", file=sys.stderr)
+        said = "interrupted before the first token" if args.input is None else _RESUME.format(args.output)
+        print(f"\n{said}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader has gone; nothing can be said any more
@@ -96,10 +112,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from et_jax.metrics import Metrics
+
+    _check_combination(args)
+    if args.metrics is not None:  # find out now whether it can be written
+        Metrics().write(Path(args.metrics))
+    return _run_prompt(args) if args.input is None else _run_batch(args)
+
+
+def _check_combination(args: argparse.Namespace) -> None:
     from et_jax.types import UsageError
 
-    if args.system_prompt is not None and not args.chat:
-        raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")
+    if args.input is None:
+        if args.system_prompt is not None and not args.chat:
+            raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")
+        if args.output is not None:
+            raise UsageError("--output is for --input; the text of --prompt goes to standard output.")
+        return
+    for name in ("trace", "plot", "json", "no_stream"):
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for --prompt; the answers to --input are in its --output.")
+    if args.output is None:
+        raise UsageError("--input needs --output; name the file that the answers go to.")
+
+
+def _run_prompt(args: argparse.Namespace) -> int:
+    from et_jax.report import Report, Status
+    from et_jax.types import UsageError
+
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
@@ -108,16 +148,18 @@ def _run(args: argparse.Namespace) -> int:
         if args.plot:
             _check_plot(args.plot)
         params, control = _sampling(args), _controller(args)
-        progress = _Progress()
-        model = _load(args, params, control, progress)
+        status = Status()
+        model = _load(args, params.n, control, status)
         ids = (
             [model.tokenizer.chat([{"role": "user", "content": prompt}], args.system_prompt)] if args.chat else [prompt]
         )
-        report = _Report(args, trace, progress)
+        report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         with _interrupts() as interrupted:
             for event in model.stream(ids, params, cancelled=interrupted):
                 report.take(event)
     report.close()
+    if args.metrics:
+        model.metrics.write(Path(args.metrics))
     if args.plot and report.completions:
         from et_jax.plot import plot_trace
 
@@ -127,6 +169,49 @@ def _run(args: argparse.Namespace) -> int:
             print(f"error: {completion.error}", file=sys.stderr)
             return FAILED
     return INTERRUPTED if interrupted() else 0
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    """Serve a file; what the answers depend on is settled before the model is loaded."""
+    from et_jax.batch.job import run, survey
+    from et_jax.batch.journal import check_files, open_journal
+    from et_jax.batch.tasks import Defaults
+    from et_jax.report import Status
+
+    defaults = Defaults(params=_sampling(args), chat=args.chat, system_prompt=args.system_prompt)
+    control, status = _controller(args), Status()
+    source, output = Path(args.input), Path(args.output)
+    metrics = None if args.metrics is None else Path(args.metrics)
+    check_files(source, output)
+    with open_journal(output, _settings(args, defaults)) as journal:
+        summary = survey(source, journal)
+        if summary.done < summary.total:
+            model = _load(args, _BATCH_SEQUENCES, control, status)
+            model.warm_up()
+            status.clear()
+            with _interrupts() as interrupted:
+                run(model, source, journal, defaults, summary, metrics_file=metrics, cancelled=interrupted)
+    print(summary, file=sys.stderr)
+    if summary.done < summary.total:
+        print(_RESUME.format(args.output), file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
+    """Return all that the answers of a batch depend on beside its lines."""
+    from et_jax.batch.fingerprint import fingerprint
+    from et_jax.models.bundled import bundled_folder
+    from et_jax.models.checkpoint import resolve
+
+    folder = bundled_folder() if args.model == "bundled" else resolve(args.model)
+    knobs = ("dtype", "control", "target_entropy", "tolerance", "min_blocks", "window", "page_size", "max_model_len")
+    return {
+        "model": args.model,
+        "model_files": fingerprint(folder),
+        **{name: getattr(args, name) for name in knobs},
+        **dataclasses.asdict(defaults),
+    }
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
@@ -148,7 +233,7 @@ def _controller(args: argparse.Namespace) -> "Controller":
     )
 
 
-def _load(args: argparse.Namespace, params: "SamplingParams", control: "Controller", progress: "_Progress") -> "Model":
+def _load(args: argparse.Namespace, max_num_seqs: int, control: "Controller", status: "Status") -> "Model":
     from et_jax.engine import load
 
     model = load(
@@ -157,12 +242,14 @@ def _load(args: argparse.Namespace, params: "SamplingParams", control: "Controll
         page_size=args.page_size,
         max_model_len=args.max_model_len,
         num_pages=args.num_pages,
-        max_num_seqs=params.n,
+        max_num_seqs=max_num_seqs if args.max_num_seqs is None else args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        memory_fraction=args.memory_fraction,
         control=control,
-        progress=progress.tell,
+        progress=status.tell,
     )
     if args.verbose:
-        progress.clear()
+        status.clear()
         for line in model.describe():
             print(line, file=sys.stderr)
     return model
@@ -204,93 +291,6 @@ def _interrupts() -> Iterator:
         yield lambda: seen
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-class _Progress:
-    """One line on standard error, rewritten as work goes on; on a terminal only the last state stays."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._shown = False
-
-    def tell(self, what: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
-            self._shown = True
-        else:
-            print(f"{what} ...", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self._shown = False
-
-
-class _Report:
-    """Shows what comes: text, trace rows, and the summary at the end."""
-
-    def __init__(self, args: argparse.Namespace, trace: TextIO | None, progress: _Progress) -> None:
-        self._args, self._trace, self._progress = args, trace, progress
-        self._began = time.perf_counter()
-        self._first = self._last = 0.0
-        self._tokens = 0
-        self._streams = not (args.json or args.no_stream) and args.n == 1
-        self.completions: list[Completion] = []
-
-    def take(self, event: "TokenEvent") -> None:
-        if event.trace is not None:
-            self._last = time.perf_counter()
-            self._first = self._first or self._last
-            self._tokens += 1
-            if self._trace is not None:
-                row = {"index": event.index} | dataclasses.asdict(event.trace)
-                self._trace.write(json.dumps(row, ensure_ascii=False) + "\n")
-                self._trace.flush()
-        if self._streams:
-            self._progress.clear()
-            print(event.text, end="", flush=True)
-        if event.completion is not None:
-            self.completions.append(event.completion)
-
-    def close(self) -> None:
-        """Print what was not streamed, then the summary."""
-        self._progress.clear()
-        self.completions.sort(key=lambda completion: completion.index)
-        for completion in self.completions:
-            if self._args.json:
-                print(json.dumps(completion.to_dict(), ensure_ascii=False))
-            elif not self._streams:
-                print(f"--- {completion.index + 1} of {self._args.n}\n" * (self._args.n > 1) + completion.text)
-        if self._streams:
-            print(flush=True)
-        print(self._summary(), file=sys.stderr)
-
-    def _summary(self) -> str:
-        if not self._tokens:
-            return "no token produced"
-        wait = self._first - self._began
-        rate = (self._tokens - 1) / (self._last - self._first) if self._tokens > 1 else 0.0
-        nats = sum(completion.entropic_time for completion in self.completions)
-        moved = sum(completion.cost for completion in self.completions)
-        flops = sum(completion.flops for completion in self.completions)
-        reasons = ", ".join(sorted({completion.finish_reason for completion in self.completions}))
-        return (
-            f"[{self._tokens} tokens ({reasons}), {rate:.1f} tokens/s, first after {wait:.2f} s; "
-            f"entropic time {nats:.1f} nats, cost {moved / 1e6:.1f} MB moved and {flops / 1e9:.2f} GFLOP, "
-            f"{nats / moved * 1e6:.3g} nats/MB{self._control()}]"
-        )
-
-    def _control(self) -> str:
-        """What control did: blocks read, mass kept, temperature, and what the guards counted."""
-        rows = [row for completion in self.completions for row in completion.trace]
-        said = []
-        held = sum(row.blocks_held for row in rows)
-        if (read := sum(row.blocks_read for row in rows)) < held:
-            said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
-        for name in rows[0].guard_rates:
-            worst = max(completion.guard_rates[name] for completion in self.completions if completion.trace)
-            said.append(f"{name} {100 * worst:.0f}% of tokens")
-        return "".join(f"; {part}" for part in said)
 
 
 if __name__ == "__main__":

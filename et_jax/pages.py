@@ -13,8 +13,9 @@ from et_jax.types import pytree, replace
 class PageTable:
     """Pages of every slot, and the pages that are free.
 
-    `pages[b, n]` is the page of slot b's block n, 0 beyond `num_blocks[b]`. `references[p]` counts the
-    slots that hold page p. The first `num_free` entries of `free` are the pages to hand out, last first.
+    `pages[b, n]` is the page of slot b's block n, 0 beyond `num_blocks[b]`. `references[p]` counts who
+    holds page p: slots, and whoever keeps it for later. The first `num_free` entries of `free` are the
+    pages to hand out, last first.
     """
 
     pages: Int[Array, "b n"]
@@ -62,30 +63,36 @@ def reserve(table: PageTable, blocks: Int[Array, " b"], most: int) -> tuple[Page
 
 def release(table: PageTable, slot: Int[Array, ""]) -> PageTable:
     """Give back every page of `slot`; those nobody else holds become free."""
-    num_pages = table.references.shape[0]
-    pages = table.pages[slot]
-    held = jnp.arange(pages.shape[0]) < table.num_blocks[slot]
-    references = table.references.at[jnp.where(held, pages, num_pages)].add(-1, mode="drop")
-    freed = held & (references[pages] == 0)
-    place = jnp.where(freed, table.num_free + jnp.cumsum(freed) - 1, num_pages)
+    emptied = replace(table, pages=table.pages.at[slot].set(0), num_blocks=table.num_blocks.at[slot].set(0))
+    return drop(emptied, table.pages[slot], table.num_blocks[slot])
+
+
+def adopt(table: PageTable, slot: Int[Array, ""], pages: Int[Array, " n"], count: Int[Array, ""]) -> PageTable:
+    """Give the empty `slot` the first `count` of `pages`, which others hold and go on holding."""
+    kept = jnp.arange(pages.shape[0]) < count
     return replace(
-        table,
-        pages=table.pages.at[slot].set(0),
-        num_blocks=table.num_blocks.at[slot].set(0),
-        references=references,
-        free=table.free.at[place].set(pages, mode="drop"),
-        num_free=table.num_free + jnp.sum(freed, dtype=jnp.int32),
+        hold(table, pages, count),
+        pages=table.pages.at[slot].set(jnp.where(kept, pages, 0)),
+        num_blocks=table.num_blocks.at[slot].set(count),
     )
 
 
-def share(table: PageTable, slot: Int[Array, ""], into: Int[Array, ""], blocks: Int[Array, ""]) -> PageTable:
-    """Give the empty slot `into` the first `blocks` pages of `slot`, held by both from now on."""
+def hold(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
+    """Count one more holder of the first `count` of `pages`, which are in use and differ."""
+    place = jnp.where(jnp.arange(pages.shape[0]) < count, pages, table.references.shape[0])
+    return replace(table, references=table.references.at[place].add(1, mode="drop"))
+
+
+def drop(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
+    """Count one holder less of the first `count` of `pages`, which differ; those nobody holds become free."""
     num_pages = table.references.shape[0]
-    pages = table.pages[slot]
-    shared = jnp.arange(pages.shape[0]) < blocks
+    given = jnp.arange(pages.shape[0]) < count
+    references = table.references.at[jnp.where(given, pages, num_pages)].add(-1, mode="drop")
+    freed = given & (references[pages] == 0)
+    place = jnp.where(freed, table.num_free + jnp.cumsum(freed) - 1, num_pages)
     return replace(
         table,
-        pages=table.pages.at[into].set(jnp.where(shared, pages, 0)),
-        num_blocks=table.num_blocks.at[into].set(blocks),
-        references=table.references.at[jnp.where(shared, pages, num_pages)].add(1, mode="drop"),
+        references=references,
+        free=table.free.at[place].set(pages, mode="drop"),
+        num_free=table.num_free + jnp.sum(freed, dtype=jnp.int32),
     )

@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from et_jax.types import UsageError
 
 MAX_STOP_IDS = 8
+MAX_LOGPROBS = 20
+_FLOAT32_MAX = 3.4e38  # settings travel to the device as float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class SamplingParams:
 
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, float) and not abs(value) <= _FLOAT32_MAX:
                 refuse(field.name, "a finite number")
         if self.max_tokens < 1:
             refuse("max_tokens", "at least 1")
@@ -60,17 +63,33 @@ class SamplingParams:
             refuse("seed", "from 0 to 2^63 - 1")
         if self.n < 1:
             refuse("n", "at least 1")
-        if not 0 <= self.logprobs <= 20:
-            refuse("logprobs", "from 0 to 20")
+        if not 0 <= self.logprobs <= MAX_LOGPROBS:
+            refuse("logprobs", f"from 0 to {MAX_LOGPROBS}")
         if isinstance(self.stop, str) or not all(self.stop):
             refuse("stop", "a tuple of non-empty strings")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             refuse("stop_token_ids", f"at most {MAX_STOP_IDS} ids")
 
-    @property
-    def penalises(self) -> bool:
-        """Whether any penalty is on, which makes the decoder keep token counts."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt, a text or its token ids, how to continue it, and how urgent that is.
+
+    Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission.
+
+    Raises UsageError for a priority that is no number, or a deadline that is not ahead.
+    """
+
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    priority: float = 0.0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        if not abs(self.priority) <= _FLOAT32_MAX:
+            raise UsageError(f"priority is {self.priority}; it must be a finite number, higher for sooner.")
+        if self.deadline is not None and not 0 < self.deadline < math.inf:
+            raise UsageError(f"deadline is {self.deadline}; it must be a number of seconds above 0.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,9 +141,9 @@ class Completion:
     prompt_tokens: int
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = dataclasses.field(repr=False)
     finish_reason: FinishReason
-    trace: tuple[TokenTrace, ...]
+    trace: tuple[TokenTrace, ...] = dataclasses.field(repr=False)
     error: str | None = None
 
     @property
@@ -140,12 +159,12 @@ class Completion:
     @property
     def cost(self) -> float:
         """Bytes moved by the decode steps of this sequence."""
-        return sum(row.cost for row in self.trace)
+        return math.fsum(row.cost for row in self.trace)
 
     @property
     def flops(self) -> float:
         """FLOPs of the decode steps of this sequence."""
-        return sum(row.flops for row in self.trace)
+        return math.fsum(row.flops for row in self.trace)
 
     @property
     def efficiency(self) -> float:
@@ -168,16 +187,7 @@ class Completion:
             "error": self.error,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
             "logprobs": list(self.logprobs),
-            "entropic": {
-                "entropic_time": self.entropic_time,
-                "cost_bytes": self.cost,
-                "flops": self.flops,
-                "nats_per_byte": self.efficiency,
-                "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in self.trace]),
-                "least_mass_kept": min((row.kept_mass for row in self.trace), default=None),
-                "temperature_range": _range([row.temperature for row in self.trace]),
-                "guard_rates": self.guard_rates,
-            },
+            "entropic": entropic([self]),
         }
 
 
@@ -194,6 +204,30 @@ class TokenEvent:
     text: str
     trace: TokenTrace | None
     completion: Completion | None
+
+
+def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return what entropy and cost came to over the continuations of one prompt, ready for JSON.
+
+    Entropic time (nats), bytes and FLOPs are sums; shares, masses and temperatures are taken over all
+    tokens; of each guard the worst rate counts.
+    """
+    rows = [row for completion in completions for row in completion.trace]
+    time = sum(completion.entropic_time for completion in completions)
+    cost = sum(completion.cost for completion in completions)
+    rates: dict[str, float] = {}
+    for completion in completions:
+        rates |= {name: max(rate, rates.get(name, 0.0)) for name, rate in completion.guard_rates.items()}
+    return {
+        "entropic_time": time,
+        "cost_bytes": cost,
+        "flops": sum(completion.flops for completion in completions),
+        "nats_per_byte": time / cost if rows else 0.0,
+        "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows]),
+        "least_mass_kept": min((row.kept_mass for row in rows), default=None),
+        "temperature_range": _range([row.temperature for row in rows]),
+        "guard_rates": rates,
+    }
 
 
 def _mean(values: list[float]) -> float | None:

@@ -34,10 +34,31 @@ class Sampling:
 
 @pytree
 class TokenCounts:
-    """What each slot has seen, kept only when a request penalises it: prompt tokens, generated counts."""
+    """What each slot has seen, for penalties: prompt tokens, generated counts."""
 
     in_prompt: Bool[Array, "*b v"]
     generated: Int[Array, "*b v"]
+
+
+def plain(shape: tuple[int, ...]) -> Sampling:
+    """Return settings that ask for nothing, greedy."""
+    zeros, ones = jnp.zeros(shape, jnp.float32), jnp.ones(shape, jnp.float32)
+    return Sampling(
+        temperature=zeros,
+        top_k=jnp.zeros(shape, jnp.int32),
+        top_p=ones,
+        min_p=zeros,
+        repetition_penalty=ones,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        key=jnp.zeros((*shape, 2), jnp.uint32),
+    )
+
+
+def penalises(sampling: Sampling) -> Bool[Array, "*b"]:
+    """Return whether any penalty is on."""
+    off = (sampling.presence_penalty == 0) & (sampling.frequency_penalty == 0)
+    return ~(off & (sampling.repetition_penalty == 1))
 
 
 def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCounts) -> Float[Array, "b v"]:
@@ -53,9 +74,11 @@ def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCount
     return logits - sampling.presence_penalty[:, None] * (counts.generated > 0).astype(jnp.float32)
 
 
-def count(counts: TokenCounts, token: Int[Array, " b"], produced: Bool[Array, " b"]) -> TokenCounts:
-    """Return the counts after one more token in every row where one was produced."""
-    rows = jnp.arange(token.shape[0])
+def count(
+    counts: TokenCounts, rows: Int[Array, " r"] | None, token: Int[Array, " r"], produced: Bool[Array, " r"]
+) -> TokenCounts:
+    """Return the counts after one more token in every one of `rows` (None: all) where one was produced."""
+    rows = jnp.arange(token.shape[0]) if rows is None else rows
     return replace(counts, generated=counts.generated.at[rows, token].add(produced.astype(jnp.int32)))
 
 

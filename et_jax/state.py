@@ -20,7 +20,7 @@ from et_jax.control.select import AnySelector, as_selector, dense
 from et_jax.control.smoothing import ema_entropy
 from et_jax.entropy import Estimator, exact_estimator
 from et_jax.models.config import ModelConfig
-from et_jax.sampling import Sampling, TokenCounts
+from et_jax.sampling import Sampling, TokenCounts, plain
 from et_jax.types import pytree
 
 
@@ -62,7 +62,7 @@ class DecoderConfig:
 
     `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
     slot. A prompt is prefilled `chunk` tokens at a time, a multiple of `page_size`. `max_steps` is the
-    most one `decode` call can run. `num_logprobs` alternatives are reported with every token.
+    most one `decode` call can run. At most `num_logprobs` alternatives are reported with a token.
     `penalties` keeps token counts. `backend` names the attention kernels. `calibration` is the
     temperature at which the raw entropy is measured: 1, or the one fitted to the model.
     """
@@ -91,6 +91,11 @@ class DecoderConfig:
         selector = self.controller.selector
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
+
+    @property
+    def pages_per_chunk(self) -> int:
+        """Pages a prompt chunk fills; pages move to the host and back as many at a time."""
+        return self.chunk // self.page_size
 
     @property
     def blocks_per_slot(self) -> int:
@@ -131,7 +136,7 @@ class Request:
 
     `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
     prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
-    that several continuations of one prompt differ.
+    that several continuations of one prompt differ. `logprobs` asks for alternatives.
     """
 
     token: Int[Array, ""]
@@ -140,6 +145,7 @@ class Request:
     urgency: Float[Array, ""]
     index: Int[Array, ""]
     stop_ids: Int[Array, " i"]
+    logprobs: Bool[Array, ""]
     sampling: Sampling
     in_prompt: Bool[Array, " v"] | None
 
@@ -161,6 +167,7 @@ class DecodeState:
     arrival: Int[Array, " b"]
     urgency: Float[Array, " b"]
     stop_ids: Int[Array, "b i"]
+    logprobs: Bool[Array, " b"]
     sampling: Sampling
     counts: TokenCounts | None
     signals: Signals
@@ -177,7 +184,8 @@ class StepOutput:
     `refused` slots were to advance but no page was free: nothing of them changed. `failed` slots had
     logits that are not numbers: they are stopped, and their text ends before this token. `temperature`
     is the one the token was drawn at. `guard_rates` is the share of tokens that each counting guard has
-    flagged, by its name. `top_tokens` and `top_logprobs` are None unless asked for.
+    flagged, by its name. `top_tokens` and `top_logprobs` are None where the decoder reports none, and 0
+    in steps where no sequence asks for them.
     """
 
     token: Int[Array, "*b"]
@@ -231,16 +239,6 @@ def empty(config: DecoderConfig) -> DecodeState:
     def numbers() -> Array:
         return jnp.zeros(b, jnp.float32)
 
-    settings = Sampling(
-        temperature=numbers(),
-        top_k=integers(b),
-        top_p=jnp.ones(b, jnp.float32),
-        min_p=numbers(),
-        repetition_penalty=jnp.ones(b, jnp.float32),
-        presence_penalty=numbers(),
-        frequency_penalty=numbers(),
-        key=jnp.zeros((b, 2), jnp.uint32),
-    )
     counts = TokenCounts(in_prompt=jnp.zeros((b, v), bool), generated=integers(b, v))
     return DecodeState(
         token=integers(b),
@@ -251,7 +249,8 @@ def empty(config: DecoderConfig) -> DecodeState:
         arrival=integers(b),
         urgency=numbers(),
         stop_ids=jnp.full((b, config.num_stop_ids), -1, jnp.int32),
-        sampling=settings,
+        logprobs=jnp.zeros(b, bool),
+        sampling=plain((b,)),
         counts=counts if config.penalties else None,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if config.controller.surprisals else None,
@@ -285,6 +284,7 @@ def request(
     seed: int = 0,
     index: int = 0,
     stop_ids: Sequence[int] = (),
+    logprobs: bool = False,
     arrival: int = 0,
     urgency: float = 0.0,
 ) -> Request:
@@ -306,6 +306,7 @@ def request(
         urgency=jnp.float32(urgency),
         index=jnp.int32(index),
         stop_ids=jnp.asarray([*stops, *[-1] * (config.num_stop_ids - len(stops))], jnp.int32),
+        logprobs=jnp.bool_(logprobs),
         sampling=Sampling(
             temperature=jnp.float32(temperature),
             top_k=jnp.int32(min(top_k, size)),

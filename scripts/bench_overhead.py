@@ -31,10 +31,10 @@ from report import RESULTS, table, write
 from et_jax import cost, decode, entropy
 from et_jax.control import clock, guards, priority, smoothing, temperature, tolerance
 from et_jax.control.base import ControlState, Law, Signals, chain
-from et_jax.engine import DEFAULT_PAGE_SIZE
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, describe, initialise
 from et_jax.pallas.backend import pick
+from et_jax.sizing import DEFAULT_PAGE_SIZE
 from et_jax.state import Controller, DecoderConfig
 from et_jax.types import replace
 

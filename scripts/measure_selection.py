@@ -32,14 +32,14 @@ from held_out import rows
 from jaxtyping import Array, Bool
 from report import RESULTS, table, write
 
-from et_jax import decode
+from et_jax import decode, slots
 from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain
 from et_jax.control.select import AnySelector
 from et_jax.control.smoothing import ema_entropy
 from et_jax.control.view import BlockView
 from et_jax.engine import Model, load
-from et_jax.state import Controller, DecoderConfig, DecodeState, request
+from et_jax.state import Controller, DecoderConfig, DecodeState, fresh_control, request
 from et_jax.types import UsageError, pytree, replace
 
 SHARES = (0.75, 0.5, 0.25)
@@ -142,7 +142,7 @@ class Bench:
             chunk=self.prefilled,
             max_steps=1,
             cache_dtype=jnp.float32,
-            backend=self.model.backend,
+            backend=self.model.decoder_config.backend,
             controller=controller,
         )
 
@@ -155,7 +155,7 @@ class Bench:
                 config, self.model.params, state, jnp.int32(slot), part, jnp.int32(self.prefilled)
             )
             asked = request(config, prompt, limit=2**30, temperature=0.0, arrival=slot)
-            state = decode.insert(config, state, jnp.int32(slot), asked)
+            state = slots.insert(config, state, jnp.int32(slot), asked)
         return state
 
     def _logits(self, config: DecoderConfig, params: Any, state: DecodeState, forced: jax.Array) -> jax.Array:
@@ -196,9 +196,7 @@ class Bench:
             self.programs[key] = jax.jit(scores)
         state = self.started
         if law is not None:
-            state = replace(
-                state, control=jax.vmap(lambda _: decode.fresh_control(config, jnp.float32(0)))(state.length)
-            )
+            state = replace(state, control=jax.vmap(lambda _: fresh_control(config, jnp.float32(0)))(state.length))
         given = jnp.broadcast_to(jnp.asarray(0.0 if given is None else given, jnp.float32), self.forced.shape)
         return jax.device_get(self.programs[key](self.model.params, state, self.dense, self.forced, given))
 

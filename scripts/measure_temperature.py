@@ -87,7 +87,7 @@ def run(model: Model, case: Case, prompts: np.ndarray, num_tokens: int, seed: in
     decoder = model.decoder(controller(case))
     state = decoder.empty()
     for slot, prompt in enumerate(prompts):
-        part = np.zeros(model.chunk, np.int32)
+        part = np.zeros(model.decoder_config.chunk, np.int32)
         part[: len(prompt) - 1] = prompt[:-1]
         state, _ = decoder.prefill(model.params, state, slot, part, len(prompt) - 1)
         asked = request(decoder.config, prompt.tolist(), limit=num_tokens, temperature=1.0, seed=seed, index=slot)

@@ -22,15 +22,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
-from et_jax import cache, decode, sampling
+from et_jax import cache, decode, slots
 from et_jax.attend import Memory, Row, decode_attend, start_receipts
-from et_jax.engine import DEFAULT_PAGE_SIZE
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend, Params, forward, initialise
 from et_jax.pallas.backend import pick
+from et_jax.sizing import DEFAULT_PAGE_SIZE
+from et_jax.state import request
 from et_jax.types import replace
 
 SMOLLM_135M = ModelConfig(
@@ -126,27 +126,9 @@ def filled(config: decode.DecoderConfig, context: int, temperature: float) -> de
     rows = config.num_slots
     blocks = config.blocks_per_slot
     table, _ = decode.pages.reserve(state.table, jnp.full(rows, blocks, jnp.int32), blocks)
-    request = decode.Request(
-        token=np.int32(5),
-        limit=np.int32(config.max_length),
-        arrival=np.int32(0),
-        urgency=np.float32(0),
-        index=np.int32(0),
-        stop_ids=np.full(config.num_stop_ids, -1, np.int32),
-        sampling=sampling.Sampling(
-            temperature=np.float32(temperature),
-            top_k=np.int32(0),
-            top_p=np.float32(1),
-            min_p=np.float32(0),
-            repetition_penalty=np.float32(1),
-            presence_penalty=np.float32(0),
-            frequency_penalty=np.float32(0),
-            key=np.zeros(2, np.uint32),
-        ),
-        in_prompt=None,
-    )
+    asked = request(config, [5], limit=config.max_length, temperature=temperature)
     for slot in range(rows):
-        state = decode.insert(config, state, jnp.int32(slot), jax.tree.map(jnp.asarray, request))
+        state = slots.insert(config, state, jnp.int32(slot), asked)
     return replace(state, table=table, length=jnp.full(rows, context, jnp.int32))
 
 

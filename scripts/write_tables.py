@@ -1,10 +1,11 @@
-"""Write the tables of docs/control.md and docs/kernels.md anew from benchmarks/results, measuring first if asked to.
+"""Write the tables of the documents anew from benchmarks/results, measuring first if asked to.
 
-    python scripts/write_tables.py [--measure --case MODEL TEXT --case MODEL TEXT ...]
+    python scripts/write_tables.py [--measure --trace TRACE --case MODEL TEXT --case MODEL TEXT ...]
 
 Between the two lines `<!-- NAME: begin -->` and `<!-- NAME: end -->` a document belongs to this script. With
-`--measure` every measuring script runs on the given models and texts (see `measure_bounds.py`) and draws its pictures;
-what they cost is timed, so nothing else should run.
+`--measure` every measuring script runs on the given models and texts (see `measure_bounds.py`) and on the recorded
+arrivals of TRACE (see `measure_scheduling.py`), and draws its pictures; what they cost is timed, so nothing else should
+run.
 """
 
 import argparse
@@ -18,8 +19,10 @@ from typing import Any
 
 import bench_overhead
 import bench_selection
+import bench_throughput
 import measure_bounds
 import measure_estimators
+import measure_scheduling
 import measure_selection
 import measure_temperature
 import roofline
@@ -80,7 +83,20 @@ def selection_cost(results: dict[str, Any]) -> str:
     return bench_selection.selection_table(results["cases"])
 
 
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+def throughput(results: dict[str, Any]) -> str:
+    """Return how fast many requests are served at once, beside one at a time."""
+    return bench_throughput.throughput_table(results["rows"])
+
+
+def scheduling(results: dict[str, Any]) -> str:
+    """Return the tables of priority rules under overload."""
+    return "\n\n".join(
+        f"{case['load']:g} times the tokens that fit:\n\n{measure_scheduling.scheduling_table(case['rows'])}"
+        for case in results["cases"]
+    )
+
+
+CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "estimators": ("estimators.json", estimators),
     "overhead": ("overhead.json", overhead),
     "selection_cost": ("selection_cost.json", selection_cost),
@@ -88,6 +104,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "temperature": ("temperature.json", temperature),
     "selectors": ("selection.json", selectors),
     "tolerances": ("selection.json", tolerances),
+}
+SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "throughput": ("throughput.json", throughput),
+    "scheduling": ("scheduling.json", scheduling),
 }
 
 
@@ -114,9 +134,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure anew before writing")
     parser.add_argument("--case", nargs=2, action="append", default=[], metavar=("MODEL", "TEXT"))
+    parser.add_argument("--trace", help="recorded arrivals")
     args = parser.parse_args()
-    if args.measure != bool(args.case):
-        parser.error("--measure and --case go together: the models to measure, each with its text")
+    if args.measure != bool(args.case) or args.measure != bool(args.trace):
+        parser.error(
+            "--measure, --trace and --case go together: arrivals, and the models to measure, each with its text"
+        )
     if args.measure:
         cases = [word for case in args.case for word in ("--case", *case)]
         # the scripts that can refuse a model or a text come first
@@ -125,18 +148,20 @@ def main() -> int:
             ("measure_bounds", *cases),
             ("measure_temperature", *cases, "--plot"),
             ("measure_selection", *cases),
+            ("measure_scheduling", "--trace", args.trace),
+            ("bench_throughput",),
             ("bench_overhead",),
             ("bench_selection",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:
                 return failed
-    control, kernels = DOCS / "control.md", DOCS / "kernels.md"
-    for name, (file, tables) in TABLES.items():
-        results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-        insert(control, name, f"{origin(results)}\n\n{tables(results)}")
-    insert(kernels, "roofline", roofline.floors())
-    print(f"wrote {len(TABLES) + 1} parts")
+    for document, parts in (("control.md", CONTROL), ("serving.md", SERVING)):
+        for name, (file, tables) in parts.items():
+            results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+            insert(DOCS / document, name, f"{origin(results)}\n\n{tables(results)}")
+    insert(DOCS / "kernels.md", "roofline", roofline.floors())
+    print(f"wrote {len(CONTROL) + len(SERVING) + 1} parts")
     return 0
 
 

@@ -71,6 +71,7 @@ def request(token: int, *, seed: int = 0, limit: int = 12, index: int = 0, arriv
         urgency=jnp.float32(0),
         index=jnp.int32(index),
         stop_ids=jnp.asarray([*stop, *[-1] * (8 - len(stop))], jnp.int32),
+        logprobs=jnp.bool_(False),
         sampling=sampling.Sampling(**fields, top_k=top_k, key=jax.random.key_data(jax.random.key(seed))),
         in_prompt=None,
     )

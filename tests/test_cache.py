@@ -144,17 +144,20 @@ def test_rows_cannot_write_past_their_table():
 
 
 @DTYPES
-def test_a_copied_page_takes_its_summary_along_and_leaves_the_rest(dtype):
+def test_pages_that_are_moved_take_their_summaries_along_and_leave_the_rest(dtype):
     rng = np.random.default_rng(3)
     empty = kv.empty(2, HEADS, DIM, PAGES, SIZE, dtype, key_codes=True, surprisals=True)
     cache = jax.tree.map(lambda x: jnp.asarray(100 * rng.normal(size=x.shape), x.dtype), empty)
-    after = jax.jit(kv.copy_page)(cache, jnp.int32(4), jnp.int32(6))
+    taken = jax.jit(kv.take_pages)(cache, jnp.asarray([4, 2, 1], jnp.int32))
+    after = jax.jit(kv.put_pages)(cache, jnp.asarray([6, PAGES, 0], jnp.int32), taken)  # the second is left out
     assert cache.surprisal is not None and after.surprisal is not None
-    np.testing.assert_array_equal(after.surprisal, cache.surprisal.at[6].set(cache.surprisal[4]))
+    np.testing.assert_array_equal(
+        after.surprisal, cache.surprisal.at[6].set(cache.surprisal[4]).at[0].set(cache.surprisal[1])
+    )
     assert len(jax.tree.leaves(after.layers)) == 10
     for old, new in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True):
         expected = np.asarray(old).copy()
-        expected[:, 6] = expected[:, 4]
+        expected[:, 6], expected[:, 0] = expected[:, 4], expected[:, 1]
         np.testing.assert_array_equal(np.asarray(new), expected)
 
 
@@ -162,3 +165,12 @@ def test_a_copied_page_takes_its_summary_along_and_leaves_the_rest(dtype):
 def test_a_token_fills_whole_lanes(head_dim, width):
     assert kv.token_width(head_dim) == width
     assert kv.empty(1, 1, head_dim, 2, 1, jnp.float32).layers[0].pages.shape[-1] == width
+
+
+@pytest.mark.parametrize(("asked", "held"), [(7, 7), (8, 9), (9, 9), (64, 65)])
+def test_no_pool_is_a_multiple_of_eight_pages(asked, held):
+    """A TPU would copy the summaries of such a pool before it scores them."""
+    cache = kv.empty(1, 2, 64, asked, 1, jnp.float32, key_codes=True, surprisals=True)
+    arrays = jax.tree.leaves(cache.layers)
+    sizes = {array.shape[1] for array in arrays}
+    assert len(arrays) == 5 and sizes == {held} and cache.surprisal is not None and cache.surprisal.shape[0] == held

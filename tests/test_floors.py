@@ -12,15 +12,21 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 # A module imports its own top-level name and those on lower floors. Rooms share a floor, so none imports another.
 FLOORS = {
     "types": 0,
-    **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost"), 1),
-    **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "requests", "snapshots"), 1),
-    **dict.fromkeys(("selection", "continuation", "plot", "drawing"), 2),
+    **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files"), 1),
+    **dict.fromkeys(
+        ("control", "models", "pallas", "tasks", "scheduler", "prefix", "requests", "snapshots", "memory"), 1
+    ),
+    **dict.fromkeys(("selection", "continuation", "plot", "drawing", "metrics", "report", "compilation"), 2),
     "attend": 3,
     "state": 4,
-    **dict.fromkeys(("decode", "presets"), 5),
-    "engine": 6,
-    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 7),
-    "__main__": 8,
+    **dict.fromkeys(("slots", "presets", "tracing", "preflight"), 5),
+    **dict.fromkeys(("decode", "sizing"), 6),
+    "batching": 7,
+    "calls": 8,
+    **dict.fromkeys(("engine", "position_loss"), 9),
+    "batch": 10,
+    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 11),
+    "__main__": 12,
 }
 NOWHERE = {"torch", "transformers"}
 # Slow to import and not needed by every run, so no module that starts with the command line loads them.

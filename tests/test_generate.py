@@ -65,11 +65,14 @@ def copy(folder: Path, to: Path) -> Path:
     return to
 
 
-def test_streams_text_and_sums_up(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_streams_text_and_sums_up(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "12", "--no-stream")
     assert code == 0
-    streamed = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "12")
+    counters = tmp_path / "metrics.txt"
+    streamed = run(capfd, "--model", str(folder), "-p", "It was", "--max-tokens", "12", "--metrics", str(counters))
     assert streamed[1] == out
+    assert "et_jax_generated_tokens_total 12\n" in counters.read_text()
+    assert 'et_jax_requests_finished_total{reason="length"} 1\n' in counters.read_text()
     for part in ("12 tokens", "tokens/s", "first after", "entropic time", "MB moved"):
         assert part in err
 
@@ -163,7 +166,7 @@ def test_reads_standard_input(
         (["--max-model-len", "4096"], "made for 64 tokens"),
         (["--num-pages", "2", "--max-tokens", "30"], "the pool holds 1"),
         (["--num-pages", "0"], "num_pages is 0"),
-        (["--page-size", "0"], "page_size must be at least 1"),
+        (["--page-size", "0"], "page_size is 0; it must be at least 1"),
         (["-p", "x" * 64], "The prompt has 64 tokens"),
         (["-p", ""], "The prompt is empty"),
         (["--trace", "/proc/nowhere/trace"], "cannot be written"),
@@ -259,9 +262,9 @@ def test_an_interrupt_keeps_the_text(folder: Path, tmp_path: Path) -> None:
 
 SLOWLY = """
 import sys, time
-from et_jax import engine, generate
-collect = engine._Run._collect
-engine._Run._collect = lambda *a: (time.sleep(0.1), collect(*a))[1]
+from et_jax import generate, report
+take = report.Report.take
+report.Report.take = lambda *a: (time.sleep(0.1), take(*a))[1]
 sys.exit(generate.main(sys.argv[1:]))
 """
 

@@ -15,7 +15,13 @@ SLOTS, BLOCKS, PAGES, MOST = 3, 4, 9, 2  # eight pages to hand out, twelve wante
 
 reserve = jax.jit(partial(pages.reserve, most=MOST))
 release = jax.jit(pages.release)
-share = jax.jit(pages.share)
+adopt = jax.jit(pages.adopt)
+hold = jax.jit(pages.hold)
+drop = jax.jit(pages.drop)
+
+
+def listed(some: list[int]) -> jnp.ndarray:
+    return jnp.asarray([*some, *[0] * (BLOCKS - len(some))], jnp.int32)
 
 
 class Pages(RuleBasedStateMachine):
@@ -25,9 +31,10 @@ class Pages(RuleBasedStateMachine):
         super().__init__()
         self.table = pages.empty(SLOTS, BLOCKS, PAGES)
         self.held: list[list[int]] = [[] for _ in range(SLOTS)]
+        self.kept: list[int] = []  # held beyond the slots
 
     def free(self) -> set[int]:
-        return set(range(1, PAGES)) - {page for slot in self.held for page in slot}
+        return set(range(1, PAGES)) - {page for pages in (*self.held, self.kept) for page in pages}
 
     @rule(wanted=st.lists(st.integers(0, BLOCKS), min_size=SLOTS, max_size=SLOTS))
     def reserve(self, wanted):
@@ -55,12 +62,35 @@ class Pages(RuleBasedStateMachine):
 
     @precondition(lambda self: [] in self.held and any(self.held))
     @rule(data=st.data())
-    def share(self, data):
+    def adopt(self, data):
         source = data.draw(st.sampled_from([slot for slot in range(SLOTS) if self.held[slot]]))
         into = data.draw(st.sampled_from([slot for slot in range(SLOTS) if not self.held[slot]]))
         blocks = data.draw(st.integers(0, len(self.held[source])))
-        self.table = share(self.table, jnp.int32(source), jnp.int32(into), jnp.int32(blocks))
+        self.table = adopt(self.table, jnp.int32(into), self.table.pages[source], jnp.int32(blocks))
         self.held[into] = self.held[source][:blocks]
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data())
+    def hold(self, data):
+        source = data.draw(st.sampled_from([slot for slot in self.held if slot]))
+        fresh = [page for page in source if page not in self.kept]
+        self.table = hold(self.table, listed(fresh), jnp.int32(len(fresh)))
+        self.kept += fresh
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def drop(self, data):
+        count = data.draw(st.integers(1, min(BLOCKS, len(self.kept))))
+        self.table = drop(self.table, listed(self.kept[:count]), jnp.int32(count))
+        del self.kept[:count]
+
+    @precondition(lambda self: self.kept and [] in self.held)
+    @rule(data=st.data())
+    def adopt_what_is_kept(self, data):
+        into = data.draw(st.sampled_from([slot for slot in range(SLOTS) if not self.held[slot]]))
+        count = data.draw(st.integers(1, min(BLOCKS, len(self.kept))))
+        self.table = adopt(self.table, jnp.int32(into), listed(self.kept[:BLOCKS]), jnp.int32(count))
+        self.held[into] = self.kept[:count]
 
     @invariant()
     def table_says_who_holds_what(self):
@@ -71,7 +101,7 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def references_count_the_holders(self):
-        holders = [sum(page in slot for slot in self.held) for page in range(PAGES)]
+        holders = [sum(page in pages for pages in (*self.held, self.kept)) for page in range(PAGES)]
         assert holders[0] == 0
         assert self.table.references.tolist() == holders
 
@@ -84,6 +114,9 @@ class Pages(RuleBasedStateMachine):
     def teardown(self):
         for slot in range(SLOTS):
             self.release(slot)
+        for page in self.kept:
+            self.table = drop(self.table, listed([page]), jnp.int32(1))
+        self.kept = []
         self.references_count_the_holders()
         self.free_pages_are_listed_once_and_the_null_page_never()
         assert int(self.table.num_free) == PAGES - 1
@@ -110,7 +143,7 @@ def test_no_one_is_overtaken():
 
 def test_a_shared_page_is_free_when_its_last_holder_is_gone():
     table, _ = pages.reserve(pages.empty(2, 3, 5), jnp.asarray([3, 0], jnp.int32), 3)
-    table = pages.share(table, jnp.int32(0), jnp.int32(1), jnp.int32(2))
+    table = pages.adopt(table, jnp.int32(1), table.pages[0], jnp.int32(2))
     table = pages.release(table, jnp.int32(0))
     assert int(table.num_free) == 2 and table.references.tolist() == [0, 1, 1, 0, 0]
     table = pages.release(table, jnp.int32(1))

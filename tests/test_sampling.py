@@ -230,7 +230,7 @@ def test_penalties_are_their_formulas(repetition, presence, frequency, seed):
 
 def test_counts_grow_where_a_token_was_produced_and_nowhere_else():
     start = sampling.TokenCounts(in_prompt=jnp.zeros((3, 5), bool), generated=jnp.ones((3, 5), jnp.int32))
-    after = sampling.count(start, jnp.asarray([4, 0, 4]), jnp.asarray([True, False, True]))
+    after = sampling.count(start, None, jnp.asarray([4, 0, 4]), jnp.asarray([True, False, True]))
     expected = np.ones((3, 5))
     expected[[0, 2], 4] = 2
     np.testing.assert_array_equal(after.generated, expected)

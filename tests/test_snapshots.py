@@ -57,6 +57,7 @@ def begin(d: hall.Decoder, seed: int) -> DecodeState:
         urgency=jnp.float32(0),
         index=jnp.int32(0),
         stop_ids=jnp.full(8, -1, jnp.int32),
+        logprobs=jnp.bool_(False),
         sampling=sampling.Sampling(
             **{name: jnp.float32(value) for name, value in numbers.items()},
             top_k=jnp.int32(50),

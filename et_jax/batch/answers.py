@@ -1,0 +1,89 @@
+"""The rows of the output: OpenAI's completion bodies, with what entropy and cost came to beside the usage."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from et_jax.batch.tasks import Entry, Task
+from et_jax.requests import Completion, TokenTrace, entropic
+
+_LEAST_LOGPROB = -9999.0  # OpenAI's number for a token that cannot be drawn; JSON has no infinity
+
+
+@runtime_checkable
+class Spelling(Protocol):
+    """What an answer needs of a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def answer_row(task: Task, completions: Sequence[Completion], model: str, tokenizer: Spelling) -> dict[str, Any]:
+    """Return the row of a line whose continuations have all ended well."""
+    entry = task.entry
+    ordered = sorted(completions, key=lambda completion: completion.index)
+    prompt_tokens, completion_tokens = ordered[0].prompt_tokens, sum(len(c.token_ids) for c in ordered)
+    name = entry.id.removeprefix("batch_req_")
+    body = {
+        "id": f"{'chatcmpl' if task.chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if task.chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(task, completion, tokenizer) for completion in ordered],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+        "entropic": entropic(ordered),
+    }
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
+    return {"id": entry.id, "custom_id": entry.custom_id, "response": response, "error": None}
+
+
+def error_row(entry: Entry, code: str, message: str) -> dict[str, Any]:
+    """Return the row of a line that has no answer: "invalid_request" by its own fault, or "failed"."""
+    error = {"code": code, "message": message, "line": entry.line}
+    return {"id": entry.id, "custom_id": entry.custom_id, "response": None, "error": error}
+
+
+def _choice(task: Task, completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
+    spelled = _chat_logprobs if task.chat else _completion_logprobs
+    choice = {
+        "index": completion.index,
+        "logprobs": spelled(completion, tokenizer) if task.wants_logprobs else None,
+        "finish_reason": completion.finish_reason,
+    }
+    if task.chat:
+        return choice | {"message": {"role": "assistant", "content": completion.text}}
+    return choice | {"text": completion.text}
+
+
+def _chat_logprobs(completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
+    def spelled(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # a part of a character has no text of its own
+        return {"token": text, "logprob": _shown(logprob), "bytes": list(text.encode()) if whole else None}
+
+    def row(trace: TokenTrace) -> dict[str, Any]:
+        return spelled(trace.token, trace.logprob) | {"top_logprobs": [spelled(*pair) for pair in trace.top]}
+
+    return {"content": [row(trace) for trace in completion.trace]}
+
+
+def _completion_logprobs(completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
+    starts, length = [], 0
+    for trace in completion.trace:
+        starts.append(length)
+        length += len(trace.text)
+    return {
+        "tokens": [tokenizer.decode([trace.token]) for trace in completion.trace],
+        "token_logprobs": [_shown(trace.logprob) for trace in completion.trace],
+        "top_logprobs": [
+            {tokenizer.decode([token]): _shown(logprob) for token, logprob in trace.top} for trace in completion.trace
+        ],
+        "text_offset": starts,
+    }
+
+
+def _shown(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

@@ -1,0 +1,198 @@
+"""A batch job: every line of the input is served once, in any order, and its row kept as soon as it is there.
+
+A line is done when its row is recorded, be it an answer or an error. Errors are not tried again: they lie
+in the line itself. What an interrupt ended early is not recorded, and is served anew by the next run.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from et_jax.batch.answers import answer_row, error_row
+from et_jax.batch.journal import Journal
+from et_jax.batch.progress import Progress
+from et_jax.batch.tasks import Defaults, Entry, Task, read_entries, read_task
+from et_jax.metrics import Metrics
+from et_jax.requests import Completion, GenerationRequest
+from et_jax.types import UsageError
+
+_METRICS_SECONDS = 5.0
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """What a job needs of a model, see `engine.Model`."""
+
+    name: str
+    tokenizer: Any
+    metrics: Metrics
+
+    def as_completed(
+        self, requests: Iterable[GenerationRequest], *, control: Any = None, cancelled: Callable[[], bool] = ...
+    ) -> Iterator[tuple[int, Completion]]: ...
+
+
+@dataclasses.dataclass(kw_only=True)
+class Summary:
+    """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
+
+    `programs` were compiled for the model so far, `programs_late` of them after warm-up.
+    """
+
+    total: int = 0
+    before: int = 0
+    answered: int = 0
+    refused: int = 0
+    tokens: int = 0
+    entropic_time: float = 0.0
+    cost: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+    programs: int = 0
+    programs_late: int = 0
+
+    @property
+    def done(self) -> int:
+        """Lines that have a row."""
+        return self.before + self.answered + self.refused
+
+    def __str__(self) -> str:
+        earlier = f", {self.before} done before" if self.before else ""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return (
+            f"[{self.total} lines: {self.answered} answered, {self.refused} error rows{earlier}; "
+            f"{self.tokens} tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s; "
+            f"entropic time {self.entropic_time:.1f} nats, cost {self.cost / 1e6:.1f} MB moved and "
+            f"{self.flops / 1e9:.2f} GFLOP; {self.programs} programs compiled, {self.programs_late} after warm-up]"
+        )
+
+
+def survey(path: Path, journal: Journal) -> Summary:
+    """Return how many lines the input has and how many of them are done, before any is served.
+
+    Raises UsageError where a line is not the one its row was written for.
+    """
+    summary = Summary()
+    for entry in read_entries(path):
+        summary.total += 1
+        summary.before += _is_done(entry, journal)
+    return summary
+
+
+def _is_done(entry: Entry, journal: Journal) -> bool:
+    recorded = journal.recorded.get(entry.key)
+    if recorded is not None and recorded != entry.id and entry.custom_id is not None:
+        raise UsageError(
+            f"Line {entry.line} (custom_id {entry.custom_id}) is not the line that {journal.path} has an answer to; "
+            "give a changed line a custom_id of its own, or choose another --output."
+        )
+    return recorded == entry.id
+
+
+def run(
+    model: Serving,
+    path: Path,
+    journal: Journal,
+    defaults: Defaults,
+    summary: Summary,
+    *,
+    metrics_file: Path | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serve the lines of `path` that have no row yet, and add what it came to to `summary`, that of `survey`.
+
+    The counters are written to `metrics_file` every few seconds and at the
+    end. Raises UsageError where the output takes no more rows; those written are kept.
+    """
+    began = time.monotonic()
+    with Progress(summary.total, summary.before) as progress:
+        job = _Job(model, path, journal, defaults, summary, progress, metrics_file, cancelled)
+        job.serve()
+        job.look(last=True)
+    summary.seconds = time.monotonic() - began
+    summary.programs = model.metrics.programs_compiled
+    summary.programs_late = model.metrics.programs_compiled_late
+
+
+class _Job:
+    """One run: which requests are under way, and what has come of the others."""
+
+    def __init__(
+        self,
+        model: Serving,
+        path: Path,
+        journal: Journal,
+        defaults: Defaults,
+        summary: Summary,
+        progress: Progress,
+        metrics_file: Path | None,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._model, self._path, self._journal, self._defaults = model, path, journal, defaults
+        self._summary, self._progress, self._metrics_file, self._cancelled = summary, progress, metrics_file, cancelled
+        self._under_way: dict[int, tuple[Task, list[Completion]]] = {}
+        self._looked = time.monotonic()
+
+    def serve(self) -> None:
+        for index, completion in self._model.as_completed(self._requests(), cancelled=self._stops):
+            if index not in self._under_way:  # a sibling failed, and the line has its error row
+                continue
+            task, completions = self._under_way[index]
+            completions.append(completion)
+            if len(completions) == task.request.params.n or completion.error is not None:
+                del self._under_way[index]
+                self._record(task, completions)
+        if self._under_way and not self._cancelled():
+            raise RuntimeError(f"the engine left {len(self._under_way)} requests unanswered")
+
+    def look(self, last: bool = False) -> None:
+        """Do what is due now and then: rows to the disk, counters to their file, a word to the user."""
+        self._journal.sync_if_due()
+        self._progress.show(self._summary.done, self._summary.tokens)
+        due = last or time.monotonic() - self._looked >= _METRICS_SECONDS
+        if due and self._metrics_file is not None:
+            self._model.metrics.write(self._metrics_file)
+            self._looked = time.monotonic()
+
+    def _stops(self) -> bool:
+        """Answer the engine, which asks between two bursts."""
+        self.look()
+        return self._cancelled()
+
+    def _requests(self) -> Iterator[GenerationRequest]:
+        """Yield what is left to serve, in the order of the file, and record what cannot be."""
+        count = 0
+        for entry in read_entries(self._path):
+            if self._cancelled():
+                return
+            if _is_done(entry, self._journal):
+                continue
+            try:
+                task = read_task(entry, self._model.tokenizer, self._defaults)
+            except UsageError as error:
+                self._refuse(entry, "invalid_request", str(error))
+                continue
+            self._under_way[count] = (task, [])
+            count += 1
+            yield task.request
+
+    def _record(self, task: Task, completions: list[Completion]) -> None:
+        if self._cancelled() and any(completion.finish_reason == "abort" for completion in completions):
+            return
+        errors = [completion.error for completion in completions if completion.error is not None]
+        if errors:
+            self._refuse(task.entry, "failed", errors[0])
+            return
+        self._journal.append(answer_row(task, completions, self._model.name, self._model.tokenizer))
+        self._summary.answered += 1
+        self._summary.tokens += sum(len(completion.token_ids) for completion in completions)
+        self._summary.entropic_time += sum(completion.entropic_time for completion in completions)
+        self._summary.cost += sum(completion.cost for completion in completions)
+        self._summary.flops += sum(completion.flops for completion in completions)
+
+    def _refuse(self, entry: Entry, code: str, message: str) -> None:
+        self._journal.append(error_row(entry, code, message))
+        self._summary.refused += 1
+        self.look()

@@ -1,0 +1,70 @@
+"""The lines of an input file, one at a time, with a digest of each: JSON lines, or the rows of a Parquet file."""
+
+import codecs
+import dataclasses
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from et_jax.types import UsageError
+
+MAX_LINE_BYTES = 8 * 2**20  # a million tokens of text and its escapes; of a longer line no more is held at once
+_PIECE_BYTES = 2**20  # in which the rest of a longer line is passed over
+_PARQUET_ROWS = 64  # rows of a Parquet file held at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line: its number from 1, its bytes (None where there are over `MAX_LINE_BYTES`), and their digest."""
+
+    number: int
+    data: bytes | None
+    digest: bytes
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the lines of `path` that are not blank; a name ending in .parquet is read as Parquet.
+
+    Raises UsageError where the file cannot be read.
+    """
+    try:
+        yield from (_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror or error}); mend it and run again.") from error
+
+
+def _json_lines(path: Path) -> Iterator[Line]:
+    with path.open("rb") as file:
+        number = 0
+        while data := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if number == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
+            content = data.rstrip(b"\r\n")
+            digest = hashlib.blake2b(content, digest_size=16)
+            whole, blank, piece = len(content) <= MAX_LINE_BYTES, not data.strip(), data[-1:]
+            while piece and not piece.endswith(b"\n"):
+                piece = file.readline(_PIECE_BYTES)
+                digest.update(piece.rstrip(b"\r\n"))
+            if not (whole and blank):
+                yield Line(number=number, data=data if whole else None, digest=digest.digest())
+
+
+def _parquet(path: Path) -> Iterator[Line]:
+    """Yield each row as the JSON line it stands for; what has no form in JSON becomes its text."""
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UsageError(f"{path} needs pyarrow; install it with: pip install 'et_jax[parquet]'.") from error
+    number = 0
+    try:
+        for rows in parquet.ParquetFile(path).iter_batches(batch_size=_PARQUET_ROWS):
+            for row in rows.to_pylist():
+                number += 1
+                data = json.dumps(row, default=str).encode()
+                digest = hashlib.blake2b(data, digest_size=16).digest()
+                yield Line(number=number, data=data if len(data) <= MAX_LINE_BYTES else None, digest=digest)
+    except arrow.ArrowException as error:
+        raise UsageError(f"{path} is not a readable Parquet file ({error}); write it again.") from error

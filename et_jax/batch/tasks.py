@@ -1,0 +1,300 @@
+"""A line of input as a request, or as the sentence that says why it cannot be one.
+
+Two forms are read. OpenAI's: `{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}`
+(https://platform.openai.com/docs/guides/batch). And plain: `{"prompt": "It was", "temperature": 0.7}` or
+`{"messages": [...]}`, named by its `custom_id` or `id`, else by its line. In both a setting that is absent
+or null is the job's own.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from et_jax.batch.lines import MAX_LINE_BYTES, Line, read_lines
+from et_jax.requests import GenerationRequest, SamplingParams
+from et_jax.types import UsageError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_N = 128  # as the OpenAI API documents
+_MAX_NAME = 512  # characters of a custom_id
+_ENVELOPE = {"custom_id", "method", "url", "body"}
+_INTEGERS = {"max_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs"}
+_NUMBERS = {
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("priority", "deadline"),
+}
+_OTHERS = {"prompt", "messages", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
+_HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Fields not served here, with the value under which they change nothing.
+_NEUTRAL = {
+    **{"stream": False, "stream_options": {}, "echo": False, "best_of": 1, "suffix": "", "logit_bias": {}},
+    **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+}
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """What a task needs of a tokenizer."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+    def chat(self, messages: list[dict[str, str]], system_prompt: str | None = None) -> list[int]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A line that has been named: `values` is its object, or `problem` says why there is none.
+
+    `custom_id` is None where the line has no usable name of its own; the line number stands in for it.
+    `id` names the content too: a line that was changed has another.
+    """
+
+    line: int
+    custom_id: str | None
+    id: str
+    values: dict[str, Any]
+    problem: str | None = None
+
+    @property
+    def key(self) -> str | int:
+        """What the answer to this line is found by."""
+        return self.line if self.custom_id is None else self.custom_id
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What the command sets for every line: sampling, and what opens a conversation.
+
+    With `chat` a plain prompt is a user's message. `system_prompt` opens every conversation that does
+    not open with a system message of its own.
+    """
+
+    params: SamplingParams
+    chat: bool = False
+    system_prompt: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """An entry that can be served, and the form its answer takes."""
+
+    entry: Entry
+    request: GenerationRequest
+    chat: bool
+    wants_logprobs: bool
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Yield every line of the input with its name; a name that came before is a problem of the later line.
+
+    Names are kept in memory, lines are not.
+    """
+    seen: dict[str, int] = {}
+    for line in read_lines(path):
+        values, name, problem = {}, None, None
+        try:
+            values = _object(line)
+            name = _name(values, line.number)
+            if name in seen:
+                raise UsageError(f"custom_id {name} is that of line {seen[name]} already; give every line its own.")
+            seen[name] = line.number
+        except UsageError as error:
+            name, problem = None, str(error)
+        key = json.dumps(line.number if name is None else name).encode()
+        digest = hashlib.blake2b(line.digest + key, digest_size=12).hexdigest()
+        yield Entry(line=line.number, custom_id=name, id=f"batch_req_{digest}", values=values, problem=problem)
+
+
+def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Task:
+    """Return the request that a line makes. Raises UsageError, one sentence for its error row."""
+    if entry.problem is not None:
+        raise UsageError(entry.problem)
+    body, chat = _body(entry.values)
+    for field, value in body.items():
+        if field in _NEUTRAL and value != _NEUTRAL[field]:
+            raise UsageError(f"{field} is {_shown(value)}, which is not supported here; leave it out.")
+        if field not in _INTEGERS | _NUMBERS | _OTHERS | _HARMLESS | _NEUTRAL.keys():
+            raise UsageError(f"{field} is not a field that is known here; leave it out, or correct its name.")
+    params, wants_logprobs = _params(body, chat, defaults.params)
+    priority, deadline = _number(body, "priority"), _number(body, "deadline")
+    prompt = None if chat else _prompt(body)
+    if isinstance(prompt, str) and defaults.chat and not _is_envelope(entry.values):
+        chat, body = True, {"messages": [{"role": "user", "content": prompt}]}
+    if chat:
+        prompt = _conversation(_messages(body), tokenizer, defaults.system_prompt)
+    request = GenerationRequest(
+        prompt=prompt,
+        params=params,
+        priority=priority or 0.0,
+        deadline=deadline,
+    )
+    return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
+
+
+def _object(line: Line) -> dict[str, Any]:
+    if line.data is None:
+        raise UsageError(f"The line has more than {MAX_LINE_BYTES} bytes; shorten its prompt.")
+    try:
+        values = json.loads(line.data.decode("utf-8"), parse_constant=_refuse_constant)
+        json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The line is not UTF-8 (byte {error.start + 1}); save the file as UTF-8.") from error
+    except UnicodeEncodeError as error:
+        raise UsageError("The line holds half of a surrogate pair; write the character whole.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"The line is not JSON ({error}); mend it.") from error
+    if not isinstance(values, dict):
+        raise UsageError("The line is not a JSON object; write one as {...}.")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _is_envelope(values: Mapping[str, Any]) -> bool:
+    return not values.keys().isdisjoint({"body", "url", "method"})
+
+
+def _name(values: Mapping[str, Any], number: int) -> str:
+    """Return the line's own name, or the one its place gives a plain line without one."""
+    name = values.get("custom_id")
+    if name is None and not _is_envelope(values):
+        name = values.get("id", f"line-{number}")
+        name = str(name) if isinstance(name, int) else name
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        given = "missing" if name is None else _shown(name)
+        raise UsageError(f"custom_id is {given}; give the line a text of 1 to {_MAX_NAME} characters.")
+    return name
+
+
+def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the settings of a line that are given at all, and whether it is a conversation."""
+    if not _is_envelope(values):
+        body = {name: value for name, value in values.items() if name not in ("custom_id", "id")}
+        chat = body.get("messages") is not None
+        if chat and body.get("prompt") is not None:
+            raise UsageError("The line has prompt and messages; give one of them.")
+    else:
+        if strange := sorted(values.keys() - _ENVELOPE):
+            raise UsageError(f"{strange[0]} has no place beside custom_id and body; move it into the body.")
+        if values.get("method", "POST") != "POST":
+            raise UsageError(f"method is {_shown(values['method'])}; it must be POST.")
+        if values.get("url") not in (CHAT, COMPLETIONS):
+            raise UsageError(f"url is {_shown(values.get('url'))}; it must be {CHAT} or {COMPLETIONS}.")
+        body, chat = values.get("body"), values["url"] == CHAT
+        if not isinstance(body, dict):
+            raise UsageError("body is not a JSON object; write it as {...}.")
+        wrong, right = ("prompt", "messages") if chat else ("messages", "prompt")
+        if body.get(wrong) is not None:
+            raise UsageError(f"The body has {wrong} and its url is {values['url']}, which takes {right}.")
+    return {name: value for name, value in body.items() if value is not None}, chat
+
+
+def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        prompt = tuple(prompt)
+    if not isinstance(prompt, str | tuple) or not prompt:
+        given = "missing" if prompt is None else _shown(list(prompt) if isinstance(prompt, tuple) else prompt)
+        raise UsageError(f"prompt is {given}; it must be a text that is not empty, or a list of token ids.")
+    return prompt
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("messages is missing or empty; give a list of objects with role and content.")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, str]:
+    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+    content = given.get("content")
+    if isinstance(content, list):  # parts, of which only text is served
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(map(str, texts)) if whole else None
+    if not isinstance(given.get("role"), str) or not isinstance(content, str):
+        raise UsageError(f"messages holds {_shown(message)}; each must have a role and a content, both texts.")
+    if strange := sorted(given.keys() - {"role", "content", "name"}):
+        raise UsageError(f"messages holds {strange[0]}, which is not supported here; leave it out.")
+    return given | {"content": content}
+
+
+def _conversation(
+    messages: list[dict[str, str]], tokenizer: ChatTokenizer, system_prompt: str | None
+) -> tuple[int, ...]:
+    if tokenizer.chat_template is None:
+        raise UsageError(f"This model has no chat template; send a prompt to {COMPLETIONS}, or choose a chat model.")
+    opening = None if messages[0]["role"] == "system" else system_prompt
+    return tuple(tokenizer.chat(messages, opening))
+
+
+def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[SamplingParams, bool]:
+    """Return the line's sampling, and whether its answer shows log-probabilities."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    given: dict[str, Any] = {name: _integer(body, name) for name in sorted(_INTEGERS & names & body.keys())}
+    given |= {name: _number(body, name) for name in sorted(_NUMBERS & names & body.keys())}
+    if "max_completion_tokens" in body:
+        most = _integer(body, "max_completion_tokens")
+        if given.setdefault("max_tokens", most) != most:
+            raise UsageError("max_tokens and max_completion_tokens differ; give one of them.")
+    if not 1 <= given.get("n", 1) <= MAX_N:
+        raise UsageError(f"n is {given['n']}; it must be from 1 to {MAX_N}.")
+    if "stop" in body:
+        stop = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
+        if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+            raise UsageError(f"stop is {_shown(stop)}; it must be a text or a list of texts.")
+        given["stop"] = tuple(stop)
+    if "stop_token_ids" in body:
+        ids = body["stop_token_ids"]
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise UsageError(f"stop_token_ids is {_shown(ids)}; it must be a list of token ids.")
+        given["stop_token_ids"] = tuple(ids)
+    if "ignore_eos" in body:
+        given["ignore_eos"] = _boolean(body, "ignore_eos")
+    wants_logprobs, given["logprobs"] = _logprobs(body, chat, defaults)
+    return dataclasses.replace(defaults, **given), wants_logprobs
+
+
+def _logprobs(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[bool, int]:
+    """Return whether log-probabilities are shown, and of how many alternatives, in the spelling of the url."""
+    if not chat:
+        if "top_logprobs" in body:
+            raise UsageError(f"top_logprobs belongs to {CHAT}; here logprobs is the number of alternatives.")
+        return ("logprobs" in body), (_integer(body, "logprobs") if "logprobs" in body else defaults.logprobs)
+    shown = "logprobs" in body and _boolean(body, "logprobs")
+    if "top_logprobs" in body and not shown:
+        raise UsageError("top_logprobs needs logprobs to be true.")
+    return shown, (_integer(body, "top_logprobs") if "top_logprobs" in body else defaults.logprobs)
+
+
+def _integer(body: Mapping[str, Any], name: str) -> int:
+    if type(body[name]) is not int:
+        raise UsageError(f"{name} is {_shown(body[name])}; it must be a whole number.")
+    return body[name]
+
+
+def _boolean(body: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(body[name], bool):
+        raise UsageError(f"{name} is {_shown(body[name])}; it must be true or false.")
+    return body[name]
+
+
+def _number(body: Mapping[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or abs(value) > 3e38:
+        raise UsageError(f"{name} is {_shown(value)}; it must be a number.")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    """Return the start of a value as JSON, for a sentence about it."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,0 +1,450 @@
+"""Many sequences at once: seats them in slots, prefills, decodes in bursts, moves them out when pages run short."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from et_jax import cache, cost, scheduler
+from et_jax.compilation import num_compiled
+from et_jax.continuation import Continuation
+from et_jax.decode import Decoder
+from et_jax.metrics import Metrics
+from et_jax.models.transformer import Params
+from et_jax.prefix import PrefixIndex
+from et_jax.requests import TokenEvent
+from et_jax.slots import Row
+from et_jax.state import DecodeState, request
+from et_jax.tracing import StepRow, step_rows
+from et_jax.types import replace
+
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Sequence:
+    """A continuation on its way through the engine, and what to call with everything that comes of it.
+
+    `arrival` numbers submissions, `turn` first seatings. `length` tokens of it are in the cache, on
+    `blocks` pages. Those in `kept` hold the beginning of its prompt and stay kept while it sits. It is
+    `ready` once its prompt is prefilled. `row` and `taken` are its slot and its pages while it is on the
+    host.
+    """
+
+    text: Continuation
+    deliver: Callable[[TokenEvent], None]
+    priority: float
+    deadline: float | None
+    arrival: int
+    arrived: float
+    turn: int = 0
+    slot: int | None = None
+    length: int = 0
+    blocks: int = 0
+    kept: list[int] = dataclasses.field(default_factory=list)
+    begun: bool = False
+    ready: bool = False
+    seated: float | None = None
+    row: Row | None = None
+    taken: list[cache.KVCache] = dataclasses.field(default_factory=list)
+
+
+class Batcher:
+    """The decode state of one decoder, and the sequences that wait, sit in a slot, or are away on the host.
+
+    Every round prefills at most `batched_tokens` tokens, the rows of one step included, and decodes for
+    about `burst_seconds`. With `prefix_cache`, full pages of prompts are kept and shared.
+    `preempt_every` rounds somebody is moved to the host and back for no need (0: never), to prove that it
+    changes nothing.
+
+    The lock guards it: streams in several threads may advance one batcher. An exception within a round
+    leaves it `broken`: the state was donated and is lost.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        decoder: Decoder,
+        *,
+        metrics: Metrics,
+        batched_tokens: int = 512,
+        burst_seconds: float = 0.05,
+        prefix_cache: bool = True,
+        preempt_every: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.params, self.decoder, self.config = params, decoder, decoder.config
+        self.metrics, self.burst_seconds = metrics, burst_seconds
+        self.state: DecodeState = decoder.empty()
+        self.waiting: list[Sequence] = []
+        self.slots: dict[int, Sequence] = {}
+        self.lock, self.broken = threading.RLock(), False
+        self._batched_tokens, self._preempt_every, self._clock = batched_tokens, preempt_every, clock
+        self._num_multiplied = cost.num_multiplied(params)
+        self._prefixes = PrefixIndex(self.config.page_size) if prefix_cache else None
+        self._arrivals = self._turns = self._rounds = 0
+        self._steps = 1
+        self._granted: list[jax.Array] = []
+
+    # What callers do.
+
+    def warm_up(self, tell: Callable[[str], None]) -> None:
+        """Compile every program that serving can need, by running each on nothing."""
+        d, none, slot = self.decoder, np.int32(0), np.int32(0)
+        nothing = np.zeros(self.config.chunk, np.int32)
+        no_pages = np.zeros(self.config.blocks_per_slot, np.int32)
+        idle = request(self.config, [0], limit=0)
+
+        def move(state: DecodeState) -> DecodeState:
+            row, taken = jax.device_get((d.read_row(state, slot), d.read_pages(state, slot, none)))
+            return d.write_pages(d.write_row(state, slot, row)[0], slot, none, taken)
+
+        programs: dict[str, Callable[[DecodeState], DecodeState]] = {
+            "prefill": lambda state: d.prefill(self.params, state, slot, nothing, none)[0],
+            "insert": lambda state: d.insert(state, slot, idle),
+            "decode": lambda state: d.decode(self.params, state, none, np.bool_(False))[0],
+            "release": lambda state: d.release(state, slot),
+        }
+        if self._prefixes is not None:
+            programs["adopt"] = lambda state: d.adopt(state, slot, no_pages, none)
+            programs["hold"] = lambda state: d.drop(d.hold(state, no_pages, none), no_pages, none)
+        if self._can_run_short or self._preempt_every:
+            programs["move"] = move
+        before = num_compiled()
+        for number, (name, run) in enumerate(programs.items(), 1):
+            tell(f"compiling {name} ({number} of {len(programs)})")
+            self.state = run(self.state)
+        self.metrics.programs_compiled += num_compiled() - before
+
+    def submit(
+        self,
+        text: Continuation,
+        deliver: Callable[[TokenEvent], None],
+        *,
+        priority: float = 0.0,
+        deadline: float | None = None,
+    ) -> Sequence:
+        """Put a continuation in the queue; `deliver` is called with its events from within `advance`."""
+        sequence = Sequence(
+            text=text,
+            deliver=deliver,
+            priority=priority,
+            deadline=deadline,
+            arrival=self._arrivals,
+            arrived=self._clock(),
+        )
+        self._arrivals += 1
+        self.waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence with what it has, as "abort"."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._end(sequence, sequence.text.end("abort"))
+
+    def advance(self) -> None:
+        """One round: seat whom pages and slots allow, prefill, decode a burst, deliver what came."""
+        before = num_compiled()
+        self.broken = True
+        self._rounds += 1
+        if self._preempt_every and self._rounds % self._preempt_every == 0:
+            self._preempt_somebody()
+        self._seat()
+        pending = self._prefill()
+        self._decode(pending)
+        self.broken = False
+        late = num_compiled() - before
+        self.metrics.programs_compiled += late
+        self.metrics.programs_compiled_late += late
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits and nobody sits."""
+        return not self.waiting and not self.slots
+
+    def forget_prefixes(self) -> None:
+        """Let go of every kept page that no sequence uses."""
+        if self._prefixes is not None:
+            self._drop(self._prefixes.let_go(len(self._prefixes)))
+
+    # Who sits.
+
+    def _seat(self) -> None:
+        free = [slot for slot in range(self.config.num_slots) if slot not in self.slots]
+        if not free or not self.waiting:
+            return
+        now = self._clock()
+        claims = [
+            scheduler.Waiting(
+                arrival=sequence.arrival,
+                priority=sequence.priority,
+                deadline=sequence.deadline,
+                waited=now - sequence.arrived,
+                pages=self._claim(sequence),
+                started=sequence.row is not None,
+            )
+            for sequence in self.waiting
+        ]
+        chosen = scheduler.admitted(claims, len(free), self._num_available(), len(self.slots))
+        for slot, sequence in zip(free, [self.waiting[i] for i in chosen], strict=False):
+            self.waiting.remove(sequence)
+            self.slots[slot] = sequence
+            sequence.slot = slot
+            if sequence.seated is None:
+                sequence.seated, sequence.turn = now, self._turns
+                self._turns += 1
+                self.metrics.waiting_seconds += now - sequence.arrived
+            if sequence.row is not None:
+                self._bring_back(slot, sequence)
+
+    def _preempt_somebody(self) -> None:
+        ready = [sequence for sequence in self.slots.values() if sequence.ready]
+        if ready:
+            self._move_out(ready[self._rounds // self._preempt_every % len(ready)])
+
+    def _move_out(self, sequence: Sequence) -> None:
+        """Give up the slot: to the host with pages and all, or, if still prefilling, back to the start."""
+        slot, state = self._vacate(sequence), self.state
+        if sequence.ready:
+            firsts = range(0, sequence.blocks, self.config.pages_per_chunk)
+            pages = [self.decoder.read_pages(state, slot, np.int32(first)) for first in firsts]
+            sequence.row, sequence.taken = jax.device_get((self.decoder.read_row(state, slot), pages))
+        else:
+            sequence.length = sequence.blocks = 0
+            sequence.begun = False
+        self.state = self.decoder.release(state, slot)
+        self.waiting.append(sequence)
+        self.metrics.preemptions += 1
+
+    def _bring_back(self, slot: int, sequence: Sequence) -> None:
+        self._make_free(sequence.blocks)
+        self.state, granted = self.decoder.write_row(self.state, np.int32(slot), sequence.row)
+        self._granted.append(granted)
+        for number, taken in enumerate(sequence.taken):
+            first = np.int32(number * self.config.pages_per_chunk)
+            self.state = self.decoder.write_pages(self.state, np.int32(slot), first, taken)
+        sequence.row, sequence.taken = None, []
+
+    def _vacate(self, sequence: Sequence) -> np.int32:
+        assert sequence.slot is not None
+        slot, sequence.slot = sequence.slot, None
+        del self.slots[slot]
+        if self._prefixes is not None:
+            self._prefixes.leave(sequence.kept)
+        sequence.kept = []
+        return np.int32(slot)
+
+    def _end(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Empty its slot, if it has one, and deliver its last event."""
+        if sequence.slot is not None:
+            self.state = self.decoder.release(self.state, self._vacate(sequence))
+        sequence.row, sequence.taken = None, []
+        if event.completion is not None:
+            done, now = event.completion, self._clock()
+            self.metrics.finish(done.finish_reason)
+            self.metrics.entropic_time += done.entropic_time
+            self.metrics.cost += done.cost
+            self.metrics.flops += done.flops
+            self.metrics.serving_seconds += 0.0 if sequence.seated is None else now - sequence.seated
+        sequence.deliver(event)
+
+    # Pages.
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.config.page_size)
+
+    @property
+    def _can_run_short(self) -> bool:
+        return self.config.num_pages - 1 < self.config.num_slots * self.config.blocks_per_slot
+
+    def _claim(self, sequence: Sequence) -> int:
+        """Pages a sequence needs to take its next step."""
+        return self._blocks(sequence.length + 1 if sequence.ready else len(sequence.text.tokens))
+
+    def _num_available(self) -> int:
+        """Pages free, or kept for nobody in particular, less what those still prefilling have yet to take."""
+        promised = sum(self._claim(other) - other.blocks for other in self.slots.values() if not other.ready)
+        idle = 0 if self._prefixes is None else self._prefixes.num_idle
+        return int(self.state.table.num_free) + idle - promised
+
+    def _make_free(self, num_pages: int) -> None:
+        """Let go of kept pages until `num_pages` are free."""
+        short = num_pages - int(self.state.table.num_free) if self._prefixes is not None and len(self._prefixes) else 0
+        if self._prefixes is not None and short > 0:
+            self._drop(self._prefixes.let_go(short))
+
+    def _drop(self, pages: list[int]) -> None:
+        most = self.config.blocks_per_slot
+        for start in range(0, len(pages), most):
+            part = pages[start : start + most]
+            self.state = self.decoder.drop(self.state, _padded(part, most), np.int32(len(part)))
+
+    def _make_room(self, num_steps: int) -> int:
+        """Return how many steps everybody has pages for, at least one, moving out as few as that takes."""
+        while True:
+            growing = [sequence for sequence in self.slots.values() if sequence.ready]
+            needed = sum(self._growth(sequence, num_steps) for sequence in growing)
+            short = needed - self._num_available()
+            if short <= 0:
+                self._make_free(needed)
+                return num_steps
+            if num_steps > 1:
+                num_steps //= 2
+                continue
+            priority = np.asarray(self.state.control.priority)
+            seated = list(self.slots.items())
+            leaving = scheduler.leaving([self._seated(slot, sequence, priority) for slot, sequence in seated], short)
+            if not leaving:
+                raise RuntimeError(f"one sequence alone lacks {short} pages, which its admission had counted on")
+            for index in leaving:
+                self._move_out(seated[index][1])
+
+    def _growth(self, sequence: Sequence, num_steps: int) -> int:
+        left = sequence.text.limit - len(sequence.text.trace)
+        return self._blocks(sequence.length + min(num_steps, left)) - sequence.blocks
+
+    def _seated(self, slot: int, sequence: Sequence, priority: np.ndarray) -> scheduler.Seated:
+        shared = 0 if self._prefixes is None else self._prefixes.num_shared(sequence.kept)
+        return scheduler.Seated(
+            arrival=sequence.turn,
+            priority=float(priority[slot]) if sequence.ready else -np.inf,
+            pages=max(sequence.blocks, self._claim(sequence)) - shared,
+        )
+
+    # Prompts.
+
+    def _prefill(self) -> bool:
+        """Prefill within the round's budget; return whether prompts are left for the next."""
+        running = sum(sequence.ready for sequence in self.slots.values())
+        budget = max(1, (self._batched_tokens - running) // self.config.chunk)
+        for slot, sequence in list(self.slots.items()):
+            if sequence.ready:
+                continue
+            if not sequence.begun:
+                self._begin(slot, sequence)
+            tokens = sequence.text.tokens[:-1]
+            while budget and sequence.length < len(tokens):
+                self._prefill_chunk(slot, sequence, tokens)
+                budget -= 1
+            if sequence.length < len(tokens):
+                return True
+            self._insert(slot, sequence)
+        return False
+
+    def _begin(self, slot: int, sequence: Sequence) -> None:
+        """Take over the pages kept of this prompt: whole chunks of them, none that a step would write."""
+        sequence.begun = True
+        tokens, per_chunk = sequence.text.tokens, self.config.pages_per_chunk
+        self.metrics.prompt_tokens += len(tokens)
+        if self._prefixes is None:
+            return
+        found = self._prefixes.find(tokens, (len(tokens) - 1) // self.config.page_size)
+        found = found[: len(found) // per_chunk * per_chunk]
+        if found:
+            pages = _padded(found, self.config.blocks_per_slot)
+            self.state = self.decoder.adopt(self.state, np.int32(slot), pages, np.int32(len(found)))
+            self._prefixes.use(found)
+            sequence.kept, sequence.blocks = found, len(found)
+            sequence.length = len(found) * self.config.page_size
+            self.metrics.cached_prompt_tokens += sequence.length
+
+    def _prefill_chunk(self, slot: int, sequence: Sequence, tokens: list[int]) -> None:
+        part = tokens[sequence.length : sequence.length + self.config.chunk]
+        end = sequence.length + len(part)
+        self._make_free(self._blocks(end) - sequence.blocks)
+        padded = _padded(part, self.config.chunk)
+        self.state, granted = self.decoder.prefill(self.params, self.state, np.int32(slot), padded, np.int32(len(part)))
+        self._granted.append(granted)
+        sequence.length, sequence.blocks = end, self._blocks(end)
+
+    def _insert(self, slot: int, sequence: Sequence) -> None:
+        """Make a prefilled sequence ready to decode, and keep the full pages of its prompt."""
+        text = sequence.text
+        settings = {name: getattr(text.params, name) for name in (*_SETTINGS, *_PENALTIES)}
+        asked = request(
+            self.config,
+            text.tokens,
+            limit=text.limit,
+            arrival=sequence.turn,
+            index=text.index,
+            stop_ids=text.stop_ids,
+            logprobs=text.params.logprobs > 0,
+            urgency=self._urgency(sequence),
+            **settings,
+        )
+        self.state = self.decoder.insert(self.state, np.int32(slot), asked)
+        sequence.ready = True
+        self._steps = 1
+        full = sequence.length // self.config.page_size
+        if self._prefixes is None or not full:
+            return
+        row = np.asarray(self.state.table.pages)[slot, :full].tolist()
+        prompt = text.tokens[: full * self.config.page_size]
+        fresh = self._prefixes.add(prompt, row)
+        if fresh:
+            pages = _padded(fresh, self.config.blocks_per_slot)
+            self.state = self.decoder.hold(self.state, pages, np.int32(len(fresh)))
+        path = self._prefixes.find(prompt, full)  # kept pages that the sequence computed anew are among them
+        self._prefixes.use([page for page in path if page not in sequence.kept])
+        sequence.kept = path
+
+    # Tokens.
+
+    def _urgency(self, sequence: Sequence) -> float:
+        return scheduler.urgency(sequence.priority, sequence.deadline, self._clock() - sequence.arrived)
+
+    def _decode(self, pending: bool) -> None:
+        """Run a burst: one step while prompts are `pending`, else as many as the clock allows."""
+        if not any(sequence.ready for sequence in self.slots.values()):
+            return
+        if any(sequence.deadline is not None for sequence in self.slots.values()):
+            urgency = np.zeros(self.config.num_slots, np.float32)
+            urgency[list(self.slots)] = [self._urgency(sequence) for sequence in self.slots.values()]
+            self.state = replace(self.state, urgency=jnp.asarray(urgency))
+        steps = self._make_room(1 if pending else self._steps)
+        began = time.perf_counter()
+        self.state, outputs, ran = self.decoder.decode(
+            self.params, self.state, np.int32(steps), np.bool_(bool(self.waiting))
+        )
+        output, ran, granted = jax.device_get((outputs, ran, self._granted))
+        self._granted = []
+        ran = int(ran)
+        if not all(granted) or output.refused[:ran].any():
+            raise RuntimeError("a sequence was promised pages and did not get them")
+        per_step = (time.perf_counter() - began) / max(ran, 1)
+        self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
+        self.metrics.steps += ran
+        for rows in step_rows(self.config, self._num_multiplied, output, ran):
+            for slot, sequence in list(self.slots.items()):
+                if sequence.ready:
+                    self._take(sequence, rows[slot])
+
+    def _take(self, sequence: Sequence, row: StepRow) -> None:
+        """Hand on what a step did for a sequence."""
+        text = sequence.text
+        if row.failed:
+            sentence = (
+                f"The logits after {len(text.trace)} tokens are not numbers; the weights are damaged, "
+                "or overflow in this dtype (try float32)."
+            )
+            return self._end(sequence, text.end("error", error=sentence))
+        if row.trace is None:
+            return None
+        self.metrics.generated_tokens += 1
+        sequence.length += 1
+        sequence.blocks = self._blocks(sequence.length)
+        event = text.take(row.trace, row.finished)
+        return self._end(sequence, event) if event.completion else sequence.deliver(event)
+
+
+def _padded(values: list[int], size: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    whole = np.zeros(size, np.int32)
+    whole[: len(values)] = values
+    return whole

@@ -1,0 +1,80 @@
+"""From what a caller asks of a model to the configuration of its decoder, every size checked."""
+
+import jax
+from jax.typing import DTypeLike
+
+from et_jax.attend import serving_backend
+from et_jax.models.config import ModelConfig
+from et_jax.presets import preset
+from et_jax.requests import MAX_LOGPROBS, MAX_STOP_IDS
+from et_jax.state import Controller, DecoderConfig
+from et_jax.types import UsageError
+
+DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
+_MAX_STEPS = 32  # tokens the device may produce before the host looks at them
+_EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
+
+Control = str | Controller
+"""A preset by name, see `presets.preset`, or a controller of one's own."""
+
+
+def controller(control: Control) -> Controller:
+    """Return the controller that `control` names or is."""
+    return preset(control) if isinstance(control, str) else control
+
+
+def decoder_config(
+    name: str,
+    model: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    page_size: int | None,
+    max_model_len: int | None,
+    num_pages: int | None,
+    max_num_seqs: int,
+    max_resident_seqs: int | None,
+    chunk: int,
+    control: Control,
+    calibration: float,
+    backend: str | None,
+) -> DecoderConfig:
+    """Return the decoder of model `name`; the arguments are those of `engine.load`.
+
+    Without `num_pages` every resident sequence has pages for its full length. Raises UsageError, one
+    sentence, for a size that cannot work.
+    """
+    length = model.max_positions if max_model_len is None else max_model_len
+    if not 2 <= length <= model.max_positions:
+        raise UsageError(
+            f"max_model_len is {length}; {name} was made for {model.max_positions} tokens, so choose from 2 to that."
+        )
+    page_size = DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64) if page_size is None else page_size
+    for setting, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size), ("chunk", chunk)):
+        if value < 1:
+            raise UsageError(f"{setting} is {value}; it must be at least 1.")
+    if num_pages is not None and num_pages < 2:
+        raise UsageError(f"num_pages is {num_pages}; it must be at least 2, for page 0 holds no text.")
+    batch = max(2, max_num_seqs)  # one row alone is another program to the compiler, and a slower one
+    num_slots = batch if max_resident_seqs is None else max_resident_seqs
+    if num_slots < batch:
+        raise UsageError(
+            f"max_resident_seqs is {max_resident_seqs}; it must be at least the {batch} sequences that a step serves."
+        )
+    everything = num_slots * -(-length // page_size) + 1
+    return DecoderConfig(
+        model=model,
+        num_slots=num_slots,
+        batch=batch,
+        page_size=page_size,
+        num_pages=everything if num_pages is None else num_pages,
+        max_length=length,
+        chunk=-(-min(chunk, length) // page_size) * page_size,
+        max_steps=_MAX_STEPS,
+        cache_dtype=dtype,
+        backend=serving_backend(model, page_size, dtype)[0] if backend is None else backend,
+        num_logprobs=MAX_LOGPROBS,
+        num_stop_ids=_EOS_SLOTS + MAX_STOP_IDS,
+        penalties=True,
+        calibration=calibration,
+        controller=controller(control),
+    )

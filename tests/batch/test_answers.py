@@ -1,0 +1,99 @@
+"""Rows of the output, as OpenAI documents its completion bodies."""
+
+import time
+from typing import Any
+
+import pytest
+from stand_in import Letters, completion, trace
+
+from et_jax.batch.answers import answer_row, error_row
+from et_jax.batch.tasks import Entry, Task
+from et_jax.requests import GenerationRequest, SamplingParams
+
+ENTRY = Entry(line=3, custom_id="a", id="batch_req_12", values={})
+
+
+def row(*, chat: bool, wants_logprobs: bool = False, **changes: Any) -> dict[str, Any]:
+    request = GenerationRequest(prompt="It was", params=SamplingParams(n=2))
+    task = Task(entry=ENTRY, request=request, chat=chat, wants_logprobs=wants_logprobs)
+    both = [completion("It was", "yes", 1, **changes), completion("It was", "no", 0)]
+    return answer_row(task, both, "paper", Letters())
+
+
+def test_a_completion_body() -> None:
+    before = int(time.time())
+    answer = row(chat=False)
+    body = answer["response"]["body"]
+    assert before <= body.pop("created") <= time.time()
+    assert body.pop("entropic") == {
+        "entropic_time": 4.0,  # two continuations of 2 nats
+        "cost_bytes": 50.0,  # five tokens of 10 bytes
+        "flops": 100.0,
+        "nats_per_byte": 0.08,
+        "mean_share_read": 0.5,
+        "least_mass_kept": 0.9,
+        "temperature_range": [0.5, 0.5],
+        "guard_rates": {"stability": 0.25},
+    }
+    choice = {"logprobs": None, "finish_reason": "length"}
+    assert answer == {
+        "id": "batch_req_12",
+        "custom_id": "a",
+        "response": {
+            "status_code": 200,
+            "request_id": "req_12",
+            "body": {
+                "id": "cmpl-12",
+                "object": "text_completion",
+                "model": "paper",
+                "choices": [{"index": 0, "text": "no"} | choice, {"index": 1, "text": "yes"} | choice],
+                "usage": {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11},
+            },
+        },
+        "error": None,
+    }
+
+
+def test_a_chat_body() -> None:
+    body = row(chat=True)["response"]["body"]
+    assert (body["id"], body["object"]) == ("chatcmpl-12", "chat.completion")
+    assert [choice["message"] for choice in body["choices"]] == [
+        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    assert "text" not in body["choices"][0]
+
+
+ROWS = (trace(ord("é"), "é", top=((ord("x"), -0.5), (0xFFFD, float("-inf")))), trace(ord("b"), "b"))
+
+
+def test_logprobs_of_a_chat() -> None:
+    first, second = row(chat=True, wants_logprobs=True, trace=ROWS)["response"]["body"]["choices"][1]["logprobs"][
+        "content"
+    ]
+    assert second == {"token": "b", "logprob": -0.25, "bytes": [98], "top_logprobs": []}
+    assert (first["token"], first["bytes"]) == ("é", [195, 169])  # UTF-8
+    assert first["top_logprobs"] == [
+        {"token": "x", "logprob": -0.5, "bytes": [120]},
+        {"token": "\ufffd", "logprob": -9999.0, "bytes": None},
+    ]
+
+
+def test_logprobs_of_a_completion() -> None:
+    assert row(chat=False, wants_logprobs=True, trace=ROWS)["response"]["body"]["choices"][1]["logprobs"] == {
+        "tokens": ["é", "b"],
+        "token_logprobs": [-0.25, -0.25],
+        "top_logprobs": [{"x": -0.5, "\ufffd": -9999.0}, {}],
+        "text_offset": [0, 1],
+    }
+
+
+@pytest.mark.parametrize("code", ["invalid_request", "failed"])
+def test_an_error_row_names_its_line(code: str) -> None:
+    error = {"code": code, "message": "It is bad.", "line": 3}
+    assert error_row(ENTRY, code, "It is bad.") == {
+        "id": "batch_req_12",
+        "custom_id": "a",
+        "response": None,
+        "error": error,
+    }

@@ -1,0 +1,116 @@
+"""The command line of a batch: what it refuses, and when it will not go on."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from stand_in import PaperModel
+
+from et_jax import engine
+from et_jax.generate import main
+from et_jax.models.bundled import bundled_folder
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """The arguments that name an input of two lines and an output."""
+    lines = [{"id": name, "prompt": f"It was {name}", "max_tokens": 3} for name in ("a", "b")]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
+
+
+def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is said of a command that must fail."""
+    code = main(list(arguments))
+    out, err = capfd.readouterr()
+    assert code != 0 and out == "" and "Traceback" not in err
+    said = err.splitlines()[-1]
+    assert said.startswith("error: ") and said.endswith(".")
+    return said
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--plot", "--json", "--no-stream"])
+def test_flags_of_a_prompt_are_refused(files: list[str], capfd: pytest.CaptureFixture[str], flag: str) -> None:
+    more = ["file.png"] if flag in ("--trace", "--plot") else []
+    assert f"{flag} is for --prompt" in complaint(capfd, *files, flag, *more)
+
+
+def test_flags_of_a_batch_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "--output is for --input" in complaint(capfd, "-p", "It was", "--output", "file")
+
+
+def test_the_files_are_checked_first(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(engine, "load")  # nothing may be loaded
+    assert "--input needs --output" in complaint(capfd, *files[:2])
+    assert "does not exist" in complaint(capfd, "-i", str(tmp_path / "absent"), *files[2:])
+    assert "is the input itself" in complaint(capfd, *files[:2], "-o", files[1])
+    assert "cannot be written" in complaint(capfd, *files[:2], "-o", "/proc/nowhere/out.jsonl")
+    assert "cannot be written" in complaint(capfd, *files, "--metrics", "/proc/nowhere/metrics")
+    assert "temperature is -1.0" in complaint(capfd, *files, "--temperature", "-1")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_how_much_is_served_at_once(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(engine, "load", lambda *_, **settings: asked.append(settings) or PaperModel())
+    assert main(files) == 0
+    assert main([*files[:3], files[3] + "2", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]) == 0
+    limits = [(settings["max_num_seqs"], settings["max_num_batched_tokens"]) for settings in asked]
+    assert limits == [(8, 512), (4, 64)]
+
+
+def test_an_interrupt_before_the_first_line_says_how_to_resume(
+    files: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_, **__) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "load", interrupted)
+    assert main(files) == 130
+    assert capfd.readouterr().err.endswith("run the same command again to resume\n")
+
+
+@pytest.mark.usefixtures("paper")
+def test_other_sampling_is_refused_and_the_same_has_nothing_left_to_do(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*files, "--seed", "1"]) == 0
+    assert "[2 lines: 2 answered, 0 error rows; 6 tokens" in capfd.readouterr().err
+    rows = (tmp_path / "out.jsonl").read_bytes()
+    assert "seed" in complaint(capfd, *files, "--seed", "2")
+    assert "control was off and is guarded" in complaint(capfd, *files, "--seed", "1", "--control", "guarded")
+    monkeypatch.delattr(engine, "load")
+    assert main([*files, "--seed", "1"]) == 0
+    assert "0 answered, 0 error rows, 2 done before" in capfd.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == rows
+
+
+def test_a_real_model_answers_and_a_changed_one_is_refused(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(bundled_folder(), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with (tmp_path / "in.jsonl").open("a") as file:  # a conversation, and a prompt that is too long
+        talk = {"id": "c", "messages": [{"role": "user", "content": "It was a"}], "max_tokens": 3}
+        file.write(f"\n{json.dumps(talk)}\n{json.dumps({'id': 'd', 'prompt': 'It was a' * 99})}\n")
+    files += ["--model", str(tmp_path / "model"), "--max-model-len", "64", "--max-num-seqs", "2", "--seed", "1"]
+    assert main(files) == 0
+    rows = {row["custom_id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert "tokens" in rows["d"]["error"]["message"] and rows["d"]["response"] is None
+    bodies = [rows[name]["response"]["body"] for name in ("a", "b", "c")]
+    assert [body["usage"]["completion_tokens"] for body in bodies] == [3, 3, 3]
+    assert all(body["entropic"]["cost_bytes"] > 0 for body in bodies)
+    assert bodies[2]["choices"][0]["message"]["role"] == "assistant"
+    settings = tmp_path / "model" / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"rope_theta": 12345.0}))
+    assert re.search(r"; [1-9]\d* programs compiled, 0 after warm-up\]", capfd.readouterr().err)
+    assert "model_files was" in complaint(capfd, *files)

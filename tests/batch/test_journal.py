@@ -1,0 +1,175 @@
+"""The output file: whole rows whatever happens, and never another job's."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from et_jax.batch import journal as journals
+from et_jax.batch.journal import check_files, manifest_path, open_journal
+from et_jax.types import UsageError
+
+SETTINGS = {"model_files": "abc", "params": {"temperature": 1.0, "stop": ["x"]}}
+
+
+def row(name: str, **more: Any) -> dict[str, Any]:
+    return {"id": f"batch_req_{name}", "custom_id": name, "response": {}, "error": None} | more
+
+
+def begin(path: Path, *names: str) -> bytes:
+    with open_journal(path, SETTINGS) as journal:
+        for name in names:
+            journal.append(row(name))
+    return path.read_bytes()
+
+
+def test_rows_are_appended_and_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    begin(path, "a", "b")
+    with open_journal(path, SETTINGS) as journal:
+        assert journal.recorded == {"a": "batch_req_a", "b": "batch_req_b"}
+        journal.append(row("c", custom_id=None, error={"line": 7}))
+        assert journal.recorded[7] == "batch_req_c"
+    assert [json.loads(line)["id"][-1] for line in path.read_bytes().splitlines()] == ["a", "b", "c"]
+    with open_journal(path, SETTINGS) as journal:
+        assert journal.recorded.keys() == {"a", "b", 7}
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"id": "batch_req_c", "cust', b'{"id": "batch_req_c"}', b'{"id": 1}\n', b"\0" * 50, b"\0\n\0\n{"]
+)
+def test_a_torn_end_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    whole = begin(path, "a", "b")
+    path.write_bytes(whole + torn)
+    with open_journal(path, SETTINGS) as journal:
+        assert journal.recorded.keys() == {"a", "b"}
+        journal.append(row("c"))
+    assert path.read_bytes() == whole + json.dumps(row("c")).encode() + b"\n"
+
+
+def test_a_whole_row_without_its_end_of_line_is_torn_too(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    whole = begin(path, "a", "b")
+    path.write_bytes(whole[:-1])
+    with open_journal(path, SETTINGS) as journal:
+        assert journal.recorded.keys() == {"a"}
+
+
+def test_damage_amid_the_rows_is_no_torn_end(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first, second = begin(path, "a", "b").splitlines(keepends=True)
+    path.write_bytes(first + b"notes of mine\n" + second)
+    with pytest.raises(UsageError, match="line 2 is no row of a job"), open_journal(path, SETTINGS):
+        pass
+    assert b"notes of mine" in path.read_bytes()
+
+
+def test_other_settings_are_refused_by_name_and_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    begin(path, "a")
+    kept = path.read_bytes(), manifest_path(path).read_bytes()
+    other = SETTINGS | {"model_files": "def"}
+    with pytest.raises(UsageError, match="model_files was abc and is def"), open_journal(path, other):
+        pass
+    assert kept == (path.read_bytes(), manifest_path(path).read_bytes())
+
+
+def test_a_manifest_without_rows_is_no_job_yet(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    begin(path)
+    with open_journal(path, SETTINGS | {"model_files": "def"}):
+        pass
+    assert json.loads(manifest_path(path).read_text())["model_files"] == "def"
+
+
+def test_a_file_no_job_began_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("a letter\n")
+    with pytest.raises(UsageError, match="no job began it"), open_journal(path, SETTINGS):
+        pass
+    assert path.read_text() == "a letter\n"
+    manifest_path(path).write_text("{")
+    with pytest.raises(UsageError, match="is damaged"), open_journal(path, SETTINGS):
+        pass
+
+
+def test_one_job_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with open_journal(path, SETTINGS), pytest.raises(UsageError, match="by another job"), open_journal(path, SETTINGS):
+        pass
+    begin(path, "a")  # and the lock goes with its job
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere/out.jsonl", "."])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, where: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("{}")
+    with pytest.raises(UsageError, match=r"cannot be written|not a regular file"):
+        check_files(source, Path(where))
+        with open_journal(Path(where), SETTINGS):
+            pass
+
+
+def test_files_that_cannot_be_what_they_are_named_for(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    with pytest.raises(UsageError, match="does not exist"):
+        check_files(source, tmp_path / "out.jsonl")
+    with pytest.raises(UsageError, match="not a regular file"):
+        check_files(tmp_path, tmp_path / "out.jsonl")
+    source.write_text("{}")
+    (tmp_path / "link").symlink_to(source)
+    for same in (source, tmp_path / "link"):
+        with pytest.raises(UsageError, match="the input itself"):
+            check_files(source, same)
+    with pytest.raises(UsageError, match=r"name it \.jsonl"):
+        check_files(source, tmp_path / "out.parquet")
+    if Path("/dev/full").exists():
+        with pytest.raises(UsageError, match="not a regular file"):
+            check_files(source, Path("/dev/full"))
+
+
+def test_a_row_the_disk_takes_half_of_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    write, room = os.write, [10]
+
+    def nearly_full(file: int, data: bytes) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[: room.pop()])
+
+    with open_journal(path, SETTINGS) as journal:
+        journal.append(row("a"))
+        before = path.read_bytes()
+        monkeypatch.setattr(journals.os, "write", nearly_full)
+        with pytest.raises(UsageError, match=r"No space left on device\); its 1 rows are kept: make room"):
+            journal.append(row("b"))
+        assert path.read_bytes() == before and "b" not in journal.recorded
+        monkeypatch.setattr(journals.os, "write", lambda file, data: write(file, data[:7]))  # short, not refused
+        journal.append(row("c"))
+    assert path.read_bytes() == before + json.dumps(row("c")).encode() + b"\n"
+
+
+def test_rows_reach_the_disk_in_groups_of_at_most_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still but where it is moved: a forced write is due a second after the last."""
+    synced, now = [], [100.0]
+    monkeypatch.setattr(journals.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    monkeypatch.setattr(journals.time, "monotonic", lambda: now[0])
+    path = tmp_path / "out.jsonl"
+    with open_journal(path, SETTINGS) as journal:
+        synced.clear()  # the manifest's
+        journal.append(row("a"))
+        first = path.stat().st_size
+        journal.append(row("b"))
+        now[0] += 0.9
+        journal.append(row("c"))
+        assert synced == [first]
+        now[0] += 0.2
+        journal.sync_if_due()
+        assert synced == [first, 3 * first]
+        journal.sync()  # nothing new
+        journal.append(row("d"))
+    assert synced == [first, 3 * first, 4 * first]

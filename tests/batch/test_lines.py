@@ -1,0 +1,77 @@
+"""Lines of an input: numbered, bounded, and named by their content."""
+
+import json
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from et_jax.batch.lines import MAX_LINE_BYTES, read_lines
+from et_jax.types import UsageError
+
+
+def lines_of(path: Path, data: bytes) -> list[tuple[int, bytes | None]]:
+    path.write_bytes(data)
+    return [(line.number, line.data) for line in read_lines(path)]
+
+
+def test_blank_lines_count_but_are_no_lines(tmp_path: Path) -> None:
+    found = lines_of(tmp_path / "in", b'\xef\xbb\xbf{"a": 1}\n\n  \r\n{"b": 2}\r\n{"c": 3}')
+    assert found == [(1, b'{"a": 1}\n'), (4, b'{"b": 2}\r\n'), (5, b'{"c": 3}')]
+
+
+def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    digests = []
+    for data in (b"abc", b"abc\n", b"abc\r\n", b"abd"):
+        path.write_bytes(data)
+        digests += [line.digest for line in read_lines(path)]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+
+
+@pytest.mark.parametrize(("size", "kept"), [(MAX_LINE_BYTES, True), (MAX_LINE_BYTES + 1, False)])
+def test_a_line_is_kept_up_to_the_limit(tmp_path: Path, size: int, kept: bool) -> None:
+    for end in (b"", b"\n"):
+        (_, data), *rest = lines_of(tmp_path / "in", b"x" * size + end + b"y" * bool(end))
+        assert (data is not None) == kept and rest == ([(2, b"y")] if end else [])
+
+
+def test_a_long_line_is_passed_over_in_pieces_and_its_digest_sees_all_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    digests = []
+    for last in (b"a", b"b"):
+        path.write_bytes(b"x" * (6 * MAX_LINE_BYTES) + last + b"\nshort\n")
+        tracemalloc.start()
+        long, short = read_lines(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert long.data is None and short.data == b"short\n" and short.number == 2
+        assert peak < 3 * MAX_LINE_BYTES
+        digests.append(long.digest)
+    assert digests[0] != digests[1]
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        list(read_lines(tmp_path / "absent"))
+
+
+def test_parquet_rows_are_lines(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": f"r{i}", "prompt": f"It was {i}", "temperature": None if i else 0.5} for i in range(150)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    found = list(read_lines(tmp_path / "in.parquet"))
+    assert [line.number for line in found] == list(range(1, 151))
+    assert [json.loads(line.data or b"") for line in found] == rows
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-10])
+    with pytest.raises(UsageError, match=r"torn\.parquet is not a readable Parquet file"):
+        list(read_lines(tmp_path / "torn.parquet"))
+
+
+def test_parquet_without_its_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "in.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UsageError, match=r"pip install 'et_jax\[parquet\]'"):
+        list(read_lines(tmp_path / "in.parquet"))

@@ -1,0 +1,171 @@
+"""What a line asks for, and what is wrong with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in import Letters
+
+from et_jax.batch.tasks import CHAT, COMPLETIONS, Defaults, Task, read_entries, read_task
+from et_jax.requests import GenerationRequest, SamplingParams
+from et_jax.types import UsageError
+
+DEFAULTS = Defaults(params=SamplingParams(max_tokens=9, temperature=0.5))
+USER = [{"role": "user", "content": "Hello"}]
+
+
+def envelope(url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": body}
+
+
+def task(path: Path, line: Any, defaults: Defaults = DEFAULTS) -> Task:
+    (path / "in.jsonl").write_text(json.dumps(line))
+    (entry,) = read_entries(path / "in.jsonl")
+    return read_task(entry, Letters(), defaults)
+
+
+def text_of(request: GenerationRequest) -> str:
+    return request.prompt if isinstance(request.prompt, str) else Letters().decode(request.prompt)
+
+
+def test_a_completion_and_a_plain_line_are_read_alike(tmp_path: Path) -> None:
+    settings = {
+        **{"prompt": "It was", "max_tokens": 3, "temperature": 0, "top_p": 0.9, "n": 2, "stop": "\n", "seed": 7},
+        **{"presence_penalty": 1, "frequency_penalty": -0.5, "logprobs": 4, "top_k": 5, "min_p": 0.1},
+        **{"repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": [1, 2], "priority": 3, "deadline": 2.5},
+        **{"model": "any", "user": "me", "metadata": {"a": "b"}, "stream": False, "best_of": None},
+    }
+    expected = GenerationRequest(
+        prompt="It was",
+        params=SamplingParams(
+            **{"max_tokens": 3, "temperature": 0.0, "top_p": 0.9, "n": 2, "stop": ("\n",), "seed": 7},
+            **{"presence_penalty": 1.0, "frequency_penalty": -0.5, "logprobs": 4, "top_k": 5, "min_p": 0.1},
+            **{"repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": (1, 2)},
+        ),
+        priority=3.0,
+        deadline=2.5,
+    )
+    named, plain = task(tmp_path, envelope(COMPLETIONS, **settings)), task(tmp_path, settings)
+    assert named.request == plain.request == expected
+    assert named.wants_logprobs and not named.chat
+    assert (named.entry.custom_id, plain.entry.custom_id) == ("a", "line-1")
+
+
+def test_what_a_line_leaves_open_is_the_jobs(tmp_path: Path) -> None:
+    for line in ({"prompt": "It was"}, {"prompt": "It was", "temperature": None, "stop": None, "n": None}):
+        request = task(tmp_path, line).request
+        assert request == GenerationRequest(prompt="It was", params=DEFAULTS.params)
+    assert task(tmp_path, {"prompt": [1, 2, 3]}).request.prompt == (1, 2, 3)
+
+
+def test_a_conversation_goes_through_the_template(tmp_path: Path) -> None:
+    kind = Defaults(params=DEFAULTS.params, chat=True, system_prompt="Be kind.")
+    given = task(tmp_path, envelope(CHAT, messages=USER, max_completion_tokens=4, logprobs=True, top_logprobs=2))
+    assert text_of(given.request) == "user: Hello\n" and given.chat and given.wants_logprobs
+    assert (given.request.params.max_tokens, given.request.params.logprobs) == (4, 2)
+    assert text_of(task(tmp_path, {"messages": USER}, kind).request) == "system: Be kind.\nuser: Hello\n"
+    own = [{"role": "system", "content": "Be curt."}, *USER]
+    assert text_of(task(tmp_path, {"messages": own}, kind).request) == "system: Be curt.\nuser: Hello\n"
+    plain = task(tmp_path, {"prompt": "Hello"}, kind)
+    assert text_of(plain.request) == "system: Be kind.\nuser: Hello\n" and plain.chat
+    assert task(tmp_path, envelope(COMPLETIONS, prompt="Hello"), kind).request.prompt == "Hello"
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    assert text_of(task(tmp_path, {"messages": [{"role": "user", "content": parts}]}).request) == "user: Hello\n"
+
+
+REFUSED = [
+    ([1], "not a JSON object"),
+    ({}, "prompt is missing"),
+    ({"prompt": ""}, 'prompt is ""'),
+    ({"prompt": ["a", "b"]}, "a text that is not empty, or a list of token ids"),
+    ({"prompt": [True]}, "list of token ids"),
+    ({"prompt": "a", "messages": USER}, "prompt and messages"),
+    ({"prompt": "a", "custom_id": {}}, "custom_id is {}"),
+    ({"prompt": "a", "id": ""}, 'custom_id is ""'),
+    ({"prompt": "a", "id": "x" * 513}, "1 to 512 characters"),
+    ({"prompt": "a\ud800"}, "surrogate"),
+    ({"url": COMPLETIONS, "body": {"prompt": "a"}}, "custom_id is missing"),
+    (envelope(COMPLETIONS, prompt="a") | {"method": "GET"}, 'method is "GET"'),
+    (envelope("/v1/embeddings", input="a"), f"must be {CHAT} or {COMPLETIONS}"),
+    (envelope(COMPLETIONS) | {"body": "a"}, "body is not a JSON object"),
+    (envelope(COMPLETIONS, prompt="a") | {"temperature": 1}, "temperature has no place beside"),
+    (envelope(COMPLETIONS, messages=USER), "The body has messages and its url is /v1/completions"),
+    (envelope(CHAT, prompt="a"), "The body has prompt and its url is /v1/chat/completions"),
+    (envelope(CHAT, messages=[]), "messages is missing or empty"),
+    (envelope(CHAT, messages=["a"]), "each must have a role and a content"),
+    (envelope(CHAT, messages=[{"role": "user"}]), "each must have a role and a content"),
+    (envelope(CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "both texts"),
+    (envelope(CHAT, messages=[USER[0] | {"tool_calls": [1]}]), "tool_calls, which is not supported"),
+    (envelope(CHAT, messages=USER, logprobs=2), "logprobs is 2; it must be true or false"),
+    (envelope(CHAT, messages=USER, top_logprobs=2), "needs logprobs to be true"),
+    (envelope(CHAT, messages=USER, max_tokens=1, max_completion_tokens=2), "differ"),
+    (envelope(COMPLETIONS, prompt="a", top_logprobs=2), "belongs to /v1/chat/completions"),
+    ({"prompt": "a", "temprature": 1}, "temprature is not a field"),
+    ({"prompt": "a", "stream": True}, "stream is true, which is not supported"),
+    ({"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "temperature": "hot"}, 'temperature is "hot"; it must be a number'),
+    ({"prompt": "a", "temperature": -1}, "temperature is -1.0"),
+    ({"prompt": "a", "temperature": True}, "temperature is true"),
+    ({"prompt": "a", "temperature": 10**400}, "it must be a number"),
+    ({"prompt": "a", "top_p": 1.5}, "top_p is 1.5"),
+    ({"prompt": "a", "top_k": -1}, "top_k is -1"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+    ({"prompt": "a", "max_tokens": 1.5}, "it must be a whole number"),
+    ({"prompt": "a", "n": 129}, "n is 129; it must be from 1 to 128"),
+    ({"prompt": "a", "n": 0}, "n is 0"),
+    ({"prompt": "a", "seed": 2**63}, "seed is"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
+    ({"prompt": "a", "stop": [1]}, "it must be a text or a list of texts"),
+    ({"prompt": "a", "stop": [""]}, "non-empty"),
+    ({"prompt": "a", "stop_token_ids": ["a"]}, "it must be a list of token ids"),
+    ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
+    ({"prompt": "a", "priority": "high"}, "priority"),
+    ({"prompt": "a", "deadline": 0}, "deadline is 0.0"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED)
+def test_a_line_is_refused_in_one_sentence(tmp_path: Path, line: Any, words: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        task(tmp_path, line)
+    said = str(refusal.value)
+    assert words in said and said.endswith(".") and "\n" not in said and len(said) < 300
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
+        (b'{"prompt": NaN}', "NaN is no number"),
+        (b'{"temperature": 1e999, "prompt": "a"}', "it must be a number"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', "more than 8388608 bytes"),
+    ],
+)
+def test_bytes_that_are_no_line_are_refused(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(data)
+    (entry,) = read_entries(tmp_path / "in.jsonl")
+    with pytest.raises(UsageError, match=words):
+        read_task(entry, Letters(), DEFAULTS)
+
+
+def test_a_model_without_a_template_refuses_conversations_alone(tmp_path: Path) -> None:
+    class Bare(Letters):
+        chat_template = None
+
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": USER}) + "\n" + json.dumps({"prompt": "Hello"}))
+    conversation, prompt = read_entries(tmp_path / "in.jsonl")
+    with pytest.raises(UsageError, match="no chat template"):
+        read_task(conversation, Bare(), DEFAULTS)
+    assert read_task(prompt, Bare(), DEFAULTS).request.prompt == "Hello"
+
+
+def test_the_second_line_of_a_name_is_the_bad_one(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "id": "x"}\n{"prompt": "a", "id": "x"}\n')
+    first, second = read_entries(tmp_path / "in.jsonl")
+    assert (first.key, second.key) == ("x", 2) and first.id != second.id
+    assert first.problem is None and "custom_id x is that of line 1 already" in (second.problem or "")
