@@ -144,12 +144,15 @@ def decode_attend(reading: Reading, row: Row) -> Attend:
 
 
 def prefill_attend(
-    reading: Reading, table: Int[Array, "b n"], start: Int[Array, " b"], count: Int[Array, " b"]
+    reading: Reading, table: Int[Array, "b n"], start: Int[Array, " b"], count: Int[Array, " b"], end: Int[Array, " b"]
 ) -> Attend:
-    """Return the `attend` of a prompt chunk: `count[b]` tokens from position `start[b]` on, read densely."""
+    """Return the `attend` of parts of prompts: `count[b]` tokens from position `start[b]` on, read densely.
+
+    A row's slot holds `end[b]` tokens once every row is written: rows of one slot may share a page.
+    """
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache) -> tuple[Array, KVCache]:
-        cached = write(memory.layers[layer], k, v, table, start, count)
+        cached = write(memory.layers[layer], k, v, table, start, count, end)
         out = paged_prefill(
             q,
             cached.pages,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax import cache, cost, scheduler
+from et_jax import cache, cost, parts, scheduler
 from et_jax.compilation import num_compiled
 from et_jax.continuation import Continuation
 from et_jax.decode import Decoder
@@ -97,7 +97,6 @@ class Batcher:
     def warm_up(self, tell: Callable[[str], None]) -> None:
         """Compile every program that serving can need, by running each on nothing."""
         d, none, slot = self.decoder, np.int32(0), np.int32(0)
-        nothing = np.zeros(self.config.chunk, np.int32)
         no_pages = np.zeros(self.config.blocks_per_slot, np.int32)
         idle = request(self.config, [0], limit=0)
 
@@ -105,8 +104,13 @@ class Batcher:
             row, taken = jax.device_get((d.read_row(state, slot), d.read_pages(state, slot, none)))
             return d.write_pages(d.write_row(state, slot, row)[0], slot, none, taken)
 
+        def prefill(state: DecodeState) -> DecodeState:
+            for number in parts.numbers(self.config):
+                state, _ = d.prefill(self.params, state, *parts.arrays(self.config, [], number))
+            return state
+
         programs: dict[str, Callable[[DecodeState], DecodeState]] = {
-            "prefill": lambda state: d.prefill(self.params, state, slot, nothing, none)[0],
+            "prefill": prefill,
             "insert": lambda state: d.insert(state, slot, idle),
             "decode": lambda state: d.decode(self.params, state, none, np.bool_(False))[0],
             "release": lambda state: d.release(state, slot),
@@ -323,30 +327,60 @@ class Batcher:
     def _prefill(self) -> bool:
         """Prefill within the round's budget; return whether prompts are left for the next."""
         running = sum(sequence.ready for sequence in self.slots.values())
-        budget = max(1, (self._batched_tokens - running) // self.config.chunk)
-        for slot, sequence in list(self.slots.items()):
-            if sequence.ready:
-                continue
-            if not sequence.begun:
-                self._begin(slot, sequence)
-            tokens = sequence.text.tokens[:-1]
-            while budget and sequence.length < len(tokens):
-                self._prefill_chunk(slot, sequence, tokens)
-                budget -= 1
-            if sequence.length < len(tokens):
-                return True
-            self._insert(slot, sequence)
-        return False
+        budget = max(1, (self._batched_tokens - running) // self.config.part)
+        while True:
+            for slot, sequence in self.slots.items():
+                if not sequence.ready and not sequence.begun and not self._awaits_another(sequence):
+                    self._begin(slot, sequence)
+                if sequence.begun and not sequence.ready and sequence.length == len(sequence.text.tokens) - 1:
+                    self._insert(slot, sequence)
+            unready = [sequence for sequence in self.slots.values() if not sequence.ready]
+            chosen = self._choose_parts(unready, min(budget, self.config.chunk // self.config.part))
+            if not chosen:
+                return bool(unready)
+            self._prefill_parts(chosen)
+            budget -= len(chosen)
+
+    def _choose_parts(self, sequences: list[Sequence], most: int) -> list[tuple[Sequence, list[int]]]:
+        """Return the next parts, at most `most`, of prompts that have begun, first come first served."""
+        size, chosen = self.config.part, []
+        for sequence in sorted((one for one in sequences if one.begun), key=lambda one: one.turn):
+            left = sequence.text.tokens[sequence.length : -1]
+            chosen += [(sequence, left[at : at + size]) for at in range(0, len(left), size)]
+        return chosen[:most]
+
+    def _prefill_parts(self, chosen: list[tuple[Sequence, list[int]]]) -> None:
+        """Prefill parts of prompts in one call."""
+        needed = 0
+        for sequence, tokens in chosen:
+            sequence.length += len(tokens)
+            needed += self._blocks(sequence.length) - sequence.blocks
+            sequence.blocks = self._blocks(sequence.length)
+        self._make_free(needed)
+        rows = [(sequence.slot, tokens) for sequence, tokens in chosen]
+        number = next(number for number in parts.numbers(self.config) if number >= len(rows))
+        arrays = parts.arrays(self.config, rows, number)
+        self.state, granted = self.decoder.prefill(self.params, self.state, *arrays)
+        self._granted.append(granted)
+
+    def _awaits_another(self, sequence: Sequence) -> bool:
+        """Whether the next page of its prompt that nobody keeps is just being filled for somebody else."""
+        if self._prefixes is None:
+            return False
+        size, tokens = self.config.page_size, sequence.text.tokens
+        end = (len(self._prefixes.find(tokens, (len(tokens) - 1) // size)) + 1) * size
+        others = (one.text.tokens for one in self.slots.values() if one.begun and not one.ready)
+        return any(end < len(tokens) and end < len(other) and other[:end] == tokens[:end] for other in others)
 
     def _begin(self, slot: int, sequence: Sequence) -> None:
-        """Take over the pages kept of this prompt: whole chunks of them, none that a step would write."""
+        """Take over the pages kept of this prompt: whole parts of them, none that a step would write."""
         sequence.begun = True
-        tokens, per_chunk = sequence.text.tokens, self.config.pages_per_chunk
+        tokens, per_part = sequence.text.tokens, self.config.part // self.config.page_size
         self.metrics.prompt_tokens += len(tokens)
         if self._prefixes is None:
             return
         found = self._prefixes.find(tokens, (len(tokens) - 1) // self.config.page_size)
-        found = found[: len(found) // per_chunk * per_chunk]
+        found = found[: len(found) // per_part * per_part]
         if found:
             pages = _padded(found, self.config.blocks_per_slot)
             self.state = self.decoder.adopt(self.state, np.int32(slot), pages, np.int32(len(found)))
@@ -354,15 +388,6 @@ class Batcher:
             sequence.kept, sequence.blocks = found, len(found)
             sequence.length = len(found) * self.config.page_size
             self.metrics.cached_prompt_tokens += sequence.length
-
-    def _prefill_chunk(self, slot: int, sequence: Sequence, tokens: list[int]) -> None:
-        part = tokens[sequence.length : sequence.length + self.config.chunk]
-        end = sequence.length + len(part)
-        self._make_free(self._blocks(end) - sequence.blocks)
-        padded = _padded(part, self.config.chunk)
-        self.state, granted = self.decoder.prefill(self.params, self.state, np.int32(slot), padded, np.int32(len(part)))
-        self._granted.append(granted)
-        sequence.length, sequence.blocks = end, self._blocks(end)
 
     def _insert(self, slot: int, sequence: Sequence) -> None:
         """Make a prefilled sequence ready to decode, and keep the full pages of its prompt."""
@@ -416,7 +441,7 @@ class Batcher:
         output, ran, granted = jax.device_get((outputs, ran, self._granted))
         self._granted = []
         ran = int(ran)
-        if not all(granted) or output.refused[:ran].any():
+        if not all(map(np.all, granted)) or output.refused[:ran].any():
             raise RuntimeError("a sequence was promised pages and did not get them")
         per_step = (time.perf_counter() - began) / max(ran, 1)
         self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))

@@ -1,4 +1,4 @@
-"""The KV cache: pages of keys and values, and a summary of every page."""
+"""The KV cache: pages of keys and values, and a summary of every page where blocks are chosen by it."""
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,13 @@ class PageSummary:
 class LayerCache:
     """One layer's pages: key and value of a token side by side on the last axis, then padding.
 
-    `key_codes` are 8-bit copies of the keys for certified selection, a page's tokens side by side; None
+    `summary` is None where every block is read whatever it holds. `key_codes` are 8-bit copies of the keys for certified selection, a page's tokens side by side; None
     unless asked for. A key is code * scale + offset, channel by channel, with scale = (max - min) / 255
     and offset = min + 128 scale of the page's box, rounded to the nearest.
     """
 
     pages: Float[Array, "k p s e"]
-    summary: PageSummary
+    summary: PageSummary | None
     key_codes: Int8[Array, "k p sd"] | None
 
 
@@ -64,26 +64,34 @@ def empty(
     page_size: int,
     dtype: DTypeLike,
     *,
+    summaries: bool = True,
     key_codes: bool = False,
     surprisals: bool = False,
 ) -> KVCache:
     """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for.
 
+    The copies need `summaries`, whose boxes they lie in.
+
     A multiple of 8 pages gets one more, which no table holds. A TPU lays the summaries of such a pool out in tiles of 8
     pages of one head; the kernels that score blocks read all heads of a page at once, as every other number of pages is
     laid out, and had it copy the summaries whole before each call.
     """
+    if key_codes and not summaries:
+        raise ValueError("key_codes: got True without summaries, in whose boxes the codes lie")
     num_pages += num_pages % _TILE_ROWS == 0
     e = token_width(head_dim)
+
+    def summary() -> PageSummary:
+        return PageSummary(
+            key_box=jnp.zeros((num_kv_heads, num_pages, e), dtype),
+            mean=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32),
+            value_radius=jnp.zeros((num_kv_heads, num_pages), jnp.float32),
+        )
 
     def layer() -> LayerCache:
         return LayerCache(
             pages=jnp.zeros((num_kv_heads, num_pages, page_size, e), dtype),
-            summary=PageSummary(
-                key_box=jnp.zeros((num_kv_heads, num_pages, e), dtype),
-                mean=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32),
-                value_radius=jnp.zeros((num_kv_heads, num_pages), jnp.float32),
-            ),
+            summary=summary() if summaries else None,
             key_codes=jnp.zeros((num_kv_heads, num_pages, page_size * head_dim), jnp.int8) if key_codes else None,
         )
 
@@ -100,10 +108,12 @@ def write(
     table: Int[Array, "b n"],
     start: Int[Array, " b"],
     count: Int[Array, " b"],
+    end: Int[Array, " b"] | None = None,
 ) -> LayerCache:
     """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they touch.
 
-    The pages must be reserved. Tokens beyond `count` are dropped. A summary is recomputed from the
+    The pages must be reserved. `end` is how many tokens there are after all rows are stored, where
+    several rows belong to one sequence; otherwise it is `start + count`. Tokens beyond `count` are dropped. A summary is recomputed from the
     page's stored tokens, never merged, so that it is exact whatever was there before.
     """
     num_pages, page_size, e = layer.pages.shape[1:]
@@ -115,8 +125,11 @@ def write(
     # every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU
     head = jnp.arange(layer.pages.shape[0])[:, None, None]
     pages = layer.pages.at[head, page, position % page_size].set(new, mode="drop")
+    old = layer.summary
+    if old is None:
+        return replace(layer, pages=pages)
 
-    end = start + count
+    end = start + count if end is None else end
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
     num_tokens = jnp.clip(end[:, None] - block * page_size, 0, page_size)
     page = _page_of(table, block, (num_tokens > 0) & (count[:, None] > 0), num_pages)
@@ -125,7 +138,6 @@ def write(
     codes = layer.key_codes
     if codes is not None:
         codes = codes.at[:, page].set(encode(touched[..., :d], fresh.key_box, num_tokens), mode="drop")
-    old = layer.summary
     summary = PageSummary(
         key_box=old.key_box.at[:, page].set(fresh.key_box, mode="drop"),
         mean=old.mean.at[:, page].set(fresh.mean, mode="drop"),

@@ -31,31 +31,38 @@ def prefill(
     config: DecoderConfig,
     params: Params,
     state: DecodeState,
-    slot: Int[Array, ""],
-    tokens: Int[Array, " t"],
-    count: Int[Array, ""],
-) -> tuple[DecodeState, Bool[Array, ""]]:
-    """Write the next `count` prompt tokens of an inactive slot into the cache; False where pages ran out.
+    slot: Int[Array, " r"],
+    tokens: Int[Array, "r t"],
+    count: Int[Array, " r"],
+) -> tuple[DecodeState, Bool[Array, " r"]]:
+    """Write the next prompt tokens of inactive slots into the cache; False where pages ran out.
 
-    `tokens` is one chunk, padded. The prompt's last token is left for `insert`, so that every token is
-    sampled in `step`. A refused chunk changes nothing.
+    Each row is a part of a prompt: the first `count` of its tokens, then padding. Parts of one prompt
+    stand one below the other, in order. Rows of no tokens do nothing. The prompt's last token is left for
+    `insert`, so that every token is sampled in `step`. A refused slot is unchanged.
     """
-    start = state.length[slot]
-    blocks = -(-(start + count) // config.page_size)
-    here = jnp.arange(config.num_slots) == slot
-    most = config.chunk // config.page_size + 1
-    table, granted = pages.reserve(state.table, jnp.where(here, blocks, 0), most)
+    index = jnp.arange(slot.shape[0])
+    mine = jnp.where(slot[:, None] == slot, count, 0)  # "r r": what every row adds to each row's slot
+    before = jnp.sum(jnp.where(index < index[:, None], mine, 0), axis=1)
+    held, total = state.length[slot], jnp.sum(mine, axis=1)
+    blocks = jnp.where(count > 0, -(-(held + total) // config.page_size), 0)
+    most = tokens.size // config.page_size + 1
+    table, granted = pages.reserve(state.table, jnp.zeros_like(state.length).at[slot].max(blocks), most)
     granted = granted[slot]
     written = jnp.where(granted, count, 0)
-    attend = prefill_attend(config.reading, table.pages[slot][None], start[None], written[None])
-    positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    logits, cache = forward(params, config.model, tokens[None], positions[None], attend, state.cache)
+    start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
+    attend = prefill_attend(config.reading, table.pages[slot], start, written, end)
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    logits, cache = forward(params, config.model, tokens, positions, attend, state.cache)
     last = state.logits
     if last is not None:
-        before = jnp.concatenate([last[slot][None], logits[0, :-1]])
-        surprisal = jnp.where(positions == 0, 0.0, _surprisal(before, tokens))
-        cache = kv.write_surprisal(cache, surprisal[None], table.pages[slot][None], start[None], written[None])
-        last = last.at[slot].set(jnp.where(written > 0, logits[0, count - 1], last[slot]))
+        final = logits[index, jnp.maximum(count - 1, 0)]
+        first = jnp.where((before > 0)[:, None], jnp.roll(final, 1, axis=0), last[slot])
+        given = jnp.concatenate([first[:, None], logits[:, :-1]], axis=1)
+        surprisal = jnp.where(positions == 0, 0.0, _surprisal(given, tokens))
+        cache = kv.write_surprisal(cache, surprisal, table.pages[slot], start, written)
+        ends = (written > 0) & (before + count == total)
+        last = last.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
     return replace(state, table=table, cache=cache, logits=last, length=state.length.at[slot].add(written)), granted
 
 
@@ -304,9 +311,9 @@ def _alternatives(
     return jax.lax.cond(jnp.any(asked), lambda: tuple(jax.lax.top_k(logits, config.num_logprobs)), lambda: nothing)
 
 
-def _surprisal(logits: Float[Array, "r v"], token: Int[Array, " r"]) -> Float[Array, " r"]:
+def _surprisal(logits: Float[Array, "*r v"], token: Int[Array, "*r"]) -> Float[Array, "*r"]:
     """-log p of each row's token, in nats, under the logits that came before it."""
-    logit = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    logit = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return entropy.log_normaliser(entropy.moments(logits)) - logit
 
 

@@ -50,7 +50,7 @@ def load(
     max_num_seqs: int = 8,
     max_resident_seqs: int | None = None,
     max_num_batched_tokens: int = 512,
-    chunk: int = 64,
+    chunk: int | None = None,
     prefix_cache: bool = True,
     preempt_every: int = 0,
     control: Control = "off",
@@ -68,8 +68,8 @@ def load(
     once; with more, every step serves those of highest priority under the controller's rule. `num_pages`
     bounds the cache; by default every resident sequence can reach `max_model_len`, or as many as
     `memory_fraction` of the free memory holds. Where pages run short, sequences move to the host and
-    back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, in chunks of
-    `chunk`. `prefix_cache` keeps full pages of prompts for prompts that begin alike. Every
+    back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
+    several in calls of at most `chunk` (256 on CPU, else 512). `prefix_cache` keeps full pages of prompts for prompts that begin alike. Every
     `preempt_every` rounds (0: never) somebody is moved out for no need, to prove that no text changes.
 
     `control` is a preset's name or a Controller (see `presets.preset`).
@@ -266,7 +266,7 @@ class Model:
     def _scoring(self) -> list[str]:
         """Who scores blocks, where the model's own controller chooses any."""
         config = self.decoder_config
-        if all(selector.reads_all for selector in config.reading.selectors):
+        if all(selector.reads_all for selector in config.selectors):
             return []
         backend, refusals = config.scoring
         return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals)]

@@ -111,8 +111,8 @@ def step_bytes(config: DecoderConfig) -> int:
     In float32: ten copies of a step's logits, or three of a chunk's where the cache keeps surprisals; for
     each token three rows of the feed-forward, six of the residual stream, two of queries, keys and
     values, and two of the attention scores of a group of cached tokens, as attention without a kernel
-    reads them; for each row the cached tokens of such a group; four numbers per row, query head and block
-    for a choice of blocks.
+    reads them; the cached tokens of such a group for each row it walks at once, or each part of a prompt;
+    four numbers per row, query head and block for a choice of blocks.
     """
     c, rows = config.model, config.batch
     tokens = max(rows, config.chunk)
@@ -121,9 +121,10 @@ def step_bytes(config: DecoderConfig) -> int:
     token = 3 * c.intermediate_size + 6 * c.hidden_size + heads + 2 * c.num_heads * GROUP_TOKENS
     walk = heuristic(config.page_size, c.head_dim, jnp.dtype(config.cache_dtype), platform())
     width = token_width(c.head_dim) if walk.joint else 2 * c.head_dim
-    group = rows * c.num_kv_heads * walk.group * config.page_size * width
+    decoding = min(rows, walk.rows or rows) * walk.group * config.page_size
+    gathered = max(decoding, config.chunk // config.part * GROUP_TOKENS) * c.num_kv_heads * width
     choice = 4 * rows * c.num_heads * config.blocks_per_slot
-    return 4 * (logits + tokens * token + group + choice)
+    return 4 * (logits + tokens * token + gathered + choice)
 
 
 def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:

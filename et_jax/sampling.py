@@ -4,12 +4,15 @@ Nothing sorts the vocabulary. Truncation finds one threshold per row: tokens who
 kept, ties together. Thresholds are bisected over the ordered bit patterns of float32, so they are exact.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.types import pytree, replace
 
+_TILE_ROWS = 4  # rows of logits that a CPU truncates together: it passes over those rows alone that ask for it
 _LANES = 256  # vocabulary entries per partial sum of the draw: about the square root of a large vocabulary
 
 
@@ -88,7 +91,7 @@ def threshold(
     """Return the least logit each row keeps: the strictest of `least`, top-k, top-p of what top-k kept, min-p.
 
     Never above the greatest logit, so that a token is always left. Rows that are greedy or ask for
-    nothing get `least`; a truncation's passes are skipped when no row asks for it.
+    nothing get `least`; a truncation's passes are made for rows that ask for it.
     """
     asks = temperature > 0
     peak = jnp.max(logits, axis=-1)
@@ -96,21 +99,44 @@ def threshold(
     wants_k = asks & (sampling.top_k > 0) & (sampling.top_k < logits.shape[-1])
     wants_p = asks & (sampling.top_p < 1.0)
 
-    def bisect_k(_: None) -> Float[Array, " b"]:
-        ones = jnp.ones_like(logits)
-        return jnp.where(wants_k, _cut(logits, ones, sampling.top_k.astype(jnp.float32)), -jnp.inf)
+    def bisect_k(rows: Int[Array, " t"]) -> Float[Array, " t"]:
+        some = logits[rows]
+        return _cut(some, jnp.ones_like(some), sampling.top_k[rows].astype(jnp.float32))
 
-    cut_k = jax.lax.cond(jnp.any(wants_k), bisect_k, lambda _: jnp.full_like(peak, -jnp.inf), None)
+    cut_k = _among(wants_k, bisect_k)
 
-    def bisect_p(_: None) -> Float[Array, " b"]:
-        mass = jnp.exp((logits - peak[:, None]) / heat[:, None])
-        mass = jnp.where(logits >= cut_k[:, None], mass, 0.0)
-        return jnp.where(wants_p, _cut(logits, mass, sampling.top_p * jnp.sum(mass, axis=-1)), -jnp.inf)
+    def bisect_p(rows: Int[Array, " t"]) -> Float[Array, " t"]:
+        some = logits[rows]
+        mass = jnp.exp((some - peak[rows][:, None]) / heat[rows][:, None])
+        mass = jnp.where(some >= cut_k[rows][:, None], mass, 0.0)
+        return _cut(some, mass, sampling.top_p[rows] * jnp.sum(mass, axis=-1))
 
-    cut_p = jax.lax.cond(jnp.any(wants_p), bisect_p, lambda _: jnp.full_like(peak, -jnp.inf), None)
+    cut_p = _among(wants_p, bisect_p)
     cut_min = jnp.where(asks, peak + heat * jnp.log(sampling.min_p), -jnp.inf)
     cut = jnp.maximum(jnp.maximum(cut_k, cut_p), jnp.maximum(cut_min, least))
     return jnp.minimum(cut, peak)
+
+
+def _among(wanted: Bool[Array, " b"], find: Callable[[Int[Array, " t"]], Float[Array, " t"]]) -> Float[Array, " b"]:
+    """Return what `find` says of the rows that are `wanted`, -inf for the rest, which cost nothing on a CPU.
+
+    There `find` is asked of a few rows at a time, elsewhere of all at once if any is wanted.
+    """
+    b = wanted.shape[0]
+
+    def search(size: int) -> Float[Array, " b"]:
+        padding = jnp.full(-b % size, b, jnp.int32)
+        order = jnp.concatenate([jnp.argsort(~wanted).astype(jnp.int32), padding])
+
+        def ask(i: Int[Array, ""], found: Float[Array, " b"]) -> Float[Array, " b"]:
+            rows = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+            return found.at[rows].set(find(jnp.minimum(rows, b - 1)), mode="drop")
+
+        tiles = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
+        found = jax.lax.fori_loop(0, tiles, ask, jnp.full(b, -jnp.inf, jnp.float32))
+        return jnp.where(wanted, found, -jnp.inf)
+
+    return jax.lax.platform_dependent(cpu=lambda: search(min(_TILE_ROWS, b)), default=lambda: search(b))
 
 
 def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[Array, " b"]) -> Float[Array, " b"]:

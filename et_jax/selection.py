@@ -78,6 +78,8 @@ def select(
     `query` is float32 and scaled. `backend` names the kernels that score the blocks.
     """
     d, stored = query.shape[-1], cache.layers[layer].summary
+    if stored is None:
+        raise ValueError("cache: got one that keeps no summaries, by which selectors choose")
     score, middle, coded = _scores(query, cache.layers[layer], blocks, backend)
     box, mean = (x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.key_box, stored.mean))
     radius = stored.value_radius[:, blocks.table].swapaxes(0, 1)
@@ -134,6 +136,7 @@ def _scores(
     """Return the range of every block's scores, its mean key's score, and what the key codes bound its log mass by."""
     b, k, g, d = query.shape
     summary, queries = layer.summary, query.reshape(b, k * g, d)
+    assert summary is not None
     at = {"page_size": layer.pages.shape[2], "scale": 1.0, "backend": backend}
 
     def grouped(x: Float[Array, "b h n"]) -> Float[Array, "b k g n"]:

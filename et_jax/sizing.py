@@ -11,6 +11,8 @@ from et_jax.state import Controller, DecoderConfig
 from et_jax.types import UsageError
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
+DEFAULT_CHUNK = {"cpu": 256}  # tokens; elsewhere 512
+_PART = {"cpu": 16}  # tokens of a prompt that stand in one row; elsewhere 128, enough for a tile of queries
 _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
 _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
 
@@ -33,7 +35,7 @@ def decoder_config(
     num_pages: int | None,
     max_num_seqs: int,
     max_resident_seqs: int | None,
-    chunk: int,
+    chunk: int | None,
     control: Control,
     calibration: float,
     backend: str | None,
@@ -48,7 +50,9 @@ def decoder_config(
         raise UsageError(
             f"max_model_len is {length}; {name} was made for {model.max_positions} tokens, so choose from 2 to that."
         )
-    page_size = DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64) if page_size is None else page_size
+    platform = jax.default_backend()
+    page_size = DEFAULT_PAGE_SIZE.get(platform, 64) if page_size is None else page_size
+    chunk = DEFAULT_CHUNK.get(platform, 512) if chunk is None else chunk
     for setting, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size), ("chunk", chunk)):
         if value < 1:
             raise UsageError(f"{setting} is {value}; it must be at least 1.")
@@ -60,6 +64,8 @@ def decoder_config(
         raise UsageError(
             f"max_resident_seqs is {max_resident_seqs}; it must be at least the {batch} sequences that a step serves."
         )
+    chunk = _multiple(min(chunk, length), page_size)
+    part = _multiple(min(_PART.get(platform, 128), chunk), page_size)
     everything = num_slots * -(-length // page_size) + 1
     return DecoderConfig(
         model=model,
@@ -68,7 +74,8 @@ def decoder_config(
         page_size=page_size,
         num_pages=everything if num_pages is None else num_pages,
         max_length=length,
-        chunk=-(-min(chunk, length) // page_size) * page_size,
+        chunk=_multiple(chunk, part),
+        part=part,
         max_steps=_MAX_STEPS,
         cache_dtype=dtype,
         backend=serving_backend(model, page_size, dtype)[0] if backend is None else backend,
@@ -78,3 +85,8 @@ def decoder_config(
         calibration=calibration,
         controller=controller(control),
     )
+
+
+def _multiple(size: int, unit: int) -> int:
+    """The least multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit

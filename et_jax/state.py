@@ -16,7 +16,7 @@ from et_jax.attend import Reading, scoring_backend
 from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, TemperatureRule, chain, num_words
 from et_jax.control.clock import paper
 from et_jax.control.priority import fcfs
-from et_jax.control.select import AnySelector, as_selector, dense
+from et_jax.control.select import AnySelector, Selector, as_selector, dense
 from et_jax.control.smoothing import ema_entropy
 from et_jax.entropy import Estimator, exact_estimator
 from et_jax.models.config import ModelConfig
@@ -61,8 +61,8 @@ class DecoderConfig:
     """What is fixed for the life of a decoder; each field shapes the compiled programs.
 
     `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
-    slot. A prompt is prefilled `chunk` tokens at a time, a multiple of `page_size`. `max_steps` is the
-    most one `decode` call can run. At most `num_logprobs` alternatives are reported with a token.
+    slot. Prompts are prefilled `chunk` tokens at a time, in parts of `part` tokens, a multiple of
+    `page_size`, so that a chunk may hold parts of several prompts. `max_steps` is the most one `decode` call can run. At most `num_logprobs` alternatives are reported with a token.
     `penalties` keeps token counts. `backend` names the attention kernels. `calibration` is the
     temperature at which the raw entropy is measured: 1, or the one fitted to the model.
     """
@@ -74,6 +74,7 @@ class DecoderConfig:
     num_pages: int
     max_length: int
     chunk: int
+    part: int
     max_steps: int
     cache_dtype: DTypeLike
     backend: str
@@ -86,8 +87,9 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
             raise ValueError(f"batch: got {self.batch}, wanted 2 to num_slots = {self.num_slots}")
-        if self.chunk % self.page_size:
-            raise ValueError(f"chunk: got {self.chunk}, wanted a multiple of page_size = {self.page_size}")
+        for name, size, unit in (("part", self.part, "page_size"), ("chunk", self.chunk, "part")):
+            if size % getattr(self, unit):
+                raise ValueError(f"{name}: got {size}, wanted a multiple of {unit} = {getattr(self, unit)}")
         selector = self.controller.selector
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
@@ -114,15 +116,20 @@ class DecoderConfig:
         return scoring_backend(self.model, self.page_size, self.cache_dtype, codes, self.backend)
 
     @property
+    def selectors(self) -> tuple[Selector, ...]:
+        """The selector of every layer."""
+        control, given = self.controller, self.controller.selector
+        each = given if isinstance(given, tuple) else (given,) * self.model.num_layers
+        return tuple(dense() if i < control.dense_layers else as_selector(s) for i, s in enumerate(each))
+
+    @property
     def reading(self) -> Reading:
         """How attention reads the cache."""
         control = self.controller
-        given = control.selector
-        each = given if isinstance(given, tuple) else (given,) * self.model.num_layers
         return Reading(
             model=self.model,
             page_size=self.page_size,
-            selectors=tuple(dense() if i < control.dense_layers else as_selector(s) for i, s in enumerate(each)),
+            selectors=self.selectors,
             backend=self.backend,
             scores_backend=self.scoring[0],
             refresh_every=control.refresh_every,
@@ -231,7 +238,7 @@ def fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> Contr
 
 def empty(config: DecoderConfig) -> DecodeState:
     """Return the state of a decoder that holds no sequence."""
-    b, v, model = config.num_slots, config.model.vocab_size, config.model
+    b, v, model, control = config.num_slots, config.model.vocab_size, config.model, config.controller
 
     def integers(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
@@ -253,7 +260,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
         signals=blank_signals((b,)),
-        logits=jnp.zeros((b, v), jnp.float32) if config.controller.surprisals else None,
+        logits=jnp.zeros((b, v), jnp.float32) if control.surprisals else None,
         control=jax.vmap(partial(fresh_control, config))(numbers()),
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
         cache=kv.empty(
@@ -263,8 +270,9 @@ def empty(config: DecoderConfig) -> DecodeState:
             config.num_pages,
             config.page_size,
             config.cache_dtype,
-            key_codes=config.controller.key_codes,
-            surprisals=config.controller.surprisals,
+            summaries=control.key_codes or not all(selector.reads_all for selector in config.selectors),
+            key_codes=control.key_codes,
+            surprisals=control.surprisals,
         ),
     )
 

@@ -107,6 +107,7 @@ ATTENTIONS = (
 LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
 SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",)}  # two KV heads fill no tile of codes
 KERNEL_CHUNK = 512
+PART = 128  # tokens of a prompt in one row of a decoder's prefill
 SPARSITY = 8  # of so many blocks a list of the sparse kernel has room for one
 
 
@@ -333,6 +334,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         num_pages=decoding.num_slots * decoding.max_length // chip.page_size + 1,
         max_length=decoding.max_length,
         chunk=decoding.chunk,
+        part=PART,
         max_steps=32,
         cache_dtype=jnp.bfloat16,
         backend=backend,
@@ -340,8 +342,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
     state = jax.tree.map(on_chip, jax.eval_shape(partial(decode.empty, config)))
     integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
-    tokens = on_chip(jax.ShapeDtypeStruct((decoding.chunk,), jnp.int32))
-    arguments = {"step": (), "decode": (integer,), "prefill": (integer, tokens, integer)}[function]
+    rows = on_chip(jax.ShapeDtypeStruct((decoding.chunk // PART,), jnp.int32))
+    tokens = on_chip(jax.ShapeDtypeStruct((decoding.chunk // PART, PART), jnp.int32))
+    arguments = {"step": (), "decode": (integer,), "prefill": (rows, tokens, rows)}[function]
     jitted = jax.jit(partial(getattr(decode, function), config), donate_argnums=1)
     layers = [math.prod(layer.pages.shape) * layer.pages.dtype.itemsize for layer in state.cache.layers]
     return Lowering(

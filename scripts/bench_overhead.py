@@ -114,6 +114,7 @@ def measure(batch: int, args: argparse.Namespace) -> dict[str, Any]:
         num_pages=batch * -(-SMOLLM_135M.max_positions // page_size) + 1,
         max_length=SMOLLM_135M.max_positions,
         chunk=page_size,
+        part=page_size,
         max_steps=STEPS,
         cache_dtype="bfloat16",
         backend=pick(jax.default_backend()),

@@ -32,7 +32,7 @@ from held_out import rows
 from jaxtyping import Array, Bool
 from report import RESULTS, table, write
 
-from et_jax import decode, slots
+from et_jax import decode, parts, slots
 from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain
 from et_jax.control.select import AnySelector
@@ -140,6 +140,7 @@ class Bench:
             num_pages=b * -(-length // self.page_size) + 1,
             max_length=length,
             chunk=self.prefilled,
+            part=self.prefilled,
             max_steps=1,
             cache_dtype=jnp.float32,
             backend=self.model.decoder_config.backend,
@@ -150,10 +151,7 @@ class Bench:
         state = decode.empty(config)
         for slot, row in enumerate(self.tokens.tolist()):
             prompt = row[: self.prefilled + 1]
-            part = jnp.asarray(prompt[:-1], jnp.int32)
-            state, _ = decode.prefill(
-                config, self.model.params, state, jnp.int32(slot), part, jnp.int32(self.prefilled)
-            )
+            state, _ = decode.prefill(config, self.model.params, state, *parts.cut(config, slot, prompt[:-1]))
             asked = request(config, prompt, limit=2**30, temperature=0.0, arrival=slot)
             state = slots.insert(config, state, jnp.int32(slot), asked)
         return state

@@ -20,6 +20,7 @@ import numpy as np
 from held_out import rows
 from report import RESULTS, table, write
 
+from et_jax import parts
 from et_jax.control import guards, temperature, temperature_rules
 from et_jax.control.base import Law, TemperatureRule
 from et_jax.engine import Model, load
@@ -87,9 +88,7 @@ def run(model: Model, case: Case, prompts: np.ndarray, num_tokens: int, seed: in
     decoder = model.decoder(controller(case))
     state = decoder.empty()
     for slot, prompt in enumerate(prompts):
-        part = np.zeros(model.decoder_config.chunk, np.int32)
-        part[: len(prompt) - 1] = prompt[:-1]
-        state, _ = decoder.prefill(model.params, state, slot, part, len(prompt) - 1)
+        state, _ = decoder.prefill(model.params, state, *parts.cut(decoder.config, slot, prompt[:-1].tolist()))
         asked = request(decoder.config, prompt.tolist(), limit=num_tokens, temperature=1.0, seed=seed, index=slot)
         state = decoder.insert(state, slot, asked)
     parts = []

@@ -176,6 +176,7 @@ def main() -> None:
                 num_pages=batch * -(-model.max_positions // page_size) + 1,
                 max_length=model.max_positions,
                 chunk=128 // page_size * page_size,
+                part=page_size,
                 max_steps=32,
                 cache_dtype=dtype,
                 backend=pick(jax.default_backend()),

@@ -11,6 +11,7 @@ import numpy as np
 from et_jax import sampling
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
+from et_jax.parts import arrays
 from et_jax.state import DecoderConfig, Request
 
 VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
@@ -48,6 +49,7 @@ def configuration(**changes) -> DecoderConfig:
         num_pages=POOL,
         max_length=LENGTH,
         chunk=CHUNK,
+        part=CHUNK,
         max_steps=32,
         cache_dtype=jnp.float32,
         backend="xla",
@@ -81,9 +83,8 @@ def fill(d, params, state, slot: int, tokens: list[int]):
     """Write a prompt but for its last token, chunk by chunk."""
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        padded = jnp.asarray(part + [0] * (CHUNK - len(part)), jnp.int32)
-        state, granted = d.prefill(params, state, slot, padded, len(part))
-        assert granted
+        state, granted = d.prefill(params, state, *arrays(d.config, [(slot, part)], 1))
+        assert granted.all()
     return state
 
 

@@ -35,6 +35,7 @@ from et_jax.control.clock import paper
 from et_jax.control.priority import aged
 from et_jax.control.select import sinks_window
 from et_jax.models.transformer import initialise
+from et_jax.parts import arrays
 from et_jax.state import Controller
 from et_jax.types import replace
 
@@ -256,8 +257,8 @@ def test_a_refused_chunk_changes_nothing():
     state = fill(d, params, d.empty(), 0, prompt(4, 60))
     state = fill(d, params, state, 1, prompt(5, 33))
     before = jax.tree.map(np.asarray, state)
-    state, granted = d.prefill(params, state, 2, jnp.arange(CHUNK, dtype=jnp.int32), CHUNK)
-    assert not granted and same_bits(state, before)
+    state, granted = d.prefill(params, state, *arrays(d.config, [(2, range(CHUNK))], 1))
+    assert not granted.any() and same_bits(state, before)
 
 
 def test_a_refused_fork_changes_nothing_and_full_pages_need_none():
@@ -519,7 +520,9 @@ def test_what_cannot_work_is_refused_while_configuring():
         configuration(batch=1)
     with pytest.raises(ValueError, match="batch: got 4"):
         configuration(batch=4)
-    with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of page_size = 4"):
+    with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of part = 8"):
         configuration(chunk=6)
+    with pytest.raises(ValueError, match="part: got 6, wanted a multiple of page_size = 4"):
+        configuration(part=6)
     with pytest.raises(ValueError, match="got 1 selectors, wanted one per layer: 2"):
         configuration(controller=Controller(selector=(even_blocks,)))

@@ -19,7 +19,7 @@ FLOORS = {
     **dict.fromkeys(("selection", "continuation", "plot", "drawing", "metrics", "report", "compilation"), 2),
     "attend": 3,
     "state": 4,
-    **dict.fromkeys(("slots", "presets", "tracing", "preflight"), 5),
+    **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight"), 5),
     **dict.fromkeys(("decode", "sizing"), 6),
     "batching": 7,
     "calls": 8,

@@ -43,7 +43,7 @@ def model(folder: Path, values: dict) -> ModelConfig:
 
 
 def serving(model: ModelConfig, **changes) -> DecoderConfig:
-    plain = dict(model=model, num_slots=8, batch=8, page_size=16, num_pages=2, max_length=8192, chunk=64)
+    plain = dict(model=model, num_slots=8, batch=8, page_size=16, num_pages=2, max_length=8192, chunk=64, part=16)
     return DecoderConfig(**plain | dict(max_steps=32, cache_dtype=jnp.bfloat16, backend="xla") | changes)
 
 
@@ -57,10 +57,10 @@ def test_weights_have_the_published_size(tmp_path: Path, values: dict, count: in
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_page_is_what_its_parts_are(dtype, kept: bool) -> None:
-    """Per layer and KV head: tokens and the key box in the cache's dtype, mean and radius in float32, codes."""
+    """Per layer and KV head: tokens in the cache's dtype; where kept, the box in it, mean and radius in float32, codes."""
     config = configuration(cache_dtype=dtype, controller=Controller(key_codes=kept, surprisals=kept))
     c, s, e, size = config.model, config.page_size, 128, jnp.dtype(dtype).itemsize
-    head = s * e * size + e * size + e * 4 + 4 + kept * s * c.head_dim
+    head = s * e * size + kept * (e * size + e * 4 + 4 + s * c.head_dim)
     table = 4 + 4  # its reference count, its place among the free pages
     assert decoder_bytes(config)[0] == c.num_layers * c.num_kv_heads * head + table + kept * s * 4
 
@@ -88,10 +88,12 @@ def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes:
     config = configuration(model=replace(MODEL, vocab_size=vocab_size), **changes)
     bound, state = decoder(config), jax.eval_shape(partial(empty, config))
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), describe(config.model))
-    chunk = jax.ShapeDtypeStruct((config.chunk,), jnp.int32)
+    number = config.chunk // config.part
+    rows = jax.ShapeDtypeStruct((number,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((number, config.part), jnp.int32)
     programs = [
         bound.decode.lower(params, state, jnp.int32(1)),  # type: ignore[attr-defined]
-        bound.prefill.lower(params, state, jnp.int32(0), chunk, jnp.int32(1)),  # type: ignore[attr-defined]
+        bound.prefill.lower(params, state, rows, tokens, rows),  # type: ignore[attr-defined]
     ]
     measured = max(program.compile().memory_analysis().temp_size_in_bytes for program in programs)
     assert measured <= step_bytes(config) + 50_000 <= 3 * measured

@@ -38,6 +38,7 @@ def fresh_decoder() -> hall.Decoder:
             num_pages=9,
             max_length=32,
             chunk=4,
+            part=4,
             max_steps=20,
             cache_dtype=jnp.bfloat16,
             backend="xla",

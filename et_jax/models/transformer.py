@@ -152,7 +152,8 @@ def forward(
 
     Under jit, logits the caller ignores are never computed.
     """
-    angles = rope_angles(config, positions)
+    # the barrier keeps XLA from working every cosine out anew for each layer and head
+    angles = jax.lax.optimization_barrier(rope_angles(config, positions))
     x = params.embedding[tokens]
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):

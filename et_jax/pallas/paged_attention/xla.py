@@ -1,10 +1,13 @@
 """`paged_attention` without Pallas: an online softmax over fixed groups of list entries.
 
-The loop stops at the longest list of the batch. A group that lies past a row's own list changes no bit
-of that row: its maximum stays, the old sums are scaled by exactly 1 and exactly 0 is added.
+Rows are walked in tiles, those with lists of like length together, and a tile's loop stops at its
+longest list. A group that lies past a row's own list changes no bit of that row: its maximum stays, the
+old sums are scaled by exactly 1 and exactly 0 is added.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +25,8 @@ GROUP_PAGES = 8
 LEAST_TOKENS, MOST_TOKENS = 128, 512
 # Measured likewise: products of bfloat16 are so cheap that at smaller head dims it pays to double them and gather once.
 SPLIT_DIM = 128
+# Measured likewise: 32 rows of 8 to 388 tokens, 151 in the mean, take 0.6 of the time in tiles of 8 that all at once take.
+TILE_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +36,12 @@ class Config:
     group: list entries a step of the loop reads, the same for every batch, count and list length.
     joint: gather a token whole and let the query ignore the value (zeros beside it): twice the
         products, but one copy of the token. Otherwise keys and values are gathered apart.
+    rows: rows walked together; None is all of them, which keeps a parallel device busy.
     """
 
     group: int
     joint: bool
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         require_counts(self)
@@ -47,6 +54,7 @@ def heuristic(page_size: int, head_dim: int, dtype: jnp.dtype, platform: str) ->
         group=max(1, LEAST_TOKENS // page_size, min(GROUP_PAGES, MOST_TOKENS // page_size)),
         # a gather of some columns makes XLA copy the pool on a TPU
         joint=cheap or platform == "tpu",
+        rows=TILE_ROWS if platform == "cpu" else None,
     )
 
 
@@ -67,13 +75,70 @@ def paged_attention(
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return what `api.paged_attention` documents."""
     b, h, d = q.shape
-    k, p, s, e = pages.shape
-    m, x, g = blocks.shape[2], b * k, h // k
+    k, _, s, _ = pages.shape
     dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
     if config is None:
         by_rule = heuristic(s, d, dtype, platform())
         facts = {"page_size": s, "head_dim": d, "queries": h // k, "dtype": pages.dtype}
         config = tuned.settings(by_rule, "paged_attention/xla", **facts)
+    walk = partial(
+        _walk,
+        pages=pages,
+        config=config,
+        dtype=dtype,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sink_logits=sink_logits,
+        kv_scales=kv_scales,
+    )
+    if config.rows is None or b <= config.rows:
+        return walk(q, page_table, blocks, counts, lengths)
+    return _tiled(walk, config.rows, q, page_table, blocks, counts, lengths)
+
+
+def _tiled(
+    walk: Callable[..., tuple[Array, Array]],
+    size: int,
+    q: Float[Array, "b h d"],
+    page_table: Int[Array, "b n"],
+    blocks: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    lengths: Int[Array, " b"],
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+    """Walk `size` rows at a time, in order of their longest lists; the last tile is filled up with empty ones."""
+    b = q.shape[0]
+    order = jnp.argsort(jnp.max(counts, axis=1))
+    number = -(-b // size)
+    # empty rows stand first, beside the shortest
+    padded = jnp.pad(order, (number * size - b, 0), constant_values=b)
+    rows = (q, page_table, blocks, counts, lengths)
+    tiles = [x.at[padded].get(mode="fill", fill_value=0).reshape(number, size, *x.shape[1:]) for x in rows]
+    out, block_lse = (x.reshape(-1, *x.shape[2:])[-b:] for x in lax.map(lambda tile: walk(*tile), tiles))
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(b))
+    return out[place], block_lse[place]
+
+
+def _walk(
+    q: Float[Array, "b h d"],
+    page_table: Int[Array, "b n"],
+    blocks: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    lengths: Int[Array, " b"],
+    *,
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
+    config: Config,
+    dtype: jnp.dtype,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    sink_logits: Float[Array, " h"] | None,
+    kv_scales: Float[Array, "k p 2"] | None,
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+    """Attention of rows that are walked together, products in `dtype`."""
+    b, h, d = q.shape
+    k, p, s, e = pages.shape
+    m, x, g = blocks.shape[2], b * k, h // k
     group = config.group
     width = e if config.joint else d
     query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
