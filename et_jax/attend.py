@@ -126,6 +126,7 @@ def decode_attend(reading: Reading, row: Row) -> Attend:
             out, block_lse = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
             log_read = jax.nn.logsumexp(block_lse, axis=-1).reshape(grouped.shape[:3])
             if reading.residual:
+                assert cached.summary is not None  # `select` has looked at it
                 d = reading.model.head_dim
                 values = cached.summary.mean[:, row.table].swapaxes(0, 1)[..., d : 2 * d]
                 whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)

@@ -330,10 +330,9 @@ class Batcher:
         budget = max(1, (self._batched_tokens - running) // self.config.part)
         while True:
             for slot, sequence in self.slots.items():
-                if not sequence.ready and not sequence.begun and not self._awaits_another(sequence):
+                if not sequence.begun and not self._awaits_another(sequence):
                     self._begin(slot, sequence)
-                if sequence.begun and not sequence.ready and sequence.length == len(sequence.text.tokens) - 1:
-                    self._insert(slot, sequence)
+            self._insert_whole()
             unready = [sequence for sequence in self.slots.values() if not sequence.ready]
             chosen = self._choose_parts(unready, min(budget, self.config.chunk // self.config.part))
             if not chosen:
@@ -389,8 +388,17 @@ class Batcher:
             sequence.length = len(found) * self.config.page_size
             self.metrics.cached_prompt_tokens += sequence.length
 
-    def _insert(self, slot: int, sequence: Sequence) -> None:
-        """Make a prefilled sequence ready to decode, and keep the full pages of its prompt."""
+    def _insert_whole(self) -> None:
+        """Insert the sequences whose prompts are in the cache as a whole."""
+        unready = ((slot, sequence) for slot, sequence in self.slots.items() if sequence.begun and not sequence.ready)
+        whole = [(slot, sequence) for slot, sequence in unready if sequence.length == len(sequence.text.tokens) - 1]
+        if whole:
+            table = np.asarray(self.state.table.pages)
+            for slot, sequence in whole:
+                self._insert(slot, sequence, table[slot])
+
+    def _insert(self, slot: int, sequence: Sequence, row: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        """Make a sequence whose pages are `row` ready to decode, and keep the full pages of its prompt."""
         text = sequence.text
         settings = {name: getattr(text.params, name) for name in (*_SETTINGS, *_PENALTIES)}
         asked = request(
@@ -406,11 +414,10 @@ class Batcher:
         )
         self.state = self.decoder.insert(self.state, np.int32(slot), asked)
         sequence.ready = True
-        self._steps = 1
         full = sequence.length // self.config.page_size
         if self._prefixes is None or not full:
             return
-        row = np.asarray(self.state.table.pages)[slot, :full].tolist()
+        row = row[:full].tolist()
         prompt = text.tokens[: full * self.config.page_size]
         fresh = self._prefixes.add(prompt, row)
         if fresh:
@@ -434,6 +441,7 @@ class Batcher:
             urgency[list(self.slots)] = [self._urgency(sequence) for sequence in self.slots.values()]
             self.state = replace(self.state, urgency=jnp.asarray(urgency))
         steps = self._make_room(1 if pending else self._steps)
+        prefilled = bool(self._granted)
         began = time.perf_counter()
         self.state, outputs, ran = self.decoder.decode(
             self.params, self.state, np.int32(steps), np.bool_(bool(self.waiting))
@@ -443,10 +451,12 @@ class Batcher:
         ran = int(ran)
         if not all(map(np.all, granted)) or output.refused[:ran].any():
             raise RuntimeError("a sequence was promised pages and did not get them")
-        per_step = (time.perf_counter() - began) / max(ran, 1)
-        self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
+        if not prefilled:  # whose time would be counted with that of the steps
+            per_step = (time.perf_counter() - began) / max(ran, 1)
+            self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
         self.metrics.steps += ran
-        for rows in step_rows(self.config, self._num_multiplied, output, ran):
+        asked = {slot: sequence.text.params.logprobs for slot, sequence in self.slots.items()}
+        for rows in step_rows(self.config, self._num_multiplied, output, ran, asked):
             for slot, sequence in list(self.slots.items()):
                 if sequence.ready:
                     self._take(sequence, rows[slot])

@@ -29,9 +29,10 @@ class PageSummary:
 class LayerCache:
     """One layer's pages: key and value of a token side by side on the last axis, then padding.
 
-    `summary` is None where every block is read whatever it holds. `key_codes` are 8-bit copies of the keys for certified selection, a page's tokens side by side; None
-    unless asked for. A key is code * scale + offset, channel by channel, with scale = (max - min) / 255
-    and offset = min + 128 scale of the page's box, rounded to the nearest.
+    `summary` is None where every block is read whatever it holds. `key_codes` are 8-bit copies of the keys
+    for certified selection, a page's tokens side by side; None unless asked for. A key is
+    code * scale + offset, channel by channel, with scale = (max - min) / 255 and offset = min + 128 scale
+    of the page's box, rounded to the nearest.
     """
 
     pages: Float[Array, "k p s e"]
@@ -113,8 +114,9 @@ def write(
     """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they touch.
 
     The pages must be reserved. `end` is how many tokens there are after all rows are stored, where
-    several rows belong to one sequence; otherwise it is `start + count`. Tokens beyond `count` are dropped. A summary is recomputed from the
-    page's stored tokens, never merged, so that it is exact whatever was there before.
+    several rows belong to one sequence; otherwise it is `start + count`. Tokens beyond `count` are
+    dropped. A summary is recomputed from the page's stored tokens, never merged, so that it is exact
+    whatever was there before.
     """
     num_pages, page_size, e = layer.pages.shape[1:]
     t, d = k.shape[1], k.shape[3]

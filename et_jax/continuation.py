@@ -37,7 +37,7 @@ class Continuation:
         ends_text = finished and row.token in self.stop_ids
         piece = "" if ends_text else self._stops.push(self._detokenizer.push(row.token))
         self.text += piece
-        self.trace.append(dataclasses.replace(row, text=piece, top=row.top[: self.params.logprobs]))
+        self.trace.append(dataclasses.replace(row, text=piece))
         if ends_text or self._stops.found is not None:
             return dataclasses.replace(self.end("stop", piece), trace=self.trace[-1])
         if finished:

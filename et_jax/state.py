@@ -62,9 +62,10 @@ class DecoderConfig:
 
     `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
     slot. Prompts are prefilled `chunk` tokens at a time, in parts of `part` tokens, a multiple of
-    `page_size`, so that a chunk may hold parts of several prompts. `max_steps` is the most one `decode` call can run. At most `num_logprobs` alternatives are reported with a token.
-    `penalties` keeps token counts. `backend` names the attention kernels. `calibration` is the
-    temperature at which the raw entropy is measured: 1, or the one fitted to the model.
+    `page_size`, so that a chunk may hold parts of several prompts. `max_steps` is the most one `decode`
+    call can run. At most `num_logprobs` alternatives are reported with a token. `penalties` keeps token
+    counts. `backend` names the attention kernels. `calibration` is the temperature at which the raw
+    entropy is measured: 1, or the one fitted to the model.
     """
 
     model: ModelConfig
@@ -307,23 +308,25 @@ def request(
         raise ValueError(f"stop_ids: got {len(stops)}, wanted at most num_stop_ids = {config.num_stop_ids}")
     in_prompt = np.zeros(size, bool)
     in_prompt[list(prompt)] = True
-    return Request(
-        token=jnp.int32(prompt[-1]),
-        limit=jnp.int32(limit),
-        arrival=jnp.int32(arrival),
-        urgency=jnp.float32(urgency),
-        index=jnp.int32(index),
-        stop_ids=jnp.asarray([*stops, *[-1] * (config.num_stop_ids - len(stops))], jnp.int32),
-        logprobs=jnp.bool_(logprobs),
-        sampling=Sampling(
-            temperature=jnp.float32(temperature),
-            top_k=jnp.int32(min(top_k, size)),
-            top_p=jnp.float32(top_p),
-            min_p=jnp.float32(min_p),
-            repetition_penalty=jnp.float32(repetition_penalty),
-            presence_penalty=jnp.float32(presence_penalty),
-            frequency_penalty=jnp.float32(frequency_penalty),
-            key=jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32),
-        ),
-        in_prompt=jnp.asarray(in_prompt) if config.penalties else None,
-    )
+    settings = {
+        "temperature": np.float32(temperature),
+        "top_k": np.int32(min(top_k, size)),
+        "top_p": np.float32(top_p),
+        "min_p": np.float32(min_p),
+        "repetition_penalty": np.float32(repetition_penalty),
+        "presence_penalty": np.float32(presence_penalty),
+        "frequency_penalty": np.float32(frequency_penalty),
+        "key": np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+    }
+    fields = {
+        "token": np.int32(prompt[-1]),
+        "limit": np.int32(limit),
+        "arrival": np.int32(arrival),
+        "urgency": np.float32(urgency),
+        "index": np.int32(index),
+        "stop_ids": np.array([*stops, *[-1] * (config.num_stop_ids - len(stops))], np.int32),
+        "logprobs": np.bool_(logprobs),
+        "in_prompt": in_prompt if config.penalties else None,
+    }
+    fields, settings = jax.device_put((fields, settings))  # one transfer for all
+    return Request(sampling=Sampling(**settings), **fields)

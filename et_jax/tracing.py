@@ -1,6 +1,7 @@
 """From a burst of steps to one record per token, as plain host values."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from et_jax import cost
 from et_jax.requests import TokenTrace
 from et_jax.state import DecoderConfig, StepOutput
+from et_jax.types import replace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,28 +22,33 @@ class StepRow:
     trace: TokenTrace | None
 
 
-def step_rows(config: DecoderConfig, num_multiplied: int, output: StepOutput, num_steps: int) -> list[list[StepRow]]:
+def step_rows(
+    config: DecoderConfig, num_multiplied: int, output: StepOutput, num_steps: int, asked: Mapping[int, int]
+) -> list[list[StepRow]]:
     """Return the rows of `num_steps` steps by step and slot.
 
-    `output` holds numpy arrays stacked over steps. `num_multiplied` weights meet every token.
+    `output` holds numpy arrays stacked over steps. `num_multiplied` weights meet every token. `asked`
+    says by slot how many alternatives of each token are wanted.
     """
+    if not any(asked.values()):
+        output = replace(output, top_tokens=None, top_logprobs=None)
     whole = jax.tree.map(lambda x: np.asarray(x[:num_steps]).tolist(), output)  # Python numbers, all at once
     return [
-        [_row(config, num_multiplied, whole, step, slot) for slot in range(config.num_slots)]
+        [_row(config, num_multiplied, whole, step, slot, asked.get(slot, 0)) for slot in range(config.num_slots)]
         for step in range(num_steps)
     ]
 
 
-def _row(config: DecoderConfig, num_multiplied: int, output: Any, step: int, slot: int) -> StepRow:
+def _row(config: DecoderConfig, num_multiplied: int, output: Any, step: int, slot: int, asked: int) -> StepRow:
     produced = output.produced[step][slot]
     return StepRow(
         finished=output.finished[step][slot],
         failed=output.failed[step][slot],
-        trace=_trace(config, num_multiplied, output, step, slot) if produced else None,
+        trace=_trace(config, num_multiplied, output, step, slot, asked) if produced else None,
     )
 
 
-def _trace(config: DecoderConfig, num_multiplied: int, output: Any, step: int, slot: int) -> TokenTrace:
+def _trace(config: DecoderConfig, num_multiplied: int, output: Any, step: int, slot: int, asked: int) -> TokenTrace:
     model, signals = config.model, output.signals
     heads = model.num_layers * model.num_kv_heads
     read, length = signals.blocks_read[step][slot], signals.length[step][slot]
@@ -49,8 +56,8 @@ def _trace(config: DecoderConfig, num_multiplied: int, output: Any, step: int, s
     codes = config.page_size if config.controller.key_codes else 0
     looking = cost.selection_flops(signals.summaries_read[step][slot], model.group_size, model.head_dim, codes)
     top: tuple[tuple[int, float], ...] = ()
-    if output.top_tokens is not None:
-        top = tuple(zip(output.top_tokens[step][slot], output.top_logprobs[step][slot], strict=True))
+    if asked and output.top_tokens is not None:
+        top = tuple(zip(output.top_tokens[step][slot][:asked], output.top_logprobs[step][slot][:asked], strict=True))
     return TokenTrace(
         token=output.token[step][slot],
         text="",

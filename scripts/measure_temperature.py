@@ -91,11 +91,11 @@ def run(model: Model, case: Case, prompts: np.ndarray, num_tokens: int, seed: in
         state, _ = decoder.prefill(model.params, state, *parts.cut(decoder.config, slot, prompt[:-1].tolist()))
         asked = request(decoder.config, prompt.tolist(), limit=num_tokens, temperature=1.0, seed=seed, index=slot)
         state = decoder.insert(state, slot, asked)
-    parts = []
+    bursts = []
     for _ in range(-(-num_tokens // decoder.config.max_steps)):
         state, outputs, ran = decoder.decode(model.params, state, decoder.config.max_steps)
-        parts.append(jax.tree.map(lambda x, ran=int(ran): np.asarray(x)[:ran], outputs))
-    output = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        bursts.append(jax.tree.map(lambda x, ran=int(ran): np.asarray(x)[:ran], outputs))
+    output = jax.tree.map(lambda *leaves: np.concatenate(leaves), *bursts)
     names = ("tempered_entropy", "tempered_varentropy", "truncated_entropy", "surprisal")
     shown = {name: getattr(output.signals, name) for name in names}
     counts = {name: float(np.mean(rate)) for name, rate in guards.rates(state.control).items()}

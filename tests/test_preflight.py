@@ -57,7 +57,7 @@ def test_weights_have_the_published_size(tmp_path: Path, values: dict, count: in
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_page_is_what_its_parts_are(dtype, kept: bool) -> None:
-    """Per layer and KV head: tokens in the cache's dtype; where kept, the box in it, mean and radius in float32, codes."""
+    """Per layer and KV head: tokens in the cache's dtype; where kept also their box, mean and radius, and codes."""
     config = configuration(cache_dtype=dtype, controller=Controller(key_codes=kept, surprisals=kept))
     c, s, e, size = config.model, config.page_size, 128, jnp.dtype(dtype).itemsize
     head = s * e * size + kept * (e * size + e * 4 + 4 + s * c.head_dim)

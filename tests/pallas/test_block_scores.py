@@ -131,6 +131,7 @@ def test_scores_of_what_the_cache_wrote_bracket_its_tokens(dtype):
     key = np.asarray(written.pages[:, table[0], :, :d], np.float64)
     score = np.einsum("kgd,knsd->kgns", np.asarray(q, np.float64).reshape(k, g, d), key) * 0.5
     score[..., np.arange(n * s).reshape(n, s) >= length] = -np.inf
+    assert written.summary is not None
     box, mean, codes = written.summary.key_box, written.summary.mean, written.key_codes
     assert codes is not None
     how: dict[str, Any] = {"page_size": s, "scale": 0.5, "backend": "xla"}
