@@ -1,6 +1,7 @@
 """Many sequences at once: seats them in slots, prefills, decodes in bursts, moves them out when pages run short."""
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -104,13 +105,8 @@ class Batcher:
             row, taken = jax.device_get((d.read_row(state, slot), d.read_pages(state, slot, none)))
             return d.write_pages(d.write_row(state, slot, row)[0], slot, none, taken)
 
-        def prefill(state: DecodeState) -> DecodeState:
-            for number in parts.numbers(self.config):
-                state, _ = d.prefill(self.params, state, *parts.arrays(self.config, [], number))
-            return state
-
         programs: dict[str, Callable[[DecodeState], DecodeState]] = {
-            "prefill": prefill,
+            "prefill": lambda state: d.prefill(self.params, state, *parts.call(self.config, []))[0],
             "insert": lambda state: d.insert(state, slot, idle),
             "decode": lambda state: d.decode(self.params, state, none, np.bool_(False))[0],
             "release": lambda state: d.release(state, slot),
@@ -327,26 +323,25 @@ class Batcher:
     def _prefill(self) -> bool:
         """Prefill within the round's budget; return whether prompts are left for the next."""
         running = sum(sequence.ready for sequence in self.slots.values())
-        budget = max(1, (self._batched_tokens - running) // self.config.part)
+        budget = max(1, (self._batched_tokens - running) // self.config.chunk)
         while True:
             for slot, sequence in self.slots.items():
                 if not sequence.begun and not self._awaits_another(sequence):
                     self._begin(slot, sequence)
             self._insert_whole()
             unready = [sequence for sequence in self.slots.values() if not sequence.ready]
-            chosen = self._choose_parts(unready, min(budget, self.config.chunk // self.config.part))
-            if not chosen:
+            chosen = self._choose_parts(unready)
+            if not chosen or not budget:
                 return bool(unready)
             self._prefill_parts(chosen)
-            budget -= len(chosen)
+            budget -= 1
 
-    def _choose_parts(self, sequences: list[Sequence], most: int) -> list[tuple[Sequence, list[int]]]:
-        """Return the next parts, at most `most`, of prompts that have begun, first come first served."""
-        size, chosen = self.config.part, []
-        for sequence in sorted((one for one in sequences if one.begun), key=lambda one: one.turn):
-            left = sequence.text.tokens[sequence.length : -1]
-            chosen += [(sequence, left[at : at + size]) for at in range(0, len(left), size)]
-        return chosen[:most]
+    def _choose_parts(self, sequences: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
+        """Return the parts for the next call, of prompts that have begun, first come first served."""
+        begun = sorted((sequence for sequence in sequences if sequence.begun), key=lambda sequence: sequence.turn)
+        left = ((sequence, parts.cut(self.config, sequence.text.tokens[sequence.length : -1])) for sequence in begun)
+        chosen = ((sequence, part) for sequence, each in left for part in each)
+        return list(itertools.islice(chosen, parts.most(self.config)))
 
     def _prefill_parts(self, chosen: list[tuple[Sequence, list[int]]]) -> None:
         """Prefill parts of prompts in one call."""
@@ -356,10 +351,8 @@ class Batcher:
             needed += self._blocks(sequence.length) - sequence.blocks
             sequence.blocks = self._blocks(sequence.length)
         self._make_free(needed)
-        rows = [(sequence.slot, tokens) for sequence, tokens in chosen]
-        number = next(number for number in parts.numbers(self.config) if number >= len(rows))
-        arrays = parts.arrays(self.config, rows, number)
-        self.state, granted = self.decoder.prefill(self.params, self.state, *arrays)
+        rows = parts.call(self.config, [(sequence.slot, tokens) for sequence, tokens in chosen])
+        self.state, granted = self.decoder.prefill(self.params, self.state, *rows)
         self._granted.append(granted)
 
     def _awaits_another(self, sequence: Sequence) -> bool:
@@ -446,6 +439,9 @@ class Batcher:
         self.state, outputs, ran = self.decoder.decode(
             self.params, self.state, np.int32(steps), np.bool_(bool(self.waiting))
         )
+        asked = {slot: sequence.text.params.logprobs for slot, sequence in self.slots.items()}
+        if not any(asked.values()):
+            outputs = replace(outputs, top_tokens=None, top_logprobs=None)
         output, ran, granted = jax.device_get((outputs, ran, self._granted))
         self._granted = []
         ran = int(ran)
@@ -455,7 +451,6 @@ class Batcher:
             per_step = (time.perf_counter() - began) / max(ran, 1)
             self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
         self.metrics.steps += ran
-        asked = {slot: sequence.text.params.logprobs for slot, sequence in self.slots.items()}
         for rows in step_rows(self.config, self._num_multiplied, output, ran, asked):
             for slot, sequence in list(self.slots.items()):
                 if sequence.ready:

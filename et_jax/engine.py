@@ -69,9 +69,9 @@ def load(
     bounds the cache; by default every resident sequence can reach `max_model_len`, or as many as
     `memory_fraction` of the free memory holds. Where pages run short, sequences move to the host and
     back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
-    several in calls of at most `chunk` (256 on CPU, else 512). `prefix_cache` keeps full pages of prompts
-    for prompts that begin alike. Every `preempt_every` rounds (0: never) somebody is moved out for no
-    need, to prove that no text changes.
+    several in calls of `chunk` (on CPU 64, 128 from 16 sequences on, else 512). `prefix_cache` keeps full
+    pages of prompts for prompts that begin alike. Every `preempt_every` rounds (0: never) somebody is
+    moved out for no need, to prove that no text changes.
 
     `control` is a preset's name or a Controller (see `presets.preset`).
     `compilation_cache` keeps compiled programs between runs; None keeps none.

@@ -11,7 +11,7 @@ from et_jax.state import Controller, DecoderConfig
 from et_jax.types import UsageError
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
-DEFAULT_CHUNK = {"cpu": 256}  # tokens; elsewhere 512
+_MANY = 16  # sequences at once, from which on prompts are more often short of a call than a call of prompts
 _PART = {"cpu": 16}  # tokens of a prompt that stand in one row; elsewhere 128, enough for a tile of queries
 _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
 _EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
@@ -52,7 +52,8 @@ def decoder_config(
         )
     platform = jax.default_backend()
     page_size = DEFAULT_PAGE_SIZE.get(platform, 64) if page_size is None else page_size
-    chunk = DEFAULT_CHUNK.get(platform, 512) if chunk is None else chunk
+    if chunk is None:
+        chunk = 512 if platform != "cpu" else 128 if max_num_seqs >= _MANY else 64
     for setting, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size), ("chunk", chunk)):
         if value < 1:
             raise UsageError(f"{setting} is {value}; it must be at least 1.")

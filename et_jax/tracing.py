@@ -10,7 +10,6 @@ import numpy as np
 from et_jax import cost
 from et_jax.requests import TokenTrace
 from et_jax.state import DecoderConfig, StepOutput
-from et_jax.types import replace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,6 @@ def step_rows(
     `output` holds numpy arrays stacked over steps. `num_multiplied` weights meet every token. `asked`
     says by slot how many alternatives of each token are wanted.
     """
-    if not any(asked.values()):
-        output = replace(output, top_tokens=None, top_logprobs=None)
     whole = jax.tree.map(lambda x: np.asarray(x[:num_steps]).tolist(), output)  # Python numbers, all at once
     return [
         [_row(config, num_multiplied, whole, step, slot, asked.get(slot, 0)) for slot in range(config.num_slots)]

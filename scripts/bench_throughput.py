@@ -1,6 +1,6 @@
 """Many requests at once against one at a time: tokens per second over the same 200 requests of mixed lengths.
 
-    python scripts/bench_throughput.py [--model bundled] [--text FILE] [--sizes 8 16 32]
+    python scripts/bench_throughput.py [--model bundled] [--text FILE] [--sizes 8 16 32 64]
 
 Prompts are windows of a text, of which some begin alike; lengths, temperatures and truncations are mixed, and end
 tokens are not heeded, so that every side writes the same number of tokens. One at a time means a model loaded for one
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--text", type=Path, default=TEXT, help="where the prompts are cut from")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "throughput.json")

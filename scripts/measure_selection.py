@@ -151,7 +151,8 @@ class Bench:
         state = decode.empty(config)
         for slot, row in enumerate(self.tokens.tolist()):
             prompt = row[: self.prefilled + 1]
-            state, _ = decode.prefill(config, self.model.params, state, *parts.cut(config, slot, prompt[:-1]))
+            [rows] = parts.calls(config, slot, prompt[:-1])
+            state, _ = decode.prefill(config, self.model.params, state, *rows)
             asked = request(config, prompt, limit=2**30, temperature=0.0, arrival=slot)
             state = slots.insert(config, state, jnp.int32(slot), asked)
         return state

@@ -88,7 +88,8 @@ def run(model: Model, case: Case, prompts: np.ndarray, num_tokens: int, seed: in
     decoder = model.decoder(controller(case))
     state = decoder.empty()
     for slot, prompt in enumerate(prompts):
-        state, _ = decoder.prefill(model.params, state, *parts.cut(decoder.config, slot, prompt[:-1].tolist()))
+        for call in parts.calls(decoder.config, slot, prompt[:-1].tolist()):
+            state, _ = decoder.prefill(model.params, state, *call)
         asked = request(decoder.config, prompt.tolist(), limit=num_tokens, temperature=1.0, seed=seed, index=slot)
         state = decoder.insert(state, slot, asked)
     bursts = []

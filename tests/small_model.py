@@ -11,7 +11,7 @@ import numpy as np
 from et_jax import sampling
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
-from et_jax.parts import arrays
+from et_jax.parts import call
 from et_jax.state import DecoderConfig, Request
 
 VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
@@ -83,7 +83,7 @@ def fill(d, params, state, slot: int, tokens: list[int]):
     """Write a prompt but for its last token, chunk by chunk."""
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, granted = d.prefill(params, state, *arrays(d.config, [(slot, part)], 1))
+        state, granted = d.prefill(params, state, *call(d.config, [(slot, part)]))
         assert granted.all()
     return state
 

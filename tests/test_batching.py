@@ -22,7 +22,7 @@ SENTENCE = "It was in the spring of that year that the old house by the river wa
 def model():
     """Six slots of which four advance, and pages for about a quarter of what they could hold."""
     return engine.load(
-        max_num_seqs=4, max_resident_seqs=6, max_model_len=256, num_pages=28, chunk=32, max_num_batched_tokens=64
+        max_num_seqs=4, max_resident_seqs=6, max_model_len=256, num_pages=28, chunk=64, max_num_batched_tokens=64
     )
 
 

@@ -35,7 +35,7 @@ from et_jax.control.clock import paper
 from et_jax.control.priority import aged
 from et_jax.control.select import sinks_window
 from et_jax.models.transformer import initialise
-from et_jax.parts import arrays
+from et_jax.parts import call
 from et_jax.state import Controller
 from et_jax.types import replace
 
@@ -257,7 +257,7 @@ def test_a_refused_chunk_changes_nothing():
     state = fill(d, params, d.empty(), 0, prompt(4, 60))
     state = fill(d, params, state, 1, prompt(5, 33))
     before = jax.tree.map(np.asarray, state)
-    state, granted = d.prefill(params, state, *arrays(d.config, [(2, range(CHUNK))], 1))
+    state, granted = d.prefill(params, state, *call(d.config, [(2, range(CHUNK))]))
     assert not granted.any() and same_bits(state, before)
 
 

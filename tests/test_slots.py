@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from small_model import CHUNK, PAGE, configuration, prompt, request, same_bits, weights
 
 from et_jax import decode as hall
-from et_jax.parts import arrays
+from et_jax.parts import call
 from et_jax.prefix import PrefixIndex
 
 SLOTS, POOL, LONGEST = 3, 14, 8 * PAGE
@@ -30,7 +30,7 @@ def text_alone(number: int) -> tuple[int, ...]:
     state = d.empty()
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, _ = d.prefill(weights(), state, *arrays(d.config, [(0, part)], 1))
+        state, _ = d.prefill(weights(), state, *call(d.config, [(0, part)]))
     state = d.insert(state, 0, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens)))
     text = []
     while bool(state.active[0]):
@@ -73,7 +73,7 @@ class Slots(RuleBasedStateMachine):
         self.prefixes.use(found)
         for at in range(len(found) * PAGE, len(tokens) - 1, CHUNK):
             part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-            self.state, granted = d.prefill(weights(), self.state, *arrays(d.config, [(slot, part)], 1))
+            self.state, granted = d.prefill(weights(), self.state, *call(d.config, [(slot, part)]))
             assert granted
         self.state = d.insert(
             self.state, slot, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens), seed=slot)
@@ -190,7 +190,7 @@ def test_a_sequence_moved_out_and_in_has_every_bit_it_had():
     state = d.empty()
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, _ = d.prefill(weights(), state, *arrays(d.config, [(0, part)], 1))
+        state, _ = d.prefill(weights(), state, *call(d.config, [(0, part)]))
     state = d.insert(state, 0, request(tokens[-1], limit=30, seed=3))
     state, _, _ = d.decode(weights(), state, 3)
     row = jax.device_get(d.read_row(state, 0))
@@ -213,7 +213,7 @@ def test_a_row_that_does_not_fit_changes_nothing():
     d, tokens = decoder(), PROMPTS[3]
     state = d.empty()
     row = jax.device_get(d.read_row(state, 0)) | {"length": np.int32(LONGEST)}
-    state, _ = d.prefill(weights(), state, *arrays(d.config, [(0, tokens[:CHUNK])], 1))
+    state, _ = d.prefill(weights(), state, *call(d.config, [(0, tokens[:CHUNK])]))
     state, _ = d.write_row(state, 1, row)  # eight of thirteen pages
     before = jax.device_get(state)
     state, granted = d.write_row(state, 2, row)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from et_jax.pallas.paged_attention import paged_attention
+from et_jax.pallas.paged_attention import paged_attention, xla
 from et_jax.pallas.paged_attention.shapes import SHAPES, TESTED, Shape, example
 
 # rounding of one value, times a few for the sums: relative to outputs of size one
@@ -169,6 +169,25 @@ def test_block_sums_add_up_to_attention(name):
         np.testing.assert_array_equal(lse[..., 0], block_lse[..., entry])
         alone += np.exp(lse - total[..., None]) * part
     np.testing.assert_allclose(alone, out, atol=2 * TOLERANCE[shape.dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_walked_in_tiles_have_the_bits_of_rows_walked_at_once(dtype):
+    """Lists of all lengths, an empty one among them, in tiles that divide the rows and tiles that do not."""
+    lengths = (40, 0, 7, 161, 16, 90, 33, 1, 200, 64, 17)
+    shape = dataclasses.replace(NAMED["group_3"], dtype=dtype, lengths=lengths, open_share=0.7)
+    arguments = example(shape)
+    rule = dataclasses.replace(xla.heuristic(shape.page_size, shape.head_dim, jnp.dtype(dtype), "cpu"), group=2)
+
+    def walked(rows: int | None):
+        config = dataclasses.replace(rule, rows=rows)
+        walk = jax.jit(functools.partial(xla.paged_attention, **shape.settings, config=config))
+        return jax.tree.map(np.asarray, walk(**arguments))
+
+    expected = walked(None)
+    for rows in (1, 2, 4, 11, 12):
+        for got, wanted in zip(walked(rows), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("name", ["group_3", "dim_128_bfloat16", "all_of_them", "one_token", "sparse_wide"])
