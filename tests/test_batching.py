@@ -206,6 +206,25 @@ def test_recorded_traffic_leaves_memory_flat(shared, model):
     assert used == kept and busy.metrics.programs_compiled_late == 0
 
 
+def test_a_beginning_that_several_share_is_prefilled_once(model):
+    """Prompts that come together: one computes what they share, the others wait for it and take it over."""
+    tokens = model.tokenizer.encode(SENTENCE * 3)
+    shared, size = 4 * model.decoder_config.page_size, model.decoder_config.page_size
+    asked = [
+        GenerationRequest(prompt=(*tokens[:shared], *tokens[i : i + 5]), params=SamplingParams(max_tokens=4, n=2))
+        for i in range(3)
+    ]
+    fresh = opened(model)
+    calls, prefill = [], fresh.batcher()._prefill_parts
+    fresh.batcher()._prefill_parts = lambda chosen: (calls.append(len(chosen)), prefill(chosen))
+    together = fresh.generate(asked)
+    assert fresh.metrics.prompt_tokens == 6 * (shared + 5)
+    assert fresh.metrics.cached_prompt_tokens == 5 * shared
+    assert sum(calls) == shared // size + 6 and len(calls) < 6  # whose ends stand in one call
+    apart = opened(model, prefix_cache=False).generate(asked)
+    assert all(same(*pair) for pair in zip(together, apart, strict=True))
+
+
 def test_a_request_of_higher_priority_is_served_first_and_nobody_is_forgotten(model):
     busy = opened(model)
     tokens = tuple(busy.tokenizer.encode(SENTENCE)[:20])

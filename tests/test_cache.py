@@ -123,6 +123,21 @@ def test_a_reused_page_forgets_its_last_owner():
     assert not layer.summary.value_radius[:, 3].any()
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["in order", "out of order"])
+def test_rows_of_one_sequence_may_share_a_page(order):
+    """Two tokens and three, of which one is in the first one's page: its summary speaks of both, in any order."""
+    k, v = tokens(np.random.default_rng(4), 3, jnp.float32)
+    table, start, count = (np.asarray(x, np.int32) for x in ([TABLE[0]] * 2, [SIZE - 3, SIZE - 1], [2, 3]))
+    first = dirty(jnp.float32, junk=0.0)
+    once = write(first, k[:1], v[:1], table[:1], start[:1], count[:1])
+    twice = write(once, k[1:2], v[1:2], table[1:], start[1:], count[1:])
+    at = np.asarray(order)
+    end = jnp.full(2, SIZE + 2, jnp.int32)
+    together = write(first, k[at], v[at], table[at], start[at], count[at], end)
+    for got, wanted in zip(jax.tree.leaves(together), jax.tree.leaves(twice), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
 def test_a_write_of_nothing_changes_nothing():
     before = dirty(jnp.float32, junk=2.0)
     k, v = tokens(np.random.default_rng(1), 8, jnp.float32)
