@@ -206,7 +206,7 @@ def test_recorded_traffic_leaves_memory_flat(shared, model):
     assert used == kept and busy.metrics.programs_compiled_late == 0
 
 
-def test_a_beginning_that_several_share_is_prefilled_once(model):
+def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
     """Prompts that come together: one computes what they share, the others wait for it and take it over."""
     tokens = model.tokenizer.encode(SENTENCE * 3)
     shared, size = 4 * model.decoder_config.page_size, model.decoder_config.page_size
@@ -216,7 +216,7 @@ def test_a_beginning_that_several_share_is_prefilled_once(model):
     ]
     fresh = opened(model)
     calls, prefill = [], fresh.batcher()._prefill_parts
-    fresh.batcher()._prefill_parts = lambda chosen: (calls.append(len(chosen)), prefill(chosen))
+    monkeypatch.setattr(fresh.batcher(), "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
     together = fresh.generate(asked)
     assert fresh.metrics.prompt_tokens == 6 * (shared + 5)
     assert fresh.metrics.cached_prompt_tokens == 5 * shared
