@@ -325,10 +325,11 @@ class Batcher:
         running = sum(sequence.ready for sequence in self.slots.values())
         budget = max(1, (self._batched_tokens - running) // self.config.chunk)
         while True:
+            self._insert_whole()
             for slot, sequence in self.slots.items():
                 if not sequence.begun and not self._awaits_another(sequence):
                     self._begin(slot, sequence)
-            self._insert_whole()
+            self._insert_whole()  # those of whose prompts every page was kept
             unready = [sequence for sequence in self.slots.values() if not sequence.ready]
             chosen = self._choose_parts(unready)
             if not chosen or not budget:

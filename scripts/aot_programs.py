@@ -40,13 +40,19 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds."""
+    """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
+
+    open_blocks: blocks each KV head reads; None is all, and then no page has a summary.
+    functions: those of the decoder to compile.
+    """
 
     name: str
     model: dict[str, Any]
     num_slots: int
     max_length: int
     chunk: int
+    open_blocks: int | None = None
+    functions: tuple[str, ...] = ("step", "decode", "prefill")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +99,12 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
 }
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, chunk=256),
+    # not its step: of a pool as small as this a TPU copies the mean keys as a whole
+    Decoding(
+        name="selecting", model=SMALL, num_slots=16, max_length=32768, chunk=256, open_blocks=32, functions=("prefill",)
+    ),
     Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, chunk=512),
 )
-FUNCTIONS = ("step", "decode", "prefill")
 ATTENTIONS = (
     Attention(
         name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128, kernels=("attention", "int8", "prefill", "sparse")
@@ -174,7 +183,7 @@ def programs() -> list[Program]:
         for backend in ("xla", chip.backend)
         if backend
         for decoding in DECODINGS
-        for function in FUNCTIONS
+        for function in decoding.functions
         if function != "decode" or backend == chip.backend  # a loop around the step: once is enough
     ]
     return kernels + scores + decoders
@@ -312,10 +321,13 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     import jax.numpy as jnp
 
     from et_jax import decode
+    from et_jax.control.select import dense, quest
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import describe
+    from et_jax.state import Controller
 
     device = device_of(chip)
+    selector = dense() if decoding.open_blocks is None else quest(decoding.open_blocks)
     on_chip = partial(on_device, device=device)
     model = ModelConfig(
         architecture="llama",
@@ -338,6 +350,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         max_steps=32,
         cache_dtype=jnp.bfloat16,
         backend=backend,
+        controller=Controller(selector=selector),
     )
     params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
     state = jax.tree.map(on_chip, jax.eval_shape(partial(decode.empty, config)))
