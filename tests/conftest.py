@@ -15,6 +15,13 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs_end_with_their_module():
+    """Each program maps memory of its own, and a process has only so many maps (65,530 by default on Linux)."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the folder of real weights, text and prompts: ET_JAX_SHARED, or `shared` beside the repository."""
