@@ -17,7 +17,7 @@ hypothesis.settings.load_profile("repeatable")
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_programs_end_with_their_module():
-    """Each program maps memory of its own, and a process has only so many maps (65,530 by default on Linux)."""
+    """Each program maps about ten pieces of memory on a CPU, and a process has 65,530 by default on Linux."""
     yield
     jax.clear_caches()
 
