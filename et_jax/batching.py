@@ -1,6 +1,5 @@
 """Many sequences at once: seats them in slots, prefills, decodes in bursts, moves them out when pages run short."""
 
-import dataclasses
 import itertools
 import threading
 import time
@@ -11,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax import cache, cost, parts, scheduler
+from et_jax import cost, parts, scheduler
 from et_jax.compilation import num_compiled
-from et_jax.continuation import Continuation
 from et_jax.decode import Decoder
 from et_jax.metrics import Metrics
 from et_jax.models.transformer import Params
 from et_jax.prefix import PrefixIndex
+from et_jax.queue import Queue, Sequence
 from et_jax.requests import TokenEvent
-from et_jax.slots import Row
 from et_jax.state import DecodeState, request
 from et_jax.tracing import StepRow, step_rows
 from et_jax.types import replace
@@ -28,70 +26,43 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Sequence:
-    """A continuation on its way through the engine, and what to call with everything that comes of it.
-
-    `arrival` numbers submissions, `turn` first seatings. `length` tokens of it are in the cache, on
-    `blocks` pages. Those in `kept` hold the beginning of its prompt and stay kept while it sits. It is
-    `ready` once its prompt is prefilled. `row` and `taken` are its slot and its pages while it is on the
-    host.
-    """
-
-    text: Continuation
-    deliver: Callable[[TokenEvent], None]
-    priority: float
-    deadline: float | None
-    arrival: int
-    arrived: float
-    turn: int = 0
-    slot: int | None = None
-    length: int = 0
-    blocks: int = 0
-    kept: list[int] = dataclasses.field(default_factory=list)
-    begun: bool = False
-    ready: bool = False
-    seated: float | None = None
-    row: Row | None = None
-    taken: list[cache.KVCache] = dataclasses.field(default_factory=list)
-
-
 class Batcher:
-    """The decode state of one decoder, and the sequences that wait, sit in a slot, or are away on the host.
+    """One replica: the decode state of one decoder, and the sequences that sit in its slots.
 
     Every round prefills at most `batched_tokens` tokens, the rows of one step included, and decodes for
     about `burst_seconds`. With `prefix_cache`, full pages of prompts are kept and shared.
     `preempt_every` rounds somebody is moved to the host and back for no need (0: never), to prove that it
     changes nothing.
 
-    The lock guards it: streams in several threads may advance one batcher. An exception within a round
-    leaves it `broken`: the state was donated and is lost.
+    Sequences come from `queue`, and return to it where pages run short. The queue's lock is held through a
+    round but while the device works; the batcher's own `lock` all the while, for the state is donated. An
+    exception within a round leaves it `broken`: the state is lost.
     """
 
     def __init__(
         self,
         params: Params,
         decoder: Decoder,
+        queue: Queue,
         *,
         metrics: Metrics,
         batched_tokens: int = 512,
         burst_seconds: float = 0.05,
         prefix_cache: bool = True,
         preempt_every: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.params, self.decoder, self.config = params, decoder, decoder.config
+        self.params, self.decoder, self.config, self.queue = params, decoder, decoder.config, queue
         self.metrics, self.burst_seconds = metrics, burst_seconds
-        self.state: DecodeState = decoder.empty()
-        self.waiting: list[Sequence] = []
+        self.state: DecodeState = jax.device_put(decoder.empty(), params.embedding.sharding)
         self.slots: dict[int, Sequence] = {}
-        self.lock, self.broken = threading.RLock(), False
-        self._batched_tokens, self._preempt_every, self._clock = batched_tokens, preempt_every, clock
+        self.lock, self.broken = threading.Lock(), False
+        self._batched_tokens, self._preempt_every = batched_tokens, preempt_every
         self._num_multiplied = cost.num_multiplied(params)
         self._prefixes = PrefixIndex(self.config.page_size) if prefix_cache else None
-        self._arrivals = self._turns = self._rounds = 0
+        self._rounds = 0
         self._steps = 1
         self._granted: list[jax.Array] = []
+        queue.join(self.slots)
 
     # What callers do.
 
@@ -122,52 +93,35 @@ class Batcher:
             self.state = run(self.state)
         self.metrics.programs_compiled += num_compiled() - before
 
-    def submit(
-        self,
-        text: Continuation,
-        deliver: Callable[[TokenEvent], None],
-        *,
-        priority: float = 0.0,
-        deadline: float | None = None,
-    ) -> Sequence:
-        """Put a continuation in the queue; `deliver` is called with its events from within `advance`."""
-        sequence = Sequence(
-            text=text,
-            deliver=deliver,
-            priority=priority,
-            deadline=deadline,
-            arrival=self._arrivals,
-            arrived=self._clock(),
-        )
-        self._arrivals += 1
-        self.waiting.append(sequence)
-        return sequence
-
-    def cancel(self, sequence: Sequence) -> None:
-        """End a sequence with what it has, as "abort"."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        self._end(sequence, sequence.text.end("abort"))
-
     def advance(self) -> None:
         """One round: seat whom pages and slots allow, prefill, decode a burst, deliver what came."""
-        before = num_compiled()
-        self.broken = True
+        with self.lock, self.queue.lock:
+            before = num_compiled()
+            try:
+                self._round()
+            except BaseException:
+                self.broken = True
+                raise
+            late = num_compiled() - before
+            self.metrics.programs_compiled += late
+            self.metrics.programs_compiled_late += late
+
+    def _round(self) -> None:
         self._rounds += 1
         if self._preempt_every and self._rounds % self._preempt_every == 0:
             self._preempt_somebody()
         self._seat()
         pending = self._prefill()
         self._decode(pending)
-        self.broken = False
-        late = num_compiled() - before
-        self.metrics.programs_compiled += late
-        self.metrics.programs_compiled_late += late
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits and nobody sits."""
-        return not self.waiting and not self.slots
+        return not self.queue.waiting and not self.slots
+
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence that waits, or sits here, with what it has, as "abort"."""
+        self._end(sequence, sequence.text.end("abort"))
 
     def forget_prefixes(self) -> None:
         """Let go of every kept page that no sequence uses."""
@@ -178,29 +132,12 @@ class Batcher:
 
     def _seat(self) -> None:
         free = [slot for slot in range(self.config.num_slots) if slot not in self.slots]
-        if not free or not self.waiting:
+        if not free or not self.queue.waiting:
             return
-        now = self._clock()
-        claims = [
-            scheduler.Waiting(
-                arrival=sequence.arrival,
-                priority=sequence.priority,
-                deadline=sequence.deadline,
-                waited=now - sequence.arrived,
-                pages=self._claim(sequence),
-                started=sequence.row is not None,
-            )
-            for sequence in self.waiting
-        ]
-        chosen = scheduler.admitted(claims, len(free), self._num_available(), len(self.slots))
-        for slot, sequence in zip(free, [self.waiting[i] for i in chosen], strict=False):
-            self.waiting.remove(sequence)
+        chosen = self.queue.seat(len(self.slots), len(free), self._num_available(), self._claim)
+        for slot, sequence in zip(free, chosen, strict=False):
             self.slots[slot] = sequence
             sequence.slot = slot
-            if sequence.seated is None:
-                sequence.seated, sequence.turn = now, self._turns
-                self._turns += 1
-                self.metrics.waiting_seconds += now - sequence.arrived
             if sequence.row is not None:
                 self._bring_back(slot, sequence)
 
@@ -215,16 +152,16 @@ class Batcher:
         if sequence.ready:
             firsts = range(0, sequence.blocks, self.config.pages_per_chunk)
             pages = [self.decoder.read_pages(state, slot, np.int32(first)) for first in firsts]
-            sequence.row, sequence.taken = jax.device_get((self.decoder.read_row(state, slot), pages))
+            sequence.row, sequence.taken = self._fetched((self.decoder.read_row(state, slot), pages))
         else:
             sequence.length = sequence.blocks = 0
             sequence.begun = False
         self.state = self.decoder.release(state, slot)
-        self.waiting.append(sequence)
+        self.queue.waiting.append(sequence)
         self.metrics.preemptions += 1
 
     def _bring_back(self, slot: int, sequence: Sequence) -> None:
-        self._make_free(sequence.blocks)
+        self._make_free()
         self.state, granted = self.decoder.write_row(self.state, np.int32(slot), sequence.row)
         self._granted.append(granted)
         for number, taken in enumerate(sequence.taken):
@@ -238,7 +175,7 @@ class Batcher:
         del self.slots[slot]
         if self._prefixes is not None:
             self._prefixes.leave(sequence.kept)
-        sequence.kept = []
+        sequence.kept, sequence.shared = [], 0
         return np.int32(slot)
 
     def _end(self, sequence: Sequence, event: TokenEvent) -> None:
@@ -247,12 +184,14 @@ class Batcher:
             self.state = self.decoder.release(self.state, self._vacate(sequence))
         sequence.row, sequence.taken = None, []
         if event.completion is not None:
-            done, now = event.completion, self._clock()
+            done = event.completion
             self.metrics.finish(done.finish_reason)
             self.metrics.entropic_time += done.entropic_time
             self.metrics.cost += done.cost
             self.metrics.flops += done.flops
-            self.metrics.serving_seconds += 0.0 if sequence.seated is None else now - sequence.seated
+            if sequence.seated is not None:
+                self.metrics.waiting_seconds += sequence.seated - sequence.arrived
+                self.metrics.serving_seconds += self.queue.clock() - sequence.seated
         sequence.deliver(event)
 
     # Pages.
@@ -268,15 +207,22 @@ class Batcher:
         """Pages a sequence needs to take its next step."""
         return self._blocks(sequence.length + 1 if sequence.ready else len(sequence.text.tokens))
 
+    @property
+    def _num_free(self) -> int:
+        """Free pages by the host's books, which the table on the device agrees with, or will."""
+        kept = 0 if self._prefixes is None else len(self._prefixes)
+        own = sum(sequence.blocks - sequence.shared for sequence in self.slots.values())
+        return self.config.num_pages - 1 - kept - own
+
     def _num_available(self) -> int:
         """Pages free, or kept for nobody in particular, less what those still prefilling have yet to take."""
         promised = sum(self._claim(other) - other.blocks for other in self.slots.values() if not other.ready)
         idle = 0 if self._prefixes is None else self._prefixes.num_idle
-        return int(self.state.table.num_free) + idle - promised
+        return self._num_free + idle - promised
 
-    def _make_free(self, num_pages: int) -> None:
-        """Let go of kept pages until `num_pages` are free."""
-        short = num_pages - int(self.state.table.num_free) if self._prefixes is not None and len(self._prefixes) else 0
+    def _make_free(self, num_pages: int = 0) -> None:
+        """Let go of kept pages until `num_pages` are free beyond those in the books."""
+        short = num_pages - self._num_free
         if self._prefixes is not None and short > 0:
             self._drop(self._prefixes.let_go(short))
 
@@ -298,7 +244,7 @@ class Batcher:
             if num_steps > 1:
                 num_steps //= 2
                 continue
-            priority = np.asarray(self.state.control.priority)
+            priority = self._fetched(self.state.control.priority)
             seated = list(self.slots.items())
             leaving = scheduler.leaving([self._seated(slot, sequence, priority) for slot, sequence in seated], short)
             if not leaving:
@@ -346,12 +292,10 @@ class Batcher:
 
     def _prefill_parts(self, chosen: list[tuple[Sequence, list[int]]]) -> None:
         """Prefill parts of prompts in one call."""
-        needed = 0
         for sequence, tokens in chosen:
             sequence.length += len(tokens)
-            needed += self._blocks(sequence.length) - sequence.blocks
             sequence.blocks = self._blocks(sequence.length)
-        self._make_free(needed)
+        self._make_free()
         rows = parts.call(self.config, [(sequence.slot, tokens) for sequence, tokens in chosen])
         self.state, granted = self.decoder.prefill(self.params, self.state, *rows)
         self._granted.append(granted)
@@ -378,7 +322,8 @@ class Batcher:
             pages = _padded(found, self.config.blocks_per_slot)
             self.state = self.decoder.adopt(self.state, np.int32(slot), pages, np.int32(len(found)))
             self._prefixes.use(found)
-            sequence.kept, sequence.blocks = found, len(found)
+            sequence.kept = found
+            sequence.blocks = sequence.shared = len(found)
             sequence.length = len(found) * self.config.page_size
             self.metrics.cached_prompt_tokens += sequence.length
 
@@ -387,12 +332,15 @@ class Batcher:
         unready = ((slot, sequence) for slot, sequence in self.slots.items() if sequence.begun and not sequence.ready)
         whole = [(slot, sequence) for slot, sequence in unready if sequence.length == len(sequence.text.tokens) - 1]
         if whole:
-            table = np.asarray(self.state.table.pages)
             for slot, sequence in whole:
-                self._insert(slot, sequence, table[slot])
+                self._insert(slot, sequence)
+            if self._prefixes is not None:
+                table = self._fetched(self.state.table.pages)
+                for slot, sequence in whole:
+                    self._keep(self._prefixes, sequence, table[slot].tolist())
 
-    def _insert(self, slot: int, sequence: Sequence, row: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-        """Make a sequence whose pages are `row` ready to decode, and keep the full pages of its prompt."""
+    def _insert(self, slot: int, sequence: Sequence) -> None:
+        """Make a sequence whose prompt is in the cache ready to decode."""
         text = sequence.text
         settings = {name: getattr(text.params, name) for name in (*_SETTINGS, *_PENALTIES)}
         asked = request(
@@ -408,23 +356,24 @@ class Batcher:
         )
         self.state = self.decoder.insert(self.state, np.int32(slot), asked)
         sequence.ready = True
+
+    def _keep(self, prefixes: PrefixIndex, sequence: Sequence, row: list[int]) -> None:
+        """Keep the full pages of the prompt of a sequence whose pages are `row`."""
         full = sequence.length // self.config.page_size
-        if self._prefixes is None or not full:
-            return
-        row = row[:full].tolist()
-        prompt = text.tokens[: full * self.config.page_size]
-        fresh = self._prefixes.add(prompt, row)
+        prompt = sequence.text.tokens[: full * self.config.page_size]
+        fresh = prefixes.add(prompt, row[:full])
         if fresh:
             pages = _padded(fresh, self.config.blocks_per_slot)
             self.state = self.decoder.hold(self.state, pages, np.int32(len(fresh)))
-        path = self._prefixes.find(prompt, full)  # kept pages that the sequence computed anew are among them
-        self._prefixes.use([page for page in path if page not in sequence.kept])
+            sequence.shared += len(fresh)
+        path = prefixes.find(prompt, full)  # kept pages that the sequence computed anew are among them
+        prefixes.use([page for page in path if page not in sequence.kept])
         sequence.kept = path
 
     # Tokens.
 
     def _urgency(self, sequence: Sequence) -> float:
-        return scheduler.urgency(sequence.priority, sequence.deadline, self._clock() - sequence.arrived)
+        return scheduler.urgency(sequence.priority, sequence.deadline, self.queue.clock() - sequence.arrived)
 
     def _decode(self, pending: bool) -> None:
         """Run a burst: one step while prompts are `pending`, else as many as the clock allows."""
@@ -438,12 +387,12 @@ class Batcher:
         prefilled = bool(self._granted)
         began = time.perf_counter()
         self.state, outputs, ran = self.decoder.decode(
-            self.params, self.state, np.int32(steps), np.bool_(bool(self.waiting))
+            self.params, self.state, np.int32(steps), np.bool_(bool(self.queue.waiting))
         )
         asked = {slot: sequence.text.params.logprobs for slot, sequence in self.slots.items()}
         if not any(asked.values()):
             outputs = replace(outputs, top_tokens=None, top_logprobs=None)
-        output, ran, granted = jax.device_get((outputs, ran, self._granted))
+        output, ran, granted = self._fetched((outputs, ran, self._granted))
         self._granted = []
         ran = int(ran)
         if not all(map(np.all, granted)) or output.refused[:ran].any():
@@ -473,6 +422,14 @@ class Batcher:
         sequence.blocks = self._blocks(sequence.length)
         event = text.take(row.trace, row.finished)
         return self._end(sequence, event) if event.completion else sequence.deliver(event)
+
+    def _fetched(self, tree: Any) -> Any:
+        """Return arrays of the device as numpy's; until they are there, other replicas go on."""
+        self.queue.lock.release()
+        try:
+            return jax.device_get(tree)
+        finally:
+            self.queue.lock.acquire()
 
 
 def _padded(values: list[int], size: int) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -4,8 +4,9 @@ import collections
 import dataclasses
 import time
 
-from et_jax.batching import Batcher, Sequence
 from et_jax.continuation import Continuation
+from et_jax.queue import Sequence
+from et_jax.replicas import Replicas
 from et_jax.requests import Completion, GenerationRequest, TokenEvent
 
 
@@ -18,41 +19,35 @@ class Text:
 
 
 class Call:
-    """One caller's sequences in a batcher, and the events that have come of them."""
+    """One caller's sequences under way, and the events that have come of them."""
 
-    def __init__(self, batcher: Batcher) -> None:
-        self._batcher = batcher
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
         self.events: collections.deque[TokenEvent] = collections.deque()
         self.under_way: dict[Continuation, Sequence] = {}
 
     def submit(self, text: Text) -> None:
-        """Put a text in the batcher's queue."""
-        continuation, request = text.continuation, text.request
+        """Put a text in the queue."""
+        continuation, request, queue = text.continuation, text.request, self._replicas.queue
 
         def deliver(event: TokenEvent) -> None:
             self.events.append(event)
             if event.completion is not None:
                 del self.under_way[continuation]
 
-        with self._batcher.lock:
-            self.under_way[continuation] = self._batcher.submit(
+        with queue.lock:
+            self.under_way[continuation] = queue.submit(
                 continuation, deliver, priority=request.priority, deadline=request.deadline
             )
 
     def advance(self) -> None:
-        """Run a round, unless another stream's round has brought something meanwhile."""
-        with self._batcher.lock:
-            if not self.events and self.under_way:
-                if self._batcher.broken:
-                    raise RuntimeError("another stream of this model failed while it held the cache; start anew")
-                self._batcher.advance()
+        """Wait for a round, unless one has brought something meanwhile."""
+        self._replicas.advance(unless=lambda: bool(self.events) or not self.under_way)
 
     def cancel(self) -> None:
         """End what is under way with what it has."""
-        with self._batcher.lock:
-            if not self._batcher.broken:
-                for sequence in list(self.under_way.values()):
-                    self._batcher.cancel(sequence)
+        if self.under_way and not self._replicas.broken:
+            self._replicas.cancel(list(self.under_way.values()))
 
 
 class Bar:

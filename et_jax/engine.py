@@ -16,7 +16,7 @@ from et_jax.calls import Bar, Call, Text, refused
 from et_jax.compilation import keep_programs
 from et_jax.continuation import Continuation
 from et_jax.decode import Decoder, decoder
-from et_jax.memory import usable_memory
+from et_jax.memory import num_sharing, usable_memory
 from et_jax.metrics import Metrics
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import read_calibration
@@ -25,6 +25,8 @@ from et_jax.models.checkpoint import read_config, resolve, stored_dtype
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params
 from et_jax.preflight import Plan, plan
+from et_jax.queue import Queue
+from et_jax.replicas import Replicas
 from et_jax.requests import Completion, GenerationRequest, SamplingParams, TokenEvent
 from et_jax.sizing import Control, controller, decoder_config
 from et_jax.state import Controller, DecoderConfig
@@ -53,6 +55,7 @@ def load(
     chunk: int | None = None,
     prefix_cache: bool = True,
     preempt_every: int = 0,
+    replicas: int = 1,
     control: Control = "off",
     backend: str | None = None,
     memory_fraction: float = 0.9,
@@ -71,7 +74,9 @@ def load(
     back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
     several in calls of `chunk` (on CPU 64, 128 from 16 sequences on, else 512). `prefix_cache` keeps full
     pages of prompts for prompts that begin alike. Every `preempt_every` rounds (0: never) somebody is
-    moved out for no need, to prove that no text changes.
+    moved out for no need, to prove that no text changes. `replicas` serve one queue side by side, each of
+    all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
+    host's work for one and the device's for another overlap.
 
     `control` is a preset's name or a Controller (see `presets.preset`).
     `compilation_cache` keeps compiled programs between runs; None keeps none.
@@ -85,6 +90,8 @@ def load(
         raise UsageError(f"max_num_batched_tokens is {max_num_batched_tokens}; it must be at least 1.")
     if preempt_every < 0:
         raise UsageError(f"preempt_every is {preempt_every}; it must be 0 (never) or above.")
+    if replicas < 1:
+        raise UsageError(f"replicas is {replicas}; it must be at least 1.")
 
     def sized(config: ModelConfig, dtype: DTypeLike, num_pages: int | None, calibration: float = 1.0) -> DecoderConfig:
         return decoder_config(
@@ -105,7 +112,7 @@ def load(
     def fit(folder: Path) -> Plan:
         """What it will need, from config.json alone. Raises UsageError where that is too much."""
         wanted = sized(read_config(folder), stored_dtype(folder, dtype), num_pages)
-        return plan(wanted, usable_memory(memory_fraction), num_pages=num_pages)
+        return plan(wanted, usable_memory(memory_fraction), num_pages=num_pages, replicas=num_sharing(replicas))
 
     tell(f"loading {name}")
     folder = bundled_folder() if name == "bundled" else resolve(name, fit)
@@ -119,6 +126,7 @@ def load(
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_cache=prefix_cache,
         preempt_every=preempt_every,
+        replicas=replicas,
         plan=fitting,
         progress=progress,
     )
@@ -140,6 +148,7 @@ class Model:
         max_num_batched_tokens: int = 512,
         prefix_cache: bool = True,
         preempt_every: int = 0,
+        replicas: int = 1,
         plan: Plan | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -147,10 +156,10 @@ class Model:
         self.config, self.decoder_config = config.model, config
         self.metrics = Metrics()
         self._max_num_batched_tokens, self._prefix_cache = max_num_batched_tokens, prefix_cache
-        self._preempt_every, self._plan = preempt_every, plan
+        self._preempt_every, self._num_replicas, self._plan = preempt_every, replicas, plan
         self._tell = progress or (lambda _: None)
         self._decoders: dict[Controller, Decoder] = {}
-        self._batchers: dict[Controller, Batcher] = {}
+        self._replicas: dict[Controller, Replicas] = {}
         self._lock = threading.Lock()
 
     @property
@@ -246,7 +255,7 @@ class Model:
 
     def warm_up(self, control: Control | None = None) -> None:
         """Compile every program that serving under `control` needs, so that no request waits for it."""
-        self.batcher(control)
+        self.replicas(control)
 
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
@@ -339,24 +348,23 @@ class Model:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[TokenEvent]:
         """Submit texts, a bounded number ahead, and yield their events; an event among them is passed on."""
-        batcher, source = self.batcher(control), iter(texts)
-        call, exhausted = Call(batcher), False
+        call, source, exhausted = Call(self.replicas(control)), iter(texts), False
+        most = self._num_replicas * self.decoder_config.num_slots + _AHEAD
         try:
             while True:
-                while (
-                    not exhausted and not call.events and len(call.under_way) < self.decoder_config.num_slots + _AHEAD
-                ):
+                while not exhausted and not call.events and len(call.under_way) < most:
                     item = next(source, None)
                     exhausted = item is None
                     if isinstance(item, TokenEvent):
                         call.events.append(item)
                     elif item is not None:
                         call.submit(item)
+                over = exhausted and not call.under_way  # asked before the events, for rounds go on meanwhile
                 if call.events:
                     while call.events:
                         yield call.events.popleft()
                     continue
-                if exhausted and not call.under_way:
+                if over:
                     return
                 if cancelled():
                     call.cancel()
@@ -366,28 +374,36 @@ class Model:
         finally:
             call.cancel()
 
-    def batcher(self, control: Control | None = None) -> Batcher:
-        """Return the batcher of a controller, made and warmed up when first asked for; others that idle are let go."""
+    def replicas(self, control: Control | None = None) -> Replicas:
+        """Return what serves under a controller, made and warmed up when first asked for; others that idle are let go."""
         chosen = self._controller(control)
         with self._lock:
-            self._batchers = {
-                key: batcher
-                for key, batcher in self._batchers.items()
-                if not batcher.broken and (key == chosen or not batcher.idle)
+            self._replicas = {
+                key: replicas
+                for key, replicas in self._replicas.items()
+                if not replicas.broken and (key == chosen or not replicas.idle)
             }
-            if chosen not in self._batchers:
-                batcher = Batcher(
-                    self.params,
-                    self.decoder(chosen),
-                    metrics=self.metrics,
-                    batched_tokens=self._max_num_batched_tokens,
-                    # The surprisal of the first token after a kept page needs logits that nobody keeps.
-                    prefix_cache=self._prefix_cache and not chosen.surprisals,
-                    preempt_every=self._preempt_every,
-                )
-                batcher.warm_up(self._tell)
-                self._batchers[chosen] = batcher
-            return self._batchers[chosen]
+            if chosen not in self._replicas:
+                queue = Queue()
+                replicas = Replicas(queue, [self._batcher(chosen, queue, i) for i in range(self._num_replicas)])
+                replicas.warm_up(self._tell)
+                self._replicas[chosen] = replicas
+            return self._replicas[chosen]
+
+    def _batcher(self, chosen: Controller, queue: Queue, number: int) -> Batcher:
+        """A replica, on the devices in turn, beginning where the weights are."""
+        [home] = self.params.embedding.devices()
+        devices = [home, *(device for device in jax.local_devices() if device != home)]
+        return Batcher(
+            jax.device_put(self.params, devices[number % len(devices)]),
+            self.decoder(chosen),
+            queue,
+            metrics=self.metrics,
+            batched_tokens=self._max_num_batched_tokens,
+            # The surprisal of the first token after a kept page needs logits that nobody keeps.
+            prefix_cache=self._prefix_cache and not chosen.surprisals,
+            preempt_every=self._preempt_every,
+        )
 
     def decoder(self, control: Control | None = None) -> Decoder:
         """Return the pure functions underneath, bound to this model; compiled once for each controller."""

@@ -21,6 +21,12 @@ def usable_memory(fraction: float) -> int:
     return int(fraction * free)
 
 
+def num_sharing(replicas: int) -> int:
+    """Return how many of so many replicas, placed on the devices in turn, share the memory of one; on a CPU all do."""
+    devices = jax.local_devices()
+    return replicas if devices[0].memory_stats() is None else -(-replicas // len(devices))
+
+
 def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes this process can still have: free memory, or what is left of its control group's.
 

@@ -30,7 +30,8 @@ class Plan:
 
     `page` is one page of every layer with its summaries and codes; `state` is all that a decoder holds
     beside its pages; `step` what a step needs while it runs. `memory` may be used in all. With
-    `wanted_pages` every slot reaches its full length; `num_pages` are there, page 0 included.
+    `wanted_pages` every slot reaches its full length; `num_pages` are there, page 0 included. Each of the
+    `replicas` of a device has state, step and cache of its own.
     """
 
     weights: int
@@ -40,52 +41,61 @@ class Plan:
     memory: int
     wanted_pages: int
     num_pages: int
+    replicas: int = 1
 
     @property
     def cache(self) -> int:
-        """Bytes of the whole cache."""
+        """Bytes of a whole cache."""
         return self.num_pages * self.page
 
     @property
     def total(self) -> int:
         """Bytes of everything."""
-        return self.weights + self.state + self.step + self.cache
+        return self.weights + self.replicas * (self.state + self.step + self.cache)
 
     def table(self) -> list[str]:
         """Return lines for a person."""
         short = "" if self.num_pages >= self.wanted_pages else f", of {self.wanted_pages} for every sequence at once"
+        shared = "" if self.replicas == 1 else f"with {self.replicas} replicas, "
         rows = [
             ("weights", self.weights, ""),
             ("cache", self.cache, f"{self.num_pages} pages of {size_text(self.page)}{short}"),
             ("state", self.state, ""),
             ("step", self.step, "estimated"),
-            ("in all", self.total, f"of {size_text(self.memory)} that may be used"),
+            ("in all", self.total, f"{shared}of {size_text(self.memory)} that may be used"),
         ]
         return [f"{name:8} {size_text(size):>10}  {note}".rstrip() for name, size, note in rows]
 
 
-def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None) -> Plan:
-    """Return what a decoder of this configuration needs in `memory` bytes, weights in the cache's dtype.
+def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, replicas: int = 1) -> Plan:
+    """Return what decoders of this configuration need in `memory` bytes that they share, weights in the cache's dtype.
 
     `num_pages` None gives the cache all the pages it wants, or as many as fit; `config.num_pages` is not
     read. Raises UsageError, saying what would fit, where not even one sequence of full length would.
     """
-    found = _measure(config, memory, num_pages)
+    found = _measure(config, memory, num_pages, replicas)
     if found.total > memory:
         raise UsageError(_refusal(config, found, num_pages))
     return found
 
 
-def _measure(config: DecoderConfig, memory: int, num_pages: int | None) -> Plan:
+def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
     """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
     weights, step = weight_bytes(config.model, config.cache_dtype), step_bytes(config)
     page, state = decoder_bytes(config)
     wanted = config.num_slots * config.blocks_per_slot + 1
     if num_pages is None:
-        fitting = (memory - weights - state - step) // page
+        fitting = ((memory - weights) // replicas - state - step) // page
         num_pages = max(min(wanted, fitting), config.blocks_per_slot + 1)
     return Plan(
-        weights=weights, page=page, state=state, step=step, memory=memory, wanted_pages=wanted, num_pages=num_pages
+        weights=weights,
+        page=page,
+        state=state,
+        step=step,
+        memory=memory,
+        wanted_pages=wanted,
+        num_pages=num_pages,
+        replicas=replicas,
     )
 
 
@@ -131,10 +141,11 @@ def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
     """Say what is needed, what there is, and the changes that would each be enough."""
     dtype = jnp.dtype(config.cache_dtype).name
     kept = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
+    times = "" if found.replicas == 1 else f", for each of {found.replicas} replicas"
     said = (
         f"This needs {size_text(found.total)} and {size_text(found.memory)} may be used: "
         f"{size_text(found.weights)} for weights in {dtype}, {size_text(found.cache)} for {kept}, "
-        f"{size_text(found.state + found.step)} for {config.num_slots} sequences at once"
+        f"{size_text(found.state + found.step)} for {config.num_slots} sequences at once{times}"
     )
     remedies = list(_remedies(config, found, num_pages)) or [
         f"choose a model of at most {found.memory // (4 * 10**9)} billion weights in bfloat16, or a larger machine"
@@ -144,7 +155,7 @@ def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
 
 def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list[str]:
     def fits(changed: DecoderConfig, pages: int | None = num_pages) -> bool:
-        return _measure(changed, found.memory, pages).total <= found.memory
+        return _measure(changed, found.memory, pages, found.replicas).total <= found.memory
 
     def with_slots(number: int) -> DecoderConfig:
         return replace(config, num_slots=number, batch=min(number, config.batch))
@@ -153,8 +164,10 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
         return replace(config, max_length=number)
 
     remedies = []
+    if found.replicas > 1 and _measure(config, found.memory, num_pages, 1).total <= found.memory:
+        remedies.append("take fewer replicas")
     if num_pages is not None and fits(config, None):
-        remedies.append(f"take num_pages {_measure(config, found.memory, None).num_pages}")
+        remedies.append(f"take num_pages {_measure(config, found.memory, None, found.replicas).num_pages}")
     if jnp.dtype(config.cache_dtype).itemsize > 2 and fits(replace(config, cache_dtype=jnp.bfloat16)):
         remedies.append("take bfloat16")
     if fits(with_slots(2)):

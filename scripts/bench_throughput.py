@@ -51,7 +51,7 @@ def requests(model: Model, text: str, count: int, seed: int) -> list[GenerationR
 
 def serve(model: Model, asked: list[GenerationRequest], alone: bool) -> dict[str, float]:
     """Serve all of `asked`, one after another where `alone`, from an empty cache; return what it took."""
-    model.batcher().forget_prefixes()
+    model.replicas().forget_prefixes()
     before = vars(model.metrics).copy()
     began = time.perf_counter()
     for part in [[request] for request in asked] if alone else [asked]:

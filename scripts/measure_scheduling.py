@@ -103,7 +103,7 @@ def requests(model: Model, trace: list[Arrival], text: str) -> list[GenerationRe
 def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[GenerationRequest]) -> dict[str, Any]:
     """Serve the trace under one rule; return latencies in steps and the course of entropic time."""
     law = chain(ema_entropy(), clock.paper(), priority.entropy_drift())
-    batcher = model.batcher(Controller(law=law, priority=rule.rule))
+    [batcher] = model.replicas(Controller(law=law, priority=rule.rule)).batchers
     batcher.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
     now = 0.0
     first, last, texts = np.full(len(trace), np.nan), np.full(len(trace), np.nan), {}
@@ -129,7 +129,7 @@ def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[Generatio
         while coming and coming[0][1].step <= now:
             index, _ = coming.pop(0)
             [text] = model.continuations(index, asked[index])
-            batcher.submit(text, deliver(index))
+            batcher.queue.submit(text, deliver(index))
         before = model.metrics.steps
         now += 1.0
         batcher.advance()

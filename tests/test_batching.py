@@ -141,7 +141,7 @@ def test_a_company_that_did_leak_would_be_seen(model, requests, alone):
 
 def pages_in_use(model) -> list[int]:
     """The pages that each slot of the only batcher holds, and the kept ones."""
-    [batcher] = model._batchers.values()
+    [batcher] = model.replicas().batchers
     table = jax.device_get(batcher.state.table)
     assert table.references.min() >= 0 and table.references[0] == 0
     assert int(table.num_free) == model.decoder_config.num_pages - 1 - int((table.references > 0).sum())
@@ -154,7 +154,7 @@ def test_an_idle_engine_holds_no_page_but_those_kept_for_prompts_to_come(model, 
     busy.generate(requests[:12])
     used, kept = pages_in_use(busy)
     assert used == kept > 0
-    [batcher] = busy._batchers.values()
+    [batcher] = busy.replicas().batchers
     batcher.forget_prefixes()
     assert pages_in_use(busy) == [0, 0]
 
@@ -215,8 +215,9 @@ def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
         for i in range(3)
     ]
     fresh = opened(model)
-    calls, prefill = [], fresh.batcher()._prefill_parts
-    monkeypatch.setattr(fresh.batcher(), "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
+    [batcher] = fresh.replicas().batchers
+    calls, prefill = [], batcher._prefill_parts
+    monkeypatch.setattr(batcher, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
     together = fresh.generate(asked)
     assert fresh.metrics.prompt_tokens == 6 * (shared + 5)
     assert fresh.metrics.cached_prompt_tokens == 5 * shared
@@ -268,7 +269,7 @@ def test_completions_come_as_they_end_and_a_bad_request_is_an_answer_too(model):
     assert "300 tokens" in by_index[3].error
     ends = [index for index, _ in came]
     assert ends.count(2) == 2 and ends.index(2) < (ends.index(0) if 0 in ends else len(ends))
-    assert not model.batcher().slots  # what was under way has left its slots
+    assert not model.replicas().batchers[0].slots  # what was under way has left its slots
 
 
 def test_streams_open_at_once_share_the_slots_and_keep_their_own_events(model, requests, alone):
@@ -307,21 +308,21 @@ def test_an_asyncio_stream_that_is_left_gives_its_slot_back(model, requests):
         await stream.aclose()
 
     asyncio.run(leave())
-    assert model.batcher().idle
+    assert model.replicas().idle
 
 
 def test_a_closed_stream_gives_its_slot_back(model):
     stream = model.stream(SENTENCE, max_tokens=100, ignore_eos=True)
     next(stream)
     stream.close()
-    assert model.batcher().idle
+    assert model.replicas().idle
 
 
 def test_a_model_goes_on_after_a_round_that_was_torn(model, requests, alone, monkeypatch):
     """An interrupt in mid-round loses the cache, not the model."""
     busy = opened(model)
     busy.generate(requests[0])
-    [batcher] = busy._batchers.values()
+    [batcher] = busy.replicas().batchers
 
     def torn(*_):
         raise KeyboardInterrupt

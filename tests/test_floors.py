@@ -20,13 +20,14 @@ FLOORS = {
     "attend": 3,
     "state": 4,
     **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight"), 5),
-    **dict.fromkeys(("decode", "sizing"), 6),
+    **dict.fromkeys(("decode", "sizing", "queue"), 6),
     "batching": 7,
-    "calls": 8,
-    **dict.fromkeys(("engine", "position_loss"), 9),
-    "batch": 10,
-    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 11),
-    "__main__": 12,
+    "replicas": 8,
+    "calls": 9,
+    **dict.fromkeys(("engine", "position_loss"), 10),
+    "batch": 11,
+    **dict.fromkeys(("generate", "evaluate", "training", "__init__"), 12),
+    "__main__": 13,
 }
 NOWHERE = {"torch", "transformers"}
 # Slow to import and not needed by every run, so no module that starts with the command line loads them.
