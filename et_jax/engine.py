@@ -268,7 +268,7 @@ class Model:
             *(f"not chosen: {refusal}" for refusal in refusals),
             *self._scoring(),
             f"cache {d.num_pages} pages of {d.page_size} tokens, {d.num_slots} slots of {d.max_length} tokens, "
-            f"{d.batch} served in a step",
+            f"{d.batch} served in a step" + ("" if self._num_replicas == 1 else f", {self._num_replicas} times over"),
             *([] if self._plan is None else self._plan.table()),
             f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
         ]

@@ -73,6 +73,9 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--max-num-batched-tokens", type=int, default=512, help="prompt tokens read between two steps (default 512)"
     )
+    machine.add_argument(
+        "--replicas", type=int, default=1, help="decoders that share the work, on the devices in turn (default 1)"
+    )
     machine.add_argument("--num-pages", type=int, help="pages of the cache (default: for everything, if it fits)")
     machine.add_argument(
         "--memory-fraction", type=float, default=0.9, help="share of the free memory that may be used (default 0.9)"
@@ -244,6 +247,7 @@ def _load(args: argparse.Namespace, max_num_seqs: int, control: "Controller", st
         num_pages=args.num_pages,
         max_num_seqs=max_num_seqs if args.max_num_seqs is None else args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        replicas=args.replicas,
         memory_fraction=args.memory_fraction,
         control=control,
         progress=status.tell,

@@ -1,12 +1,12 @@
 """Many requests at once against one at a time: tokens per second over the same 200 requests of mixed lengths.
 
-    python scripts/bench_throughput.py [--model bundled] [--text FILE] [--sizes 8 16 32 64]
+    python scripts/bench_throughput.py [--model bundled] [--text FILE] [--sizes 8 16 32 64] [--replicas 2]
 
 Prompts are windows of a text, of which some begin alike; lengths, temperatures and truncations are mixed, and end
 tokens are not heeded, so that every side writes the same number of tokens. One at a time means a model loaded for one
-sequence, which is as fast as one sequence gets. Sides take turns, round by round. Beside each size stand the same model
-with a pool too small for its slots, so that sequences move to the host and back, and with nothing kept of earlier
-prompts.
+sequence, which is as fast as one sequence gets. Sides take turns, round by round. Beside each size of at least 16
+stand as many sequences in several replicas on one device; beside the largest the same model with a pool too small for
+its slots, so that sequences move to the host and back, and with nothing kept of earlier prompts.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from et_jax.types import UsageError
 
 TEXT = Path(__file__).resolve().parents[1] / "README.md"
 PROMPTS, OUTPUTS = (8, 24, 60, 150, 300), (16, 48, 96, 160)  # tokens
+DIVIDED = 16  # sequences at once, from which on replicas are timed beside one
 SHARE_ALIKE = 0.3  # of the prompts begin with the text's first tokens
 
 
@@ -76,6 +77,10 @@ def sides(args: argparse.Namespace) -> dict[str, tuple[Model, bool]]:
     made = {"one at a time": (load(args.model, max_num_seqs=1, **plain), True)}
     for size in args.sizes:
         made[f"{size} at once"] = (load(args.model, max_num_seqs=size, **plain), False)
+        if size >= DIVIDED:
+            each = size // args.replicas
+            shared = load(args.model, max_num_seqs=each, replicas=args.replicas, **plain)
+            made[f"{args.replicas} replicas of {each}"] = (shared, False)
     size = args.sizes[-1]
     whole = made[f"{size} at once"][0].decoder_config.num_pages
     made[f"{size} at once, a quarter of the pages"] = (
@@ -95,6 +100,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT, help="where the prompts are cut from")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "throughput.json")

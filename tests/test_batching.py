@@ -62,6 +62,19 @@ def mixture(count: int, tokenizer, seed: int = 0) -> list[GenerationRequest]:
     return requests
 
 
+def balanced(monkeypatch, batcher) -> list[int]:
+    """Have the batcher's count of free pages compared with the device's after every round; return how many so far."""
+    rounds, advance = [0], batcher.advance
+
+    def advance_and_compare():
+        advance()
+        rounds[0] += 1
+        assert batcher._num_free == int(batcher.state.table.num_free)
+
+    monkeypatch.setattr(batcher, "advance", advance_and_compare)
+    return rounds
+
+
 def same(one, other) -> bool:
     """Whether two completions agree in every bit of every token."""
     return (one.text, one.token_ids, one.finish_reason, one.trace) == (
@@ -91,12 +104,15 @@ def alone(model, requests):
         {},
         {"preempt_every": 2},
         {"preempt_every": 1, "prefix_cache": False, "max_num_batched_tokens": 1000},
+        {"preempt_every": 2, "replicas": 3},
     ],
-    ids=["company", "prefixes", "moves and prefixes", "moves"],
+    ids=["company", "prefixes", "moves and prefixes", "moves", "replicas"],
 )
-def test_every_text_has_the_bits_it_has_alone(model, requests, alone, settings):
+def test_every_text_has_the_bits_it_has_alone(model, requests, alone, settings, monkeypatch):
     busy = opened(model, **settings)
+    rounds = [balanced(monkeypatch, batcher) for batcher in busy.replicas().batchers]
     together = busy.generate(requests)
+    assert all(number[0] > 10 for number in rounds)
     assert [same(*pair) for pair in zip(together, alone, strict=True)] == [True] * len(requests)
     metrics = busy.metrics
     assert metrics.generated_tokens == sum(len(completion.token_ids) for completion in together)
@@ -288,9 +304,12 @@ def test_streams_open_at_once_share_the_slots_and_keep_their_own_events(model, r
         assert text == alone[index].text and same(ended[index], alone[index])
 
 
-def test_asyncio_streams_run_side_by_side(model, requests, alone):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_asyncio_streams_run_side_by_side(model, requests, alone, replicas):
+    served = opened(model, replicas=replicas)
+
     async def read(index: int):
-        events = [event async for event in model.stream_async(requests[index])]
+        events = [event async for event in served.stream_async(requests[index])]
         return events[-1].completion
 
     async def read_all():
@@ -342,5 +361,7 @@ def test_progress_goes_to_the_screen_and_changes_nothing(model, requests, alone,
 def test_sizes_that_cannot_work_are_refused(model):
     with pytest.raises(UsageError, match=r"max_resident_seqs is 3; it must be at least the 4 sequences"):
         engine.load(max_num_seqs=4, max_resident_seqs=3)
+    with pytest.raises(UsageError, match="replicas is 0; it must be at least 1"):
+        engine.load(replicas=0)
     with pytest.raises(UsageError, match="max_num_batched_tokens is 0; it must be at least 1"):
         engine.load(max_num_batched_tokens=0)

@@ -63,9 +63,10 @@ def test_how_much_is_served_at_once(files: list[str], monkeypatch: pytest.Monkey
     asked = []
     monkeypatch.setattr(engine, "load", lambda *_, **settings: asked.append(settings) or PaperModel())
     assert main(files) == 0
-    assert main([*files[:3], files[3] + "2", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]) == 0
-    limits = [(settings["max_num_seqs"], settings["max_num_batched_tokens"]) for settings in asked]
-    assert limits == [(8, 512), (4, 64)]
+    flags = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--replicas", "2"]
+    assert main([*files[:3], files[3] + "2", *flags]) == 0
+    names = ("max_num_seqs", "max_num_batched_tokens", "replicas")
+    assert [tuple(settings[name] for name in names) for settings in asked] == [(8, 512, 1), (4, 64, 2)]
 
 
 def test_an_interrupt_before_the_first_line_says_how_to_resume(
