@@ -31,15 +31,14 @@ def pytree(cls: type[T]) -> type[T]:
     names = tuple(field.name for field in dataclasses.fields(cls))
 
     def flatten(tree):
-        return tuple(getattr(tree, name) for name in names), None
+        return tuple(map(vars(tree).__getitem__, names)), None
 
     def flatten_with_keys(tree):
         return tuple((GetAttrKey(name), getattr(tree, name)) for name in names), None
 
     def unflatten(_, children):
         tree = object.__new__(cls)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(tree, name, child)
+        vars(tree).update(zip(names, children, strict=True))
         return tree
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
