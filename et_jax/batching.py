@@ -53,7 +53,9 @@ class Batcher:
     ) -> None:
         self.params, self.decoder, self.config, self.queue = params, decoder, decoder.config, queue
         self.metrics, self.burst_seconds = metrics, burst_seconds
-        self.state: DecodeState = jax.device_put(decoder.empty(), params.embedding.sharding)
+        [device] = params.embedding.devices()
+        with jax.default_device(device):  # where there is room for it
+            self.state: DecodeState = jax.device_put(decoder.empty(), device)
         self.slots: dict[int, Sequence] = {}
         self.lock, self.broken = threading.Lock(), False
         self._batched_tokens, self._preempt_every = batched_tokens, preempt_every

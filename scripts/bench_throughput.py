@@ -131,7 +131,7 @@ def summary(name: str, taken: list[dict[str, float]], base: list[dict[str, float
 
 def throughput_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    header = ["served", "tokens/s", "ratio", "steps", "moved out", "prompt tokens found", "compiled after warm-up"]
+    header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "moved out", "prompt tokens found", "compiled after warm-up"]
     return table(
         header,
         [
@@ -139,6 +139,7 @@ def throughput_table(rows: list[dict[str, Any]]) -> str:
                 row["name"],
                 row["tokens_per_second"],
                 row["ratio"],
+                f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
                 int(row["steps"]),
                 int(row["preemptions"]),
                 f"{row['cached_prompt_tokens'] / row['prompt_tokens']:.0%}",

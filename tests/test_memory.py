@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from et_jax.memory import host_memory, usable_memory
+from et_jax.memory import host_memory, num_sharing, usable_memory
 from et_jax.types import UsageError
 
 GB = 10**9
@@ -68,3 +68,16 @@ def test_a_share_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_cpu_has_the_memory_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("et_jax.memory.host_memory", lambda: 1000)
     assert jax.devices()[0].memory_stats() is None and usable_memory(0.9) == 900
+
+
+def test_replicas_share_the_memory_of_their_device_and_on_a_cpu_that_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert num_sharing(3) == 3
+
+    class Chip:
+        def memory_stats(self) -> dict[str, int]:
+            return {}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Chip()] * 4)
+    assert [num_sharing(number) for number in (1, 4, 5)] == [1, 1, 2]

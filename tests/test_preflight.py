@@ -161,6 +161,17 @@ def test_more_pages_than_fit_are_refused(tmp_path: Path) -> None:
     assert plan(config, 20 * GB, num_pages=pages).total <= 20 * GB
 
 
+def test_replicas_that_share_a_memory_hold_the_weights_once_and_all_else_each() -> None:
+    config = configuration()
+    one, two = plan(config, GB), plan(config, GB, replicas=2)
+    assert two.num_pages == one.num_pages and two.total == 2 * one.total - one.weights
+    assert "with 2 replicas, of 1.0 GB" in two.table()[-1]
+    tight = plan(config, two.total - 1, replicas=2)
+    assert tight.num_pages == one.num_pages - 1 and tight.total <= two.total - 1
+    with pytest.raises(UsageError, match=r"for each of 2 replicas; take fewer replicas, or"):
+        plan(config, one.total, replicas=2, num_pages=one.num_pages)
+
+
 def test_the_table_says_where_the_memory_goes() -> None:
     config = configuration()
     lines = plan(config, GB).table()
