@@ -99,7 +99,8 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
 }
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, chunk=256),
-    # not its step: of a pool as small as this a TPU copies the mean keys as a whole
+    # not its step: where a layer's boxes and means fit a TPU's vector memory, XLA takes them there whole to write a row
+    # of each, and back (copy-start), for Llama-3-8B at these slots too: 50 MB a layer each way
     Decoding(
         name="selecting", model=SMALL, num_slots=16, max_length=32768, chunk=256, open_blocks=32, functions=("prefill",)
     ),
