@@ -375,7 +375,7 @@ class Model:
             call.cancel()
 
     def replicas(self, control: Control | None = None) -> Replicas:
-        """Return what serves under a controller, made and warmed up when first asked for; others that idle are let go."""
+        """Return what serves under a controller, made and warmed up when first asked for; idle others are let go."""
         chosen = self._controller(control)
         with self._lock:
             self._replicas = {

@@ -131,7 +131,16 @@ def summary(name: str, taken: list[dict[str, float]], base: list[dict[str, float
 
 def throughput_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "moved out", "prompt tokens found", "compiled after warm-up"]
+    header = [
+        "served",
+        "tokens/s",
+        "ratio",
+        "in single rounds",
+        "steps",
+        "moved out",
+        "prompt tokens found",
+        "compiled after warm-up",
+    ]
     return table(
         header,
         [
