@@ -44,7 +44,7 @@ class Replicas:
                 return
             if self.broken:
                 raise RuntimeError("another stream of this model failed while it held the cache; start anew")
-            self._rounds = {batcher: round for batcher, round in self._rounds.items() if not round.done()}
+            self._rounds = {batcher: running for batcher, running in self._rounds.items() if not running.done()}
             for batcher in self.batchers:
                 if batcher not in self._rounds and not batcher.idle:
                     self._rounds[batcher] = self._workers.submit(batcher.advance)
