@@ -302,24 +302,28 @@ class Batcher:
         self.state, granted = self.decoder.prefill(self.params, self.state, *rows)
         self._granted.append(granted)
 
+    def _kept_pages(self, prefixes: PrefixIndex, tokens: list[int]) -> list[int]:
+        """Return the pages kept of a prompt's beginning: whole parts of them, none that a step would write."""
+        found = prefixes.find(tokens, (len(tokens) - 1) // self.config.page_size)
+        per_part = self.config.part // self.config.page_size
+        return found[: len(found) // per_part * per_part]
+
     def _awaits_another(self, sequence: Sequence) -> bool:
-        """Whether the next page of its prompt that nobody keeps is just being filled for somebody else."""
+        """Whether the next part of its prompt that nobody keeps is just being prefilled for somebody else."""
         if self._prefixes is None:
             return False
-        size, tokens = self.config.page_size, sequence.text.tokens
-        end = (len(self._prefixes.find(tokens, (len(tokens) - 1) // size)) + 1) * size
+        tokens = sequence.text.tokens
+        end = len(self._kept_pages(self._prefixes, tokens)) * self.config.page_size + self.config.part
         others = (one.text.tokens for one in self.slots.values() if one.begun and not one.ready)
         return any(end < len(tokens) and end < len(other) and other[:end] == tokens[:end] for other in others)
 
     def _begin(self, slot: int, sequence: Sequence) -> None:
-        """Take over the pages kept of this prompt: whole parts of them, none that a step would write."""
+        """Take over the pages kept of this prompt."""
         sequence.begun = True
-        tokens, per_part = sequence.text.tokens, self.config.part // self.config.page_size
-        self.metrics.prompt_tokens += len(tokens)
+        self.metrics.prompt_tokens += len(sequence.text.tokens)
         if self._prefixes is None:
             return
-        found = self._prefixes.find(tokens, (len(tokens) - 1) // self.config.page_size)
-        found = found[: len(found) // per_part * per_part]
+        found = self._kept_pages(self._prefixes, sequence.text.tokens)
         if found:
             pages = _padded(found, self.config.blocks_per_slot)
             self.state = self.decoder.adopt(self.state, np.int32(slot), pages, np.int32(len(found)))

@@ -13,8 +13,9 @@ import pytest
 
 from et_jax import engine
 from et_jax.requests import GenerationRequest, SamplingParams
-from et_jax.types import UsageError
+from et_jax.types import UsageError, replace
 
+BRIEF = SamplingParams(max_tokens=4)
 SENTENCE = "It was in the spring of that year that the old house by the river was let again, and nobody knew to whom. "
 
 
@@ -243,6 +244,27 @@ def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
     assert sum(calls) == shared // size + 6 and len(calls) < 6  # whose ends stand in one call
     apart = opened(model, prefix_cache=False).generate(asked)
     assert all(same(*pair) for pair in zip(together, apart, strict=True))
+
+
+def test_nobody_waits_for_pages_that_are_less_than_a_part(model, monkeypatch):
+    """Two prompts that share one page of a part of two: what the first leaves cannot be taken over, so both go on."""
+    size = model.decoder_config.page_size
+    fresh = engine.Model(
+        name=model.name,
+        config=replace(model.decoder_config, part=2 * size),
+        params=model.params,
+        tokenizer=model.tokenizer,
+    )
+    tokens = model.tokenizer.encode(SENTENCE * 3)
+    asked = [GenerationRequest(prompt=(*tokens[:size], *tokens[i : i + size]), params=BRIEF) for i in (1, 2)]
+    asked += [GenerationRequest(prompt=(*tokens[: 2 * size], *tokens[i : i + 4]), params=BRIEF) for i in (1, 2)]
+    [batcher] = fresh.replicas().batchers
+    calls, prefill = [], batcher._prefill_parts
+    monkeypatch.setattr(batcher, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
+    fresh.generate(asked[:2])
+    assert calls == [2] and fresh.metrics.cached_prompt_tokens == 0
+    fresh.generate(asked[2:])
+    assert calls == [2, 2, 1] and fresh.metrics.cached_prompt_tokens == 2 * size
 
 
 def test_a_request_of_higher_priority_is_served_first_and_nobody_is_forgotten(model):
