@@ -193,7 +193,7 @@ class Batcher:
             self.metrics.flops += done.flops
             if sequence.seated is not None:
                 self.metrics.waiting_seconds += sequence.seated - sequence.arrived
-                self.metrics.serving_seconds += self.queue.clock() - sequence.seated
+                self.metrics.serving_seconds += time.monotonic() - sequence.seated
         sequence.deliver(event)
 
     # Pages.
@@ -379,7 +379,7 @@ class Batcher:
     # Tokens.
 
     def _urgency(self, sequence: Sequence) -> float:
-        return scheduler.urgency(sequence.priority, sequence.deadline, self.queue.clock() - sequence.arrived)
+        return scheduler.urgency(sequence.priority, sequence.deadline, time.monotonic() - sequence.arrived)
 
     def _decode(self, pending: bool) -> None:
         """Run a burst: one step while prompts are `pending`, else as many as the clock allows."""

@@ -47,8 +47,8 @@ class Queue:
     device lets go of it, and another goes on.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock, self.lock = clock, threading.Lock()
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.waiting: list[Sequence] = []
         self._replicas: list[Sized] = []
         self._arrivals = self._turns = 0
@@ -72,7 +72,7 @@ class Queue:
             priority=priority,
             deadline=deadline,
             arrival=self._arrivals,
-            arrived=self.clock(),
+            arrived=time.monotonic(),
         )
         self._arrivals += 1
         self.waiting.append(sequence)
@@ -86,7 +86,7 @@ class Queue:
         """
         everybody = len(self.waiting) + sum(len(seated) for seated in self._replicas)
         share = -(-everybody // len(self._replicas))
-        now = self.clock()
+        now = time.monotonic()
         claims = [
             scheduler.Waiting(
                 arrival=sequence.arrival,

@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "throughput.json")
     args = parser.parse_args()
+    if args.replicas < 1:
+        parser.error(f"--replicas is {args.replicas}; it must be at least 1")
     try:
         compared = sides(args)
         asked = requests(next(iter(compared.values()))[0], args.text.read_text(encoding="utf-8"), args.requests, 0)
