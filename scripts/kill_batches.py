@@ -81,7 +81,7 @@ def lines(count: int) -> list[dict[str, Any]]:
 
 def names(asked: list[dict[str, Any]]) -> set[str]:
     """Return the name of every line."""
-    return {line.get("custom_id", line.get("id")) for line in asked}
+    return {line.get("custom_id") or line["id"] for line in asked}
 
 
 def rows(output: Path) -> dict[str, Any]:
