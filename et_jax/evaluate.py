@@ -61,7 +61,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--haystack", type=Path, help="a text to hide answers in (default: invented sentences)")
     p.add_argument("--prompts", type=Path, help="a file of JSON lines for the tasks that are read, not generated")
     control = p.add_argument_group("control")
-    control.add_argument("--control", default="off", help="off (default), paper, guarded or certified")
+    control.add_argument(
+        "--control",
+        default="off",
+        help="off (default), paper, guarded or certified; paper and guarded, at their defaults, lose what stands far "
+        "back in a prompt (docs/control.md)",
+    )
     control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
     control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")
     control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")

@@ -59,7 +59,10 @@ def parser() -> argparse.ArgumentParser:
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
     control = p.add_argument_group("control")
     control.add_argument(
-        "--control", default="off", help="off (default), paper, guarded or certified: which laws run the decoder"
+        "--control",
+        default="off",
+        help="off (default), paper, guarded or certified: which laws run the decoder; "
+        "paper and guarded, at their defaults, lose what stands far back in a prompt (docs/control.md)",
     )
     control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
     control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")

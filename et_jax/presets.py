@@ -36,6 +36,9 @@ def preset(
     head, from 8-bit copies of the keys, and lets the rest count as its mean value; the share is constant,
     for where that was measured an entropy-driven one did no better (docs/control.md).
 
+    "paper" and "guarded", at their defaults, lose what stands far back in a prompt: of 40 passkeys in 2048
+    tokens they find 4 and 17, where "off" and "certified" find all.
+
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's.
     `tolerance` is what may be left unread: a share of attention mass under "certified"; else theta where
     the model is certain, the relative change of a head's output that a block must promise to be read.

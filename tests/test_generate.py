@@ -269,6 +269,12 @@ sys.exit(generate.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize("module", [generate, evaluate])
+def test_help_warns_of_presets_that_forget(module: Any) -> None:
+    said = " ".join(module.parser().format_help().split())
+    assert "paper and guarded, at their defaults, lose what stands far back in a prompt" in said
+
+
 def test_help_needs_no_jax() -> None:
     """Help and mistakes in the arguments answer at once: nothing heavy is imported before they are read."""
     code = "import sys; from et_jax import generate; generate.parser(); sys.exit('jax' in sys.modules)"
