@@ -1,50 +1,69 @@
-"""A state on disk: save any tree of arrays, get it back bit for bit."""
+"""A state on disk: save any tree of arrays, get it back bit for bit or not at all."""
 
+import contextlib
+import logging
+import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 
+from et_jax import checksums
 from et_jax.types import UsageError
 
 T = TypeVar("T")
 
 
 def save(path: str | Path, tree: object) -> None:
-    """Write every array of `tree` into the new folder `path`, complete or not at all.
+    """Write every array of `tree` into the new folder `path`, with checksums, complete or not at all.
 
-    Raises UsageError where something is there already, or the folder cannot be written.
+    Raises UsageError where something is there already, the folder cannot be written, or a leaf of the tree
+    is no array that holds numbers.
     """
     import orbax.checkpoint as orbax
 
     folder = _folder(path)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise UsageError(f"{path} exists already; choose another folder or delete it first.")
+    _check_leaves(tree)
     try:  # before orbax starts: its threads wait minutes for a folder that never comes
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent):
-            pass
+        unfinished = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another folder.") from error
-    with orbax.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, tree)
+    with unfinished as parent, _quiet():
+        written = Path(parent) / "tree"
+        try:
+            with orbax.StandardCheckpointer() as checkpointer:
+                checkpointer.save(written, tree)
+            checksums.seal(written)
+            written.rename(folder)
+        except Exception as error:  # orbax and its store raise whatever they meet, some of it bare
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise UsageError(f"{path} cannot be written ({reason}); make room, or choose another folder.") from error
 
 
 def restore(path: str | Path, like: T) -> T:
     """Return the tree that was saved in the folder `path`, as `like` is: its structure, and on its devices.
 
     `like` is a tree of arrays, or of shapes and dtypes as `jax.eval_shape` gives. Nothing is read before
-    structure, shapes and dtypes are found equal. Raises UsageError where they are not, or `path` is not
-    the work of `save`.
+    every file has the checksum it was saved with, and structure, shapes and dtypes are found equal. Raises
+    UsageError where they are not, or `path` is not the work of `save`.
     """
     import orbax.checkpoint as orbax
 
     folder = _folder(path)
     if not folder.is_dir():
         raise UsageError(f"{path} is not a folder; give one that `save` has written.")
+    _check_leaves(like)
+    if not any((folder / name).exists() for name in (checksums.FILE, "_METADATA")):
+        raise UsageError(f"{path} holds no readable snapshot; save it again.")
+    checksums.check(folder, "save it again")
     shapes = jax.tree.map(_shape, like)
-    with orbax.StandardCheckpointer() as checkpointer:
+    with _quiet(), orbax.StandardCheckpointer() as checkpointer:
         try:
             found = _leaves(checkpointer.metadata(folder).item_metadata.tree)
         except Exception as error:  # orbax and its store raise whatever they meet, some of it bare
@@ -53,7 +72,42 @@ def restore(path: str | Path, like: T) -> T:
         try:
             return checkpointer.restore(folder, shapes)
         except Exception as error:
-            raise UsageError(f"{path} is damaged and cannot be read; save it again.") from error
+            raise UsageError(f"{path} cannot be read by this version of orbax; save it again.") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what orbax would log of a failure to itself: the caller says it in a sentence."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _check_leaves(tree: object) -> None:
+    """Raise UsageError for a tree that holds no arrays, or a leaf that cannot be kept bit for bit."""
+    leaves = jax.tree.leaves_with_path(tree)
+    if not leaves:
+        raise UsageError("The tree holds no arrays; there is nothing to save or restore.")
+    for path, leaf in leaves:
+        name = _name(path)
+        if not path:
+            raise UsageError("A leaf alone is no tree; give it a name, as in {'values': array}.")
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise UsageError(f"{name} is of type {type(leaf).__name__}; give an array, as jnp.asarray makes one.")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise UsageError(f"{name} is a typed random key; give its numbers, jax.random.key_data(key).")
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise UsageError(f"{name} holds {leaf.dtype}; give an array of numbers.")
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise UsageError(f"{name} is {leaf.dtype}, which JAX would cut to 32 bits; cast it, or set jax_enable_x64.")
+        if 0 in leaf.shape:
+            raise UsageError(f"{name} is empty, of shape {list(leaf.shape)}; leave it out of the tree.")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise UsageError(f"{name} was donated to a step and is gone; save the state that the step returned.")
 
 
 def _folder(path: str | Path) -> Path:
@@ -61,18 +115,18 @@ def _folder(path: str | Path) -> Path:
 
 
 def _shape(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
+def _name(path: jax.tree_util.KeyPath) -> str:
+    """Return the place of a leaf, spelt alike for fields, keys and places in a tuple."""
+    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
+
+
 def _leaves(tree: object) -> dict[str, str]:
-    """Return dtype and shape of every leaf by its path, spelt alike for fields, keys and places in a tuple."""
-    return {
-        "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): (
-            f"{leaf.dtype}{list(leaf.shape)}"
-        )
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    """Return dtype and shape of every leaf by its place."""
+    return {_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _compare(path: str | Path, found: dict[str, str], wanted: dict[str, str]) -> None:
