@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
+from et_jax import evaluate, generate
 from et_jax.generate import main
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.config import ModelConfig

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from et_jax import checksums
 from et_jax.models.config import ModelConfig, config_to_hugging_face, from_hugging_face
 from et_jax.models.transformer import Params, WeightSpec, describe
 from et_jax.types import UsageError
@@ -171,7 +172,7 @@ def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) 
 
 
 def save_converted(path: str | Path, config: ModelConfig, params: Params) -> None:
-    """Write config.json and the weights as an orbax checkpoint, which `load` takes too."""
+    """Write config.json and the weights as an orbax checkpoint with checksums, which `load` takes too."""
     import orbax.checkpoint
 
     path = Path(path).absolute()
@@ -179,6 +180,7 @@ def save_converted(path: str | Path, config: ModelConfig, params: Params) -> Non
     weights = dict(zip(weight_specs(config), jax.tree.leaves(params), strict=True))
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / CONVERTED, weights, force=True)
+    checksums.seal(path / CONVERTED)
     _write_config(path, config, params)
 
 
@@ -196,6 +198,7 @@ def _restore(path: Path, config: ModelConfig, dtype: str) -> Params:
     import orbax.checkpoint
 
     folder = path.absolute() / CONVERTED
+    checksums.check(folder, "convert the model again")
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         try:
             metadata = checkpointer.metadata(folder).item_metadata.tree

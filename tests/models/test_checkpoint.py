@@ -246,6 +246,17 @@ def test_damaged_converted_weights_are_refused(tmp_path, lost):
         load(tmp_path)
 
 
+def test_converted_weights_with_a_flipped_bit_are_refused(tmp_path, capfd):
+    save_converted(tmp_path, CONFIG, random_params())
+    largest = max((file for file in (tmp_path / "orbax").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size)
+    held = bytearray(largest.read_bytes())
+    held[len(held) // 2] ^= 1
+    largest.write_bytes(held)
+    with pytest.raises(UsageError, match="has not the bytes it was written with; convert the model again"):
+        load(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_local_folder_resolves_to_itself(folder):
     assert resolve(folder) == folder
     assert resolve(str(folder)) == folder
