@@ -167,7 +167,7 @@ def _has_twins(line: bytes) -> bool:
     return any(found)
 
 
-def _texts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _texts(rows: list[dict[str, Any]]) -> dict[Any, Any]:
     """Return what the neighbours' answers say."""
     names = {line.get("custom_id", line.get("id")) for line in _NEIGHBOURS}
     return {

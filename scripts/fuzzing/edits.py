@@ -144,13 +144,13 @@ def _edit(document: Any, edit: Edit, raw: dict[str, str]) -> None:
             holder[key] = mark
         case "delete":
             del holder[key]
-        case "duplicate" if isinstance(holder, dict):
+        case "duplicate" if isinstance(holder, list):
+            holder.append(value)
+        case "duplicate":
             mark, copy = f"@twin{len(raw)}@", f"@raw{len(raw) + 1}@"
             raw[mark] = ""
             raw[f'"{copy}"'] = HOSTILE[edit.value]
             holder[f"{key}{mark}"] = copy
-        case "duplicate":
-            holder.append(value)
         case "rename" if isinstance(holder, dict):
             holder[f"{key}_" if edit.other % 3 else key[::-1]] = holder.pop(key)
         case "swap":
