@@ -32,9 +32,17 @@ def judge(run: Callable[[Any], str], case: Any) -> Verdict:
     except Fault as fault:
         return Verdict(outcome=fault.outcome, detail=shortened(str(fault)))
     except BaseException as error:  # a panic of a library is no Exception
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames[-3:]]
-        return Verdict(outcome="traceback", detail=shortened(f"{type(error).__name__}: {error} ({', '.join(places)})"))
+        return Verdict(outcome="traceback", detail=shortened(f"{_where(error)}: {type(error).__name__}: {error}"))
+
+
+def _where(error: BaseException) -> str:
+    """Return where an exception was raised, and where the package last had its hands on it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = [frame for frame in frames if "/et_jax/" in frame.filename.rpartition("/site-packages/")[2]]
+    places = [
+        f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in (*package[-1:], frames[-1])
+    ]
+    return " < ".join(reversed(dict.fromkeys(places)))
 
 
 def refusal(message: str) -> Verdict:

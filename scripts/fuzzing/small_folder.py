@@ -5,14 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
 
 from et_jax.engine import Model, load
 from et_jax.models.bundled import bundled_folder
-from et_jax.models.checkpoint import write_hugging_face
-from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import initialise
+from et_jax.models.checkpoint import weight_specs
+from et_jax.models.config import ModelConfig, config_to_hugging_face
 
 LENGTH, ROWS = 128, 4  # tokens of prompt and text, and sequences decoded together
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -35,10 +34,22 @@ LLAMA = ModelConfig(
 )
 
 
+def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Return weights by name, large enough that a neighbour's tokens would show in a text."""
+    random = np.random.default_rng(0)
+    shapes = {name: spec.shape for name, spec in weight_specs(config).items()}
+    drawn = {
+        name: 0.3 * random.normal(size=shape) if len(shape) > 1 else np.ones(shape) for name, shape in shapes.items()
+    }
+    return {name: weights.astype(np.float32) for name, weights in drawn.items()}
+
+
 def write_model(folder: Path, config: ModelConfig = LLAMA) -> Path:
     """Write a model of random weights with the bundled tokenizer, and return its folder."""
-    weights = initialise(config, jax.random.key(0), jnp.float32)
-    write_hugging_face(folder, config, jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, weights))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(random_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    values = config_to_hugging_face(config) | {"torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
     for name in ("tokenizer.json", "generation_config.json"):
         shutil.copy(bundled_folder() / name, folder / name)
     settings = json.loads((bundled_folder() / "tokenizer_config.json").read_text())

@@ -108,8 +108,8 @@ class Worker:
         """Return where the timer found the worker, innermost first; empty where it did not go off."""
         file = self._folder / "hanging.txt"
         text = file.read_text(errors="replace") if file.exists() else ""
-        current = text.partition("(most recent call first):")[2].strip().splitlines()
-        return shortened(" < ".join(line.strip() for line in current[:4]))
+        main = text.rpartition("(most recent call first):")[2].strip().splitlines()  # the oldest thread comes last
+        return shortened(" < ".join(line.strip() for line in main[:4]))
 
 
 def run_cases(

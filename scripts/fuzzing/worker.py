@@ -7,6 +7,7 @@ is ended by a timer below Python, which needs no lock of it and writes first whe
 """
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -35,6 +36,8 @@ def main() -> None:
     os.dup2(output, 2)
     surface = importlib.import_module(module).SURFACE
     run = surface.prepare(folder)
+    gc.collect()
+    gc.freeze()  # what is there now is not looked through again
     _say(answers, ready=True)
     with (folder / "hanging.txt").open("w+") as stack:
         for line in sys.stdin:
@@ -50,6 +53,7 @@ def main() -> None:
             verdict = judge(run, case)
             faulthandler.cancel_dump_traceback_later()
             seconds, peak = time.monotonic() - began, resident(field="VmHWM") - before
+            gc.collect()  # what a failed case leaves behind may complain when it is thrown away
             verdict = _noisy(verdict, output)
             _say(answers, **vars(verdict), seconds=round(seconds, 3), memory=max(peak, 0))
 

@@ -1,5 +1,6 @@
 """A surface for tests of the fuzzing itself: every case does one thing that must be noticed."""
 
+import faulthandler
 import os
 import time
 from collections.abc import Callable
@@ -11,22 +12,37 @@ from hypothesis import strategies as st
 from et_jax.types import UsageError
 
 FINE = ("works", "refuses")
-WRONG = ("hangs", "waits", "raises", "panics", "eats", "dies", "prints", "rambles", "breaks the line", "harms")
+WRONG = (
+    "hangs",
+    "is deaf",
+    "grows",
+    "raises",
+    "panics",
+    "eats",
+    "dies",
+    "prints",
+    "rambles",
+    "breaks the line",
+    "harms",
+)
 
 
 def prepare(folder: Path) -> Callable[[str], str]:
     kept: list[bytearray] = []
 
     def run(case: str) -> str:
-        (folder.parent / "ran.txt").open("a").write(f"{case}\n")
         match case:
             case "refuses":
                 raise UsageError("The field a is 1; make it 2.")
             case "hangs":
                 while True:
                     pass
-            case "waits":
+            case "is deaf":
+                faulthandler.cancel_dump_traceback_later()
                 time.sleep(3600)
+            case "grows":
+                while True:
+                    kept.append(bytearray(50 * 2**20))
             case "raises":
                 raise ValueError("wrong")
             case "panics":
