@@ -41,18 +41,67 @@ class _Unprintable:
         raise ValueError("no repr")
 
 
-_PLAIN: dict[str, Callable[[], Any]] = {
-    repr(value): (lambda value=value: value)
-    for value in (
-        *(None, True, False, 0, 1, 2, 8, -1, 100, 127, 4095, 4096, 2**31, 2**32, 2**63 - 1, 2**63, -(2**63), 10**30),
-        *(0.0, -0.0, 0.5, 1.0, 1.5, -0.5, 1e-320, 1e30, 3e38, 1e39, 1e300, math.nan, math.inf, -math.inf, 1j),
-        *("", " ", "a", "Once", "\ud800", "a\udc00b", "\0", "é🙂", "0", "1.0", "off", "paper", "guarded", "\n"),
-        *(b"", b"Once", b"\xff", (), [], {}, set(), (1,), [1, 2], (True, False), (0.5,), ("a",), ["a", "b"]),
-        *(("",), (None,), (-1,), (4096,), (2**40,), {1, 2}, {"a": 1}, {"prompt": "a"}, ((1,), (2,)), [[1, 2]], [[]]),
-        *([["a"]], ["a", 1], [1, "a"], [None], ["", "a"], [b"a"], [1.0, 2.0], (math.nan,), ("\ud800",), ("\0",)),
-        *(int, len, print, NotImplemented, ..., object, range(3), range(0), range(5, 8), Path("/etc/passwd")),
-    )
-}
+_NUMBERS = (
+    *(
+        True,
+        False,
+        0,
+        1,
+        2,
+        8,
+        -1,
+        100,
+        127,
+        4095,
+        4096,
+        10**6,
+        10**9,
+        2**31,
+        2**32,
+        2**63 - 1,
+        2**63,
+        -(2**63),
+        10**30,
+    ),
+    *(0.0, -0.0, 0.5, 1.0, 1.5, -0.5, 1e-320, 1e30, 3e38, 1e39, 1e300, math.nan, math.inf, -math.inf),
+)
+_TEXTS = (
+    "",
+    " ",
+    "a",
+    "Once",
+    "\ud800",
+    "a\udc00b",
+    "\0",
+    "é🙂",
+    "0",
+    "1.0",
+    "off",
+    "paper",
+    "guarded",
+    "\n",
+    b"",
+    b"Once",
+)
+_SEQUENCES = (
+    *((), [], {}, set(), (1,), [1, 2], (True, False), (0.5,), ("a",), ["a", "b"], range(3), range(0), range(5, 8)),
+    *(
+        ("",),
+        (None,),
+        (-1,),
+        (4096,),
+        (2**40,),
+        {1, 2},
+        {"a": 1},
+        {"prompt": "a"},
+        ((1,), (2,)),
+        [[1, 2]],
+        [[]],
+        [["a"]],
+    ),
+    *(["a", 1], [1, "a"], [None], ["", "a"], [b"a"], [1.0, 2.0], (math.nan,), ("\ud800",), ("\0",), [[[[5]]]]),
+)
+_OBJECTS = (None, 1j, b"\xff", int, len, NotImplemented, ..., object, Path("/etc/passwd"))
 _MADE: dict[str, Callable[[], Any]] = {
     "5,000 digits": lambda: 10**5000,
     "long text": lambda: "word " * 200_000,
@@ -85,12 +134,15 @@ _MADE: dict[str, Callable[[], Any]] = {
     "object": object,
     "lambda": lambda: lambda: 1,
     "exception": lambda: ValueError("x"),
-    "nested": lambda: [[[[5]]]],
     "parameters": lambda: SamplingParams(max_tokens=2),
     "request": lambda: GenerationRequest(prompt="Once", params=SamplingParams(max_tokens=2)),
     "requests": lambda: [GenerationRequest(prompt=(5,), params=SamplingParams(max_tokens=2)), "Once"],
 }
-VALUES = _PLAIN | _MADE
+_MADE |= {repr(value): (lambda value=value: value) for value in _OBJECTS}
+_GROUPS = [{repr(value): (lambda value=value: value) for value in group} for group in (_NUMBERS, _TEXTS, _SEQUENCES)]
+_GROUPS.append(_MADE)
+VALUES = {name: value for group in _GROUPS for name, value in group.items()}
+_NAMES = st.sampled_from([tuple(group) for group in (_GROUPS[0], *_GROUPS)]).flatmap(st.sampled_from)
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _NEIGHBOURS = {
     "One day": SamplingParams(max_tokens=10, seed=5),
@@ -193,10 +245,8 @@ SURFACE = Surface(
     cases=st.builds(
         Case,
         kind=st.sampled_from(_KINDS),
-        fields=st.lists(
-            st.tuples(st.sampled_from(_FIELDS), st.sampled_from(tuple(VALUES))), min_size=1, max_size=2
-        ).map(tuple),
-        values=st.tuples(*[st.sampled_from(tuple(VALUES))] * 3),
+        fields=st.lists(st.tuples(st.sampled_from(_FIELDS), _NAMES), min_size=1, max_size=2).map(tuple),
+        values=st.tuples(*[_NAMES] * 3),
     ),
     prepare=prepare,
     seconds=lambda case: 60.0 if case.kind == "control" else 10.0,  # a controller of its own compiles

@@ -8,29 +8,44 @@ from hypothesis import strategies as st
 
 MANY = 100_000
 # JSON as it stands in the file, since much of it has no value in Python that could be written.
-HOSTILE = {
-    **{text: text for text in ("null", "true", "false", "0", "1", "2", "-1", "3", "0.5", "-0.5", "-0.0", "1.0", "7")},
-    **{text: text for text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e-320", "1e30", "65", "4096")},
-    **{text: text for text in ("1000000", "1000000000", "-1000000000", "2147483648", "9223372036854775808", "1e9")},
-    **{text: text for text in ("[]", "{}", "[null]", "[1, 2]", "[true]", "[[1]]", '["a"]', '{"a": 1}', "[{}]")},
-    **{text: text for text in ('""', '" "', '"word"', '"7"', '"-1"', '"true"', '"null"', '"None"', '"[]"')},
-    **{text: text for text in ('"../x"', '"/etc/passwd"', '".."', '"."', '"~"', '"x/../../x"', '"CON"', '"a b"')},
-    **{text: text for text in (r'"\u0000"', r'"\ud800"', r'"\udc00x"', r'"a\nb\n\nc"', '"é"', r'"\u202e"', '"𐍈"')},
-    **{text: text for text in ('"(a+)+$"', '"(a|a)*b"', '"("', '"[\\\\p{L"', '"(?=a)*"', '"\\\\"', '"{{ 1 }}"')},
-    **{text: text for text in ('{"content": null}', '{"content": {}}', '{"content": "a"}', '{"Regex": "(a*)*b"}')},
-    "10^30": "1" + "0" * 30,
+_TYPES = (
+    "null",
+    "true",
+    "false",
+    "[]",
+    "{}",
+    "[null]",
+    "[1, 2]",
+    "[true]",
+    "[[1]]",
+    '["a"]',
+    '{"a": 1}',
+    "[{}]",
+    '"7"',
+)
+_NUMBERS = ("0", "1", "2", "3", "7", "-1", "0.5", "-0.5", "-0.0", "1.0", "65", "4096", "1e-320", "1e9")
+_LARGE = ("1000000", "1000000000", "-1000000000", "2147483648", "4294967296", "9223372036854775808", "1" + "0" * 30)
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e308", "1e39")
+_TEXTS = ('""', '" "', '"word"', '"-1"', '"true"', '"null"', '"[]"', '"é"', '"a b"', '"{{ 1 }}"', r'"\\"', '"<s>"')
+_NAMES = ('"../x"', '"/etc/passwd"', '".."', '"."', '"~"', '"x/../../x"', '"CON"', '"/dev/zero"', '"config.json"')
+_ODD_TEXTS = (r'"\u0000"', r'"\ud800"', r'"\udc00x"', r'"a\nb\n\nc"', r'"\u202e"', r'"\u001b[2J"', '"𐍈"', '"("')
+_PARTS = ('{"content": null}', '{"content": {}}', '{"content": "a"}', '{"Regex": "(a*)*b"}', '{"name": "default"}')
+_HUGE = {
     "5,000 digits": "9" * 5000,
     "100,000 digits": "9" * MANY,
     "long text": '"' + "x" * MANY + '"',
     "long name": '"' + "n" * 5000 + '"',
     "long list": "[" + "1, " * MANY + "1]",
     "long list of texts": "[" + '"a", ' * MANY + '"a"]',
-    "big object": "{" + ", ".join(f'"{i}": {i}' for i in range(20_000)) + "}",
+    "hundred ids": json.dumps(list(range(100))),
+    "big object": json.dumps({str(i): i for i in range(20_000)}),
     "deep list": "[" * MANY + "]" * MANY,
     "deep object": '{"a":' * MANY + "1" + "}" * MANY,
     "rather deep list": "[" * 500 + "]" * 500,
 }
-_KINDS = ("replace", "replace", "replace", "replace", "delete", "duplicate", "rename", "swap", "wrap", "text", "alter")
+_GROUPS = (_TYPES, _NUMBERS, _LARGE, _NOT_FINITE, _TEXTS, _NAMES, _ODD_TEXTS, _PARTS, tuple(_HUGE))
+HOSTILE = {text: text for group in _GROUPS for text in group} | _HUGE
+_KINDS = (*("replace",) * 6, *("alter",) * 2, "delete", "duplicate", "rename", "swap", "wrap", "text")
 _DAMAGES = (
     "flip",
     "flip",
@@ -76,9 +91,18 @@ class Mutation:
 
 
 PLACES = st.integers(0, 10**6)
-EDITS = st.builds(Edit, kind=st.sampled_from(_KINDS), place=PLACES, other=PLACES, value=st.sampled_from(tuple(HOSTILE)))
+EDITS = st.builds(
+    Edit,
+    kind=st.sampled_from(_KINDS),
+    place=PLACES,
+    other=PLACES,
+    value=st.sampled_from(_GROUPS).flatmap(st.sampled_from),
+)
 DAMAGES = st.builds(Damage, kind=st.sampled_from(_DAMAGES), where=PLACES, bytes=st.binary(min_size=1, max_size=9))
-_EDITED = st.builds(Mutation, edits=st.lists(EDITS, min_size=1, max_size=3).map(tuple))
+FEW_EDITS = st.sampled_from((1, 1, 1, 2, 3)).flatmap(
+    lambda count: st.lists(EDITS, min_size=count, max_size=count).map(tuple)
+)
+_EDITED = st.builds(Mutation, edits=FEW_EDITS)
 _DAMAGED = st.builds(Mutation, damages=st.lists(DAMAGES, min_size=1, max_size=2).map(tuple))
 MUTATIONS = st.sampled_from((_EDITED, _EDITED, _EDITED, _DAMAGED)).flatmap(lambda chosen: chosen)
 
@@ -163,7 +187,8 @@ def _edit(document: Any, edit: Edit, raw: dict[str, str]) -> None:
         case "text":
             holder[key] = str(value)
         case _ if type(value) in (int, float):
-            holder[key] = (value + 1, value - 1, -value, value * 2, value / 2, value * 1000)[edit.other % 6]
+            altered = (value + 1, value - 1, -value, value * 2, value / 2, value * 1000, value * 10**6, value * 10**9)
+            holder[key] = altered[edit.other % len(altered)]
 
 
 def _places(document: Any, depth: int = 0) -> list[tuple[Any, Any]]:

@@ -49,14 +49,22 @@ _SETTINGS = {
 _GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": None, "temperature": 0.6}
 
 
+_PATTERNS = (
+    *("(a+)+$", "(a|a)*b", "(a*)*b", "^(a|aa)+$", "(?:a?){3000}a{3000}", "(.*)*x", "(?=(a+))a*b", "a{1,99999}b"),
+    *("(", "[", "*", "", "\\", "(?P<n>a)(?P=n)", "\\p{Nothing}", "(?<=a+)b", "((((((((((a*)*)*)*)*)*)*)*)*)*b", "\0"),
+    *(".", "a|", "(?i)A", "\\b", "^", "$", "\\G", "[^a]", "(a", "a" * 50_000, "(" * 5000 + ")" * 5000, "(?R)", "(?:)*"),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is done to which file of which tokenizer."""
+    """What is done to which file of which tokenizer; of "pattern" the normalizer's (0) or splitter's pattern."""
 
     kind: str
     file: int
     mutation: Mutation
     damage: Damage
+    pattern: str
 
 
 def prepare(folder: Path) -> Callable[[Case], str]:
@@ -74,8 +82,7 @@ def prepare(folder: Path) -> Callable[[Case], str]:
     def run(case: Case) -> str:
         base = folder / case.kind
         name = _FILES[case.kind][case.file % len(_FILES[case.kind])]
-        data = (base / name).read_bytes()
-        data = mutated(data, case.mutation) if name.endswith(".json") else damaged(data, case.damage)
+        data = _changed((base / name).read_bytes(), name, case)
         tokenizer = load_tokenizer(overlay(folder / "changed", base, {name: data}))
         try:
             model.tokenizer = tokenizer
@@ -85,6 +92,15 @@ def prepare(folder: Path) -> Callable[[Case], str]:
         return ACCEPTED
 
     return run
+
+
+def _changed(data: bytes, name: str, case: Case) -> bytes:
+    if case.kind == "pattern":
+        values = json.loads(data)
+        holder = values["pre_tokenizer"]["pretokenizers"][0] if case.file % 2 else values["normalizer"]
+        holder["pattern"] = {"Regex": case.pattern}
+        return json.dumps(values).encode()
+    return mutated(data, case.mutation) if name.endswith(".json") else damaged(data, case.damage)
 
 
 def use(tokenizer: Tokenizer, model: Any) -> None:
@@ -120,10 +136,11 @@ def _sentencepiece() -> bytes:
 SURFACE = Surface(
     cases=st.builds(
         Case,
-        kind=st.sampled_from(("json", "json", "pattern", "model")),
+        kind=st.sampled_from(("json", "json", "json", "pattern", "model")),
         file=st.integers(0, 11),
         mutation=MUTATIONS,
         damage=DAMAGES,
+        pattern=st.sampled_from(_PATTERNS),
     ),
     prepare=prepare,
 )

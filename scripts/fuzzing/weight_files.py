@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from fuzzing.cases import ACCEPTED, Fault, Surface
-from fuzzing.edits import DAMAGES, EDITS, PLACES, Damage, Edit, Mutation, damaged, mutated
+from fuzzing.edits import DAMAGES, FEW_EDITS, PLACES, Damage, Edit, Mutation, damaged, mutated
 from fuzzing.small_folder import open_model, overlay, write_model
 
 INDEX, SHARDS = "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -112,7 +112,7 @@ SURFACE = Surface(
         Case,
         kind=st.sampled_from((*_KINDS, "absent", "swap", "same", "bin", "folder", "outside")),
         file=st.integers(0, 2),
-        edits=st.lists(EDITS, min_size=1, max_size=3).map(tuple),
+        edits=FEW_EDITS,
         damage=DAMAGES,
         place=PLACES,
     ),
