@@ -12,11 +12,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from et_jax import engine, generate
+from et_jax.tokenizer import load_tokenizer
 from et_jax.types import UsageError
-from fuzzing.cases import ACCEPTED, REFUSED, Fault, Surface
+from fuzzing.cases import ACCEPTED, REFUSED, SECONDS, Fault, Surface
 from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
 from fuzzing.judge import NOISE, not_a_sentence
-from fuzzing.small_folder import served_model
+from fuzzing.small_folder import overlay, served_model
+from fuzzing.templates import TEMPLATES
 
 _NEIGHBOURS: tuple[dict[str, Any], ...] = (
     {"id": "one", "prompt": "Once upon a time", "max_tokens": 12, "seed": 3},
@@ -81,11 +83,12 @@ class Hostile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The hostile lines, what is done to the whole file, and how the command is told to read it."""
+    """The hostile lines, what is done to the whole file, how the command reads it, and a hostile chat template."""
 
     lines: tuple[Hostile, ...]
     damage: Damage | None
     chat: bool
+    template: str | None
 
 
 def prepare(folder: Path) -> Callable[[Case], str]:
@@ -99,7 +102,20 @@ def prepare(folder: Path) -> Callable[[Case], str]:
             raise RuntimeError(f"a well-formed line is refused ({said})")
         alone[chat] |= _texts(rows)
 
+    own = model.tokenizer
+
     def run(case: Case) -> str:
+        try:
+            if case.template is not None:
+                template = case.template.encode("utf-8", "surrogatepass")
+                model.tokenizer = load_tokenizer(
+                    overlay(folder / "changed", folder / "model", {"chat_template.jinja": template})
+                )
+            return serve(case)
+        finally:
+            model.tokenizer = own
+
+    def serve(case: Case) -> str:
         data = _file(case)
         code, said, rows = _job(folder, data, "out", chat=case.chat)
         if code:
@@ -115,6 +131,8 @@ def prepare(folder: Path) -> Callable[[Case], str]:
             raise Fault("rows", f"{len(rows)} rows of {len(set(keys))} names for {wanted} lines")
         texts = _texts(rows)
         for name, text in alone[case.chat].items() if case.damage is None else ():
+            if case.template is not None and (case.chat or name == "two"):
+                continue  # a conversation, which the template writes
             if texts.get(name) != text:
                 raise Fault("neighbour", f"{name} has {texts.get(name)!r} and alone {text!r}")
         refused_lines = {row["error"]["line"] for row in rows if row["error"] is not None}
@@ -192,6 +210,8 @@ SURFACE = Surface(
         ).map(tuple),
         damage=st.sampled_from((st.none(), st.none(), st.none(), DAMAGES)).flatmap(lambda chosen: chosen),
         chat=st.sampled_from((False, False, True)),
+        template=st.sampled_from((*(st.none(),) * 14, TEMPLATES)).flatmap(lambda chosen: chosen),
     ),
     prepare=prepare,
+    seconds=lambda case: SECONDS if case.template is None else 60.0,  # each conversation may take its time
 )

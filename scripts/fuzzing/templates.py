@@ -167,7 +167,7 @@ _EXPRESSIONS = st.builds(
     st.sampled_from((_VALUES, _VALUES, _HUGE, _CURIOUS)).flatmap(st.sampled_from),
     st.sampled_from(_FILTERS),
 )
-_TEMPLATES = st.builds(
+TEMPLATES = st.builds(
     _filled,
     st.lists(st.sampled_from(_TAGS), min_size=1, max_size=3),
     st.lists(_EXPRESSIONS, min_size=3, max_size=3),
@@ -217,7 +217,7 @@ def _files(template: str, place: str, settings: dict[str, Any]) -> dict[str, byt
 SURFACE = Surface(
     cases=st.builds(
         Case,
-        template=_TEMPLATES,
+        template=TEMPLATES,
         place=st.sampled_from(_PLACES),
         messages=st.lists(st.tuples(st.sampled_from(_ROLES), st.sampled_from(_CONTENTS)), min_size=1, max_size=3).map(
             tuple

@@ -48,7 +48,7 @@ def prepare(folder: Path) -> Callable[[str], str]:
             case "panics":
                 raise BaseException("a library gave up")
             case "eats":
-                kept.append(bytearray(400 * 2**20))
+                kept.append(bytearray(260 * 2**20))
                 kept.clear()
             case "dies":
                 os.abort()
