@@ -19,6 +19,7 @@ _VALUES = (
     *("messages[9]", "messages[0].content", "messages.append", "raise_exception", "strftime_now", "loop", "self"),
     *("cycler", "joiner()", "lipsum", "caller", "tools", "documents", "add_generation_prompt", "10**5000"),
 )
+_PLAIN = ("messages[0]['content']", "messages|length", "bos_token", "'a'", "1", "messages[0].role", "range(3)|list")
 _HUGE = (
     *("range(10**9)", "range(99999)|list", "'a' * 10**10", "'a' * 10**8", "[0] * 10**9", "10 ** 10 ** 8", "9**9**9"),
     *(
@@ -101,7 +102,17 @@ _FILTERS = (
         "|truncate(1)",
     ),
 )
-_TAGS = (
+_USUAL = (
+    "{% for m in messages %}{{ m['role'] }}: {{ BODY }}\n{% endfor %}REST",
+    "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content | trim }}{% else %}-{% endfor %}REST",
+    "{%- if messages[0]['role'] == 'system' -%}{% set system = messages[0].content %}{%- endif %}REST",
+    "{% if BODY is defined and BODY is string %}{{ BODY }}{% endif %}REST",
+    "{% set n = namespace(seen=false) %}{% for m in messages %}{% set n.seen = true %}{% endfor %}{{ n.seen }}REST",
+    "{% macro say(m) %}<{{ m.content }}>{% endmacro %}{{ say(messages[0]) }}REST",
+    "{{ strftime_now('%Y') }}{{ messages | tojson }}{{ bos_token }}REST",
+    "{% if add_generation_prompt %}assistant: {% endif %}REST",
+)
+_HOSTILE = (
     "{% for i in BODY %}REST{% endfor %}",
     "{% for m in messages %}{{ BODY }}REST{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ BODY }}{% endfor %}{% endfor %}REST",
@@ -141,7 +152,7 @@ _TAGS = (
 )
 _ROLES = ("user", "assistant", "tool", "", "a\nb", "x" * 500, "{{ 1 }}")
 _CONTENTS = ("Hello", "", "{{ 7 * 7 }}", "<|endoftext|>", "x" * 20_000, "\0", "🙂", "' or 1")
-_PLACES = ("jinja", "jinja", "setting", "list", "named", "number")
+_PLACES = ("jinja", "jinja", "jinja", "setting", "setting", "list", "named", "number")
 _SHOWN = ("<module", "site-packages", "__builtins__", "subprocess", "<frame", "<code object")
 
 
@@ -164,12 +175,12 @@ def _filled(tags: list[str], bodies: list[str]) -> str:
 
 _EXPRESSIONS = st.builds(
     lambda value, applied: f"{value}{applied}",
-    st.sampled_from((_VALUES, _VALUES, _HUGE, _CURIOUS)).flatmap(st.sampled_from),
+    st.sampled_from((_PLAIN, _VALUES, _VALUES, _HUGE, _CURIOUS)).flatmap(st.sampled_from),
     st.sampled_from(_FILTERS),
 )
 TEMPLATES = st.builds(
     _filled,
-    st.lists(st.sampled_from(_TAGS), min_size=1, max_size=3),
+    st.lists(st.sampled_from((_USUAL, _USUAL, _HOSTILE)).flatmap(st.sampled_from), min_size=1, max_size=3),
     st.lists(_EXPRESSIONS, min_size=3, max_size=3),
 )
 

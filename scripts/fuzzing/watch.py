@@ -43,7 +43,7 @@ class Worker:
             [sys.executable, "-m", "fuzzing.worker", module, name, str(seed), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), paths])},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), paths]), "RUST_BACKTRACE": "0"},
             bufsize=0,
         )
         self._pending = b""
