@@ -144,9 +144,9 @@ _GROUPS.append(_MADE)
 VALUES = {name: value for group in _GROUPS for name, value in group.items()}
 _NAMES = st.sampled_from([tuple(group) for group in (_GROUPS[0], *_GROUPS)]).flatmap(st.sampled_from)
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-_NEIGHBOURS = {
-    "One day": SamplingParams(max_tokens=10, seed=5),
-    "The cat": SamplingParams(max_tokens=14, temperature=0.0, logprobs=2),
+_NEIGHBOURS = {  # of several bursts, so that they are amid their texts when the call comes
+    "One day": SamplingParams(max_tokens=70, seed=5, ignore_eos=True),
+    "The cat": SamplingParams(max_tokens=80, temperature=0.0, logprobs=2, ignore_eos=True),
 }
 _KINDS = (
     "params",
