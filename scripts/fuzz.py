@@ -52,6 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        rows = _run(args, names, done)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
+    return _report(args, names, rows)
+
+
+def _run(args: argparse.Namespace, names: list[str], done: Done) -> list[dict[str, Any]]:
+    """Run what is not done yet, and return the rows of all."""
     rows = []
     for name, count in shares(args.cases, names).items():
         left = [number for number in range(count) if (name, number) not in done.rows]
@@ -61,6 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
             if row["outcome"] in FAILURES:
                 _tell(f"{name}:{row['number']}: {row['outcome']}: {row['detail']}")
         rows += [done.rows[name, number] for number in range(count)]
+    return rows
+
+
+def _report(args: argparse.Namespace, names: list[str], rows: list[dict[str, Any]]) -> int:
+    """Print the outcomes, write the figures where they are wanted, and return the exit code."""
     counts = outcomes(rows)
     failures = [row for row in rows if row["outcome"] in FAILURES]
     kinds = ["accepted", "refused", *(kind for kind in FAILURES if any(kind in counted for counted in counts.values()))]

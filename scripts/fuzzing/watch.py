@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ class Worker:
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), paths]), "RUST_BACKTRACE": "0"},
             bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the parent; what the worker starts ends with it
         )
         self._pending = b""
         try:
@@ -69,7 +71,8 @@ class Worker:
 
     def end(self) -> None:
         """End the process, whatever it does."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -99,10 +102,7 @@ class Worker:
         return json.loads(line)
 
     def _resident(self) -> int:
-        try:
-            return resident(self._process.pid)
-        except OSError:  # it has just ended, and its pipe will say so
-            return 0
+        return sum(map(resident, _family(self._process.pid)))
 
     def _where(self) -> str:
         """Return where the timer found the worker, innermost first; empty where it did not go off."""
@@ -110,6 +110,15 @@ class Worker:
         text = file.read_text(errors="replace") if file.exists() else ""
         main = text.rpartition("(most recent call first):")[2].strip().splitlines()  # the oldest thread comes last
         return shortened(" < ".join(line.strip() for line in main[:4]))
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and those that it has started."""
+    try:
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended, and its pipe will say so
+        return []
+    return [pid, *(each for children in lists for child in children.split() for each in _family(int(child)))]
 
 
 def run_cases(

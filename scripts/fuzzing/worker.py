@@ -21,8 +21,12 @@ from fuzzing.judge import NOISE, Verdict, judge, shortened
 
 
 def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
-    """Return a process's resident memory in bytes, or its peak (`VmHWM`)."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    """Return a process's resident memory in bytes, or its peak (`VmHWM`); 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    for line in lines:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -2,6 +2,8 @@
 
 import faulthandler
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ WRONG = (
     "hangs",
     "is deaf",
     "grows",
+    "has it eaten",
     "raises",
     "panics",
     "eats",
@@ -43,6 +46,9 @@ def prepare(folder: Path) -> Callable[[str], str]:
             case "grows":
                 while True:
                     kept.append(bytearray(50 * 2**20))
+            case "has it eaten":
+                eater = "import time; kept = bytearray(260 * 2**20); time.sleep(3600)"
+                subprocess.run([sys.executable, "-c", eater])
             case "raises":
                 raise ValueError("wrong")
             case "panics":

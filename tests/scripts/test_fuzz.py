@@ -18,6 +18,7 @@ VERDICTS = {
     "hangs": "hang",
     "is deaf": "hang",  # to the timer in its own process: its parent ends it
     "grows": "memory",
+    "has it eaten": "memory",  # by a process of its own
     "raises": "traceback",
     "panics": "traceback",
     "eats": "memory",
