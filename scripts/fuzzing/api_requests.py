@@ -142,7 +142,13 @@ _MADE |= {repr(value): (lambda value=value: value) for value in _OBJECTS}
 _GROUPS = [{repr(value): (lambda value=value: value) for value in group} for group in (_NUMBERS, _TEXTS, _SEQUENCES)]
 _GROUPS.append(_MADE)
 VALUES = {name: value for group in _GROUPS for name, value in group.items()}
-_NAMES = st.sampled_from([tuple(group) for group in (_GROUPS[0], *_GROUPS)]).flatmap(st.sampled_from)
+_ANY = st.sampled_from([tuple(group) for group in _GROUPS]).flatmap(st.sampled_from)
+_A_NUMBER = st.sampled_from(tuple(_GROUPS[0]))
+_A_SMALL_NUMBER = st.sampled_from(
+    ("0", "1", "2", "8", "100", "127", "0.5", "1.0", "1.5", "1e-320", "True", "numpy int")
+)
+_A_PROMPT = st.sampled_from((tuple(_GROUPS[1]), tuple(_GROUPS[2]))).flatmap(st.sampled_from)
+_FITTING = {"stop": _A_PROMPT, "stop_token_ids": st.sampled_from(tuple(_GROUPS[2]))}
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _NEIGHBOURS = {  # of several bursts, so that they are amid their texts when the call comes
     "One day": SamplingParams(max_tokens=70, seed=5, ignore_eos=True),
@@ -236,19 +242,28 @@ def _call(model: Model, case: Case) -> list[Completion]:
         case "prompt":
             return model.generate(first, short)
         case "prompts":
-            return model.generate([first, "Once", second], short)
+            return model.generate([first, "Once"], short)
         case "stream":
             events = [*model.stream(first, SamplingParams(**{"max_tokens": 3} | fields))]
             return [event.completion for event in events if event.completion is not None]
     return model.generate("Once", short, control=first)
 
 
+def _oftener(fitting: st.SearchStrategy[str], any_: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Return a strategy of which three values in four are of the right kind, and may be served."""
+    return st.sampled_from((fitting, fitting, fitting, any_)).flatmap(lambda chosen: chosen)
+
+
+_SETTINGS = st.sampled_from(_FIELDS).flatmap(
+    lambda name: st.tuples(st.just(name), _oftener(_FITTING.get(name, _A_SMALL_NUMBER), _A_NUMBER | _ANY))
+)
+
 SURFACE = Surface(
     cases=st.builds(
         Case,
         kind=st.sampled_from(_KINDS),
-        fields=st.lists(st.tuples(st.sampled_from(_FIELDS), _NAMES), min_size=1, max_size=2).map(tuple),
-        values=st.tuples(*[_NAMES] * 3),
+        fields=st.lists(_SETTINGS, min_size=1, max_size=2).map(tuple),
+        values=st.tuples(_oftener(_A_PROMPT, _ANY), _oftener(_A_NUMBER, _ANY), _oftener(_A_NUMBER, _ANY)),
     ),
     prepare=prepare,
     seconds=lambda case: 60.0 if case.kind == "control" else 10.0,  # a controller of its own compiles
