@@ -19,6 +19,7 @@ import importlib
 import pprint
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from fuzzing.cases import FAILURES, draw
 from fuzzing.judge import judge
 from fuzzing.watch import Campaign, Done, code_digest, run_cases
 from report import table, write
+
+_LIBRARIES = ("et_jax", "hypothesis", "tokenizers", "sentencepiece", "safetensors", "orbax-checkpoint", "jinja2")
 
 
 def shares(total: int, names: list[str]) -> dict[str, int]:
@@ -84,7 +87,14 @@ def _report(args: argparse.Namespace, names: list[str], rows: list[dict[str, Any
     if args.output is not None:
         settings = {"cases": args.cases, "seed": args.seed, "surfaces": names, "code": code_digest()}
         seconds = round(sum(row["seconds"] for row in rows), 1)
-        write(args.output, "scripts/fuzz.py", settings, seconds=seconds, surfaces=counts, failures=failures)
+        write(
+            args.output,
+            "scripts/fuzz.py",
+            settings | {"versions": {name: version(name) for name in _LIBRARIES}},
+            seconds=seconds,
+            surfaces=counts,
+            failures=failures,
+        )
     return 1 if failures else 0
 
 

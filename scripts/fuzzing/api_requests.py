@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from et_jax.engine import Model
 from et_jax.requests import Completion, GenerationRequest, SamplingParams
 from et_jax.types import UsageError
-from fuzzing.cases import ACCEPTED, Fault, Surface
+from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
 from fuzzing.small_folder import served_model
 
 
@@ -266,5 +266,5 @@ SURFACE = Surface(
         values=st.tuples(_oftener(_A_PROMPT, _ANY), _oftener(_A_NUMBER, _ANY), _oftener(_A_NUMBER, _ANY)),
     ),
     prepare=prepare,
-    seconds=lambda case: 60.0 if case.kind == "control" else 10.0,  # a controller of its own compiles
+    seconds=lambda case: COMPILING if case.kind == "control" else SECONDS,
 )

@@ -24,6 +24,7 @@ FAILURES = {
     "noise": "pages of output beside the sentence",
 }
 SECONDS, MEMORY = 10.0, 2 * 2**30
+COMPILING = 120.0  # seconds, for a case that compiles programs of its own, on a busy machine
 
 
 class Fault(Exception):

@@ -9,11 +9,10 @@ import jax
 from hypothesis import strategies as st
 
 from et_jax.types import UsageError
-from fuzzing.cases import ACCEPTED, SECONDS, Fault, Surface
+from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
 from fuzzing.edits import MUTATIONS, Mutation, mutated
 from fuzzing.small_folder import LENGTH, LLAMA, open_model, overlay, write_model
 
-_COMPILING = 60.0  # seconds, for a case that decodes
 # Fields that a file may hold and the small models' need not.
 _NEUTRAL = {
     "attention_bias": False,
@@ -87,5 +86,5 @@ SURFACE = Surface(
         decodes=st.sampled_from((True, *(False,) * 9)),
     ),
     prepare=prepare,
-    seconds=lambda case: _COMPILING if case.decodes else SECONDS,
+    seconds=lambda case: COMPILING if case.decodes else SECONDS,
 )
