@@ -205,7 +205,7 @@ def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
     """Return all that the answers of a batch depend on beside its lines."""
     from et_jax.batch.fingerprint import fingerprint
     from et_jax.models.bundled import bundled_folder
-    from et_jax.models.checkpoint import resolve
+    from et_jax.models.hub import resolve
 
     folder = bundled_folder() if args.model == "bundled" else resolve(args.model)
     knobs = ("dtype", "control", "target_entropy", "tolerance", "min_blocks", "window", "page_size", "max_model_len")
