@@ -104,7 +104,11 @@ class JsonBackend:
 
     def decode(self, ids: Sequence[int]) -> str:
         # Left out by id: the library compares texts, and misses special tokens that its normalizer changes.
-        return self._tokenizer.decode([id for id in ids if self.visible(id)], skip_special_tokens=False)
+        visible = [id for id in ids if self.visible(id)]
+        try:
+            return _guarded(self._tokenizer.decode, visible, skip_special_tokens=False)
+        except Panic as error:
+            raise UsageError(f"The model's tokenizer cannot write this text ({error}); use another one.") from error
 
     def id_of(self, token: str) -> int | None:
         return self._vocab.get(token)

@@ -104,8 +104,8 @@ def answers(question: Callable[[], dict[str, Any] | None], answer: Callable[[dic
         except RecursionError:
             said = {"error": "it calls itself too deep"}
         except Exception as error:  # whatever a stranger's program does
-            reason = " ".join(str(error).split())[:SHOWN] or type(error).__name__
-            said = {"error": reason.encode(errors="backslashreplace").decode()}
+            reason = str(error)[:SHOWN].encode(errors="backslashreplace").decode()
+            said = {"error": " ".join(reason.split())[:SHOWN] or type(error).__name__}
         answer(said)
         alarm(0)
 

@@ -367,7 +367,7 @@ CASES = {
 
 
 def test_the_sound_folder_opens(folder):
-    assert opened(folder).generate([[1]], max_tokens=2)[0].error is None
+    assert opened(folder).tokenizer.encode("w1 w2") == [1, 2]
 
 
 @pytest.mark.timeout(120)
