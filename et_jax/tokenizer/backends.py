@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 BARE = b"\x1a\x02\x18\x00"  # protobuf: normalizer_spec { add_dummy_prefix: false }, merged when appended
+PIECE = b"\n"  # protobuf: what a SentencePiece model begins with, and each of its pieces
 RANKS = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
@@ -131,7 +132,7 @@ class SentencePieceBackend:
         import sentencepiece
 
         model = read_bytes(file, MAX_TOKENIZER_BYTES)
-        if known := other_format(model):
+        if (known := other_format(model)) and not model.startswith(PIECE):
             raise UsageError(f"{file} is {known}, not a SentencePiece model; fetch the model's tokenizer.json.")
         try:
             self._opening = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -185,6 +186,8 @@ def other_format(content: bytes) -> str | None:
     for mark, name in marks.items():
         if content.startswith(mark):
             return name
+    if content[:1] == content[2:3] == PIECE and len(content) > 3:
+        return "a SentencePiece model"
     if RANKS.match(content):
         return "a tiktoken file of ranks"
     if content.lstrip()[:1] == b"{":
