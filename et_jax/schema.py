@@ -31,6 +31,7 @@ _REPR = reprlib.Repr(maxstring=_SHOWN, maxother=_SHOWN)
 
 Count = Annotated[int, Meta(ge=1, le=2**22)]
 Length = Annotated[int, Meta(ge=1, le=2**30)]
+Id = Annotated[int, Meta(ge=0, lt=2**22)]  # in a tokenizer's own vocabulary
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
 
@@ -137,9 +138,23 @@ class SettingsFile(NamesFile):
     chat_template: str | list[TemplateFile] | None = None
 
 
-class TokenizerFile(msgspec.Struct):
-    """Of tokenizer.json the parts that are read beside the library's own reading."""
+class VocabularyFile(msgspec.Struct):
+    """The model of a tokenizer.json: the library makes room for every id up to the highest."""
 
+    vocab: dict[str, Id] | list[Any] | None = None
+
+
+class AddedTokenFile(msgspec.Struct):
+    """An added token of a tokenizer.json."""
+
+    id: Id
+
+
+class TokenizerFile(msgspec.Struct):
+    """Of tokenizer.json the parts that are read beside the library's own reading, and before it."""
+
+    model: VocabularyFile | None = None
+    added_tokens: list[AddedTokenFile] | None = None
     normalizer: Any = None
     pre_tokenizer: Any = None
     decoder: Any = None

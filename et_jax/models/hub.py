@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from et_jax.models.checkpoint import read_config
 from et_jax.schema import named
@@ -47,10 +48,10 @@ def resolve(name: str | Path, check: Callable[[Path], object] | None = None) -> 
 
     repository = str(name)
     try:
-        kept = {} if _is_reached(repository) else {"local_files_only": True}
-        config = hf_hub_download(repository, "config.json", **kept)
+        kept = not _is_reached(repository)
+        config = hf_hub_download(repository, "config.json", local_files_only=kept)
         (check or read_config)(Path(config).parent)
-        return Path(snapshot_download(repository, allow_patterns=list(HUB_FILES), **kept))
+        return Path(snapshot_download(repository, allow_patterns=list(HUB_FILES), local_files_only=kept))
     except errors.GatedRepoError as error:
         page = f"https://huggingface.co/{name}"
         raise UsageError(f"{name} is gated: accept its terms at {page} and set HF_TOKEN to your token.") from error
@@ -74,7 +75,7 @@ def _is_reached(repository: str) -> bool:
     """Return whether the hub answers, whatever it says. The library itself tries for half a minute."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
-    failed = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which is not always the same one
+    failed: Any = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which is not always the same one
     try:
         get_hf_file_metadata(hf_hub_url(repository, "config.json"), timeout=_PATIENCE)
     except errors.HfHubHTTPError:

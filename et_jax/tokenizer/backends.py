@@ -57,9 +57,9 @@ class JsonBackend:
 
         content = read_bytes(file, MAX_TOKENIZER_BYTES)
         try:
-            self._tokenizer = _guarded(tokenizers.Tokenizer.from_buffer, content)
             parts = msgspec.json.decode(content, type=TokenizerFile)
-        except Exception as error:  # the library raises bare Exception
+            self._tokenizer = _guarded(tokenizers.Tokenizer.from_buffer, content)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Panic) as error:
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"{file} is not a readable tokenizer ({reason}); fetch it again.") from error
         check_expressions(file, expressions([parts.normalizer, parts.pre_tokenizer, parts.decoder]))
@@ -93,8 +93,14 @@ class JsonBackend:
     def encode_plain(self, text: str, opens: bool) -> list[int]:
         with self._lock:
             if self._plain is None:  # rarely needed, and the setting is one of the whole tokenizer
-                self._plain = type(self._tokenizer).from_str(self._tokenizer.to_str())
-                self._plain.encode_special_tokens = True
+                try:
+                    plain = _guarded(type(self._tokenizer).from_str, self._tokenizer.to_str())
+                except Panic as error:
+                    raise UsageError(
+                        f"The model's tokenizer cannot read a special token as text ({error}); allow special tokens."
+                    ) from error
+                plain.encode_special_tokens = True
+                self._plain = plain
         return self._encoding(self._plain, text, special=False).ids
 
     def _encoding(self, tokenizer: Any, text: str, special: bool) -> Any:
@@ -205,10 +211,10 @@ def _whole(text: str) -> str:
 
 
 def _guarded(call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-    """Return what the library returns. A panic of it passes by `except Exception`: it is turned into one."""
+    """Return what the library returns. Raises Panic for what it raises: some of that is no Exception at all."""
     try:
         return call(*arguments, **settings)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) not in (Exception, ValueError) and type(error).__name__ != "PanicException":
             raise
         raise Panic(" ".join(str(error).split())[:200]) from error

@@ -141,12 +141,20 @@ def outside_by_name(folder):
     index({name: there for name in load_file(folder / "model.safetensors")})(folder)
 
 
-def pretokenizer(value):
+def in_tokenizer(**values):
+    return sets("tokenizer.json", **values)
+
+
+def in_vocabulary(**ids):
     def edit(folder):
-        held = json.loads((folder / "tokenizer.json").read_text())
-        (folder / "tokenizer.json").write_text(json.dumps(held | {"pre_tokenizer": value}))
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        in_tokenizer(model=model | {"vocab": model["vocab"] | ids})(folder)
 
     return edit
+
+
+def pretokenizer(value):
+    return in_tokenizer(pre_tokenizer=value)
 
 
 def pattern(regex):
@@ -344,10 +352,16 @@ CASES = {
     "the tokenizer is deep": (text("tokenizer.json", '{"decoder":' * 5000), "tokenizer.json is not a readable"),
     "the tokenizer is no UTF-8": (text("tokenizer.json", b'{"a": "\xff"}'), "tokenizer.json is not a readable"),
     "the tokenizer has no such expression": (pattern("(a"), "tokenizer.json is not a readable"),
+    "the tokenizer has an enormous id": (in_vocabulary(w1=2**31), "tokenizer.json is not a readable"),
+    "the tokenizer has a negative id": (in_vocabulary(w1=-1), "tokenizer.json is not a readable"),
+    "the tokenizer adds an enormous id": (
+        in_tokenizer(added_tokens=[{"id": 2**32 - 1, "content": "a", "special": True}]),
+        "tokenizer.json is not a readable",
+    ),
     "the tokenizer backtracks": (pattern("(a+)+$"), "tokenizer.json"),
     "the tokenizer backtracks on others": (pattern("([^a-z]|[0-9 ])+(?=~~)"), "tokenizer.json"),
     "the tokenizer backtracks elsewhere": (
-        lambda f: (pattern(r"(\s|\s)+x")(f), f)[0],
+        pattern(r"(\s|\s)+x"),
         "tokenizer.json",
     ),
     "the tokenizer takes a square of the time": (pattern("[a-z]*X"), "tokenizer.json"),

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_tokenizer import byte_level, configure
@@ -29,7 +30,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 1.0)
 
 
-def process_of(template):
+def process_of(template) -> Any:
     return template._worker._process
 
 
@@ -205,6 +206,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
         "except KeyboardInterrupt:\n    print(template._worker._process.pid, template.render(said), flush=True)\n"
     )
     running = program(tmp_path, code)
+    assert running.stdout is not None
     pid = int(running.stdout.readline())
     time.sleep(0.2)
     os.killpg(running.pid, signal.SIGINT)
