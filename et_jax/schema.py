@@ -26,6 +26,7 @@ MAX_TEMPLATE_BYTES = 2**20
 MAX_LAYERS = 1024  # published models have up to about 130
 MAX_EOS_IDS = 8  # end tokens of a model, kept beside a request's own stop ids
 FETCH = "take the file from the model's repository again"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is half of a character, or of one written in two
 _SHOWN = 60  # characters of a value that a sentence shows
 _REPR = reprlib.Repr(maxstring=_SHOWN, maxother=_SHOWN)
 
@@ -215,9 +216,14 @@ def read_json(file: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
         raise UsageError(f"{file} holds {name}, which is no number in JSON; {FETCH}.")
 
     try:
-        values = json.loads(read_bytes(file, most).decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
+        text = read_bytes(file, most).decode("utf-8")
+        values = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+        if _SURROGATE.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
     except UsageError:
         raise
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{file} is not readable JSON (half of a surrogate pair); fetch the file again.") from error
     except RecursionError as error:
         raise UsageError(f"{file} is not readable JSON (nested too deep); fetch the file again.") from error
     except ValueError as error:

@@ -89,7 +89,7 @@ def _as_list(ids: int | list[int] | None) -> list[int]:
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that have a name, `bos_token` and the like."""
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 

@@ -282,6 +282,9 @@ CASES = {
     "the config has a long number": (text("config.json", '{"a": ' + "9" * 100_000 + "}"), "config.json"),
     "the config is no UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json is not readable JSON"),
     "the config is UTF-16": (text("config.json", '{"a": 1}'.encode("utf-16")), "config.json is not readable JSON"),
+    "the config has half a character": (config(hidden_act="\ud800"), "half of a surrogate pair"),
+    "the settings have half a character": (settings(bos_token="\ud800"), "half of a surrogate pair"),
+    "the end ids are half a character": (sets("generation_config.json", eos_token_id="\ud800"), "surrogate pair"),
     "the config has a mark": (text("config.json", b"\xef\xbb\xbf{}"), "BOM"),
     "the config is large": (large("config.json", 2**30), "config.json has 1073741824 bytes"),
     "the config is a folder": (directory("config.json"), "config.json is not a regular file"),
@@ -409,5 +412,6 @@ def test_a_file_that_may_not_be_read_is_named(folder):
 
 def test_unknown_fields_are_allowed(folder):
     config(auto_map={"x": 1}, pretraining_tp=1, use_cache=True, something=[None], rope_scaling=None)(folder)
+    settings(image_token={}, audio_token=[1], video_token={"content": 7}, emoji="\U0001f408", **{"a\nb": 1})(folder)
     settings(model_max_length=10**30, clean_up_tokenization_spaces=False, added_tokens_decoder={})(folder)
     opened(folder)

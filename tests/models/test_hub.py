@@ -94,6 +94,18 @@ def test_what_the_hub_refuses_is_told_in_one_sentence(monkeypatch, error, words)
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 10**6}, {"num_hidden_layers": 10**9}, {"vocab_size": 10**12}, {"head_dim": -1}]
+)
+def test_a_config_of_no_size_is_refused_before_any_weight(monkeypatch, folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    hub = Hub(monkeypatch, folder)
+    with pytest.raises(UsageError, match=next(iter(change))):
+        resolve("owner/model")
+    assert hub.asked == [("owner/model", "config.json")]
+
+
 def test_a_hub_out_of_reach_is_asked_once(tmp_path):
     """In a process of its own, for the library reads its settings when it is imported."""
     program = (
