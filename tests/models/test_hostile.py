@@ -321,7 +321,7 @@ CASES = {
     "the index names nothing": (index({EMBEDDING: ""}), "weight_map"),
     "the index names the folder": (index({EMBEDDING: "."}), "weight_map"),
     "the index has a NUL": (index({EMBEDDING: "a\0b"}), "weight_map"),
-    "the index has half a character": (index({EMBEDDING: "\ud800"}), "weight_map"),
+    "the index has half a character": (index({EMBEDDING: "\ud800"}), "half of a surrogate pair"),
     "the index leaves the folder": (outside, "leaves the folder"),
     "the index leaves the folder by name": (outside_by_name, "leaves the folder"),
     "the index leaves the folder midway": (index({EMBEDDING: "a/../../b.safetensors"}), "leaves the folder"),
