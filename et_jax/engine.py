@@ -20,9 +20,10 @@ from et_jax.memory import num_sharing, usable_memory
 from et_jax.metrics import Metrics
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import read_calibration
+from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
-from et_jax.models.checkpoint import read_config, resolve, stored_dtype
 from et_jax.models.config import ModelConfig
+from et_jax.models.hub import resolve
 from et_jax.models.transformer import Params
 from et_jax.preflight import Plan, plan
 from et_jax.queue import Queue
@@ -116,13 +117,14 @@ def load(
 
     tell(f"loading {name}")
     folder = bundled_folder() if name == "bundled" else resolve(name, fit)
-    fitting = fit(folder)
+    check_weights(folder, read_config(folder))
+    fitting, tokenizer = fit(folder), load_tokenizer(folder)
     config, params = load_checkpoint(folder, dtype)
     return Model(
         name=name,
         config=sized(config, params.embedding.dtype, fitting.num_pages, read_calibration(folder)),
         params=params,
-        tokenizer=load_tokenizer(folder),
+        tokenizer=tokenizer,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_cache=prefix_cache,
         preempt_every=preempt_every,

@@ -41,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go; run again to resume")
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
     p.add_argument("--system-prompt", help="the system message, with --chat or --input")
+    p.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="read special tokens that messages spell as such; else they are text",
+    )
     p.add_argument("--max-tokens", type=int, default=256, help="tokens to produce at most (default 256)")
     sampling = p.add_argument_group("sampling")
     sampling.add_argument("--temperature", "--temp", type=float, default=1.0, help="0 is greedy (default 1)")
@@ -132,6 +137,8 @@ def _check_combination(args: argparse.Namespace) -> None:
     if args.input is None:
         if args.system_prompt is not None and not args.chat:
             raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")
+        if args.allow_special_tokens and not args.chat:
+            raise UsageError("--allow-special-tokens needs --chat; a prompt without it is read with special tokens.")
         if args.output is not None:
             raise UsageError("--output is for --input; the text of --prompt goes to standard output.")
         return
@@ -157,7 +164,15 @@ def _run_prompt(args: argparse.Namespace) -> int:
         status = Status()
         model = _load(args, params.n, control, status)
         ids = (
-            [model.tokenizer.chat([{"role": "user", "content": prompt}], args.system_prompt)] if args.chat else [prompt]
+            [
+                model.tokenizer.chat(
+                    [{"role": "user", "content": prompt}],
+                    args.system_prompt,
+                    allow_special_tokens=args.allow_special_tokens,
+                )
+            ]
+            if args.chat
+            else [prompt]
         )
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         with _interrupts() as interrupted:
@@ -184,7 +199,12 @@ def _run_batch(args: argparse.Namespace) -> int:
     from et_jax.batch.tasks import Defaults
     from et_jax.report import Status
 
-    defaults = Defaults(params=_sampling(args), chat=args.chat, system_prompt=args.system_prompt)
+    defaults = Defaults(
+        params=_sampling(args),
+        chat=args.chat,
+        system_prompt=args.system_prompt,
+        allow_special_tokens=args.allow_special_tokens,
+    )
     control, status = _controller(args), Status()
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
@@ -208,7 +228,7 @@ def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
     """Return all that the answers of a batch depend on beside its lines."""
     from et_jax.batch.fingerprint import fingerprint
     from et_jax.models.bundled import bundled_folder
-    from et_jax.models.checkpoint import resolve
+    from et_jax.models.hub import resolve
 
     folder = bundled_folder() if args.model == "bundled" else resolve(args.model)
     knobs = ("dtype", "control", "target_entropy", "tolerance", "min_blocks", "window", "page_size", "max_model_len")

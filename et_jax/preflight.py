@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from et_jax.cache import token_width
-from et_jax.models.checkpoint import weight_specs
 from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import num_weights
 from et_jax.pallas.backend import platform
 from et_jax.pallas.paged_attention.xla import heuristic
 from et_jax.pallas.paged_prefill.xla import GROUP_TOKENS
@@ -101,7 +101,7 @@ def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas
 
 def weight_bytes(config: ModelConfig, dtype: jax.typing.DTypeLike) -> int:
     """Return the bytes of a model's weights."""
-    return sum(math.prod(spec.shape) for spec in weight_specs(config).values()) * jnp.dtype(dtype).itemsize
+    return num_weights(config) * jnp.dtype(dtype).itemsize
 
 
 def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:

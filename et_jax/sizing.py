@@ -7,6 +7,7 @@ from et_jax.attend import serving_backend
 from et_jax.models.config import ModelConfig
 from et_jax.presets import preset
 from et_jax.requests import MAX_LOGPROBS, MAX_STOP_IDS
+from et_jax.schema import MAX_EOS_IDS
 from et_jax.state import Controller, DecoderConfig
 from et_jax.types import UsageError
 
@@ -14,7 +15,6 @@ DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
 _MANY = 16  # sequences at once, from which on prompts are more often short of a call than a call of prompts
 _PART = {"cpu": 16}  # tokens of a prompt that stand in one row; elsewhere 128, enough for a tile of queries
 _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
-_EOS_SLOTS = 8  # end tokens of a model kept beside a request's own stop ids
 
 Control = str | Controller
 """A preset by name, see `presets.preset`, or a controller of one's own."""
@@ -81,7 +81,7 @@ def decoder_config(
         cache_dtype=dtype,
         backend=serving_backend(model, page_size, dtype)[0] if backend is None else backend,
         num_logprobs=MAX_LOGPROBS,
-        num_stop_ids=_EOS_SLOTS + MAX_STOP_IDS,
+        num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
         penalties=True,
         calibration=calibration,
         controller=controller(control),

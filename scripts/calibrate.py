@@ -20,7 +20,7 @@ from et_jax.calibration import fit_temperature, negative_log_likelihood
 from et_jax.engine import Model, load
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import write_calibration
-from et_jax.models.checkpoint import resolve
+from et_jax.models.hub import resolve
 from et_jax.models.transformer import forward
 from et_jax.types import UsageError
 

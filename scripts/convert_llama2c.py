@@ -5,6 +5,7 @@ python scripts/convert_llama2c.py stories260K.bin tok512.bin OUT_FOLDER
 
 import argparse
 import json
+import math
 import struct
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from et_jax.models.checkpoint import assemble, weight_specs, write_hugging_face
 from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import Params
+from et_jax.models.transformer import Params, num_weights
+from et_jax.schema import MAX_LAYERS, MAX_TOKENIZER_BYTES, check_regular, read_bytes
+from et_jax.tokenizer.backends import other_format
 from et_jax.types import UsageError
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2 whatever the file calls them; byte pieces follow
+NEWER = b"24ka"  # what llama2.c's versions 1 and 2 begin with
 PIECES = 3 + 256  # the first id that is a piece of text
 LAYER_ORDER = (  # llama2.c stores each kind of weight for all layers at once, in this order
     "input_layernorm.weight",
@@ -34,11 +38,17 @@ LAYER_ORDER = (  # llama2.c stores each kind of weight for all layers at once, i
 
 def read_model(file: Path) -> tuple[ModelConfig, Params]:
     """Return what a legacy llama2.c file holds. Raises UsageError if its length is not what its header says."""
+    check_regular(file)
     content = file.read_bytes()
+    if known := other_format(content):
+        raise UsageError(f"{file} is {known}, not a model in llama2.c's legacy format.")
+    if content.startswith(NEWER):
+        raise UsageError(f"{file} is in one of llama2.c's newer formats; export it with version 0, the legacy one.")
     if len(content) < 28:
         raise UsageError(f"{file} is no llama2.c model: it is shorter than a header; fetch it again.")
     dim, hidden, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", content[:28])
-    if min(dim, hidden, layers, heads, kv_heads, abs(vocab), length) < 1 or dim % heads or heads % kv_heads:
+    sizes = (dim, hidden, layers, heads, kv_heads, abs(vocab), length)
+    if min(sizes) < 1 or max(sizes) > len(content) or layers > MAX_LAYERS or dim % (2 * heads) or heads % kv_heads:
         raise UsageError(f"{file} is no llama2.c model in the legacy format: its header makes no sense.")
     config = ModelConfig(
         architecture="llama",
@@ -57,11 +67,11 @@ def read_model(file: Path) -> tuple[ModelConfig, Params]:
         bos_token_id=1,
         eos_token_ids=(1, 2),  # a story is followed by the next one's beginning, which is where llama2.c stops
     )
-    specs = weight_specs(config)
     rotary = length * config.head_dim  # two tables of cosines and sines, unused
-    expected = 28 + 4 * (sum(int(np.prod(spec.shape)) for spec in specs.values()) + rotary)
+    expected = 28 + 4 * (num_weights(config) + rotary)
     if len(content) != expected:
         raise UsageError(f"{file} has {len(content)} bytes but its header calls for {expected}; fetch it again.")
+    specs = weight_specs(config)
 
     numbers, offset, weights = np.frombuffer(content, "<f4", offset=28), 0, {}
 
@@ -96,19 +106,40 @@ def read_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
 
     llama2.c joins, again and again, the two neighbours whose union has the best score: a byte-pair encoding
     whose merges are the splits of all pieces, best score first. Spaces stay spaces in the vocabulary. A text
-    that spells a special token is read as that token, as is the custom of Hugging Face files.
+    that spells a special token is read as that token, as is the custom of Hugging Face files. Raises
+    UsageError for another format, and for a file whose first pieces are not the special tokens and the bytes.
     """
-    content, pieces = file.read_bytes(), []
+    content, pieces = read_bytes(file, MAX_TOKENIZER_BYTES), []
+    if known := other_format(content):
+        raise UsageError(f"{file} is {known}, not a tokenizer in llama2.c's format; export it with llama2.c first.")
     offset = 4  # the length of the longest piece comes first, which nobody needs
     while offset + 8 <= len(content):
         score, length = struct.unpack_from("<fi", content, offset)
+        if not math.isfinite(score) or not 0 <= length <= len(content) - offset - 8:
+            break
         pieces.append((content[offset + 8 : offset + 8 + length].decode("utf-8", errors="replace"), score))
         offset += 8 + length
-    if offset != len(content) or len(pieces) != vocab_size:
+    if offset != len(content):
+        raise UsageError(
+            f"{file} is not a tokenizer in llama2.c's format, or cut: after {len(pieces)} pieces there is none; "
+            "use the file that came with the model."
+        )
+    if len(pieces) != vocab_size:
         raise UsageError(
             f"{file} holds {len(pieces)} pieces but the model knows {vocab_size}; use the model's own file."
         )
+    if len(pieces) < PIECES:
+        raise UsageError(
+            f"{file} holds {len(pieces)} pieces, fewer than the {PIECES} special tokens and bytes that come first; "
+            "such a tokenizer cannot be converted."
+        )
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *(piece for piece, _ in pieces[PIECES:])]
+    for name, (piece, _) in list(zip(names, pieces, strict=True))[len(SPECIAL) : PIECES]:
+        if piece != name:
+            raise UsageError(
+                f"{file} holds {piece[:40]!r} where the piece of a byte, {name}, belongs; "
+                "such a tokenizer cannot be converted."
+            )
     vocab = {name: id for id, name in enumerate(names)}
     if len(vocab) != len(names):
         raise UsageError(f"{file} holds a piece twice; use the model's own file.")

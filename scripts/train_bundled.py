@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from et_jax.models import checkpoint
+from et_jax.models import checkpoint, hub
 from et_jax.models.bundled import bundled_folder
 from et_jax.training import card, compact, corpus, export, loop, recipe
 from et_jax.training.settings import Settings
@@ -44,7 +44,7 @@ def _start(name: str, settings: Settings) -> tuple[tuple[loop.TrainState, int], 
     bundled = bundled_folder()
     if compact.is_state(Path(name)):
         return compact.read(Path(name), settings), Tokenizer.from_file(str(bundled / "tokenizer.json"))
-    source = bundled if name == "bundled" else checkpoint.resolve(name)
+    source = bundled if name == "bundled" else hub.resolve(name)
     weights = checkpoint.load(source)[1]
     return loop.start_from(weights, settings), Tokenizer.from_file(str(source / "tokenizer.json"))
 

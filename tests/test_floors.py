@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 FLOORS = {
     "types": 0,
     "checksums": 0.5,
+    "schema": 0.5,  # a landing: what a model folder may say, for the rooms that read one
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files"), 1),
     **dict.fromkeys(
         ("control", "models", "pallas", "tasks", "scheduler", "prefix", "requests", "snapshots", "memory"), 1

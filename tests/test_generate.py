@@ -283,5 +283,22 @@ def test_help_needs_no_jax() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_special_tokens_are_allowed_in_a_conversation_only(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capfd, "--model", str(folder), "-p", "It was", "--allow-special-tokens")
+    assert (code, out) == (2, "") and "--allow-special-tokens needs --chat" in err
+
+
+@pytest.mark.parametrize(("flags", "num_tokens"), [([], 7), (["--allow-special-tokens"], 3)])
+def test_a_message_ends_itself_only_where_it_may(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], num_tokens: int
+) -> None:
+    place = copy(folder, tmp_path / "chat")
+    (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    said = ["--model", str(place), "-p", "a<end>b", "--chat", "--max-tokens", "1", "--json", *flags]
+    code, out, _ = run(capfd, *said)
+    assert code == 0
+    assert json.loads(out)["usage"]["prompt_tokens"] == num_tokens
+
+
 def test_usage_errors_are_value_errors() -> None:
     assert issubclass(UsageError, ValueError)

@@ -372,3 +372,57 @@ def test_a_token_costs_the_same_however_long_the_text(folder, of):
         stream.push(id)
     assert sum(lengths) < 40 * len(ids)
     assert max(lengths) <= 30
+
+
+@pytest.mark.parametrize("change", ["backtracks", "lacks its unknown token"])
+def test_what_the_library_gives_up_on_ends_in_one_sentence(folder, monkeypatch, change):
+    file = folder / "tokenizer.json"
+    held = json.loads(file.read_text())
+    if change == "backtracks":
+        monkeypatch.setattr("et_jax.tokenizer.backends.check_expressions", lambda file, unknown: None)
+        held["pre_tokenizer"] = {
+            "type": "Split",
+            "pattern": {"Regex": "(a+)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    else:
+        held |= {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}, "post_processor": None}
+    file.write_text(json.dumps(held))
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(UsageError, match="tokenizer cannot read this text"):
+        tokenizer.encode("a" * 1000 + "!")
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_character_is_no_text(folder, mistral, text):
+    for place in (folder, mistral):
+        with pytest.raises(UsageError, match="half of a surrogate pair"):
+            load_tokenizer(place).encode(text)
+
+
+def test_published_expressions_are_not_tried_out(folder, monkeypatch):
+    """Those of Llama 3 and Qwen 2, as their tokenizer.json spells them."""
+    monkeypatch.setattr("et_jax.tokenizer.expressions.Worker", None)
+    for digits in (r"\p{N}{1,3}", r"\p{N}"):
+        held = json.loads((folder / "tokenizer.json").read_text())
+        regex = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+            + digits
+            + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+        (folder / "tokenizer.json").write_text(json.dumps(held))
+        assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT
+
+
+def test_a_sound_expression_of_ones_own_is_taken(folder):
+    held = json.loads((folder / "tokenizer.json").read_text())
+    for regex in (r"\d{1,2}| ?\w+|[^\w\s]+|\s+", r"[A-Z]?[a-z]+|.", r"(?=[A-Z])"):
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+        (folder / "tokenizer.json").write_text(json.dumps(held))
+        assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT

@@ -41,7 +41,13 @@ class ChatTokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None: ...
-    def chat(self, messages: list[dict[str, str]], system_prompt: str | None = None) -> list[int]: ...
+    def chat(
+        self,
+        messages: list[dict[str, str]],
+        system_prompt: str | None = None,
+        *,
+        allow_special_tokens: bool = False,
+    ) -> list[int]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,12 +75,14 @@ class Defaults:
     """What the command sets for every line: sampling, and what opens a conversation.
 
     With `chat` a plain prompt is a user's message. `system_prompt` opens every conversation that does
-    not open with a system message of its own.
+    not open with a system message of its own. Special tokens that a message spells are text, unless
+    `allow_special_tokens`.
     """
 
     params: SamplingParams
     chat: bool = False
     system_prompt: str | None = None
+    allow_special_tokens: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +132,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
     if isinstance(prompt, str) and defaults.chat and not _is_envelope(entry.values):
         chat, body = True, {"messages": [{"role": "user", "content": prompt}]}
     if chat:
-        prompt = _conversation(_messages(body), tokenizer, defaults.system_prompt)
+        prompt = _conversation(_messages(body), tokenizer, defaults)
     request = GenerationRequest(
         prompt=prompt,
         params=params,
@@ -225,13 +233,11 @@ def _message(message: Any) -> dict[str, str]:
     return given | {"content": content}
 
 
-def _conversation(
-    messages: list[dict[str, str]], tokenizer: ChatTokenizer, system_prompt: str | None
-) -> tuple[int, ...]:
+def _conversation(messages: list[dict[str, str]], tokenizer: ChatTokenizer, defaults: Defaults) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         raise UsageError(f"This model has no chat template; send a prompt to {COMPLETIONS}, or choose a chat model.")
-    opening = None if messages[0]["role"] == "system" else system_prompt
-    return tuple(tokenizer.chat(messages, opening))
+    opening = None if messages[0]["role"] == "system" else defaults.system_prompt
+    return tuple(tokenizer.chat(messages, opening, allow_special_tokens=defaults.allow_special_tokens))
 
 
 def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[SamplingParams, bool]:

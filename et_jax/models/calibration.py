@@ -1,11 +1,10 @@
 """The calibrated temperature of a model, kept beside its weights in calibration.json."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from et_jax.types import UsageError
+from et_jax.schema import CalibrationFile, checked, is_there, read_json
 
 FILE = "calibration.json"
 
@@ -16,17 +15,10 @@ def read_calibration(folder: Path) -> float:
     Raises UsageError for a file that holds no positive temperature.
     """
     path = folder / FILE
-    if not path.exists():
+    if not is_there(path):
         return 1.0
-    try:
-        temperature = float(json.loads(path.read_text(encoding="utf-8"))["temperature"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f'{path} holds no "temperature"; delete it or fit it again with scripts/calibrate.py.'
-        ) from error
-    if not 0 < temperature < math.inf:
-        raise UsageError(f"{path} says temperature {temperature}; it must be above 0: fit it again or delete the file.")
-    return temperature
+    remedy = "fit it again with scripts/calibrate.py, or delete the file"
+    return checked(read_json(path), CalibrationFile, path, remedy).temperature
 
 
 def write_calibration(folder: Path, temperature: float, facts: dict[str, Any]) -> Path:

@@ -1,6 +1,6 @@
 """Weights from files: a Hugging Face folder or a converted one, read tensor by tensor; and back again.
 
-`resolve` finds the folder, `load` reads it. config.json is checked before any weight is downloaded or
+`hub.resolve` finds the folder, `load` reads it. config.json is checked before any weight is downloaded or
 read, and the name, shape and dtype of every tensor before the first one is.
 
 A tensor that the configuration does not call for is an error, since dropping it (a bias, a norm, a
@@ -9,8 +9,8 @@ layer) would change the text; only the ones in `INERT` are passed over.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from et_jax import checksums
 from et_jax.models.config import ModelConfig, config_to_hugging_face, from_hugging_face
 from et_jax.models.transformer import Params, WeightSpec, describe
+from et_jax.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.types import UsageError
 
 OUTER_NAMES = {
@@ -52,17 +53,6 @@ INERT = re.compile(r"rotary_emb\.inv_freq$")
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 STORED_NAMES = {"bfloat16": "BF16", "float32": "F32"}
 STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
-HUB_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 CONVERTED = "orbax"
 
 
@@ -86,56 +76,24 @@ def assemble(config: ModelConfig, weights: Mapping[str, Float[Array | np.ndarray
     return treedef.unflatten([weights[name] for name in weight_specs(config)])
 
 
-def resolve(name: str | Path, check: Callable[[Path], object] | None = None) -> Path:
-    """Return the folder of a model: `name` itself, or the local copy of the hub model `owner/model`.
-
-    From the hub config.json comes first: `check`, by default `read_config`, sees its folder before any
-    weight is downloaded. The token and the
-    cache are the hub library's own (HF_TOKEN, HF_HOME). Raises UsageError where there is no such model.
-    """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise UsageError(f"{name} is a file; name the folder that holds config.json and the safetensors.")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
-        raise UsageError(f"{name} is neither a folder nor a hub name such as owner/model; check the spelling.")
-
-    from huggingface_hub import errors, hf_hub_download, snapshot_download
-
-    repository = str(name)
-    try:
-        config = hf_hub_download(repository, "config.json")
-        (check or read_config)(Path(config).parent)
-        return Path(snapshot_download(repository, allow_patterns=list(HUB_FILES)))
-    except errors.GatedRepoError as error:
-        page = f"https://huggingface.co/{name}"
-        raise UsageError(f"{name} is gated: accept its terms at {page} and set HF_TOKEN to your token.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UsageError(
-            f"{name} is neither a folder here nor a model on the hub; check the spelling, "
-            "or set HF_TOKEN if the model is private."
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise UsageError(
-            f"{name} is not a folder here and the hub cannot be reached; go online, or name a folder holding a model."
-        ) from error
-    except errors.EntryNotFoundError as error:
-        raise UsageError(f"{name} has no config.json on the hub; choose a model in Hugging Face format.") from error
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{name} could not be downloaded ({reason}); try again, or name a local folder.") from error
-
-
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration in `folder`/config.json. Raises UsageError where it is absent or unreadable."""
-    return from_hugging_face(_read_json(folder / "config.json"), str(folder / "config.json"))
+    return from_hugging_face(read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raise UsageError where the headers of a folder's weights are not those of such a model; no weight is read.
+
+    Converted weights are compared when they are restored.
+    """
+    if not (folder / CONVERTED).is_dir():
+        _sources(config, _headers(folder))
 
 
 def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
     """Return the dtype that `load` will most likely give the weights, from config.json alone."""
-    values = _read_json(folder / "config.json")
-    said = str(values.get("dtype", values.get("torch_dtype")))
+    values = read_json(folder / "config.json")
+    said = str(values.get("dtype") or values.get("torch_dtype"))
     return DTYPES.get(dtype, STORED.get(STORED_NAMES.get(said, said), jnp.float32))
 
 
@@ -225,26 +183,12 @@ def _write_config(folder: Path, config: ModelConfig, params: Params) -> None:
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{file.parent} has no {file.name}; name a folder that holds a Hugging Face model.") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} is not readable JSON ({error}); fetch the file again.") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{file} is not a JSON object; fetch the file again.")
-    return values
-
-
 def _shard_files(folder: Path) -> Iterable[Path]:
     """Return the safetensors files of a folder: those the index names, or the single one."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = _read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise UsageError(f"{index} has no weight_map; fetch the file again.")
-        files = [folder / name for name in sorted(set(names.values()))]
+    if is_there(index):
+        names = checked(read_json(index, MAX_INDEX_BYTES), IndexFile, index).weight_map.values()
+        files = [folder / _shard_name(name, index) for name in sorted(set(names))]
         for file in files:
             if not file.exists():
                 raise UsageError(f"{index.name} names {file.name}, which is not in {folder}; fetch that file too.")
@@ -256,12 +200,24 @@ def _shard_files(folder: Path) -> Iterable[Path]:
     raise UsageError(f"{folder} holds no model.safetensors; fetch the weights too.")
 
 
+def _shard_name(name: str, index: Path) -> str:
+    """Return `name` if it is that of a file in the model's own folder. Links in it are its owner's business."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or PureWindowsPath(name).drive:
+        raise UsageError(f"{index}: weight_map names {named(name)}, which leaves the folder; fetch the file again.")
+    if not path.parts or not name.isprintable():
+        raise UsageError(f"{index}: weight_map names {named(name)}, which is no file name; fetch the file again.")
+    return name
+
+
 def _headers(folder: Path) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
     """Return the file, stored dtype and shape of every tensor in the folder."""
     tensors = {}
     for file in _shard_files(folder):
         with _open(file) as reader:
             for name in reader.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                if name in tensors:
+                    raise UsageError(f"{name} stands in {tensors[name][0].name} and in {file}; use files of one model.")
                 piece = reader.get_slice(name)
                 tensors[name] = (file, piece.get_dtype(), tuple(piece.get_shape()))
     return tensors
@@ -290,10 +246,12 @@ def _sources(config: ModelConfig, tensors: Mapping[str, tuple[Path, str, tuple[i
 
 
 def _open(file: Path) -> safe_open:
+    check_regular(file)
     try:
         return safe_open(file, "numpy")
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file} is truncated or damaged ({error}); fetch it again.") from error
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{file} is truncated or damaged ({reason}); fetch it again.") from error
 
 
 def _read(file: Path, name: str, dtype: DTypeLike) -> Float[Array, "..."]:

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from et_jax.schema import FETCH, ConfigFile, KindFile, RopeFile, checked, named
 from et_jax.types import UsageError
 
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -68,54 +70,51 @@ class ModelConfig:
 def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Return the configuration that `values`, a parsed `config.json`, describes.
 
-    Raises UsageError for an architecture or a feature outside the supported families, before any
-    weight is touched; `source` is the file named in the message.
+    Raises UsageError for an architecture or a feature outside the supported families, and for a field
+    that cannot be, before any weight is touched; `source` is the file named in the message.
     """
-    names = values.get("architectures") or [values.get("model_type", "none given")]
-    architecture = ARCHITECTURES.get(names[0])
+    kind = checked(dict(values), KindFile, source)
+    name = (kind.architectures or [kind.model_type or "none given"])[0]
+    architecture = ARCHITECTURES.get(name)
     if architecture is None:
         supported = ", ".join(sorted(ARCHITECTURES))
-        raise UsageError(f"{source}: architecture {names[0]} is not supported; use one of {supported}.")
-
-    def need(key: str) -> int:
-        number = values.get(key)
-        if not isinstance(number, int) or number < 1:
-            given = "missing" if number is None else f"{number!r}, not a positive integer"
-            raise UsageError(f"{source}: the field {key} is {given}; take the file from the model's repository again.")
-        return number
-
-    if values.get("hidden_act", "silu") != "silu":
-        raise UsageError(f"{source}: hidden_act {values['hidden_act']} is not supported; only silu is.")
+        raise UsageError(f"{source}: architecture {named(name)} is not supported; use one of {supported}.")
+    file = checked(dict(values), ConfigFile, source)
+    if file.hidden_act != "silu":
+        raise UsageError(f"{source}: hidden_act {named(file.hidden_act)} is not supported; only silu is.")
     for bias in ("attention_bias", "mlp_bias"):
-        if values.get(bias):
+        if getattr(file, bias):
             raise UsageError(f"{source}: {bias} is not supported; use a model without it.")
-    if values.get("quantization_config"):
+    if file.quantization_config:
         raise UsageError(f"{source}: quantised weights are not supported; use the bfloat16 or float32 original.")
 
-    heads, layers = need("num_attention_heads"), need("num_hidden_layers")
-    kv_heads = values.get("num_key_value_heads") or heads
-    hidden = need("hidden_size")
+    heads, layers, eos = file.num_attention_heads, file.num_hidden_layers, file.eos_token_id
+    kv_heads = file.num_key_value_heads or heads
     if heads % kv_heads:
         raise UsageError(f"{source}: {heads} query heads cannot share {kv_heads} KV heads; the file is damaged.")
-    eos = values.get("eos_token_id")
+    if file.head_dim is None and file.hidden_size % (2 * heads):
+        raise UsageError(
+            f"{source}: hidden_size {file.hidden_size} does not make {heads} heads of one even size; give head_dim."
+        )
+    rope = _rope(file, source)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=need("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=need("intermediate_size"),
+        vocab_size=file.vocab_size,
+        hidden_size=file.hidden_size,
+        intermediate_size=file.intermediate_size,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=values.get("head_dim") or hidden // heads,
-        max_positions=need("max_position_embeddings"),
-        norm_eps=values.get("rms_norm_eps", 1e-6),
-        rope_theta=float(_rope_parameters(values).get("rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(values, source),
-        windows=_windows(values, architecture, layers),
+        head_dim=file.head_dim or file.hidden_size // heads,
+        max_positions=file.max_position_embeddings,
+        norm_eps=file.rms_norm_eps,
+        rope_theta=10000.0 if rope.rope_theta is None else rope.rope_theta,
+        rope_scaling=_rope_scaling(rope, file, source),
+        windows=_windows(file, architecture, source),
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-        bos_token_id=values.get("bos_token_id"),
+        tie_embeddings=bool(file.tie_word_embeddings),
+        bos_token_id=file.bos_token_id,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     )
 
@@ -178,42 +177,54 @@ def _scaling_to_hugging_face(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": scaling.kind, "type": scaling.kind} | given | original
 
 
-def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(file: ConfigFile, source: str) -> RopeFile:
     """Rotary settings from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
-    base = {"rope_theta": values["rope_theta"]} if values.get("rope_theta") else {}
-    return base | dict(values.get("rope_scaling") or {}) | dict(values.get("rope_parameters") or {})
-
-
-def _rope_scaling(values: Mapping[str, Any], source: str) -> RopeScaling | None:
-    parameters = _rope_parameters(values)
-    if values.get("partial_rotary_factor", 1.0) != 1.0 or parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UsageError(f"{source}: partial_rotary_factor is not supported; use a model that rotates whole heads.")
+    base = {} if file.rope_theta is None else {"rope_theta": file.rope_theta}
+    given = base | (file.rope_scaling or {}) | (file.rope_parameters or {})
     for name in ("mscale", "mscale_all_dim", "truncate"):
-        if name in parameters:
+        if name in given:
             raise UsageError(f"{source}: the rotary setting {name} is not supported; use a model without it.")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if LAYER_TYPES & given.keys():
+        raise UsageError(
+            f"{source}: rope_parameters for each kind of layer are not supported; use a model of one rotation."
+        )
+    rope = checked(given, RopeFile, f"{source}: rotary settings")
+    if not {file.partial_rotary_factor, rope.partial_rotary_factor} <= {None, 1.0}:
+        raise UsageError(f"{source}: partial_rotary_factor is not supported; use a model that rotates whole heads.")
+    return rope
+
+
+def _rope_scaling(rope: RopeFile, file: ConfigFile, source: str) -> RopeScaling | None:
+    kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
-        raise UsageError(f"{source}: rope_type {kind} is not supported; use default, linear, llama3 or yarn.")
-    if "factor" not in parameters:
+        raise UsageError(f"{source}: rope_type {named(kind)} is not supported; use default, linear, llama3 or yarn.")
+    if rope.factor is None:
         raise UsageError(f"{source}: rope_type {kind} needs a factor; add one to the rotary settings.")
-    original = parameters.get("original_max_position_embeddings") or values["max_position_embeddings"]
     optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    given = {name: float(parameters[name]) for name in optional if parameters.get(name) is not None}
-    return RopeScaling(kind=kind, factor=float(parameters["factor"]), original_max_positions=original, **given)
+    given = {name: getattr(rope, name) for name in optional if getattr(rope, name) is not None}
+    original = rope.original_max_position_embeddings or file.max_position_embeddings
+    scaling = RopeScaling(kind=kind, factor=rope.factor, original_max_positions=original, **given)
+    if kind == "llama3" and not scaling.low_freq_factor < scaling.high_freq_factor:
+        raise UsageError(f"{source}: high_freq_factor must be above low_freq_factor; {FETCH}.")
+    if kind == "yarn" and not scaling.beta_slow < scaling.beta_fast:
+        raise UsageError(f"{source}: beta_fast must be above beta_slow; {FETCH}.")
+    return scaling
 
 
-def _windows(values: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(file: ConfigFile, architecture: str, source: str) -> tuple[int | None, ...]:
     """Each layer's sliding window. Llama has none; Qwen configurations carry one that is off unless they say so."""
-    window = values.get("sliding_window")
-    if (
-        window is None
-        or architecture == "llama"
-        or (architecture.startswith("qwen") and not values.get("use_sliding_window"))
-    ):
+    window, num_layers = file.sliding_window, file.num_hidden_layers
+    kinds = file.layer_types
+    if kinds and (strange := sorted(set(kinds) - LAYER_TYPES)):
+        raise UsageError(f"{source}: layer_types holds {named(strange[0])}, which is not supported; use another model.")
+    if kinds and len(kinds) != num_layers:
+        raise UsageError(f"{source}: layer_types are {len(kinds)} and the layers {num_layers}; {FETCH}.")
+    if window is None or architecture == "llama" or (architecture.startswith("qwen") and not file.use_sliding_window):
         return (None,) * num_layers
-    if kinds := values.get("layer_types"):
+    if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = values.get("max_window_layers", 28) if architecture.startswith("qwen") else 0
+    full = 28 if file.max_window_layers is None else file.max_window_layers
+    first = full if architecture.startswith("qwen") else 0
     return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -1,6 +1,7 @@
 """The transformer: weights as a pytree, and `forward`, which knows no cache, page, mask or kernel."""
 
 import dataclasses
+import math
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -126,6 +127,13 @@ def describe(config: ModelConfig) -> Params:
         final_norm=spec("width", deviation=None),
         head=None if c.tie_embeddings else spec("vocab", "width"),
     )
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Return how many numbers a model of this configuration holds, from one of its layers, for all are alike."""
+    one = describe(dataclasses.replace(config, num_layers=1, windows=config.windows[:1]))
+    whole, layer = (sum(math.prod(spec.shape) for spec in jax.tree.leaves(tree)) for tree in (one, one.layers[0]))
+    return whole + (config.num_layers - 1) * layer
 
 
 def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:

@@ -48,7 +48,9 @@ class Letters:
 
     chat_template = "as said"
 
-    def chat(self, messages: Sequence[Any], system_prompt: str | None = None) -> list[int]:
+    def chat(
+        self, messages: Sequence[Any], system_prompt: str | None = None, *, allow_special_tokens: bool = False
+    ) -> list[int]:
         opening = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         return [ord(letter) for m in [*opening, *messages] for letter in f"{m['role']}: {m['content']}\n"]
 

@@ -5,26 +5,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 
 from et_jax.models.checkpoint import (
     load,
-    resolve,
     restore_converted,
     save_converted,
     weight_specs,
     write_hugging_face,
 )
 from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import initialise
+from et_jax.models.transformer import initialise, num_weights
 from et_jax.types import UsageError
 
 CONFIG = ModelConfig(
@@ -122,6 +118,11 @@ def test_names_are_those_of_the_format(folder):
     expected = {f"model.layers.{index}.{name}" for index in range(2) for name in layer}
     assert names == expected | {EMBEDDING, HEAD, "model.norm.weight"}
     assert set(weight_specs(TIED)) == names - {HEAD}
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED, dataclasses.replace(CONFIG, num_layers=7, windows=(None,) * 7)])
+def test_weights_are_counted_without_being_described(config):
+    assert num_weights(config) == sum(int(np.prod(spec.shape)) for spec in weight_specs(config).values())
 
 
 @pytest.mark.parametrize("written", [write_hugging_face, save_converted])
@@ -255,85 +256,6 @@ def test_converted_weights_with_a_flipped_bit_are_refused(tmp_path, capfd):
     with pytest.raises(UsageError, match="has not the bytes it was written with; convert the model again"):
         load(tmp_path)
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_local_folder_resolves_to_itself(folder):
-    assert resolve(folder) == folder
-    assert resolve(str(folder)) == folder
-
-
-class Hub:
-    """A hub of one model: serves the files of `folder` and notes what was asked of it."""
-
-    def __init__(self, monkeypatch, folder=None, error=None):
-        self.folder, self.error, self.asked = folder, error, []
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot)
-
-    def download(self, repository, name):
-        self.asked.append((repository, name))
-        if self.error:
-            raise self.error
-        return str(self.folder / name)
-
-    def snapshot(self, repository, allow_patterns):
-        self.asked.append((repository, tuple(allow_patterns)))
-        return str(self.folder)
-
-
-def test_a_hub_name_brings_the_config_first(monkeypatch, folder):
-    hub = Hub(monkeypatch, folder)
-    assert resolve("owner/model-1.5b") == folder
-    assert hub.asked[0] == ("owner/model-1.5b", "config.json")
-    repository, patterns = hub.asked[1]
-    assert repository == "owner/model-1.5b"
-    files = ["model.safetensors", "model-00001-of-00002.safetensors", "consolidated.safetensors", "pytorch_model.bin"]
-    taken = [file for file in files if any(Path(file).match(pattern) for pattern in patterns)]
-    assert taken == files[:2]
-
-
-def test_an_unknown_architecture_is_refused_before_any_weight(monkeypatch, folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    hub = Hub(monkeypatch, folder)
-    with pytest.raises(UsageError, match="MambaForCausalLM"):
-        resolve("owner/model")
-    assert hub.asked == [("owner/model", "config.json")]
-    (folder / "model.safetensors").write_bytes(b"never read")
-    with pytest.raises(UsageError, match="MambaForCausalLM"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (errors.GatedRepoError("", response=Mock()), "gated: accept its terms"),
-        (errors.RepositoryNotFoundError("", response=Mock()), "neither a folder here nor a model on the hub"),
-        (errors.LocalEntryNotFoundError(""), "cannot be reached"),
-        (errors.OfflineModeIsEnabled(""), "cannot be reached"),
-        (errors.EntryNotFoundError(""), "no config.json"),
-        (OSError("No space left on device"), "No space left on device"),
-    ],
-)
-def test_what_the_hub_refuses_is_told_in_one_sentence(monkeypatch, error, words):
-    Hub(monkeypatch, error=error)
-    with pytest.raises(UsageError, match=words) as refusal:
-        resolve("owner/model")
-    assert "owner/model" in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["no-such-folder", "./no/such/folder", "owner/model/extra"])
-def test_a_name_of_neither_kind_never_reaches_the_hub(monkeypatch, name):
-    hub = Hub(monkeypatch)
-    with pytest.raises(UsageError, match="neither a folder nor a hub name"):
-        resolve(name)
-    assert hub.asked == []
-
-
-def test_a_file_is_no_folder(folder):
-    with pytest.raises(UsageError, match="is a file"):
-        resolve(folder / "model.safetensors")
 
 
 MEASURE = """

@@ -69,7 +69,7 @@ def test_a_configuration_without_a_spelling_is_never_written(config):
     ("change", "words"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
-        ({"architectures": None, "model_type": None}, "architecture None is not supported"),
+        ({"architectures": None, "model_type": None}, "architecture 'none given' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "big"}, "hidden_size is 'big'"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),

@@ -205,8 +205,87 @@ def test_a_file_of_the_wrong_length_ends_in_one_sentence(tmp_path, size):
     assert not (tmp_path / "out").exists()
 
 
+def header(**changes):
+    """The model's file with some numbers of its header changed."""
+    names = ("dim", "hidden", "layers", "heads", "kv_heads", "vocab", "length")
+    content = MODEL.read_bytes()
+    held = dict(zip(names, struct.unpack("<7i", content[:28]), strict=True)) | changes
+    return struct.pack("<7i", *held.values()) + content[28:]
+
+
+def tokenizer_file(pieces, longest=7):
+    return struct.pack("<i", longest) + b"".join(struct.pack("<fi", s, len(p)) + p for p, s in pieces)
+
+
+def model_of(vocab):
+    """A model of one layer and so many pieces, all weights zero."""
+    numbers = vocab * 8 + 2 * 8 + 4 * 64 + 3 * 8 * 8 + 8 + 4 * 8
+    return struct.pack("<7i", 8, 8, 1, 1, 1, vocab, 4) + bytes(4 * numbers)
+
+
+@pytest.mark.parametrize("size", [5, 100, 258])
+def test_a_tokenizer_too_small_for_bytes_is_refused(tmp_path, size):
+    (tmp_path / "model.bin").write_bytes(model_of(size))
+    (tmp_path / "tok.bin").write_bytes(tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(size)]))
+    with pytest.raises(ValueError, match=f"holds {size} pieces, fewer than the 259"):
+        script().convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_without_byte_pieces_is_refused(tmp_path):
+    (tmp_path / "model.bin").write_bytes(model_of(300))
+    (tmp_path / "tok.bin").write_bytes(tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(300)]))
+    with pytest.raises(ValueError, match="'p3' where the piece of a byte, <0x00>, belongs"):
+        script().convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "a SentencePiece model"),
+        (b"IQ== 0\nIg== 1\n", "a tiktoken file of ranks"),
+        (b'{"version": "1.0"}', "a JSON file"),
+        (b"GGUF\3\0\0\0", "a GGUF file"),
+        (b"", "not a tokenizer in llama2.c's format"),
+        (struct.pack("<ifi", 7, 0.0, -8), "not a tokenizer in llama2.c's format"),
+        (struct.pack("<ifi", 7, 0.0, 2**31 - 1), "not a tokenizer in llama2.c's format"),
+        (struct.pack("<ifi", 7, float("nan"), 1) + b"a", "not a tokenizer in llama2.c's format"),
+    ],
+)
+def test_a_tokenizer_in_another_format_is_named(tmp_path, content, words):
+    (tmp_path / "tok.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        script().convert(MODEL, tmp_path / "tok.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"GGUF" + bytes(100), "a GGUF file"),
+        (b"PK\x03\x04" + bytes(100), "a PyTorch or zip file"),
+        (b"24ka" + bytes(252), "llama2.c's newer formats"),
+        (lambda: header(layers=2**31 - 1), "makes no sense"),
+        (lambda: header(vocab=-(2**31)), "makes no sense"),
+        (lambda: header(dim=2**30, heads=1, kv_heads=1), "makes no sense"),
+        (lambda: header(heads=64, kv_heads=64), "makes no sense"),
+    ],
+)
+def test_a_model_in_another_format_is_named(tmp_path, content, words):
+    (tmp_path / "model.bin").write_bytes(content() if callable(content) else content)
+    with pytest.raises(ValueError, match=words):
+        script().convert(tmp_path / "model.bin", PIECES, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_models_tokenizer_is_refused(tmp_path):
+    (tmp_path / "short.bin").write_bytes(tokenizer_file(read_pieces()[:-1]))
+    with pytest.raises(ValueError, match="511 pieces but the model knows 512"):
+        script().convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
     (tmp_path / "short.bin").write_bytes(PIECES.read_bytes()[:-15])
-    with pytest.raises(ValueError, match="pieces but the model knows 512"):
+    with pytest.raises(ValueError, match="or cut: after 510 pieces"):
         script().convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()

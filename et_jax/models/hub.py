@@ -1,0 +1,85 @@
+"""Where a model lies: a folder of one's own, or the local copy of one on the Hugging Face hub."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from et_jax.models.checkpoint import read_config
+from et_jax.schema import named
+from et_jax.types import UsageError
+
+HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_PATIENCE = 5.0  # seconds that the hub has to answer at all
+
+
+def resolve(name: str | Path, check: Callable[[Path], object] | None = None) -> Path:
+    """Return the folder of a model: `name` itself, or the local copy of the hub model `owner/model`.
+
+    From the hub config.json comes first: `check`, by default `read_config`, sees its folder before any
+    weight is downloaded. A hub that cannot be reached is asked once; then what the cache holds serves. The
+    token and the cache are the hub library's own (HF_TOKEN, HF_HOME). Raises UsageError where there is no
+    such model.
+    """
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.exists():
+            raise UsageError(f"{name} is a file; name the folder that holds config.json and the safetensors.")
+    except (OSError, RuntimeError) as error:  # too long a name, a forbidden place, a home of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{named(str(name))} cannot be looked up ({reason}); check the spelling.") from error
+    given = str(name) if len(str(name)) < 200 else named(str(name))
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
+        raise UsageError(f"{given} is neither a folder nor a hub name such as owner/model; check the spelling.")
+
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
+
+    repository = str(name)
+    try:
+        kept = not _is_reached(repository)
+        config = hf_hub_download(repository, "config.json", local_files_only=kept)
+        (check or read_config)(Path(config).parent)
+        return Path(snapshot_download(repository, allow_patterns=list(HUB_FILES), local_files_only=kept))
+    except errors.GatedRepoError as error:
+        page = f"https://huggingface.co/{name}"
+        raise UsageError(f"{name} is gated: accept its terms at {page} and set HF_TOKEN to your token.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UsageError(
+            f"{name} is neither a folder here nor a model on the hub; check the spelling, "
+            "or set HF_TOKEN if the model is private."
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise UsageError(
+            f"{name} is not a folder here and the hub cannot be reached; go online, or name a folder holding a model."
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise UsageError(f"{name} has no config.json on the hub; choose a model in Hugging Face format.") from error
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"{name} could not be downloaded ({reason}); try again, or name a local folder.") from error
+
+
+def _is_reached(repository: str) -> bool:
+    """Return whether the hub answers, whatever it says. The library itself tries for half a minute."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    failed: Any = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which is not always the same one
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, "config.json"), timeout=_PATIENCE)
+    except errors.HfHubHTTPError:
+        return True
+    except (failed, errors.OfflineModeIsEnabled):
+        return False
+    return True
