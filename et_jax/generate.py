@@ -115,11 +115,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from et_jax.metrics import Metrics
+    from et_jax.files import check_replaceable
 
     _check_combination(args)
+    _check_paths(args)
     if args.metrics is not None:  # find out now whether it can be written
-        Metrics().write(Path(args.metrics))
+        check_replaceable(Path(args.metrics))
     return _run_prompt(args) if args.input is None else _run_batch(args)
 
 
@@ -137,6 +138,22 @@ def _check_combination(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for --prompt; the answers to --input are in its --output.")
     if args.output is None:
         raise UsageError("--input needs --output; name the file that the answers go to.")
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    """Find out before anything is written that no file of the command is another one."""
+    from et_jax.batch.manifest import manifest_path
+    from et_jax.models.bundled import named_folder
+    from et_jax.paths import check_paths
+
+    def path(name: str) -> Path | None:
+        return None if getattr(args, name) is None else Path(getattr(args, name))
+
+    written = {"--output": path("output")}
+    if args.output is not None:
+        written["the manifest of --output,"] = manifest_path(Path(args.output))
+    written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot")}
+    check_paths({"--input": path("input")}, written, named_folder(args.model))
 
 
 def _run_prompt(args: argparse.Namespace) -> int:
@@ -179,6 +196,7 @@ def _run_batch(args: argparse.Namespace) -> int:
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
     from et_jax.batch.tasks import Defaults
+    from et_jax.metrics import Metrics
     from et_jax.report import Status
 
     defaults = Defaults(params=_sampling(args), chat=args.chat, system_prompt=args.system_prompt)
@@ -187,6 +205,8 @@ def _run_batch(args: argparse.Namespace) -> int:
     metrics = None if args.metrics is None else Path(args.metrics)
     check_files(source, output)
     with open_journal(output, _settings(args, defaults)) as journal:
+        if metrics is not None:
+            Metrics().write(metrics)
         summary = survey(source, journal)
         if summary.done < summary.total:
             model = _load(args, _BATCH_SEQUENCES, control, status)
@@ -202,7 +222,12 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
-    """Return all that the answers of a batch depend on beside its lines."""
+    """Return all that the answers of a batch depend on beside its lines: what may change their last bits too.
+
+    The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
+    """
+    import jax
+
     from et_jax.batch.fingerprint import fingerprint
     from et_jax.models.bundled import bundled_folder
     from et_jax.models.checkpoint import resolve
@@ -212,6 +237,8 @@ def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
     return {
         "model": args.model,
         "model_files": fingerprint(folder),
+        "platform": jax.default_backend(),
+        "max_num_seqs": _BATCH_SEQUENCES if args.max_num_seqs is None else args.max_num_seqs,
         **{name: getattr(args, name) for name in knobs},
         **dataclasses.asdict(defaults),
     }
