@@ -195,6 +195,7 @@ def _run_batch(args: argparse.Namespace) -> int:
     """Serve a file; what the answers depend on is settled before the model is loaded."""
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
+    from et_jax.batch.source import spooled
     from et_jax.batch.tasks import Defaults
     from et_jax.metrics import Metrics
     from et_jax.report import Status
@@ -204,16 +205,16 @@ def _run_batch(args: argparse.Namespace) -> int:
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     check_files(source, output)
-    with open_journal(output, _settings(args, defaults)) as journal:
+    with open_journal(output, _settings(args, defaults)) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
-        summary = survey(source, journal)
+        summary = survey(lines, journal)
         if summary.done < summary.total:
             model = _load(args, _BATCH_SEQUENCES, control, status)
             model.warm_up()
             status.clear()
             with _interrupts() as interrupted:
-                run(model, source, journal, defaults, summary, metrics_file=metrics, cancelled=interrupted)
+                run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=interrupted)
     print(summary, file=sys.stderr)
     if summary.done < summary.total:
         print(_RESUME.format(args.output), file=sys.stderr)

@@ -24,6 +24,7 @@ from typing import Any
 
 from et_jax.batch import rescue
 from et_jax.batch.manifest import Manifest, manifest_path
+from et_jax.batch.source import check_source
 from et_jax.types import UsageError
 
 SYNC_SECONDS = 1.0
@@ -32,10 +33,7 @@ _OPENING = b'{"id": "batch_req_'  # how every row begins that a job writes
 
 def check_files(source: Path, output: Path) -> None:
     """Find out before any work is done that the two files can be what they are named for. Raises UsageError."""
-    if not source.exists():
-        raise UsageError(f"{source} does not exist; name a file of prompts with --input.")
-    if not source.is_file():
-        raise UsageError(f"{source} is not a regular file; name a file of prompts with --input.")
+    check_source(source)
     if output.exists() and not output.is_file():
         raise UsageError(f"{output} is not a regular file; choose another --output.")
     if output.exists() and output.samefile(source):
@@ -167,8 +165,9 @@ def open_journal(path: Path, settings: Mapping[str, Any]) -> Iterator[Journal]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Open and lock a file, which goes again if it was made here, is still empty and has no manifest."""
-    is_new = not os.path.lexists(path)
+    """Open and lock a file; where the job is refused, a file that it made and that is empty goes, and its manifest."""
+    is_new, beside = not os.path.lexists(path), manifest_path(path)
+    has_manifest = os.path.lexists(beside)
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -188,9 +187,11 @@ def _locked(path: Path) -> Iterator[int]:
         try:
             yield file
         except UsageError:
-            there = _state(path)
-            if is_new and os.fstat(file).st_size == 0 and not manifest_path(path).is_file() and there is not None:
+            held, there = os.fstat(file), _state(path)
+            if is_new and held.st_size == 0 and there is not None and os.path.samestat(held, there):
                 os.unlink(path)
+                if not has_manifest:
+                    beside.unlink(missing_ok=True)
             raise
     finally:
         os.close(file)

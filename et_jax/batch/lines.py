@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from et_jax.batch.source import PARQUET
 from et_jax.types import UsageError
 
 MAX_LINE_BYTES = 8 * 2**20  # a million tokens of text and its escapes; of a longer line no more is held at once
@@ -25,14 +26,21 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of `path` that are not blank; a name ending in .parquet is read as Parquet.
+    """Yield the lines of `path` that are not blank, or the rows of a Parquet file.
 
     Raises UsageError where the file cannot be read.
     """
     try:
-        yield from (_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
+        yield from (_parquet(path) if _is_parquet(path) else _json_lines(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error}); mend it and run again.") from error
+
+
+def _is_parquet(path: Path) -> bool:
+    if path.suffix == ".parquet":
+        return True
+    with path.open("rb") as file:
+        return file.read(len(PARQUET)) == PARQUET
 
 
 def _json_lines(path: Path) -> Iterator[Line]:

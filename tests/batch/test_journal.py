@@ -208,7 +208,7 @@ def test_files_that_cannot_be_what_they_are_named_for(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     with pytest.raises(UsageError, match="does not exist"):
         check_files(source, tmp_path / "out.jsonl")
-    with pytest.raises(UsageError, match="not a regular file"):
+    with pytest.raises(UsageError, match="neither a file nor a pipe"):
         check_files(tmp_path, tmp_path / "out.jsonl")
     source.write_text("{}")
     (tmp_path / "link").symlink_to(source)
