@@ -141,6 +141,8 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
 
 def _object(line: Line) -> tuple[dict[str, Any], bytes]:
     """Return the object on a line without what is null, and a digest of it that no spelling changes."""
+    if line.problem is not None:
+        raise UsageError(line.problem)
     if line.data is None:
         raise UsageError(f"The line has more than {MAX_LINE_BYTES} bytes; shorten its prompt.")
     try:
