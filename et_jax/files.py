@@ -35,7 +35,7 @@ def check_replaceable(path: Path) -> None:
 @contextmanager
 def _beside(path: Path) -> Iterator[tuple[int, Path, Path]]:
     """Open a new file in the folder of `path` under a name that nobody has; it goes where the block fails."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"{path} is not a regular file; choose another file.")
     place = Path(os.path.realpath(path))
     beside = place.with_name(f".{secrets.token_hex(8)}.new")

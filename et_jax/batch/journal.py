@@ -34,9 +34,9 @@ _OPENING = b'{"id": "batch_req_'  # how every row begins that a job writes
 def check_files(source: Path, output: Path) -> None:
     """Find out before any work is done that the two files can be what they are named for. Raises UsageError."""
     check_source(source)
-    if output.exists() and not output.is_file():
+    if os.path.exists(output) and not os.path.isfile(output):
         raise UsageError(f"{output} is not a regular file; choose another --output.")
-    if output.exists() and output.samefile(source):
+    if os.path.exists(output) and output.samefile(source):
         raise UsageError(f"{output} is the input itself; choose another --output.")
     if output.suffix == ".parquet":
         raise UsageError(f"{output}: answers are written as JSON lines, which survive a crash; name it .jsonl.")
@@ -190,8 +190,8 @@ def _locked(path: Path) -> Iterator[int]:
             held, there = os.fstat(file), _state(path)
             if is_new and held.st_size == 0 and there is not None and os.path.samestat(held, there):
                 os.unlink(path)
-                if not has_manifest:
-                    beside.unlink(missing_ok=True)
+                if not has_manifest and os.path.lexists(beside):
+                    beside.unlink()
             raise
     finally:
         os.close(file)

@@ -91,7 +91,7 @@ class Manifest:
             return file.read(most + 1)
 
     def _read(self) -> dict[str, Any]:
-        if self.path.exists() and not self.path.is_file():
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise UsageError(f"{self.path} is not a regular file; choose another --output.")
         try:
             data = self._bytes(_MAX_BYTES)

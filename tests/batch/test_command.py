@@ -182,3 +182,13 @@ def test_a_full_device_is_named(files: list[str], tmp_path: Path, capfd: pytest.
     assert "/dev/full is not a regular file" in complaint(capfd, *files, "--metrics", "/dev/full")
     (tmp_path / "out.jsonl").symlink_to("/dev/full")
     assert "out.jsonl is not a regular file" in complaint(capfd, *files)
+
+
+def test_a_name_too_long_for_its_manifest_is_refused(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("x" * 250, "x" * 300):  # with what a manifest adds, or alone
+        assert "cannot be written (File name too long)" in complaint(capfd, *files[:2], "-o", str(tmp_path / name))
+    assert "File name too long" in complaint(capfd, *files, "--metrics", str(tmp_path / ("x" * 300)))
+    assert "File name too long" in complaint(capfd, "-i", str(tmp_path / ("x" * 300)), *files[2:])
+    assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]
