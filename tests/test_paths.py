@@ -85,8 +85,9 @@ def test_a_stream_is_a_file_too(tmp_path: Path) -> None:
         file = tmp_path / name
         file.write_text("mine")
         with file.open("r" if number == 0 else "a") as stream:
-            places = {("stdin", "stdout", "stderr")[number]: stream}
-            done = subprocess.run([sys.executable, "-c", code, str(file)], **places, check=False)
+            stdin, stdout, stderr = (stream if number == place else None for place in range(3))
+            command = [sys.executable, "-c", code, str(file)]
+            done = subprocess.run(command, stdin=stdin, stdout=stdout, stderr=stderr, check=False)
         assert done.returncode == 1
         assert number == 2 or file.read_text() == "mine"
     assert "is the same file as standard error" in (tmp_path / "error").read_text()
