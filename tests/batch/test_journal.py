@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from et_jax.batch import journal as journals
 from et_jax.batch.journal import check_files, open_journal
@@ -263,3 +265,25 @@ def test_rows_reach_the_disk_in_groups_of_at_most_a_second(tmp_path: Path, monke
         journal.sync()  # nothing new
         journal.append(row("d"))
     assert synced == [first, 3 * first, 4 * first]
+
+
+@given(data=st.data())
+def test_whatever_happens_to_an_output_at_most_its_last_line_goes(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "out.jsonl"
+    rows = begin(path, "a", "b", "c")
+    start = data.draw(st.integers(0, len(rows)))
+    end = data.draw(st.integers(start, min(len(rows), start + 40)))
+    piece = data.draw(st.binary(max_size=20) | st.sampled_from([b"", b"\n", b"\0" * 30, b"\r\n", b"{}", b"}\n{"]))
+    path.write_bytes(before := rows[:start] + piece + rows[end:])
+    try:
+        with open_journal(path, SETTINGS):
+            pass
+    except UsageError as refusal:
+        assert path.read_bytes() == before and "line" in str(refusal)
+        return
+    after = path.read_bytes()
+    cut = before[len(after) :]
+    assert before.startswith(after) and b"\n" not in cut[:-1] and (not cut or after[-1:] in (b"\n", b""))
+    assert not cut or (cut.startswith((b"{", b"\0")) and (b"\0" in cut or not cut.endswith(b"\n")))
