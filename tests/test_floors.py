@@ -12,13 +12,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 # A module imports its own top-level name and those on lower floors. Rooms share a floor, so none imports another.
 FLOORS = {
     "types": 0,
-    **dict.fromkeys(
-        ("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files", "paths"), 1
-    ),
+    **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files"), 1),
     **dict.fromkeys(
         ("control", "models", "pallas", "tasks", "scheduler", "prefix", "requests", "snapshots", "memory"), 1
     ),
     **dict.fromkeys(("selection", "continuation", "plot", "drawing", "metrics", "report", "compilation"), 2),
+    "paths": 1,
     "attend": 3,
     "state": 4,
     **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight"), 5),

@@ -131,7 +131,12 @@ class Journal:
             place = rescue.copy(self._file, self.path)
         except OSError as error:
             return f"{fate} {kept} could not be kept ({error.strerror or error}): run the same command again."
-        return f"{fate} {kept} are kept in {place}: put that in its place and run the same command again."
+        beside = "put that"
+        try:
+            self._manifest.keep()
+        except UsageError:  # its folder is gone
+            beside = f"put that and {self._manifest.copy(place)}"
+        return f"{fate} {kept} are kept in {place}: {beside} in its place and run the same command again."
 
     def _refusal(self, error: OSError) -> UsageError:
         return UsageError(

@@ -78,6 +78,12 @@ class Manifest:
         what = "removed" if state is None else "changed"
         return f"{self.path} was {what} while the job ran; it is written again, for the rows depend on it"
 
+    def copy(self, output: Path) -> Path:
+        """Write the manifest beside another output file, and return where. Raises UsageError."""
+        place = manifest_path(output)
+        replace_file(place, self._text)
+        return place
+
     def _state(self) -> tuple[int, ...] | None:
         try:
             found = os.stat(self.path)

@@ -8,6 +8,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from et_jax.batch.manifest import manifest_path
+
 _PIECE_BYTES = 2**20
 
 
@@ -37,13 +39,10 @@ def copy(file: int, path: Path) -> Path:
 
 def _copy(file: int, first: Path) -> Path:
     number, place = 1, first
-    while True:
-        try:
-            copied = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            break
-        except FileExistsError:
-            number += 1
-            place = first.with_name(f"{first.name}.{number}")
+    while os.path.lexists(place) or os.path.lexists(manifest_path(place)):
+        number += 1
+        place = first.with_name(f"{first.name}.{number}")
+    copied = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         offset = 0
         while piece := os.pread(file, _PIECE_BYTES, offset):

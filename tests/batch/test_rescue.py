@@ -82,9 +82,10 @@ def test_nothing_is_rescued_over_another_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     (tmp_path / "out.jsonl.rescued").write_text("mine")
     (tmp_path / "out.jsonl.rescued.2").symlink_to("nowhere")
+    (tmp_path / "out.jsonl.rescued.3.manifest.json").write_text("mine")
     said = disturbed(path, path.unlink, append)
-    assert f"{tmp_path / 'out.jsonl.rescued.3'}:" in said
-    assert names_in(tmp_path / "out.jsonl.rescued.3") == ["a", "b", "c"]
+    assert f"{tmp_path / 'out.jsonl.rescued.4'}:" in said
+    assert names_in(tmp_path / "out.jsonl.rescued.4") == ["a", "b", "c"]
     assert (tmp_path / "out.jsonl.rescued").read_text() == "mine" and not (tmp_path / "nowhere").exists()
 
 
@@ -105,9 +106,29 @@ def test_a_folder_that_is_gone_leaves_rows_somewhere(tmp_path: Path, monkeypatch
     (tmp_path / "here").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    said = disturbed(tmp_path / "here" / "out.jsonl", lambda: shutil.rmtree(tmp_path / "here"), append)
-    assert f"are kept in {tmp_path / 'work' / 'out.jsonl.rescued'}" in said
-    assert names_in(tmp_path / "work" / "out.jsonl.rescued") == ["a", "b", "c"]
+    path = tmp_path / "here" / "out.jsonl"
+    said = disturbed(path, lambda: shutil.rmtree(tmp_path / "here"), append)
+    rescued = tmp_path / "work" / "out.jsonl.rescued"
+    assert f"are kept in {rescued}: put that and {manifest_path(rescued)} in its place" in said
+    assert names_in(rescued) == ["a", "b", "c"]
+    path.parent.mkdir()
+    os.rename(rescued, path)
+    os.rename(manifest_path(rescued), manifest_path(path))
+    with open_journal(path, SETTINGS) as journal:
+        assert list(journal.recorded) == ["a", "b", "c"]
+
+
+def test_a_manifest_that_went_too_is_written_again(tmp_path: Path) -> None:
+    path, rescued = tmp_path / "out.jsonl", tmp_path / "out.jsonl.rescued"
+
+    def take() -> None:
+        path.unlink()
+        manifest_path(path).unlink()
+
+    assert f"are kept in {rescued}: put that" in disturbed(path, take, append)
+    os.rename(rescued, path)
+    with open_journal(path, SETTINGS) as journal:
+        assert list(journal.recorded) == ["a", "b", "c"]
 
 
 def test_rows_that_nothing_can_keep_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
