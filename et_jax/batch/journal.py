@@ -135,7 +135,8 @@ class Journal:
         try:
             self._manifest.keep()
         except UsageError:  # its folder is gone
-            beside = f"put that and {self._manifest.copy(place)}"
+            with contextlib.suppress(UsageError):  # where the rows are matters more
+                beside = f"put that and {self._manifest.copy(place)}"
         return f"{fate} {kept} are kept in {place}: {beside} in its place and run the same command again."
 
     def _refusal(self, error: OSError) -> UsageError:
