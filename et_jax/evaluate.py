@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from et_jax.models.bundled import named_folder
+from et_jax.paths import check_paths
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
 from et_jax.tasks.generators import NUM_PAIRS, TASKS, example
@@ -215,6 +217,8 @@ def _run(args: argparse.Namespace) -> int:
 
     tasks, lengths = args.task or list(TASKS), args.length or [512]
     _check(args, tasks, lengths)
+    written = {"--json": None if args.json in (None, "-") else Path(args.json), "--plot": args.plot and Path(args.plot)}
+    check_paths({"--haystack": args.haystack, "--prompts": args.prompts}, written, named_folder(args.model))
     text = _text(args.haystack)
     control = preset(
         args.control,

@@ -123,11 +123,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from et_jax.metrics import Metrics
+    from et_jax.files import check_replaceable
 
     _check_combination(args)
+    _check_paths(args)
     if args.metrics is not None:  # find out now whether it can be written
-        Metrics().write(Path(args.metrics))
+        check_replaceable(Path(args.metrics))
     return _run_prompt(args) if args.input is None else _run_batch(args)
 
 
@@ -147,6 +148,22 @@ def _check_combination(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for --prompt; the answers to --input are in its --output.")
     if args.output is None:
         raise UsageError("--input needs --output; name the file that the answers go to.")
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    """Find out before anything is written that no file of the command is another one."""
+    from et_jax.batch.manifest import manifest_path
+    from et_jax.models.bundled import named_folder
+    from et_jax.paths import check_paths
+
+    def path(name: str) -> Path | None:
+        return None if getattr(args, name) is None else Path(getattr(args, name))
+
+    written = {"--output": path("output")}
+    if args.output is not None:
+        written["the manifest of --output,"] = manifest_path(Path(args.output))
+    written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot")}
+    check_paths({"--input": path("input")}, written, named_folder(args.model))
 
 
 def _run_prompt(args: argparse.Namespace) -> int:
@@ -196,7 +213,9 @@ def _run_batch(args: argparse.Namespace) -> int:
     """Serve a file; what the answers depend on is settled before the model is loaded."""
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
+    from et_jax.batch.source import spooled
     from et_jax.batch.tasks import Defaults
+    from et_jax.metrics import Metrics
     from et_jax.report import Status
 
     defaults = Defaults(
@@ -209,14 +228,16 @@ def _run_batch(args: argparse.Namespace) -> int:
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     check_files(source, output)
-    with open_journal(output, _settings(args, defaults)) as journal:
-        summary = survey(source, journal)
+    with open_journal(output, _settings(args, defaults)) as journal, spooled(source) as lines:
+        if metrics is not None:
+            Metrics().write(metrics)
+        summary = survey(lines, journal)
         if summary.done < summary.total:
             model = _load(args, _BATCH_SEQUENCES, control, status)
             model.warm_up()
             status.clear()
             with _interrupts() as interrupted:
-                run(model, source, journal, defaults, summary, metrics_file=metrics, cancelled=interrupted)
+                run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=interrupted)
     print(summary, file=sys.stderr)
     if summary.done < summary.total:
         print(_RESUME.format(args.output), file=sys.stderr)
@@ -225,7 +246,12 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
-    """Return all that the answers of a batch depend on beside its lines."""
+    """Return all that the answers of a batch depend on beside its lines: what may change their last bits too.
+
+    The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
+    """
+    import jax
+
     from et_jax.batch.fingerprint import fingerprint
     from et_jax.models.bundled import bundled_folder
     from et_jax.models.hub import resolve
@@ -235,6 +261,8 @@ def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
     return {
         "model": args.model,
         "model_files": fingerprint(folder),
+        "platform": jax.default_backend(),
+        "max_num_seqs": _BATCH_SEQUENCES if args.max_num_seqs is None else args.max_num_seqs,
         **{name: getattr(args, name) for name in knobs},
         **dataclasses.asdict(defaults),
     }

@@ -19,6 +19,7 @@ FLOORS = {
         ("control", "models", "pallas", "tasks", "scheduler", "prefix", "requests", "snapshots", "memory"), 1
     ),
     **dict.fromkeys(("selection", "continuation", "plot", "drawing", "metrics", "report", "compilation"), 2),
+    "paths": 1,
     "attend": 3,
     "state": 4,
     **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight"), 5),

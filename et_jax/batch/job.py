@@ -4,6 +4,7 @@ A line is done when its row is recorded, be it an answer or an error. Errors are
 in the line itself. What an interrupt ended early is not recorded, and is served anew by the next run.
 """
 
+import array
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from et_jax.batch.answers import answer_row, error_row
 from et_jax.batch.journal import Journal
 from et_jax.batch.progress import Progress
+from et_jax.batch.strict import shown
 from et_jax.batch.tasks import Defaults, Entry, Task, read_entries, read_task
 from et_jax.metrics import Metrics
 from et_jax.requests import Completion, GenerationRequest
@@ -38,7 +40,8 @@ class Serving(Protocol):
 class Summary:
     """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
 
-    `programs` were compiled for the model so far, `programs_late` of them after warm-up.
+    `programs` were compiled for the model so far, `programs_late` of them after warm-up. `marks` tell the
+    lines of the survey from others, eight bytes for each.
     """
 
     total: int = 0
@@ -52,6 +55,7 @@ class Summary:
     seconds: float = 0.0
     programs: int = 0
     programs_late: int = 0
+    marks: array.array = dataclasses.field(default_factory=lambda: array.array("Q"), repr=False)
 
     @property
     def done(self) -> int:
@@ -75,18 +79,37 @@ def survey(path: Path, journal: Journal) -> Summary:
     Raises UsageError where a line is not the one its row was written for.
     """
     summary = Summary()
+    nameless = {key for key in journal.recorded if isinstance(key, int)}
     for entry in read_entries(path):
         summary.total += 1
         summary.before += _is_done(entry, journal)
+        summary.marks.append(_mark(entry))
+        if entry.custom_id is None:
+            nameless.discard(entry.line)
+    if nameless:
+        raise _outlived(min(nameless), journal)
     return summary
+
+
+def _mark(entry: Entry) -> int:
+    return int(entry.id[-16:], 16)
+
+
+def _outlived(line: int, journal: Journal) -> UsageError:
+    return UsageError(
+        f"Line {line} is not the one whose error row {journal.path} holds; take that row "
+        f'("line": {line}) out of it and run again, or choose another --output.'
+    )
 
 
 def _is_done(entry: Entry, journal: Journal) -> bool:
     recorded = journal.recorded.get(entry.key)
-    if recorded is not None and recorded != entry.id and entry.custom_id is not None:
+    if recorded is not None and recorded != entry.id:
+        if entry.custom_id is None:
+            raise _outlived(entry.line, journal)
         raise UsageError(
-            f"Line {entry.line} (custom_id {entry.custom_id}) is not the line that {journal.path} has an answer to; "
-            "give a changed line a custom_id of its own, or choose another --output."
+            f"Line {entry.line} (custom_id {shown(entry.custom_id)}) is not the line that {journal.path} has an answer "
+            "to; give a changed line a custom_id of its own, or choose another --output."
         )
     return recorded == entry.id
 
@@ -104,7 +127,8 @@ def run(
     """Serve the lines of `path` that have no row yet, and add what it came to to `summary`, that of `survey`.
 
     The counters are written to `metrics_file` every few seconds and at the
-    end. Raises UsageError where the output takes no more rows; those written are kept.
+    end. Raises UsageError where the output takes no more rows, or the input is not what it was in the survey;
+    the rows written are kept.
     """
     began = time.monotonic()
     with Progress(summary.total, summary.before) as progress:
@@ -134,6 +158,7 @@ class _Job:
         self._summary, self._progress, self._metrics_file, self._cancelled = summary, progress, metrics_file, cancelled
         self._under_way: dict[int, tuple[Task, list[Completion]]] = {}
         self._looked = time.monotonic()
+        self._fault: UsageError | None = None  # of the input; what is under way is served all the same
 
     def serve(self) -> None:
         for index, completion in self._model.as_completed(self._requests(), cancelled=self._stops):
@@ -144,13 +169,15 @@ class _Job:
             if len(completions) == task.request.params.n or completion.error is not None:
                 del self._under_way[index]
                 self._record(task, completions)
+        if self._fault is not None:
+            raise self._fault
         if self._under_way and not self._cancelled():
             raise RuntimeError(f"the engine left {len(self._under_way)} requests unanswered")
 
     def look(self, last: bool = False) -> None:
         """Do what is due now and then: rows to the disk, counters to their file, a word to the user."""
         self._journal.sync_if_due()
-        self._progress.show(self._summary.done, self._summary.tokens)
+        self._progress.show(self._summary.done, self._summary.answered, self._summary.tokens)
         due = last or time.monotonic() - self._looked >= _METRICS_SECONDS
         if due and self._metrics_file is not None:
             self._model.metrics.write(self._metrics_file)
@@ -164,7 +191,7 @@ class _Job:
     def _requests(self) -> Iterator[GenerationRequest]:
         """Yield what is left to serve, in the order of the file, and record what cannot be."""
         count = 0
-        for entry in read_entries(self._path):
+        for entry in self._entries():
             if self._cancelled():
                 return
             if _is_done(entry, self._journal):
@@ -177,6 +204,29 @@ class _Job:
             self._under_way[count] = (task, [])
             count += 1
             yield task.request
+
+    def _entries(self) -> Iterator[Entry]:
+        """Yield the lines that the survey saw, up to where they are others."""
+        marks, number = self._summary.marks, 0
+        try:
+            for number, entry in enumerate(read_entries(self._path), 1):
+                if number > len(marks):
+                    self._fault = self._changed(f"it has more than {len(marks)} lines")
+                    return
+                if _mark(entry) != marks[number - 1]:
+                    self._fault = self._changed(f"line {entry.line} is another than at the start")
+                    return
+                yield entry
+            if number < len(marks):
+                self._fault = self._changed(f"it has {number} lines, not {len(marks)}")
+        except UsageError as error:
+            self._fault = error
+
+    def _changed(self, how: str) -> UsageError:
+        return UsageError(
+            f"{self._path} was changed while the job ran ({how}); the rows in "
+            f"{self._journal.path} are kept: run the same command again when the file is as it should be."
+        )
 
     def _record(self, task: Task, completions: list[Completion]) -> None:
         if self._cancelled() and any(completion.finish_reason == "abort" for completion in completions):

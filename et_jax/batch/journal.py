@@ -3,41 +3,40 @@
 A row is written with one call and kept in whole: where the disk refuses a part of it, that part is cut
 off again. Rows are forced to the disk in groups, at most one group a second; a crash of the program loses
 none that was written, a loss of power at most the last group, and those lines are done again. What a crash
-tore at the end of the file is cut off when the job is opened next.
+tore is the last line, and is cut off when the job is opened next; nothing else ever is.
 
-Beside the output lies its manifest, which holds the settings that the answers depend on.
+Whether the file is still where it was, and as long as this job made it, is looked at with every row and
+every second. Where it was taken away its rows are kept elsewhere, see `rescue`.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from et_jax.files import replace_file
+from et_jax.batch import rescue
+from et_jax.batch.manifest import Manifest, manifest_path
+from et_jax.batch.source import check_source
 from et_jax.types import UsageError
 
 SYNC_SECONDS = 1.0
-
-
-def manifest_path(output: Path) -> Path:
-    """Return where the manifest of an output file lies."""
-    return output.with_name(output.name + ".manifest.json")
+_OPENING = b'{"id": "batch_req_'  # how every row begins that a job writes
 
 
 def check_files(source: Path, output: Path) -> None:
     """Find out before any work is done that the two files can be what they are named for. Raises UsageError."""
-    if not source.exists():
-        raise UsageError(f"{source} does not exist; name a file of prompts with --input.")
-    if not source.is_file():
-        raise UsageError(f"{source} is not a regular file; name a file of prompts with --input.")
-    if output.exists() and not output.is_file():
+    check_source(source)
+    if os.path.exists(output) and not os.path.isfile(output):
         raise UsageError(f"{output} is not a regular file; choose another --output.")
-    if output.exists() and output.samefile(source):
+    if os.path.exists(output) and output.samefile(source):
         raise UsageError(f"{output} is the input itself; choose another --output.")
     if output.suffix == ".parquet":
         raise UsageError(f"{output}: answers are written as JSON lines, which survive a crash; name it .jsonl.")
@@ -49,23 +48,30 @@ class Journal:
     `recorded` has the id of every row by its key: the custom_id, or the line number where there is none.
     """
 
-    def __init__(self, path: Path, file: int, recorded: dict[str | int, str], size: int) -> None:
+    def __init__(self, path: Path, file: int, manifest: Manifest, recorded: dict[str | int, str], size: int) -> None:
         self.path, self.recorded = path, recorded
-        self._file, self._size = file, size
+        self._file, self._manifest, self._size = file, manifest, size
         self._synced_at, self._synced_size = 0.0, size
+        self._sound = True  # no loss has been told of
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row. Raises UsageError where the disk takes no more; then the file is as it was before."""
+        """Write a row.
+
+        Raises UsageError where the disk takes no more, and then the file is as it was before; or where the
+        file is not what it was.
+        """
         data = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        key, identity = _identity(row)
+        self._check(data, key, identity)
         try:
-            rest = data
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
+            self._write(data)
         except OSError as error:
-            os.ftruncate(self._file, self._size)
+            try:
+                os.ftruncate(self._file, self._size)
+            except OSError:  # the torn row is cut off when the job is opened next
+                self._sound = False
             raise self._refusal(error) from error
         self._size += len(data)
-        key, identity = _identity(row)
         self.recorded[key] = identity
         self.sync_if_due()
 
@@ -75,14 +81,63 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Force what was written to the disk."""
+        """Force what was written to the disk, and see that it and the manifest are where they were."""
+        self._check()
         if self._synced_size < self._size:
             try:
                 os.fsync(self._file)
             except OSError as error:
                 raise self._refusal(error) from error
             self._synced_size = self._size
+        if said := self._manifest.keep():
+            print(f"warning: {said}", file=sys.stderr)
         self._synced_at = time.monotonic()
+
+    def close(self) -> None:
+        """Sync for the last time, unless a loss was told of already."""
+        if self._sound:
+            self.sync()
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def _check(self, data: bytes = b"", *row: Any) -> None:
+        """Find out whether the file is still there and as it was left; `data` of a `row` is about to be written."""
+        held = os.fstat(self._file)
+        there = _state(self.path)
+        in_place, whole = there is not None and os.path.samestat(held, there), held.st_size == self._size
+        if in_place and whole:
+            return
+        self._sound = False
+        if in_place:
+            raise UsageError(
+                f"{self.path} was changed by another program while the job ran (it has {held.st_size} bytes, not "
+                f"{self._size}), and nothing more is written; run the same command again, which says what it lacks."
+            )
+        if data and whole:
+            with contextlib.suppress(OSError):  # a part of a row is cut off later
+                self._write(data)
+                self.recorded[row[0]] = row[1]
+        kept = f"its {len(self.recorded)} rows" if whole else "what is left of its rows"
+        raise UsageError(f"{self.path} was {self._fate(there is not None, kept)}")
+
+    def _fate(self, replaced: bool, kept: str) -> str:
+        """Keep the rows of a file that was taken away, and return the rest of a sentence about it."""
+        if place := rescue.found(self._file):
+            return f"moved to {place} while the job ran; move it back and run the same command again."
+        fate = f"{'replaced by another file' if replaced else 'removed'} while the job ran;"
+        try:
+            place = rescue.copy(self._file, self.path)
+        except OSError as error:
+            return f"{fate} {kept} could not be kept ({error.strerror or error}): run the same command again."
+        beside = "put that"
+        try:
+            self._manifest.keep()
+        except UsageError:  # its folder is gone
+            with contextlib.suppress(UsageError):  # where the rows are matters more
+                beside = f"put that and {self._manifest.copy(place)}"
+        return f"{fate} {kept} are kept in {place}: {beside} in its place and run the same command again."
 
     def _refusal(self, error: OSError) -> UsageError:
         return UsageError(
@@ -95,12 +150,32 @@ class Journal:
 def open_journal(path: Path, settings: Mapping[str, Any]) -> Iterator[Journal]:
     """Open an output file, new or begun by a job of the same `settings` (values of JSON), and mend its end.
 
-    Raises UsageError where the file cannot be written, is no output of a job, belongs to a job of other
-    settings, or is being written by another one.
+    Nothing is written before the file is locked. Raises UsageError where it cannot be written, is no output
+    of a job, belongs to a job of other settings, or is being written by another one.
     """
-    _check_manifest(path, settings)
+    with _locked(path) as file:
+        manifest = Manifest(path, settings)
+        if os.fstat(file).st_size == 0:
+            manifest.begin()
+            recorded, size = {}, 0
+        else:
+            manifest.compare()
+            recorded, size = _read(path)
+            os.ftruncate(file, size)
+        journal = Journal(path, file, manifest, recorded, size)
+        try:
+            yield journal
+        finally:
+            journal.close()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Open and lock a file; where the job is refused, a file that it made and that is empty goes, and its manifest."""
+    is_new, beside = not os.path.lexists(path), manifest_path(path)
+    has_manifest = os.path.lexists(beside)
     try:
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another --output.") from error
     try:
@@ -110,65 +185,75 @@ def open_journal(path: Path, settings: Mapping[str, Any]) -> Iterator[Journal]:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise UsageError(f"{path} cannot be locked ({error.strerror}); choose another --output.") from error
             raise UsageError(f"{path} is being written by another job; wait for it, or choose another.") from error
-        recorded, size = _read(path)
-        os.ftruncate(file, size)
-        journal = Journal(path, file, recorded, size)
+        held, there = os.fstat(file), _state(path)
+        if there is None or not os.path.samestat(held, there):
+            raise UsageError(f"{path} was replaced by another file just now; run the same command again.")
+        if not stat.S_ISREG(held.st_mode):
+            raise UsageError(f"{path} is not a regular file; choose another --output.")
         try:
-            yield journal
-        finally:
-            journal.sync()
+            yield file
+        except UsageError:
+            held, there = os.fstat(file), _state(path)
+            if is_new and held.st_size == 0 and there is not None and os.path.samestat(held, there):
+                os.unlink(path)
+                if not has_manifest and os.path.lexists(beside):
+                    beside.unlink()
+            raise
     finally:
         os.close(file)
 
 
-def _check_manifest(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the manifest of a new output; compare that of one already begun."""
-    beside, begun = manifest_path(path), path.exists() and path.stat().st_size > 0
-    if not begun:
-        replace_file(beside, json.dumps(settings, indent=2) + "\n")
-        return
-    if not beside.exists():
-        raise UsageError(f"{path} has no {beside.name} beside it, so no job began it; choose another --output.")
+def _state(path: Path) -> os.stat_result | None:
     try:
-        before = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{beside} is damaged; choose another --output.") from error
-    now = json.loads(json.dumps(settings))
-    differing = [name for name in now | before if now.get(name) != before.get(name)]
-    if differing:
-        changes = "; ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in differing)
-        raise UsageError(
-            f"{path} was begun under other settings ({changes}); repeat the command it was begun with, "
-            "or choose another --output."
-        )
+        return os.stat(path)
+    except OSError:
+        return None
 
 
 def _read(path: Path) -> tuple[dict[str | int, str], int]:
-    """Return the rows recorded in an output file, and the size up to which it is whole."""
+    """Return the rows recorded in an output file, and the size up to which it is whole.
+
+    Raises UsageError naming the line that is no row, unless it is the last one and a torn one.
+    """
     recorded: dict[str | int, str] = {}
-    size, torn_line = 0, 0
+    size, torn = 0, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                key, identity = _identity(json.loads(line))
+                key, identity = _identity(json.loads(line.decode()))
                 whole = line.endswith(b"\n")
             except (ValueError, KeyError, TypeError, RecursionError):
                 whole = False
+            if torn or not (whole or _is_torn(line)):
+                raise UsageError(
+                    f"{path}: line {torn or number} is no row of a job, and nothing was changed; "
+                    "take it out of the file, or choose another --output."
+                )
             if not whole:
-                torn_line = torn_line or number
-            elif torn_line:
-                raise UsageError(f"{path}: line {torn_line} is no row of a job; choose another --output.")
+                torn = number
+            elif key in recorded:
+                name = f"custom_id {json.dumps(key)}" if isinstance(key, str) else f"input line {key}"
+                raise UsageError(f"{path}: line {number} is a second row of {name}; remove one of them and run again.")
             else:
                 recorded[key] = identity
                 size += len(line)
     return recorded, size
 
 
-def _identity(row: Mapping[str, Any]) -> tuple[str | int, str]:
+def _is_torn(line: bytes) -> bool:
+    """Return whether a last line may be what a crash left of a row: its beginning, or bytes that never came (0)."""
+    begins = line[:1] == b"\0" or line.startswith(_OPENING) or _OPENING.startswith(line.rstrip(b"\0"))
+    return begins and (not line.endswith(b"\n") or b"\0" in line)
+
+
+def _identity(row: Any) -> tuple[str | int, str]:
     """Return what a row is found by, and its id. Raises KeyError or TypeError for what is no row."""
     name, identity = row["custom_id"], row["id"]
     if name is None:
         name = row["error"]["line"]
-    if not isinstance(name, str | int) or not isinstance(identity, str):
+        named = type(name) is int
+    else:
+        named = isinstance(name, str)
+    if not named or not isinstance(identity, str):
         raise TypeError("a row has a custom_id, or an error with a line, and an id")
     return name, identity

@@ -3,36 +3,46 @@
 import codecs
 import dataclasses
 import hashlib
-import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from et_jax.batch.parquet import read_rows
+from et_jax.batch.source import PARQUET
 from et_jax.types import UsageError
 
 MAX_LINE_BYTES = 8 * 2**20  # a million tokens of text and its escapes; of a longer line no more is held at once
 _PIECE_BYTES = 2**20  # in which the rest of a longer line is passed over
-_PARQUET_ROWS = 64  # rows of a Parquet file held at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line: its number from 1, its bytes (None where there are over `MAX_LINE_BYTES`), and their digest."""
+    """One line: its number from 1, its bytes (None where there are over `MAX_LINE_BYTES`), and their digest.
+
+    `problem` says why a row of a Parquet file is no line.
+    """
 
     number: int
     data: bytes | None
     digest: bytes
+    problem: str | None = None
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of `path` that are not blank; a name ending in .parquet is read as Parquet.
+    """Yield the lines of `path` that are not blank, or the rows of a Parquet file.
 
     Raises UsageError where the file cannot be read.
     """
     try:
-        yield from (_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
+        yield from (_parquet(path) if _is_parquet(path) else _json_lines(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error}); mend it and run again.") from error
+
+
+def _is_parquet(path: Path) -> bool:
+    if path.suffix == ".parquet":
+        return True
+    with path.open("rb") as file:
+        return file.read(len(PARQUET)) == PARQUET
 
 
 def _json_lines(path: Path) -> Iterator[Line]:
@@ -53,18 +63,7 @@ def _json_lines(path: Path) -> Iterator[Line]:
 
 
 def _parquet(path: Path) -> Iterator[Line]:
-    """Yield each row as the JSON line it stands for; what has no form in JSON becomes its text."""
-    try:
-        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise UsageError(f"{path} needs pyarrow; install it with: pip install 'et_jax[parquet]'.") from error
-    number = 0
-    try:
-        for rows in parquet.ParquetFile(path).iter_batches(batch_size=_PARQUET_ROWS):
-            for row in rows.to_pylist():
-                number += 1
-                data = json.dumps(row, default=str).encode()
-                digest = hashlib.blake2b(data, digest_size=16).digest()
-                yield Line(number=number, data=data if len(data) <= MAX_LINE_BYTES else None, digest=digest)
-    except arrow.ArrowException as error:
-        raise UsageError(f"{path} is not a readable Parquet file ({error}); write it again.") from error
+    for number, (data, problem) in enumerate(read_rows(path), 1):
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        held = data if len(data) <= MAX_LINE_BYTES else None
+        yield Line(number=number, data=held, digest=digest, problem=problem)

@@ -5,21 +5,27 @@ import time
 from types import TracebackType
 
 LINE_SECONDS = 10.0  # between two lines where standard error is no terminal
+_LEAST_SECONDS = 1.0  # of work, from which a pace is told
 
 
 class Progress:
-    """Lines done of all, tokens per second, and the time left at the pace so far."""
+    """Lines done of all, tokens per second, and the time left at the pace so far.
+
+    The pace is that of lines that were answered: error rows cost no time. Nothing is said of the time left
+    before there is a pace, nor where no line has ended for longer than all that are left should take.
+    """
 
     def __init__(self, total: int, done: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        self._total, self._before, self._done, self._tokens = total, done, done, 0
-        self._began = self._said = time.monotonic()
-        self._bar = Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True))
+        self._total, self._done, self._answered, self._tokens = total, done, 0, 0
+        self._began = self._said = self._moved = time.monotonic()
+        console = Console(stderr=True)
+        self._bar = Bar(BarColumn(), TextColumn("{task.description}"), console=console)
         self._task = self._bar.add_task(self._state(), total=total, completed=done)
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty() and not console.is_dumb_terminal
 
     def __enter__(self) -> "Progress":
         if self._terminal:
@@ -32,9 +38,11 @@ class Progress:
         if self._terminal:
             self._bar.stop()
 
-    def show(self, done: int, tokens: int) -> None:
-        """Say that `done` lines have their rows and `tokens` were produced in this run."""
-        self._done, self._tokens = done, tokens
+    def show(self, done: int, answered: int, tokens: int) -> None:
+        """Say that `done` lines have their rows; `answered` of them, with `tokens`, are of this run."""
+        if answered > self._answered:
+            self._moved = time.monotonic()
+        self._done, self._answered, self._tokens = done, answered, tokens
         if self._terminal:
             self._bar.update(self._task, completed=done, description=self._state())
         elif time.monotonic() - self._said >= LINE_SECONDS:
@@ -42,16 +50,21 @@ class Progress:
             print(self._state(), file=sys.stderr, flush=True)
 
     def _state(self) -> str:
-        elapsed = time.monotonic() - self._began
+        now = time.monotonic()
+        elapsed = now - self._began
         state = f"{self._done} of {self._total} lines"
         if elapsed > 0 and self._tokens:
             state += f", {self._tokens / elapsed:.1f} tokens/s"
-        if finished := self._done - self._before:
-            state += f", {_duration((self._total - self._done) * elapsed / finished)} left"
+        if self._answered and self._done < self._total and elapsed >= _LEAST_SECONDS:
+            left = (self._total - self._done) * elapsed / self._answered
+            if left >= now - self._moved:
+                state += f", {_duration(left)} left"
         return state
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "under 1 s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

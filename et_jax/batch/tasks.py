@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from et_jax.batch.lines import MAX_LINE_BYTES, Line, read_lines
-from et_jax.requests import GenerationRequest, SamplingParams
+from et_jax.batch.strict import parse, printable, shown
+from et_jax.requests import MAX_STOP_IDS, GenerationRequest, SamplingParams
 from et_jax.types import UsageError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -102,17 +103,19 @@ def read_entries(path: Path) -> Iterator[Entry]:
     """
     seen: dict[str, int] = {}
     for line in read_lines(path):
-        values, name, problem = {}, None, None
+        values, content, name, problem = {}, line.digest, None, None
         try:
-            values = _object(line)
+            values, content = _object(line)
             name = _name(values, line.number)
             if name in seen:
-                raise UsageError(f"custom_id {name} is that of line {seen[name]} already; give every line its own.")
+                raise UsageError(
+                    f"custom_id {shown(name)} is that of line {seen[name]} already; give every line its own."
+                )
             seen[name] = line.number
         except UsageError as error:
             name, problem = None, str(error)
         key = json.dumps(line.number if name is None else name).encode()
-        digest = hashlib.blake2b(line.digest + key, digest_size=12).hexdigest()
+        digest = hashlib.blake2b(content + key, digest_size=12).hexdigest()
         yield Entry(line=line.number, custom_id=name, id=f"batch_req_{digest}", values=values, problem=problem)
 
 
@@ -123,9 +126,11 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
     body, chat = _body(entry.values)
     for field, value in body.items():
         if field in _NEUTRAL and value != _NEUTRAL[field]:
-            raise UsageError(f"{field} is {_shown(value)}, which is not supported here; leave it out.")
+            raise UsageError(f"{field} is {shown(value)}, which is not supported here; leave it out.")
         if field not in _INTEGERS | _NUMBERS | _OTHERS | _HARMLESS | _NEUTRAL.keys():
-            raise UsageError(f"{field} is not a field that is known here; leave it out, or correct its name.")
+            raise UsageError(
+                f"{printable(field)} is not a field that is known here; leave it out, or correct its name."
+            )
     params, wants_logprobs = _params(body, chat, defaults.params)
     priority, deadline = _number(body, "priority"), _number(body, "deadline")
     prompt = None if chat else _prompt(body)
@@ -142,25 +147,25 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
     return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
 
 
-def _object(line: Line) -> dict[str, Any]:
+def _object(line: Line) -> tuple[dict[str, Any], bytes]:
+    """Return the object on a line without what is null, and a digest of it that no spelling changes."""
+    if line.problem is not None:
+        raise UsageError(line.problem)
     if line.data is None:
         raise UsageError(f"The line has more than {MAX_LINE_BYTES} bytes; shorten its prompt.")
     try:
-        values = json.loads(line.data.decode("utf-8"), parse_constant=_refuse_constant)
-        json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
+        values = parse(line.data.decode("utf-8"))
+        spelled = json.dumps(values, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"The line is not UTF-8 (byte {error.start + 1}); save the file as UTF-8.") from error
     except UnicodeEncodeError as error:
         raise UsageError("The line holds half of a surrogate pair; write the character whole.") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"The line is not JSON ({error}); mend it.") from error
+    except ValueError as error:
+        raise UsageError(f"The line is not JSON ({printable(str(error), 200)}); mend it.") from error
     if not isinstance(values, dict):
         raise UsageError("The line is not a JSON object; write one as {...}.")
-    return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
+    given = {name: value for name, value in values.items() if value is not None}
+    return given, hashlib.blake2b(spelled, digest_size=16).digest()
 
 
 def _is_envelope(values: Mapping[str, Any]) -> bool:
@@ -172,9 +177,9 @@ def _name(values: Mapping[str, Any], number: int) -> str:
     name = values.get("custom_id")
     if name is None and not _is_envelope(values):
         name = values.get("id", f"line-{number}")
-        name = str(name) if isinstance(name, int) else name
+        name = str(name) if type(name) is int else name
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
-        given = "missing" if name is None else _shown(name)
+        given = "missing" if name is None else shown(name)
         raise UsageError(f"custom_id is {given}; give the line a text of 1 to {_MAX_NAME} characters.")
     return name
 
@@ -188,11 +193,11 @@ def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
             raise UsageError("The line has prompt and messages; give one of them.")
     else:
         if strange := sorted(values.keys() - _ENVELOPE):
-            raise UsageError(f"{strange[0]} has no place beside custom_id and body; move it into the body.")
+            raise UsageError(f"{printable(strange[0])} has no place beside custom_id and body; move it into the body.")
         if values.get("method", "POST") != "POST":
-            raise UsageError(f"method is {_shown(values['method'])}; it must be POST.")
+            raise UsageError(f"method is {shown(values['method'])}; it must be POST.")
         if values.get("url") not in (CHAT, COMPLETIONS):
-            raise UsageError(f"url is {_shown(values.get('url'))}; it must be {CHAT} or {COMPLETIONS}.")
+            raise UsageError(f"url is {shown(values.get('url'))}; it must be {CHAT} or {COMPLETIONS}.")
         body, chat = values.get("body"), values["url"] == CHAT
         if not isinstance(body, dict):
             raise UsageError("body is not a JSON object; write it as {...}.")
@@ -207,7 +212,7 @@ def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         prompt = tuple(prompt)
     if not isinstance(prompt, str | tuple) or not prompt:
-        given = "missing" if prompt is None else _shown(list(prompt) if isinstance(prompt, tuple) else prompt)
+        given = "missing" if prompt is None else shown(list(prompt) if isinstance(prompt, tuple) else prompt)
         raise UsageError(f"prompt is {given}; it must be a text that is not empty, or a list of token ids.")
     return prompt
 
@@ -227,9 +232,9 @@ def _message(message: Any) -> dict[str, str]:
         whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
         content = "".join(map(str, texts)) if whole else None
     if not isinstance(given.get("role"), str) or not isinstance(content, str):
-        raise UsageError(f"messages holds {_shown(message)}; each must have a role and a content, both texts.")
+        raise UsageError(f"messages holds {shown(message)}; each must have a role and a content, both texts.")
     if strange := sorted(given.keys() - {"role", "content", "name"}):
-        raise UsageError(f"messages holds {strange[0]}, which is not supported here; leave it out.")
+        raise UsageError(f"messages holds {printable(strange[0])}, which is not supported here; leave it out.")
     return given | {"content": content}
 
 
@@ -253,13 +258,15 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
         raise UsageError(f"n is {given['n']}; it must be from 1 to {MAX_N}.")
     if "stop" in body:
         stop = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
-        if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-            raise UsageError(f"stop is {_shown(stop)}; it must be a text or a list of texts.")
+        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+            raise UsageError(f"stop is {shown(stop)}; it must be a text or a list of texts, none of them empty.")
         given["stop"] = tuple(stop)
     if "stop_token_ids" in body:
         ids = body["stop_token_ids"]
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise UsageError(f"stop_token_ids is {_shown(ids)}; it must be a list of token ids.")
+            raise UsageError(f"stop_token_ids is {shown(ids)}; it must be a list of token ids.")
+        if len(ids) > MAX_STOP_IDS:
+            raise UsageError(f"stop_token_ids is {shown(ids)}; it may hold at most {MAX_STOP_IDS} ids.")
         given["stop_token_ids"] = tuple(ids)
     if "ignore_eos" in body:
         given["ignore_eos"] = _boolean(body, "ignore_eos")
@@ -280,14 +287,14 @@ def _logprobs(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> 
 
 
 def _integer(body: Mapping[str, Any], name: str) -> int:
-    if type(body[name]) is not int:
-        raise UsageError(f"{name} is {_shown(body[name])}; it must be a whole number.")
+    if type(body[name]) is not int or abs(body[name]) >= 2**64:
+        raise UsageError(f"{name} is {shown(body[name])}; it must be a whole number below 2^64.")
     return body[name]
 
 
 def _boolean(body: Mapping[str, Any], name: str) -> bool:
     if not isinstance(body[name], bool):
-        raise UsageError(f"{name} is {_shown(body[name])}; it must be true or false.")
+        raise UsageError(f"{name} is {shown(body[name])}; it must be true or false.")
     return body[name]
 
 
@@ -296,11 +303,5 @@ def _number(body: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float) or abs(value) > 3e38:
-        raise UsageError(f"{name} is {_shown(value)}; it must be a number.")
+        raise UsageError(f"{name} is {shown(value)}; it must be a number.")
     return float(value)
-
-
-def _shown(value: Any) -> str:
-    """Return the start of a value as JSON, for a sentence about it."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 from stand_in import PaperModel
 
@@ -52,7 +53,7 @@ def test_the_files_are_checked_first(
     monkeypatch.delattr(engine, "load")  # nothing may be loaded
     assert "--input needs --output" in complaint(capfd, *files[:2])
     assert "does not exist" in complaint(capfd, "-i", str(tmp_path / "absent"), *files[2:])
-    assert "is the input itself" in complaint(capfd, *files[:2], "-o", files[1])
+    assert "is the same file as --input" in complaint(capfd, *files[:2], "-o", files[1])
     assert "cannot be written" in complaint(capfd, *files[:2], "-o", "/proc/nowhere/out.jsonl")
     assert "cannot be written" in complaint(capfd, *files, "--metrics", "/proc/nowhere/metrics")
     assert "temperature is -1.0" in complaint(capfd, *files, "--temperature", "-1")
@@ -88,7 +89,7 @@ def test_other_sampling_is_refused_and_the_same_has_nothing_left_to_do(
     assert "[2 lines: 2 answered, 0 error rows; 6 tokens" in capfd.readouterr().err
     rows = (tmp_path / "out.jsonl").read_bytes()
     assert "seed" in complaint(capfd, *files, "--seed", "2")
-    assert "control was off and is guarded" in complaint(capfd, *files, "--seed", "1", "--control", "guarded")
+    assert "--control was off and is guarded" in complaint(capfd, *files, "--seed", "1", "--control", "guarded")
     monkeypatch.delattr(engine, "load")
     assert main([*files, "--seed", "1"]) == 0
     assert "0 answered, 0 error rows, 2 done before" in capfd.readouterr().err
@@ -114,4 +115,80 @@ def test_a_real_model_answers_and_a_changed_one_is_refused(
     settings = tmp_path / "model" / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"rope_theta": 12345.0}))
     assert re.search(r"; [1-9]\d* programs compiled, 0 after warm-up\]", capfd.readouterr().err)
-    assert "model_files was" in complaint(capfd, *files)
+    assert "the digest of the model's files was" in complaint(capfd, *files)
+
+
+def test_a_second_job_leaves_everything_as_it_is(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused whatever its settings are, before it writes a manifest or counters."""
+    counters = tmp_path / "counters"
+    seen = []
+
+    def contents() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    class Watching(PaperModel):
+        def warm_up(self) -> None:  # the first job still loads
+            seen.append(contents())
+            assert "is being written by another job" in complaint(
+                capfd, *files, "--metrics", str(counters), "--seed", "5"
+            )
+            seen.append(contents())
+
+    monkeypatch.setattr(engine, "load", lambda *_, **__: Watching())
+    counters.write_text("counted")
+    assert main(files) == 0
+    assert seen[0] == seen[1] and seen[0]["counters"] == b"counted"
+
+
+@pytest.mark.usefixtures("paper")
+def test_what_changes_bits_is_a_setting(files: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(files) == 0
+    assert "--max-num-seqs was 8 and is 4" in complaint(capfd, *files, "--max-num-seqs", "4")
+    for same in (
+        ["--max-num-seqs", "8"],
+        ["--replicas", "2"],
+        ["--num-pages", "99"],
+        ["--max-num-batched-tokens", "9"],
+    ):
+        assert main([*files, *same]) == 0
+
+
+@pytest.mark.usefixtures("paper")
+def test_another_device_is_another_setting(
+    files: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(files) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "the kind of device was cpu and is gpu" in complaint(capfd, *files)
+
+
+@pytest.mark.usefixtures("paper")
+def test_another_spelling_of_the_model_goes_on(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bundled_folder(), tmp_path / "model")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    for spelling in ("model", "./model/", str(tmp_path / "model"), "link"):
+        assert main([*files, "--model", spelling]) == 0
+
+
+@pytest.mark.usefixtures("paper")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_device_is_named(files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "/dev/full is not a regular file" in complaint(capfd, *files[:2], "-o", "/dev/full")
+    assert "/dev/full is not a regular file" in complaint(capfd, *files, "--metrics", "/dev/full")
+    (tmp_path / "out.jsonl").symlink_to("/dev/full")
+    assert "out.jsonl is not a regular file" in complaint(capfd, *files)
+
+
+def test_a_name_too_long_for_its_manifest_is_refused(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("x" * 250, "x" * 300):  # with what a manifest adds, or alone
+        assert "cannot be written (File name too long)" in complaint(capfd, *files[:2], "-o", str(tmp_path / name))
+    assert "File name too long" in complaint(capfd, *files, "--metrics", str(tmp_path / ("x" * 300)))
+    assert "File name too long" in complaint(capfd, "-i", str(tmp_path / ("x" * 300)), *files[2:])
+    assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]

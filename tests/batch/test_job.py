@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,7 @@ def test_a_line_changed_under_its_name_is_refused_before_any_work(tmp_path: Path
     serve(write(tmp_path, *numbered(3)))
     lines = numbered(3)
     lines[1]["temperature"] = 0.5
-    with pytest.raises(UsageError, match=r"Line 2 \(custom_id r1\) is not the line that"):
+    with pytest.raises(UsageError, match=r'Line 2 \(custom_id "r1"\) is not the line that'):
         serve(write(tmp_path, *lines, {"id": "new", "prompt": "a"}))
     assert b'"new"' not in (tmp_path / "out.jsonl").read_bytes()
 
@@ -175,6 +177,101 @@ def test_progress_is_said_now_and_then(
     monkeypatch.setattr("et_jax.batch.progress.LINE_SECONDS", 0.0)
     serve(write(tmp_path, *numbered(6)))
     said = capfd.readouterr().err
-    assert "3 of 6 lines" in said and "tokens/s" in said and "left" in said
+    assert "3 of 6 lines" in said and "tokens/s" in said
     serve(write(tmp_path, *numbered(6), *[{"id": f"bad {i}"} for i in range(4)]))  # refused before any is served
     assert "8 of 10 lines" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "mended",
+    [
+        [b'{"id": "b", "prompt": "It was"}', b'{"id": "c", "prompt": "a"}'],
+        [b'{"prompt": "It was"}', b'{"id": "c", "prompt": "a"}'],
+        [b"{still bad", b'{"id": "c", "prompt": "a"}'],
+        [b'{"id": "c", "prompt": "a"}', b"{"],  # moved: it has the number of another line
+        [b'{"id": "c", "prompt": "a"}'],  # taken out
+        [b"", b'{"id": "c", "prompt": "a"}'],
+    ],
+)
+def test_an_error_row_does_not_outlive_its_line(tmp_path: Path, mended: list[bytes]) -> None:
+    """Else there were two rows, of which one is of a line that is no more."""
+    first = b'{"id": "a", "prompt": "It was"}'
+    source, output = write(tmp_path, first, b"{", b'{"id": "c", "prompt": "a"}'), tmp_path / "out.jsonl"
+    serve(source)
+    before = output.read_bytes()
+    with pytest.raises(UsageError, match=r'Line 2 .* take that row \("line": 2\) out of it') as refusal:
+        serve(write(tmp_path, first, *mended))
+    assert output.read_bytes() == before and str(refusal.value).endswith(".")
+    output.write_bytes(b"".join(row for row in before.splitlines(keepends=True) if b'"line": 2' not in row))
+    _, rows = serve(source)
+    assert len(rows) == len({row["custom_id"] for row in rows}) == sum(bool(line) for line in [first, *mended])
+
+
+def changed_amid(path: Path, change: Any) -> tuple[str, list[Any]]:
+    """What is said of an input of 30 lines that is changed when 10 rows are there, and the rows."""
+    source, output = write(path, *numbered(30)), path / "out.jsonl"
+
+    class Disturbing(PaperModel):
+        done = False
+
+        def continue_(self, request: GenerationRequest) -> Iterator[Completion]:
+            if not self.done and output.read_bytes().count(b"\n") >= 10:
+                self.done = True
+                change(source)
+            return super().continue_(request)
+
+    with pytest.raises(UsageError) as caught:
+        serve(source, Disturbing())
+    return str(caught.value), [json.loads(line) for line in output.read_bytes().splitlines()]
+
+
+def end_of(path: Path, number: int) -> int:
+    """The size of the first lines of a file."""
+    return sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[:number])
+
+
+PADDED = [{"id": f"r{i}", "prompt": f"It was {i}", "metadata": "x" * 100_000} for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda source: os.truncate(source, 1_000_000), r"line \d+ is another than at the start"),
+        (lambda source: os.truncate(source, 0), r"line \d+ is another than at the start"),
+        (lambda source: os.truncate(source, end_of(source, 25)), "it has 25 lines, not 30"),
+        (lambda source: source.open("a").write('\n{"id": "new", "prompt": "a"}'), "it has more than 30 lines"),
+        (lambda source: source.write_text(source.read_text().replace("It was 2", "It is 2")), "line .* is another"),
+    ],
+)
+def test_an_input_that_changes_amid_the_job_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, words: str
+) -> None:
+    monkeypatch.setitem(globals(), "numbered", lambda count: PADDED[:count])
+    said, rows = changed_amid(tmp_path, change)
+    assert re.search(rf"in\.jsonl was changed while the job ran \({words}", said)
+    assert f"rows in {tmp_path / 'out.jsonl'} are kept" in said
+    assert len(rows) >= 10 and all(row["response"] for row in rows)  # no error row of half a line
+    assert {row["custom_id"] for row in rows} <= {line["id"] for line in PADDED}
+    summary, rows = serve(write(tmp_path, *PADDED))
+    assert len(rows) == 30 and summary.before >= 10
+
+
+def test_an_input_that_is_removed_amid_the_job_was_open(tmp_path: Path) -> None:
+    source = write(tmp_path, *numbered(30))
+
+    class Removing(PaperModel):
+        def continue_(self, request: GenerationRequest) -> Iterator[Completion]:
+            source.unlink(missing_ok=True)
+            return super().continue_(request)
+
+    summary, rows = serve(source, Removing())
+    assert len(rows) == 30 and summary.done == summary.total
+
+
+def test_an_input_that_is_gone_before_the_first_request_is_told_of(tmp_path: Path) -> None:
+    source = write(tmp_path, *numbered(3))
+    with open_journal(tmp_path / "out.jsonl", SETTINGS) as journal:
+        summary = survey(source, journal)
+        source.unlink()
+        with pytest.raises(UsageError, match=r"in\.jsonl cannot be read \(No such file"):
+            run(PaperModel(), source, journal, DEFAULTS, summary)

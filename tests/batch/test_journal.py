@@ -1,15 +1,20 @@
 """The output file: whole rows whatever happens, and never another job's."""
 
 import errno
+import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from et_jax.batch import journal as journals
-from et_jax.batch.journal import check_files, manifest_path, open_journal
+from et_jax.batch.journal import check_files, open_journal
+from et_jax.batch.manifest import manifest_path
 from et_jax.types import UsageError
 
 SETTINGS = {"model_files": "abc", "params": {"temperature": 1.0, "stop": ["x"]}}
@@ -38,10 +43,20 @@ def test_rows_are_appended_and_found_again(tmp_path: Path) -> None:
         assert journal.recorded.keys() == {"a", "b", 7}
 
 
-@pytest.mark.parametrize(
-    "torn", [b'{"id": "batch_req_c", "cust', b'{"id": "batch_req_c"}', b'{"id": 1}\n', b"\0" * 50, b"\0\n\0\n{"]
-)
-def test_a_torn_end_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+TORN = [
+    b"{",
+    b'{"id": "batch_req_c", "cust',
+    b'{"id": "batch_req_c"}',
+    b'{"id": "batch_req_c", "custom_id": "c", "response": {}, "error": null}',  # all but its end of line
+    b"\0" * 50,
+    b'{"id": "batch_req_c", "cus' + b"\0" * 4000,  # a loss of power leaves the size without the bytes
+    b"\0" * 4000 + b'sponse": {}, "error": null}\n',
+    b'{"id": "batch_req_c", "cus' + b"\0" * 4000 + b"null}\n",
+]
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "out.jsonl"
     whole = begin(path, "a", "b")
     path.write_bytes(whole + torn)
@@ -51,12 +66,74 @@ def test_a_torn_end_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     assert path.read_bytes() == whole + json.dumps(row("c")).encode() + b"\n"
 
 
-def test_a_whole_row_without_its_end_of_line_is_torn_too(tmp_path: Path) -> None:
+def test_a_torn_first_row_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    whole = begin(path, "a", "b")
-    path.write_bytes(whole[:-1])
+    path.write_bytes(begin(path, "a")[:-1])
     with open_journal(path, SETTINGS) as journal:
-        assert journal.recorded.keys() == {"a"}
+        assert not journal.recorded
+
+
+def pretty(rows: bytes) -> bytes:
+    return b"".join(json.dumps(json.loads(line), indent=2).encode() + b"\n" for line in rows.splitlines())
+
+
+WHOLE = json.dumps(row("c")).encode() + b"\n"
+NO_ROWS = [
+    (pretty, 1),
+    (gzip.compress, 1),
+    (lambda rows: gzip.compress(rows * 1000), 1),
+    (lambda rows: rows + b"a note of mine\n", 3),
+    (lambda rows: rows + b"a note of mine", 3),
+    (lambda rows: rows + b"\n", 3),
+    (lambda rows: b"\n" + rows, 1),
+    (lambda rows: b"\xef\xbb\xbf" + rows, 1),
+    (lambda rows: rows.decode().encode("utf-16"), 1),
+    (lambda rows: rows + b'{"id": 1}\n', 3),
+    (lambda rows: rows + b'{"id": "batch_req_c"}\n', 3),
+    (lambda rows: rows + b'{"id": "batch_req_c", "cus\n{"id": "batch_req_d", "c', 3),  # two torn lines
+    (lambda rows: rows + b'{"id": "batch_req_c", "cus' + WHOLE, 3),  # a torn line, and a row after it
+    (lambda rows: rows + b"\0" * 50 + b"\n" + WHOLE, 3),
+    (lambda rows: rows + b"\0\n\0\n{", 3),
+    (lambda rows: rows + b"[" * 100_000 + b"\n", 3),
+    (lambda rows: rows + b'{"n": ' + b"9" * 5000 + b"}\n", 3),
+    (lambda rows: rows + WHOLE.replace(b'"c"', b"true"), 3),
+    (lambda rows: rows + WHOLE.replace(b'"c"', b"7"), 3),
+    (lambda rows: rows + WHOLE.replace(b'"c"', b"null"), 3),
+    (lambda rows: rows[:-1] + WHOLE, 2),  # two rows on a line
+]
+
+
+@pytest.mark.parametrize(("change", "number"), NO_ROWS)
+def test_what_is_no_row_is_never_cut(tmp_path: Path, change: Callable[[bytes], bytes], number: int) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(change(begin(path, "a", "b")))
+    before = path.read_bytes(), manifest_path(path).read_bytes()
+    with pytest.raises(UsageError, match=rf"out\.jsonl: line {number} is no row of a job"):
+        begin(path)
+    assert before == (path.read_bytes(), manifest_path(path).read_bytes())
+
+
+def test_rows_that_were_spelled_anew_are_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    rows = begin(path, "a", "b")
+    path.write_bytes(
+        b"".join(json.dumps(json.loads(line), separators=(",", ":")).encode() + b"\r\n" for line in rows.splitlines())
+    )
+    with open_journal(path, SETTINGS) as journal:
+        assert journal.recorded == {"a": "batch_req_a", "b": "batch_req_b"}
+
+
+def test_a_second_row_of_a_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    rows = begin(path, "a", "b")
+    path.write_bytes(rows + rows.splitlines(keepends=True)[0])
+    with pytest.raises(UsageError, match=r"line 3 is a second row of custom_id \"a\"; remove one"):
+        begin(path)
+    with open_journal(tmp_path / "other", SETTINGS) as journal:
+        journal.append(row("c", custom_id=None, error={"line": 7}))
+    (tmp_path / "other").write_bytes((tmp_path / "other").read_bytes() * 2)
+    with pytest.raises(UsageError, match="line 2 is a second row of input line 7; remove one"):
+        begin(tmp_path / "other")
 
 
 def test_damage_amid_the_rows_is_no_torn_end(tmp_path: Path) -> None:
@@ -73,7 +150,7 @@ def test_other_settings_are_refused_by_name_and_change_nothing(tmp_path: Path) -
     begin(path, "a")
     kept = path.read_bytes(), manifest_path(path).read_bytes()
     other = SETTINGS | {"model_files": "def"}
-    with pytest.raises(UsageError, match="model_files was abc and is def"), open_journal(path, other):
+    with pytest.raises(UsageError, match=r"model.s files was abc and is def"), open_journal(path, other):
         pass
     assert kept == (path.read_bytes(), manifest_path(path).read_bytes())
 
@@ -93,15 +170,30 @@ def test_a_file_no_job_began_is_left_alone(tmp_path: Path) -> None:
         pass
     assert path.read_text() == "a letter\n"
     manifest_path(path).write_text("{")
-    with pytest.raises(UsageError, match="is damaged"), open_journal(path, SETTINGS):
+    with pytest.raises(UsageError, match="is no manifest of a job"), open_journal(path, SETTINGS):
         pass
 
 
 def test_one_job_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with open_journal(path, SETTINGS), pytest.raises(UsageError, match="by another job"), open_journal(path, SETTINGS):
-        pass
+    with open_journal(path, SETTINGS):
+        before = manifest_path(path).read_bytes()
+        with pytest.raises(UsageError, match="by another job"), open_journal(path, SETTINGS | {"model_files": "def"}):
+            pass
+        assert manifest_path(path).read_bytes() == before
     begin(path, "a")  # and the lock goes with its job
+
+
+def test_a_refused_job_leaves_no_empty_output(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    manifest_path(path).mkdir()
+    with pytest.raises(UsageError, match=r"manifest\.json is not a regular file"):
+        begin(path)
+    assert not path.exists()
+    path.touch()
+    with pytest.raises(UsageError, match=r"manifest\.json is not a regular file"):
+        begin(path)
+    assert path.exists()
 
 
 @pytest.mark.parametrize("where", ["/proc/nowhere/out.jsonl", "."])
@@ -118,7 +210,7 @@ def test_files_that_cannot_be_what_they_are_named_for(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     with pytest.raises(UsageError, match="does not exist"):
         check_files(source, tmp_path / "out.jsonl")
-    with pytest.raises(UsageError, match="not a regular file"):
+    with pytest.raises(UsageError, match="neither a file nor a pipe"):
         check_files(tmp_path, tmp_path / "out.jsonl")
     source.write_text("{}")
     (tmp_path / "link").symlink_to(source)
@@ -173,3 +265,25 @@ def test_rows_reach_the_disk_in_groups_of_at_most_a_second(tmp_path: Path, monke
         journal.sync()  # nothing new
         journal.append(row("d"))
     assert synced == [first, 3 * first, 4 * first]
+
+
+@given(data=st.data())
+def test_whatever_happens_to_an_output_at_most_its_last_line_goes(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "out.jsonl"
+    rows = begin(path, "a", "b", "c")
+    start = data.draw(st.integers(0, len(rows)))
+    end = data.draw(st.integers(start, min(len(rows), start + 40)))
+    piece = data.draw(st.binary(max_size=20) | st.sampled_from([b"", b"\n", b"\0" * 30, b"\r\n", b"{}", b"}\n{"]))
+    path.write_bytes(before := rows[:start] + piece + rows[end:])
+    try:
+        with open_journal(path, SETTINGS):
+            pass
+    except UsageError as refusal:
+        assert path.read_bytes() == before and "line" in str(refusal)
+        return
+    after = path.read_bytes()
+    cut = before[len(after) :]
+    assert before.startswith(after) and b"\n" not in cut[:-1] and (not cut or after[-1:] in (b"\n", b""))
+    assert not cut or (cut.startswith((b"{", b"\0")) and (b"\0" in cut or not cut.endswith(b"\n")))

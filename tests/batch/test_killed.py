@@ -135,3 +135,38 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_whole_rows(tmp_path: Path) -
     assert 0 < kept < 100 and output.read_bytes().endswith(b"\n")
     finish(start("paper", source, output))
     assert len(rows(output)) == 100
+
+
+def test_an_output_that_is_removed_amid_the_job_is_no_success(tmp_path: Path) -> None:
+    source, output, rescued = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "out.jsonl.rescued"
+    write_lines(source, 2000, 8)
+    process = start("paper", source, output)
+    while lines_in(output) < 20 and process.poll() is None:
+        time.sleep(0.005)
+    output.unlink()
+    _, err = process.communicate(timeout=60)
+    said = err.decode().splitlines()[-1]
+    kept = rows(rescued)
+    assert process.returncode == 2 and "Traceback" not in err.decode()
+    assert said.startswith(f"error: {output} was removed") and f"its {len(kept)} rows are kept in {rescued}" in said
+    assert len(kept) >= 20 and not output.exists()
+    rescued.rename(output)
+    assert f"{len(kept)} done before" in finish(start("paper", source, output))
+    assert len(rows(output)) == 2000 and not rescued.exists()
+
+
+def test_an_input_that_is_cut_amid_the_job_is_no_interrupt(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_lines(source, 3000, 8)
+    whole = source.read_bytes()
+    process = start("paper", source, output)
+    while lines_in(output) < 20 and process.poll() is None:
+        time.sleep(0.005)
+    os.truncate(source, len(whole) * 9 // 10)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "interrupted" not in err.decode()
+    assert f"error: {source} was changed while the job ran" in err.decode()
+    assert all(row["response"] for row in rows(output).values())
+    source.write_bytes(whole)
+    finish(start("paper", source, output))
+    assert len(rows(output)) == 3000

@@ -118,7 +118,23 @@ REFUSED = [
     ({"prompt": "a", "seed": 2**63}, "seed is"),
     ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
     ({"prompt": "a", "stop": [1]}, "it must be a text or a list of texts"),
-    ({"prompt": "a", "stop": [""]}, "non-empty"),
+    ({"prompt": "a", "stop": [""]}, 'stop is [""]; it must be a text or a list of texts, none of them empty'),
+    ({"prompt": "a", "stop": ""}, 'stop is [""]; it must be'),
+    (
+        {"prompt": "a", "stop_token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]},
+        "stop_token_ids is [1, 2, 3, 4, 5, 6, 7, 8, 9]; it",
+    ),
+    ({"prompt": "a", "id": True}, "custom_id is true"),
+    ({"prompt": "a", "id": 1.5}, "custom_id is 1.5"),
+    ({"prompt": "a", "id": ["x"]}, 'custom_id is ["x"]'),
+    ({"prompt": "a", "custom_id": 7}, "custom_id is 7"),
+    ({"prompt": "a", "custom_id": False}, "custom_id is false"),
+    ({"prompt": "a", "\x1b[2J\x9b": 1}, r"\u001b[2J\u009b is not a field"),
+    ({"prompt": "a", "x" * 5000: 1}, "... is not a field"),
+    (envelope(COMPLETIONS, prompt="a") | {"y" * 5000: 1}, "... has no place beside"),
+    (envelope(CHAT, messages=[USER[0] | {"z" * 5000: [1]}]), "..., which is not supported"),
+    ({"prompt": "a", "max_tokens": 10**4000}, "max_tokens is 1000"),
+    ({"prompt": "a", "seed": -(10**4000)}, "seed is -1000"),
     ({"prompt": "a", "stop_token_ids": ["a"]}, "it must be a list of token ids"),
     ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
     ({"prompt": "a", "priority": "high"}, "priority"),
@@ -141,16 +157,75 @@ def test_a_line_is_refused_in_one_sentence(tmp_path: Path, line: Any, words: str
         (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
         (b'{"prompt": NaN}', "NaN is no number"),
         (b'{"temperature": 1e999, "prompt": "a"}', "it must be a number"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
+        (b'{"n": -' + b"9" * 7_000_000 + b"}", "a number of 7000000 digits"),
+        (b'{"prompt": "a", "prompt": "b"}', 'has the key "prompt" twice'),
+        (b'{"prompt": "a", "metadata": [{"b": {"c": 1, "d": 2, "c": 1}}]}', 'has the key "c" twice'),
+        (b'{"id": "x", "id": "x", "prompt": "a"}', 'has the key "id" twice'),
+        (b'{"a": 1, "\\u0061": 2}', 'has the key "a" twice'),
+        (b'{"\\u001b[2J": 1, "\\u001b[2J": 2}', r'has the key "\\u001b\[2J" twice'),
+        (b'{"a":' * 100_000, "is nested more than 64 deep"),
+        (b'{"prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 64 deep"),
+        (b'{"prompt": "a", "metadata": ' + b"[" * 64 + b"]" * 64 + b"}", "nested more than 64 deep"),
+        (b"[" * 100_000, "is nested more than 64 deep"),
         (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', "more than 8388608 bytes"),
     ],
 )
 def test_bytes_that_are_no_line_are_refused(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "in.jsonl").write_bytes(data)
     (entry,) = read_entries(tmp_path / "in.jsonl")
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as refusal:
         read_task(entry, Letters(), DEFAULTS)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("spelled", "same"),
+    [
+        ('{"id":"a","prompt":"It was","temperature":0.5}', True),
+        ('{"temperature": 0.5, "prompt": "It was", "id": "a"}', True),
+        ('{"id": "a", "prompt": "It\\u0020was", "temperature": 5e-1}\r', True),
+        ('\ufeff  {"id": "a", "prompt": "It was", "temperature": 0.50}', True),
+        ('{"id": "a", "prompt": "It was", "temperature": 0.6}', False),
+        ('{"id": "a", "prompt": "It was ", "temperature": 0.5}', False),
+        ('{"id": "b", "prompt": "It was", "temperature": 0.5}', False),
+    ],
+)
+def test_the_id_is_of_what_a_line_says(tmp_path: Path, spelled: str, same: bool) -> None:
+    (tmp_path / "one").write_text('{"id": "a", "prompt": "It was", "temperature": 0.5}')
+    (tmp_path / "two").write_text(spelled)
+    ((one,), (two,)) = (read_entries(tmp_path / name) for name in ("one", "two"))
+    assert (one.id == two.id) == same
+
+
+def test_the_order_of_keys_within_counts_as_little(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text('{"id": "a", "prompt": "a", "metadata": [{"b": 1, "c": {"d": 2, "e": 3}}, 4]}')
+    (tmp_path / "two").write_text('{"metadata": [{"c": {"e": 3, "d": 2}, "b": 1}, 4], "prompt": "a", "id": "a"}')
+    (tmp_path / "three").write_text('{"metadata": [4, {"c": {"e": 3, "d": 2}, "b": 1}], "prompt": "a", "id": "a"}')
+    ((one,), (two,), (three,)) = (read_entries(tmp_path / name) for name in ("one", "two", "three"))
+    assert one.id == two.id != three.id
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ({"id": None}, "line-1"),
+        ({"custom_id": None, "id": 7}, "7"),
+        ({"custom_id": "a", "id": True}, "a"),
+        ({"url": None, "method": None, "body": None}, "line-1"),
+        ({"id": "\x00\x1b\n"}, "\x00\x1b\n"),
+    ],
+)
+def test_null_is_as_good_as_absent(tmp_path: Path, line: dict[str, Any], name: str) -> None:
+    made = task(tmp_path, {"prompt": "a"} | line)
+    assert made.entry.custom_id == name and made.request.prompt == "a"
+    assert task(tmp_path, envelope(COMPLETIONS, prompt="a") | {"method": None, "id": None}).request.prompt == "a"
+
+
+def test_a_name_is_shown_without_its_control_characters(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "a", "id": "\\u001b[2J"}\n' * 2)
+    _, second = read_entries(tmp_path / "in")
+    assert r'custom_id "\u001b[2J" is that of line 1' in (second.problem or "")
 
 
 def test_a_model_without_a_template_refuses_conversations_alone(tmp_path: Path) -> None:
@@ -168,4 +243,4 @@ def test_the_second_line_of_a_name_is_the_bad_one(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "id": "x"}\n{"prompt": "a", "id": "x"}\n')
     first, second = read_entries(tmp_path / "in.jsonl")
     assert (first.key, second.key) == ("x", 2) and first.id != second.id
-    assert first.problem is None and "custom_id x is that of line 1 already" in (second.problem or "")
+    assert first.problem is None and 'custom_id "x" is that of line 1 already' in (second.problem or "")

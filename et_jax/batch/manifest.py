@@ -1,0 +1,141 @@
+"""The manifest of an output: a small file beside it with the settings that its answers depend on.
+
+It is written when an output gets its first job, and compared when another job would go on with it. `model`
+is there for people: the model is told by its files, under whatever path.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from et_jax.files import replace_file
+from et_jax.types import UsageError
+
+VERSION = 2  # of the manifest and of the ids of rows; the first had no version
+_MAX_BYTES = 16 * 2**20
+_SHOWN = 60  # characters of a value in a sentence
+_MAX_TOLD = 16  # settings in a sentence
+_NOT_COMPARED = ("model", "version")
+_CALLED = {"model_files": "the digest of the model's files", "platform": "the kind of device"}
+
+
+def manifest_path(output: Path) -> Path:
+    """Return where the manifest of an output file lies."""
+    return output.with_name(output.name + ".manifest.json")
+
+
+class Manifest:
+    """The manifest of the output at `path`, for a job of `settings` (values of JSON)."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self._output = manifest_path(path), path
+        self._text = json.dumps({"version": VERSION, **settings}, indent=2) + "\n"
+        self._seen: tuple[int, ...] | None = None  # what told the file apart when it was last known to be ours
+
+    def begin(self) -> None:
+        """Write the manifest of a new output; no file that is no manifest is written over. Raises UsageError."""
+        if os.path.lexists(self.path):
+            self._read()
+        replace_file(self.path, self._text)
+        self._seen = self._state()
+
+    def compare(self) -> None:
+        """Compare the manifest of an output that was begun before. Raises UsageError naming what differs."""
+        if not os.path.lexists(self.path):
+            raise UsageError(
+                f"{self._output} has no {self.path.name} beside it, so no job began it; choose another --output."
+            )
+        before = self._read()
+        version = before.get("version", 1)
+        if version != VERSION:
+            older = version < VERSION
+            raise UsageError(
+                f"{self._output} was begun by {'an earlier' if older else 'a later'} version of et_jax, "
+                "which named its rows in another way; finish it with that version, or choose another --output."
+            )
+        differing = _differences(_flat(before), _flat(json.loads(self._text)))
+        if differing:
+            raise UsageError(
+                f"{self._output} was begun under other settings: {'; '.join(differing)}; "
+                "repeat the command it was begun with, or choose another --output."
+            )
+        self._seen = self._state()
+
+    def keep(self) -> str | None:
+        """Write the manifest again where somebody removed or changed it, and say so."""
+        state = self._state()
+        if state == self._seen:
+            return None
+        ours = self._text.encode()
+        if state is not None and self.path.is_file() and self._bytes(len(ours)) == ours:
+            self._seen = state
+            return None
+        replace_file(self.path, self._text)
+        self._seen = self._state()
+        what = "removed" if state is None else "changed"
+        return f"{self.path} was {what} while the job ran; it is written again, for the rows depend on it"
+
+    def copy(self, output: Path) -> Path:
+        """Write the manifest beside another output file, and return where. Raises UsageError."""
+        place = manifest_path(output)
+        replace_file(place, self._text)
+        return place
+
+    def _state(self) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _bytes(self, most: int) -> bytes:
+        """Return what the manifest holds, of a longer one a byte more than `most`."""
+        with self.path.open("rb") as file:
+            return file.read(most + 1)
+
+    def _read(self) -> dict[str, Any]:
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise UsageError(f"{self.path} is not a regular file; choose another --output.")
+        try:
+            data = self._bytes(_MAX_BYTES)
+            values = json.loads(data.decode("utf-8")) if len(data) <= _MAX_BYTES else None
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be read ({error.strerror}); choose another --output.") from error
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or "model_files" not in values or type(values.get("version", 1)) is not int:
+            raise UsageError(f"{self.path} is no manifest of a job; choose another --output.")
+        return values
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a manifest, those of the sampling among them."""
+    params = values.get("params")
+    inner = params if isinstance(params, dict) else {}
+    return {name: value for name, value in {**values, **inner}.items() if name not in (*_NOT_COMPARED, "params")}
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return for each setting that differs what it was and what it is, under the name of its flag."""
+    differing = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    told = [
+        f"{_called(name)} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
+        for name in differing[:_MAX_TOLD]
+    ]
+    return [*told, f"and {len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else told
+
+
+def _called(name: str) -> str:
+    return _CALLED.get(name) or (f"--{name.replace('_', '-')}" if name.isidentifier() else _shown(name))
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "not given", True: "on", False: "off"}[value]
+    if isinstance(value, str) and re.fullmatch(r"[\w./-]{1,60}", value):
+        return value
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

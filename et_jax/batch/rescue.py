@@ -1,0 +1,56 @@
+"""Rows whose file was taken away while it was open: where it went, or a copy of it under a new name.
+
+A file that was removed lasts as long as it is open, so all of it can still be read.
+"""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from et_jax.batch.manifest import manifest_path
+
+_PIECE_BYTES = 2**20
+
+
+def found(file: int) -> Path | None:
+    """Return where an open file lies now, or None where it lies nowhere or the system cannot tell."""
+    with contextlib.suppress(OSError):
+        place = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if os.path.samestat(os.stat(place), os.fstat(file)):
+            return place
+    return None
+
+
+def copy(file: int, path: Path) -> Path:
+    """Copy an open file to a new one beside `path`, which is gone, and return where it is.
+
+    Where the folder of `path` takes none, the working directory is tried, then the one for temporary files. Raises
+    OSError where none takes it.
+    """
+    refusal = OSError("no folder is left")
+    for folder in (path.parent, Path.cwd(), Path(tempfile.gettempdir())):
+        try:
+            return _copy(file, folder.absolute() / f"{path.name}.rescued")
+        except OSError as error:
+            refusal = error
+    raise refusal
+
+
+def _copy(file: int, first: Path) -> Path:
+    number, place = 1, first
+    while os.path.lexists(place) or os.path.lexists(manifest_path(place)):
+        number += 1
+        place = first.with_name(f"{first.name}.{number}")
+    copied = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        offset = 0
+        while piece := os.pread(file, _PIECE_BYTES, offset):
+            offset += os.write(copied, piece)
+        os.fsync(copied)
+    except OSError:
+        os.unlink(place)
+        raise
+    finally:
+        os.close(copied)
+    return place

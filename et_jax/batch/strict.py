@@ -1,0 +1,69 @@
+"""JSON read without a doubt about what it says, and values shown in a sentence."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+MAX_DEPTH = 64  # objects and lists within one another
+MAX_DIGITS = 4300  # of a whole number; Python converts no longer one
+_SHOWN = 60  # characters of a value in a sentence
+
+
+def parse(text: str) -> Any:
+    """Return the value that `text` holds.
+
+    Raises ValueError for what is no JSON, NaN and Infinity among it, for a key that an object has twice,
+    and for what is too deep or too long to be meant.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return the start of a value as JSON, for a sentence about it."""
+    return printable(json.dumps(value, ensure_ascii=False))
+
+
+def printable(text: str, most: int = _SHOWN) -> str:
+    """Return the start of a text without characters that would move a terminal's cursor or colour it."""
+    cut = text if len(text) <= most else text[:most] + "..."
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in cut)
+
+
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names: set[str] = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))
+        raise ValueError(f"an object has the key {shown(twice)} twice")
+    return values
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _integer(digits: str) -> int:
+    length = len(digits.removeprefix("-"))
+    if length > MAX_DIGITS:
+        raise ValueError(f"it has a number of {length} digits")
+    return int(digits)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [each for one in level for each in _inner(one) if isinstance(each, dict | list)]
+    return bool(level)
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
