@@ -379,7 +379,7 @@ CASES = {
     "the folder is empty": (emptied, "config.json"),
     "the folder holds orbax alone": (only_orbax, "config.json"),
     "orbax is a file": (lambda f: (f / "orbax").write_text("a"), None),
-    "orbax is empty": (lambda f: (f / "orbax").mkdir(), "orbax is damaged"),
+    "orbax is empty": (lambda f: (f / "orbax").mkdir(), "orbax has no checksums.json"),
 }
 
 
