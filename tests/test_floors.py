@@ -13,10 +13,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 FLOORS = {
     "types": 0,
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files"), 1),
-    **dict.fromkeys(
-        ("control", "models", "pallas", "tasks", "scheduler", "prefix", "requests", "snapshots", "memory"), 1
-    ),
-    **dict.fromkeys(("selection", "continuation", "plot", "drawing", "metrics", "report", "compilation"), 2),
+    **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "prefix", "values", "snapshots"), 1),
+    **dict.fromkeys(("selection", "drawing", "metrics", "compilation", "requests", "memory"), 2),
+    **dict.fromkeys(("continuation", "plot", "report", "prompts"), 3),
     "attend": 3,
     "state": 4,
     **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight"), 5),
