@@ -18,7 +18,7 @@ FLOORS = {
     **dict.fromkeys(("continuation", "plot", "report", "prompts"), 3),
     "attend": 3,
     "state": 4,
-    **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight"), 5),
+    **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight", "faults"), 5),
     **dict.fromkeys(("decode", "sizing", "queue"), 6),
     "batching": 7,
     "replicas": 8,
