@@ -26,7 +26,10 @@ class Backend(Protocol):
 
     An id is *visible* if it has text of its own: neither special nor beyond the vocabulary. It is *whole*
     if no later id can change the text up to it, but for an unfinished character, shown as U+FFFD.
+    `longest` is the most bytes that an id stands for, or more.
     """
+
+    longest: int
 
     def encode(self, text: str, special: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -55,6 +58,7 @@ class JsonBackend:
         special_ids = {id for id, token in added.items() if token.special}
         self._vocab = self._tokenizer.get_vocab() | {token.content: id for id, token in added.items()}
         self._visible_ids = frozenset(self._vocab.values()) - special_ids
+        self.longest = max((len(token.encode()) for token in self._vocab), default=1)
         falls_back = "ByteFallback" in json.dumps(json.loads(file.read_bytes()).get("decoder"))
         self._byte_ids = frozenset(
             id for token, id in self._vocab.items() if falls_back and BYTE_PIECE.fullmatch(token)
@@ -97,6 +101,7 @@ class SentencePieceBackend:
         special_ids = [id for id in range(self.size) if self._opening.IsControl(id) or self._opening.IsUnknown(id)]
         self._special = {self._opening.id_to_piece(id): id for id in special_ids}
         self._visible_ids = frozenset(range(self.size)) - set(special_ids)
+        self.longest = max(len(self._opening.id_to_piece(id).encode()) for id in range(self.size))
         self._split = re.compile("(" + "|".join(re.escape(token) for token in self._special) + ")")
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -139,6 +144,11 @@ class Tokenizer:
     chat_template: str | None
     special_tokens: Mapping[str, str]
     source: str
+
+    @property
+    def longest_token(self) -> int:
+        """The most bytes of text that one id stands for, or more."""
+        return self.backend.longest
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with the special tokens that the tokenizer puts around one."""
