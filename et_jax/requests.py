@@ -50,7 +50,7 @@ class SamplingParams:
         def check(name: str, holds: Callable[[float], bool], wanted: str) -> None:
             value = values.number(name, getattr(self, name))
             if not holds(value):
-                raise UsageError(f"{name} is {value:g}; it must be {wanted}.")
+                raise UsageError(f"{name} is {value}; it must be {wanted}.")
             object.__setattr__(self, name, value)
 
         def count(name: str, least: int, most: int | None = None, wanted: str = "") -> None:
@@ -101,13 +101,13 @@ class GenerationRequest:
     """One prompt, a text or its token ids, how to continue it, and how urgent that is.
 
     Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission. Ids
-    come as any list or array of whole numbers.
+    come as any list or array of whole numbers and are kept as a tuple.
 
     Raises UsageError for a value of another type, a priority that is no number, or a deadline that is not
     ahead.
     """
 
-    prompt: str | tuple[int, ...]
+    prompt: str | Sequence[int]
     params: SamplingParams
     priority: float = 0.0
     deadline: float | None = None
@@ -120,7 +120,7 @@ class GenerationRequest:
         if self.deadline is not None:
             deadline = values.number("deadline", self.deadline)
             if not deadline > 0:
-                raise UsageError(f"deadline is {deadline:g}; it must be a number of seconds above 0.")
+                raise UsageError(f"deadline is {deadline}; it must be a number of seconds above 0.")
             object.__setattr__(self, "deadline", deadline)
 
 
@@ -144,7 +144,9 @@ class TokenTrace:
 
     `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
     the one it was drawn at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads.
-    `entropic_time` (nats) runs up to this token; `cost` is this token's bytes, `flops` its FLOPs.
+    `entropic_time` (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own
+    blocks and summaries, and the weights divided by the sequences that its step brought a token, so it
+    depends on the company, as what laws see (`Signals.cost`) does not. `flops` are its own FLOPs.
     `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
     token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
     log-probability).
@@ -204,7 +206,7 @@ class Completion:
 
     @property
     def cost(self) -> float:
-        """Bytes moved by the decode steps of this sequence."""
+        """Bytes charged to this sequence: its own reads, and its share of the weights in every step."""
         return math.fsum(row.cost for row in self.trace)
 
     @property

@@ -23,7 +23,8 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     if type(value) is not int:
         raise UsageError(f"{name} is {shown(value)}; it must be a whole number.")
     if (least is not None and value < least) or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        too_low = most is None or (least is not None and value < least)
+        bounds = f"at least {least}" if too_low else f"from {least} to {most}"
         raise UsageError(f"{name} is {shown(value)}; it must be {wanted or bounds}.")
     return value
 
