@@ -88,4 +88,4 @@ def test_a_mixture_of_everything_compiles_nothing_late(model, settings):
     stream.close()
     served.generate(requests[0], control=control)
     assert len(done) == 8 and all(one.error is None for one in done)
-    assert served.metrics.programs_compiled > 3 and served.metrics.programs_compiled_late == 0
+    assert served.metrics.programs_compiled_late == 0
