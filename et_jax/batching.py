@@ -1,29 +1,30 @@
 """Many sequences at once: seats them in slots, prefills, decodes in bursts, moves them out when pages run short."""
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from et_jax import cost, parts, scheduler
+from et_jax import cost, faults, parts, scheduler
 from et_jax.compilation import num_compiled
-from et_jax.decode import Decoder
+from et_jax.decode import Decoder, traffic
 from et_jax.metrics import Metrics
 from et_jax.models.transformer import Params
 from et_jax.prefix import PrefixIndex
 from et_jax.queue import Queue, Sequence
-from et_jax.requests import TokenEvent
-from et_jax.state import DecodeState, request
-from et_jax.tracing import StepRow, step_rows
+from et_jax.requests import FinishReason, TokenEvent
+from et_jax.state import DecodeState, Request, request
+from et_jax.tracing import Burst, StepRow
 from et_jax.types import replace
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_LOG = logging.getLogger(__name__)
 
 
 class Batcher:
@@ -35,8 +36,9 @@ class Batcher:
     changes nothing.
 
     Sequences come from `queue`, and return to it where pages run short. The queue's lock is held through a
-    round but while the device works; the batcher's own `lock` all the while, for the state is donated. An
-    exception within a round leaves it `broken`: the state is lost.
+    round but while the device works; the batcher's own `lock` all the while, for the state is donated. What
+    fails on the host for one sequence (its tokenizer, its settings, its `deliver`) ends that sequence alone;
+    any other exception within a round leaves the batcher `broken`: the state is lost.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Batcher:
     ) -> None:
         self.params, self.decoder, self.config, self.queue = params, decoder, decoder.config, queue
         self.metrics, self.burst_seconds = metrics, burst_seconds
-        [device] = params.embedding.devices()
-        with jax.default_device(device):  # where there is room for it
-            self.state: DecodeState = jax.device_put(decoder.empty(), device)
+        [self._device] = params.embedding.devices()
+        with jax.default_device(self._device):  # where there is room for it
+            self.state: DecodeState = jax.device_put(decoder.empty(), self._device)
+        self._traffic = traffic(params, self.state.cache)
         self.slots: dict[int, Sequence] = {}
         self.lock, self.broken = threading.Lock(), False
         self._batched_tokens, self._preempt_every = batched_tokens, preempt_every
@@ -123,7 +126,7 @@ class Batcher:
 
     def end(self, sequence: Sequence) -> None:
         """End a sequence that waits, or sits here, with what it has, as "abort"."""
-        self._end(sequence, sequence.text.end("abort"))
+        self._end(sequence, self._last(sequence, "abort"))
 
     def forget_prefixes(self) -> None:
         """Let go of every kept page that no sequence uses."""
@@ -194,7 +197,27 @@ class Batcher:
             if sequence.seated is not None:
                 self.metrics.waiting_seconds += sequence.seated - sequence.arrived
                 self.metrics.serving_seconds += time.monotonic() - sequence.seated
-        sequence.deliver(event)
+        self._deliver(sequence, event)
+
+    def _last(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenEvent:
+        """The last event of a sequence, with the text that was held back where its tokenizer still gives it."""
+        try:
+            return sequence.text.end(reason, error=error)
+        except Exception as failure:
+            return sequence.text.fail(error or _sentence(failure))
+
+    def _fail(self, sequence: Sequence, failure: Exception) -> None:
+        """End a sequence for which something failed on the host; the others go on."""
+        self._end(sequence, sequence.text.fail(_sentence(failure)))
+
+    def _deliver(self, sequence: Sequence, event: TokenEvent) -> None:
+        try:
+            sequence.deliver(event)
+        except Exception as failure:
+            if event.completion is None:
+                return self._fail(sequence, failure)
+            _LOG.exception("The end of a sequence could not be delivered; its caller does not hear of it.")
+        return None
 
     # Pages.
 
@@ -274,8 +297,8 @@ class Batcher:
         budget = max(1, (self._batched_tokens - running) // self.config.chunk)
         while True:
             self._insert_whole()
-            for slot, sequence in self.slots.items():
-                if not sequence.begun and not self._awaits_another(sequence):
+            for slot, sequence in list(self.slots.items()):
+                if not sequence.begun:
                     self._begin(slot, sequence)
             self._insert_whole()  # those of whose prompts every page was kept
             unready = [sequence for sequence in self.slots.values() if not sequence.ready]
@@ -318,13 +341,18 @@ class Batcher:
         return any(end < len(tokens) and end < len(other) and other[:end] == tokens[:end] for other in others)
 
     def _begin(self, slot: int, sequence: Sequence) -> None:
-        """Take over the pages kept of this prompt."""
+        """Take over the pages kept of this prompt, unless more of them are just coming."""
+        found: list[int] = []
+        try:
+            if self._awaits_another(sequence):
+                return
+            if self._prefixes is not None:
+                found = self._kept_pages(self._prefixes, sequence.text.tokens)
+        except Exception as failure:
+            return self._fail(sequence, failure)
         sequence.begun = True
         self.metrics.prompt_tokens += len(sequence.text.tokens)
-        if self._prefixes is None:
-            return
-        found = self._kept_pages(self._prefixes, sequence.text.tokens)
-        if found:
+        if found and self._prefixes is not None:
             pages = _padded(found, self.config.blocks_per_slot)
             self.state = self.decoder.adopt(self.state, np.int32(slot), pages, np.int32(len(found)))
             self._prefixes.use(found)
@@ -343,13 +371,23 @@ class Batcher:
             if self._prefixes is not None:
                 table = self._fetched(self.state.table.pages)
                 for slot, sequence in whole:
-                    self._keep(self._prefixes, sequence, table[slot].tolist())
+                    if sequence.ready:
+                        self._keep(self._prefixes, sequence, table[slot].tolist())
 
     def _insert(self, slot: int, sequence: Sequence) -> None:
         """Make a sequence whose prompt is in the cache ready to decode."""
+        try:
+            asked = self._asked(sequence)
+        except Exception as failure:
+            return self._fail(sequence, failure)
+        self.state = self.decoder.insert(self.state, np.int32(slot), asked)
+        sequence.ready = True
+        return None
+
+    def _asked(self, sequence: Sequence) -> Request:
         text = sequence.text
         settings = {name: getattr(text.params, name) for name in (*_SETTINGS, *_PENALTIES)}
-        asked = request(
+        return request(
             self.config,
             text.tokens,
             limit=text.limit,
@@ -360,8 +398,6 @@ class Batcher:
             urgency=self._urgency(sequence),
             **settings,
         )
-        self.state = self.decoder.insert(self.state, np.int32(slot), asked)
-        sequence.ready = True
 
     def _keep(self, prefixes: PrefixIndex, sequence: Sequence, row: list[int]) -> None:
         """Keep the full pages of the prompt of a sequence whose pages are `row`."""
@@ -388,7 +424,8 @@ class Batcher:
         if any(sequence.deadline is not None for sequence in self.slots.values()):
             urgency = np.zeros(self.config.num_slots, np.float32)
             urgency[list(self.slots)] = [self._urgency(sequence) for sequence in self.slots.values()]
-            self.state = replace(self.state, urgency=jnp.asarray(urgency))
+            # Put where the state is, or it would be another program.
+            self.state = replace(self.state, urgency=jax.device_put(urgency, self._device))
         steps = self._make_room(1 if pending else self._steps)
         prefilled = bool(self._granted)
         began = time.perf_counter()
@@ -407,27 +444,35 @@ class Batcher:
             per_step = (time.perf_counter() - began) / max(ran, 1)
             self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
         self.metrics.steps += ran
-        for rows in step_rows(self.config, self._num_multiplied, output, ran, asked):
-            for slot, sequence in list(self.slots.items()):
-                if sequence.ready:
-                    self._take(sequence, rows[slot])
+        burst = Burst(self.config, self._traffic, self._num_multiplied, output, ran)
+        for step in range(ran):
+            ready = {slot: sequence for slot, sequence in self.slots.items() if sequence.ready}
+            num_served = burst.num_served(step, ready)
+            self._count_idle(num_served)
+            for slot, sequence in ready.items():
+                self._take(sequence, burst.row(step, slot, asked[slot], num_served))
+
+    def _count_idle(self, num_served: int) -> None:
+        """Count the rows of a step that brought nobody a token: empty, failed, or past the end of their text."""
+        num_idle = self.config.batch - num_served
+        self.metrics.idle_flops += num_idle * cost.token_flops(self._num_multiplied, 0, 1, 1)
+        self.metrics.idle_cost += 0.0 if num_served else float(self._traffic.weights)
 
     def _take(self, sequence: Sequence, row: StepRow) -> None:
         """Hand on what a step did for a sequence."""
         text = sequence.text
-        if row.failed:
-            sentence = (
-                f"The logits after {len(text.trace)} tokens are not numbers; the weights are damaged, "
-                "or overflow in this dtype (try float32)."
-            )
-            return self._end(sequence, text.end("error", error=sentence))
+        if row.fault:
+            return self._end(sequence, self._last(sequence, "error", faults.sentence(row.fault, len(text.trace))))
         if row.trace is None:
             return None
         self.metrics.generated_tokens += 1
         sequence.length += 1
         sequence.blocks = self._blocks(sequence.length)
-        event = text.take(row.trace, row.finished)
-        return self._end(sequence, event) if event.completion else sequence.deliver(event)
+        try:
+            event = text.take(row.trace, row.finished)
+        except Exception as failure:
+            return self._fail(sequence, failure)
+        return self._end(sequence, event) if event.completion else self._deliver(sequence, event)
 
     def _fetched(self, tree: Any) -> Any:
         """Return arrays of the device as numpy's; until they are there, other replicas go on."""
@@ -436,6 +481,11 @@ class Batcher:
             return jax.device_get(tree)
         finally:
             self.queue.lock.acquire()
+
+
+def _sentence(failure: Exception) -> str:
+    """What the completion of a sequence says that failed on the host."""
+    return f"Serving this request failed ({type(failure).__name__}: {str(failure)[:200]}); the others go on."
 
 
 def _padded(values: list[int], size: int) -> np.ndarray[Any, np.dtype[np.int32]]:

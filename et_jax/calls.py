@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import time
+from typing import Any
 
 from et_jax.continuation import Continuation
 from et_jax.queue import Sequence
@@ -81,10 +82,10 @@ class Bar:
             self._bar.update(self._task, advance=1, description=f"{rate:.0f} tokens/s")
 
 
-def refused(index: int, request: GenerationRequest, sentence: str) -> TokenEvent:
+def refused(index: int, request: Any, sentence: str) -> TokenEvent:
     """The only event of a request that cannot be served."""
     completion = Completion(
-        prompt=request.prompt if isinstance(request.prompt, str) else "",
+        prompt=request.prompt if isinstance(request, GenerationRequest) and isinstance(request.prompt, str) else "",
         prompt_tokens=0,
         index=0,
         text="",

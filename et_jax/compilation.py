@@ -1,6 +1,7 @@
 """Compiled programs: kept between runs, and counted."""
 
 import functools
+import tempfile
 from pathlib import Path
 
 import jax
@@ -8,12 +9,24 @@ import jax
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's name for a program built, or read from its cache
 
 
-def keep_programs(folder: Path) -> None:
-    """Keep compiled programs between runs, unless the caller has chosen a folder already."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+def keep_programs(folder: Path) -> str | None:
+    """Keep compiled programs between runs, unless the caller has chosen a folder already.
+
+    Returns None, or why `folder` cannot be used.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return None
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"room")
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, a name that is none
+        return f"which cannot be written ({getattr(error, 'strerror', None) or error})"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return None
 
 
 def num_compiled() -> int:

@@ -50,6 +50,13 @@ class Continuation:
         self.text, piece = self.text + rest, piece + rest
         if self.trace:
             self.trace[-1] = dataclasses.replace(self.trace[-1], text=self.trace[-1].text + rest)
+        return self._last(reason, piece, error)
+
+    def fail(self, error: str) -> TokenEvent:
+        """End with the text shown so far; what is held back stays back, for the tokenizer itself may have failed."""
+        return self._last("error", "", error)
+
+    def _last(self, reason: FinishReason, piece: str, error: str | None) -> TokenEvent:
         completion = Completion(
             prompt=self.prompt,
             prompt_tokens=len(self.tokens),

@@ -27,17 +27,25 @@ class Traffic:
     summary: int
 
 
-def sequence_bytes(
+def nominal_bytes(
     traffic: Traffic, batch: int, blocks_read: Int[Array, " b"], summaries_read: Int[Array, " b"]
 ) -> Float[Array, " b"]:
-    """Return each sequence's own bytes in a step: its blocks, its summaries, its share of the weights.
+    """Return what a step costs each sequence in the eyes of the laws: its blocks, its summaries, a fixed share.
 
-    Blocks and summaries count over layers and KV heads. The share is of the configured batch, so that a
-    sequence's cost does not depend on its company.
+    Blocks and summaries count over layers and KV heads. The share of the weights is that of the `batch`
+    sequences that a step may serve, so that what a law decides does not depend on the company.
     """
     blocks = blocks_read.astype(jnp.float32) * float(traffic.block)
     summaries = summaries_read.astype(jnp.float32) * float(traffic.summary)
     return blocks + summaries + traffic.weights / batch
+
+
+def charged_bytes(traffic: Traffic, num_served: int, blocks_read: int, summaries_read: int) -> float:
+    """Return what a step cost one of the `num_served` sequences that it brought a token: the books' view.
+
+    They share the weights among them, so that the charges of a step add up to what it moved.
+    """
+    return float(blocks_read * traffic.block + summaries_read * traffic.summary) + traffic.weights / num_served
 
 
 def num_multiplied(params: Any) -> int:

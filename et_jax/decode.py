@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax import cache as kv
-from et_jax import cost, entropy, pages, sampling, slots
+from et_jax import cost, entropy, faults, pages, sampling, slots
 from et_jax.attend import Memory, Receipts, Row, decode_attend, prefill_attend, start_receipts
 from et_jax.control import guards
 from et_jax.control.base import ControlState, Signals
@@ -103,8 +103,6 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         control = _take(state.control, rows)
         settings = _take(state.sampling, rows)
         signals, raw = _measure(config, params, state, rows, run, logits, memory.receipts)
-        failed = run & ~jnp.isfinite(raw.s0)
-        produced = run & ~failed
         normaliser = entropy.log_normaliser(raw)
         rule = config.controller.temperature_rule
         penalised = run & sampling.penalises(settings)
@@ -113,7 +111,10 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         logit = jnp.take_along_axis(logits, drawn.token[:, None], axis=1)[:, 0]
         signals = replace(drawn.signals, surprisal=normaliser - logit)
         masks = jnp.stack(memory.receipts.block_masks, axis=1)
-        control = _decide(config, settings, signals, replace(control, block_mask=masks))
+        decided = _decide(config, settings, signals, replace(control, block_mask=masks))
+        fault = jnp.where(run, faults.fault(raw.s0, drawn.temperature, _cold(settings, control), decided), 0)
+        failed = fault > 0
+        produced = run & ~failed
 
     stopped = jnp.any(drawn.token[:, None] == _take(state.stop_ids, rows), axis=1)
     finished = produced & (stopped | (signals.generated >= _take(state.limit, rows)))
@@ -132,7 +133,7 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         counts=None if state.counts is None else sampling.count(state.counts, rows, drawn.token, produced),
         signals=put(state.signals, signals),
         logits=put(state.logits, None if state.logits is None else logits),
-        control=put(replace(state.control, wait=waited), replace(control, wait=jnp.zeros_like(control.wait))),
+        control=put(replace(state.control, wait=waited), replace(decided, wait=jnp.zeros_like(decided.wait))),
         table=table,
         cache=memory.cache,
     )
@@ -141,7 +142,7 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         token=after.token,
         produced=_scatter(every, rows, produced),
         finished=_scatter(every, rows, finished),
-        failed=_scatter(every, rows, failed),
+        fault=_scatter(jnp.zeros_like(state.length), rows, fault),
         refused=_scatter(every, rows, served & ~run),
         temperature=_scatter(jnp.zeros_like(state.control.temperature), rows, drawn.temperature),
         entropic_time=after.control.entropic_time,
@@ -178,7 +179,7 @@ def decode(
         i, state, outputs, _ = carry
         state, output = step(config, params, state)
         outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
-        return i + 1, state, outputs, jnp.any(output.finished | output.failed)
+        return i + 1, state, outputs, jnp.any(output.finished | (output.fault > 0))
 
     start = jnp.int32(0), state, outputs, jnp.bool_(False)
     ran, state, outputs, _ = jax.lax.while_loop(going, advance, start)
@@ -188,6 +189,17 @@ def decode(
 def snapshot(state: DecodeState) -> DecodeState:
     """Return a copy that outlives a donating step."""
     return jax.tree.map(jnp.copy, state)
+
+
+def traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
+    """Return the bytes of what a step may read."""
+    layer = cache.layers[0]
+    num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
+    return cost.Traffic(
+        weights=cost.num_bytes(params),
+        block=cost.num_bytes(layer.pages) // num_blocks,
+        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,10 +288,14 @@ def _prioritise(config: DecoderConfig, state: DecodeState) -> DecodeState:
 
 
 def _choose(config: DecoderConfig, state: DecodeState) -> Int[Array, " r"] | None:
-    """The `batch` runnable slots of highest priority, or None when every slot advances."""
+    """The `batch` runnable slots of highest priority, or None when every slot advances.
+
+    A priority that is no number comes first, and ends its sequence; the lowest stays above idle slots.
+    """
     if config.batch == config.num_slots:
         return None
-    priority = jnp.where(state.active, state.control.priority, -jnp.inf)
+    score = jnp.where(jnp.isnan(state.control.priority), jnp.inf, state.control.priority)
+    priority = jnp.where(state.active, jnp.maximum(score, jnp.finfo(score.dtype).min), -jnp.inf)
     return jax.lax.top_k(priority, config.batch)[1]
 
 
@@ -317,16 +333,6 @@ def _surprisal(logits: Float[Array, "*r v"], token: Int[Array, "*r"]) -> Float[A
     return entropy.log_normaliser(entropy.moments(logits)) - logit
 
 
-def _traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
-    layer = cache.layers[0]
-    num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
-    return cost.Traffic(
-        weights=cost.num_bytes(params),
-        block=cost.num_bytes(layer.pages) // num_blocks,
-        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks,
-    )
-
-
 def _measure(
     config: DecoderConfig,
     params: Params,
@@ -354,8 +360,8 @@ def _measure(
         kept_mass=receipts.kept_mass,
         blocks_read=receipts.blocks_read,
         summaries_read=receipts.summaries_read,
-        cost=cost.sequence_bytes(
-            _traffic(params, state.cache), config.batch, receipts.blocks_read, receipts.summaries_read
+        cost=cost.nominal_bytes(
+            traffic(params, state.cache), config.batch, receipts.blocks_read, receipts.summaries_read
         ),
         length=length,
         generated=generated,
@@ -370,5 +376,9 @@ def _measure(
 def _decide(config: DecoderConfig, settings: Sampling, signals: Signals, control: ControlState) -> ControlState:
     """Run the laws on every row; greedy requests stay greedy under every law."""
     control = replace(control, total_cost=control.total_cost + signals.cost)
-    decided = jax.vmap(config.law)(signals, control)
-    return replace(decided, temperature=jnp.where(settings.temperature == 0, 0.0, decided.temperature))
+    return _cold(settings, jax.vmap(config.law)(signals, control))
+
+
+def _cold(settings: Sampling, control: ControlState) -> ControlState:
+    """The control state with temperature 0 where the request is greedy."""
+    return replace(control, temperature=jnp.where(settings.temperature == 0, 0.0, control.temperature))

@@ -1,6 +1,7 @@
 """The engine: loads a model and serves whoever calls it."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from et_jax import cost
+from et_jax import cost, values
 from et_jax.attend import serving_backend
 from et_jax.batching import Batcher
 from et_jax.calls import Bar, Call, Text, refused
@@ -26,25 +27,28 @@ from et_jax.models.config import ModelConfig
 from et_jax.models.hub import resolve
 from et_jax.models.transformer import Params
 from et_jax.preflight import Plan, plan
+from et_jax.prompts import as_request, check_bytes, check_length, requests_of
 from et_jax.queue import Queue
 from et_jax.replicas import Replicas
 from et_jax.requests import Completion, GenerationRequest, SamplingParams, TokenEvent
-from et_jax.sizing import Control, controller, decoder_config
+from et_jax.sizing import Control, check_backend, controller, decoder_config
 from et_jax.state import Controller, DecoderConfig
 from et_jax.tokenizer import Tokenizer, load_tokenizer
 from et_jax.types import UsageError, replace
 
+PROGRAMS = "~/.cache/et_jax/programs"  # where compiled programs are kept unless the caller says otherwise
+_MOST = 2**20  # of anything that is counted: beyond it no machine has room
 _AHEAD = 256  # continuations a caller may have waiting: enough for their priorities to matter
 
 Prompt = str | Sequence[int] | GenerationRequest
 """A text, token ids, or a request with settings of its own."""
 
-Prompts = Prompt | Sequence[Prompt]
-"""One prompt or several."""
+Prompts = Prompt | Iterable[Prompt]
+"""One prompt or several; arrays of ids are lists of ids, an array of two axes is several prompts."""
 
 
 def load(
-    name: str = "bundled",
+    name: str | Path = "bundled",
     *,
     dtype: str = "auto",
     page_size: int | None = None,
@@ -60,7 +64,7 @@ def load(
     control: Control = "off",
     backend: str | None = None,
     memory_fraction: float = 0.9,
-    compilation_cache: str | Path | None = "~/.cache/et_jax/programs",
+    compilation_cache: str | Path | None = PROGRAMS,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
     """Return a model ready to generate: "bundled", a Hugging Face folder, or a hub name "owner/model".
@@ -80,19 +84,32 @@ def load(
     host's work for one and the device's for another overlap.
 
     `control` is a preset's name or a Controller (see `presets.preset`).
-    `compilation_cache` keeps compiled programs between runs; None keeps none.
+    `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
+    cannot be written `progress` is told, and they are kept in memory only.
 
-    Raises UsageError, one sentence, for a name, a file or a size that cannot work.
+    Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work.
     """
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
     tell = progress or (lambda _: None)
+    name, dtype = str(_text("name", name)), str(_text("dtype", dtype))
+    page_size, max_model_len = _size("page_size", page_size), _size("max_model_len", max_model_len)
+    num_pages, chunk = _size("num_pages", num_pages), _size("chunk", chunk)
+    max_resident_seqs = _size("max_resident_seqs", max_resident_seqs)
+    max_num_seqs = _count("max_num_seqs", max_num_seqs)
+    max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens)
+    preempt_every = values.whole("preempt_every", preempt_every, 0, wanted="0 (never) or above")
+    replicas = _count("replicas", replicas)
+    prefix_cache = values.boolean("prefix_cache", prefix_cache)
+    memory_fraction = values.number("memory_fraction", memory_fraction)
+    control, backend = controller(control), check_backend(backend)
     if compilation_cache is not None:
-        keep_programs(Path(compilation_cache).expanduser())
-    if max_num_batched_tokens < 1:
-        raise UsageError(f"max_num_batched_tokens is {max_num_batched_tokens}; it must be at least 1.")
-    if preempt_every < 0:
-        raise UsageError(f"preempt_every is {preempt_every}; it must be 0 (never) or above.")
-    if replicas < 1:
-        raise UsageError(f"replicas is {replicas}; it must be at least 1.")
+        folder = Path(_text("compilation_cache", compilation_cache))
+        problem = keep_programs(folder)
+        if problem is not None and folder != Path(PROGRAMS):
+            raise UsageError(f"compilation_cache is {folder}, {problem}; choose another folder, or None.")
+        if problem is not None:
+            tell(f"compiled programs are not kept: {folder}, {problem}")
 
     def sized(config: ModelConfig, dtype: DTypeLike, num_pages: int | None, calibration: float = 1.0) -> DecoderConfig:
         return decoder_config(
@@ -132,6 +149,22 @@ def load(
         plan=fitting,
         progress=progress,
     )
+
+
+def _count(name: str, value: int) -> int:
+    """A size of at least 1, of which a machine could hold so many."""
+    counted = values.whole(name, value, 1)
+    return values.whole(name, counted, 1, _MOST, f"at most {_MOST}")
+
+
+def _size(name: str, value: int | None) -> int | None:
+    return None if value is None else _count(name, value)
+
+
+def _text(name: str, value: str | Path) -> str | Path:
+    if not isinstance(value, str | Path):
+        raise UsageError(f"{name} is {values.shown(value)}; it must be a text.")
+    return value
 
 
 class Model:
@@ -181,10 +214,11 @@ class Model:
         """Return the continuations of every prompt, in order, `n` of each.
 
         Prompts are texts, lists of token ids, or `GenerationRequest`s with settings of their own; the others
-        take theirs from a `SamplingParams`, or its fields as keywords: `model.generate("It was",
-        temperature=0.7)`. `control` stands in for the model's own; each one compiles once. `progress` shows
-        a bar.
+        take theirs from a `SamplingParams`, its fields as keywords, or both, of which the keywords count:
+        `model.generate("It was", temperature=0.7)`. A list of ids alone is one prompt, an empty list none.
+        `control` stands in for the model's own; each one compiles once. `progress` shows a bar.
         """
+        self._check_call(control)
         requests = self._requests(prompts, params, settings)
         total = sum(request.params.n for request in requests)
         ended = []
@@ -210,6 +244,7 @@ class Model:
         Streams open at the same time share the slots. When `cancelled` answers True, every unfinished
         sequence ends with what it has, as "abort"; so it does when the caller closes the stream.
         """
+        self._check_call(control, cancelled)
         requests = self._requests(prompts, params, settings)
         return self._serve(self._checked(requests), control, cancelled)
 
@@ -243,17 +278,26 @@ class Model:
         Requests are taken from the iterable as they are needed, some ahead of the slots. One that cannot
         be served yields a single completion whose `error` says why.
         """
+        if isinstance(requests, str | bytes | GenerationRequest) or not isinstance(requests, Iterable):
+            raise UsageError(f"requests is {values.shown(requests)}; it must be a list of GenerationRequest(...).")
 
         def texts() -> Iterator[Text | TokenEvent]:
             for index, request in enumerate(requests):
                 try:
-                    yield from self._texts(index, request)
+                    yield from self._texts(index, as_request(request))
                 except UsageError as error:
                     yield refused(index, request, str(error))
+                except Exception as error:  # whatever a tokenizer may raise is an answer to its own request
+                    yield refused(index, request, f"This request cannot be read ({type(error).__name__}: {error}).")
 
-        for event in self._serve(texts(), control, cancelled):
-            if event.completion is not None:
-                yield event.prompt_index, event.completion
+        def completions() -> Iterator[tuple[int, Completion]]:
+            with contextlib.closing(self._serve(texts(), control, cancelled)) as events:
+                for event in events:
+                    if event.completion is not None:
+                        yield event.prompt_index, event.completion
+
+        self._check_call(control, cancelled)
+        return completions()
 
     def warm_up(self, control: Control | None = None) -> None:
         """Compile every program that serving under `control` needs, so that no request waits for it."""
@@ -284,15 +328,12 @@ class Model:
         return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals)]
 
     def _requests(self, prompts: Prompts, params: SamplingParams | None, settings: dict) -> list[GenerationRequest]:
-        params = params or SamplingParams(**settings)
-        alone = isinstance(prompts, str | GenerationRequest) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        every: Any = [prompts] if alone else prompts
-        return [
-            prompt
-            if isinstance(prompt, GenerationRequest)
-            else GenerationRequest(prompt=prompt if isinstance(prompt, str) else tuple(prompt), params=params)
-            for prompt in every
-        ]
+        return requests_of(prompts, params, settings, self.max_model_len)
+
+    def _check_call(self, control: Control | None, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self._controller(control)
+        if not callable(cancelled):
+            raise UsageError(f"cancelled is {values.shown(cancelled)}; it must be a function without arguments.")
 
     def _checked(self, requests: list[GenerationRequest]) -> list[Text]:
         """Check every request before any work is done for one."""
@@ -307,15 +348,20 @@ class Model:
         Raises UsageError where it cannot be served.
         """
         prompt, params = request.prompt, request.params
+        if isinstance(prompt, str):
+            check_bytes(prompt, self.tokenizer.longest_token, self.max_model_len)
+        else:
+            check_length(len(prompt), self.max_model_len)
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not prompt or not tokens:
             raise UsageError("The prompt is empty; give it at least one character.")
-        outside = [token for token in tokens if not 0 <= token < self.config.vocab_size]
-        if outside:
-            raise UsageError(
-                f"The prompt has the token {outside[0]}, and {self.name} has tokens 0 to "
-                f"{self.config.vocab_size - 1}; encode the prompt with this model's own tokenizer."
-            )
+        for what, ids in (("The prompt has", tokens), ("stop_token_ids holds", params.stop_token_ids)):
+            outside = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
+            if outside is not None:
+                raise UsageError(
+                    f"{what} the token {values.shown(outside)}, and {self.name} has tokens 0 to "
+                    f"{self.config.vocab_size - 1}; take ids of this model's own tokenizer."
+                )
         if len(tokens) >= self.max_model_len:
             raise UsageError(
                 f"The prompt has {len(tokens)} tokens and {self.name} holds {self.max_model_len} with the text; "

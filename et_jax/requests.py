@@ -2,14 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any, Literal
 
+from et_jax import values
 from et_jax.types import UsageError
 
+MAX_N = 1024  # continuations of one prompt
+MAX_STOPS = 64  # stop strings of a request,
+MAX_STOP_LENGTH = 1024  # and the characters of each: what looking for them costs is kept far below a token's time
 MAX_STOP_IDS = 8
 MAX_LOGPROBS = 20
-_FLOAT32_MAX = 3.4e38  # settings travel to the device as float32
+_TEXTS = "a text or a list of texts that are not empty"
+_PROMPT = "a text or a list of token ids"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,8 @@ class SamplingParams:
     beside the model's own end tokens, which `ignore_eos` disregards. `n` continuations are drawn, each
     from its own key derived from `seed`. `logprobs` asks for that many alternatives per token.
 
-    Raises UsageError for a value out of range.
+    Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one.
+    Raises UsageError for a value of another type or out of range.
     """
 
     max_tokens: int = 256
@@ -40,56 +47,95 @@ class SamplingParams:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
-        def refuse(name: str, wanted: str) -> None:
-            raise UsageError(f"{name} is {getattr(self, name)}; it must be {wanted}.")
+        def check(name: str, holds: Callable[[float], bool], wanted: str) -> None:
+            value = values.number(name, getattr(self, name))
+            if not holds(value):
+                raise UsageError(f"{name} is {value}; it must be {wanted}.")
+            object.__setattr__(self, name, value)
 
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not abs(value) <= _FLOAT32_MAX:
-                refuse(field.name, "a finite number")
-        if self.max_tokens < 1:
-            refuse("max_tokens", "at least 1")
-        if self.temperature < 0:
-            refuse("temperature", "0 (greedy) or above")
-        if self.top_k < 0:
-            refuse("top_k", "0 (off) or above")
-        if not 0 < self.top_p <= 1:
-            refuse("top_p", "above 0 and at most 1 (off)")
-        if not 0 <= self.min_p <= 1:
-            refuse("min_p", "from 0 (off) to 1")
-        if self.repetition_penalty <= 0:
-            refuse("repetition_penalty", "above 0 (1 is off)")
-        if not 0 <= self.seed < 2**63:
-            refuse("seed", "from 0 to 2^63 - 1")
-        if self.n < 1:
-            refuse("n", "at least 1")
-        if not 0 <= self.logprobs <= MAX_LOGPROBS:
-            refuse("logprobs", f"from 0 to {MAX_LOGPROBS}")
-        if isinstance(self.stop, str) or not all(self.stop):
-            refuse("stop", "a tuple of non-empty strings")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            refuse("stop_token_ids", f"at most {MAX_STOP_IDS} ids")
+        def count(name: str, least: int, most: int | None = None, wanted: str = "") -> None:
+            object.__setattr__(self, name, values.whole(name, getattr(self, name), least, most, wanted))
+
+        count("max_tokens", 1)
+        check("temperature", lambda x: x >= 0, "0 (greedy) or above")
+        count("top_k", 0, wanted="0 (off) or above")
+        check("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1 (off)")
+        check("min_p", lambda x: 0 <= x <= 1, "from 0 (off) to 1")
+        check("repetition_penalty", lambda x: x > 0, "above 0 (1 is off)")
+        check("presence_penalty", lambda _: True, "a number")
+        check("frequency_penalty", lambda _: True, "a number")
+        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "ignore_eos", values.boolean("ignore_eos", self.ignore_eos))
+        count("seed", 0, 2**63 - 1, "from 0 to 2^63 - 1")
+        count("n", 1, MAX_N)
+        count("logprobs", 0, MAX_LOGPROBS)
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = values.plain(given)
+    stops = [stops] if isinstance(stops, str) else stops
+    if not values.is_list(stops):
+        raise UsageError(f"stop is {values.shown(stops)}; it must be {_TEXTS}.")
+    if len(stops) > MAX_STOPS:
+        raise UsageError(f"stop holds {len(stops)} texts; it may hold {MAX_STOPS} at most.")
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise UsageError(f"stop holds {values.shown(text)}; it must be {_TEXTS}.")
+        if len(text) > MAX_STOP_LENGTH:
+            raise UsageError(f"stop holds a text of {len(text)} characters; each may have {MAX_STOP_LENGTH} at most.")
+    return tuple(map(values.plain, stops))
+
+
+def _stop_ids(given: Any) -> tuple[int, ...]:
+    ids = values.plain(given)
+    if not values.is_list(ids):
+        raise UsageError(f"stop_token_ids is {values.shown(ids)}; it must be a list of token ids.")
+    if len(ids) > MAX_STOP_IDS:
+        raise UsageError(f"stop_token_ids holds {len(ids)} ids; it may hold {MAX_STOP_IDS} at most.")
+    return values.ids("stop_token_ids", ids, "a list of token ids")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One prompt, a text or its token ids, how to continue it, and how urgent that is.
 
-    Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission.
+    Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission. Ids
+    come as any list or array of whole numbers and are kept as a tuple.
 
-    Raises UsageError for a priority that is no number, or a deadline that is not ahead.
+    Raises UsageError for a value of another type, a priority that is no number, or a deadline that is not
+    ahead.
     """
 
-    prompt: str | tuple[int, ...]
+    prompt: str | Sequence[int]
     params: SamplingParams
     priority: float = 0.0
     deadline: float | None = None
 
     def __post_init__(self) -> None:
-        if not abs(self.priority) <= _FLOAT32_MAX:
-            raise UsageError(f"priority is {self.priority}; it must be a finite number, higher for sooner.")
-        if self.deadline is not None and not 0 < self.deadline < math.inf:
-            raise UsageError(f"deadline is {self.deadline}; it must be a number of seconds above 0.")
+        object.__setattr__(self, "prompt", _prompt(self.prompt))
+        if not isinstance(self.params, SamplingParams):
+            raise UsageError(f"params is {values.shown(self.params)}; it must be SamplingParams(...).")
+        object.__setattr__(self, "priority", values.number("priority", self.priority))
+        if self.deadline is not None:
+            deadline = values.number("deadline", self.deadline)
+            if not deadline > 0:
+                raise UsageError(f"deadline is {deadline}; it must be a number of seconds above 0.")
+            object.__setattr__(self, "deadline", deadline)
+
+
+def _prompt(given: Any) -> str | tuple[int, ...]:
+    prompt = values.plain(given)
+    if isinstance(prompt, str):
+        at = values.broken_at(prompt)
+        if at is not None:
+            raise UsageError(f"prompt holds half of a surrogate pair at character {at + 1}; write the character whole.")
+        return prompt
+    if values.is_list(prompt):
+        return values.ids("prompt", prompt, _PROMPT)
+    advice = ", so decode the bytes first" if isinstance(prompt, bytes | bytearray | memoryview) else ""
+    advice = ", so read the file first" if isinstance(prompt, PurePath) else advice
+    raise UsageError(f"prompt is {values.shown(prompt)}; it must be {_PROMPT}{advice}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +144,9 @@ class TokenTrace:
 
     `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
     the one it was drawn at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads.
-    `entropic_time` (nats) runs up to this token; `cost` is this token's bytes, `flops` its FLOPs.
+    `entropic_time` (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own
+    blocks and summaries, and the weights divided by the sequences that its step brought a token, so it
+    depends on the company, as what laws see (`Signals.cost`) does not. `flops` are its own FLOPs.
     `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
     token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
     log-probability).
@@ -158,7 +206,7 @@ class Completion:
 
     @property
     def cost(self) -> float:
-        """Bytes moved by the decode steps of this sequence."""
+        """Bytes charged to this sequence: its own reads, and its share of the weights in every step."""
         return math.fsum(row.cost for row in self.trace)
 
     @property

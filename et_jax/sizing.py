@@ -3,9 +3,11 @@
 import jax
 from jax.typing import DTypeLike
 
+from et_jax import values
 from et_jax.attend import serving_backend
 from et_jax.models.config import ModelConfig
-from et_jax.presets import preset
+from et_jax.pallas.backend import NAMES as BACKENDS
+from et_jax.presets import NAMES, preset
 from et_jax.requests import MAX_LOGPROBS, MAX_STOP_IDS
 from et_jax.schema import MAX_EOS_IDS
 from et_jax.state import Controller, DecoderConfig
@@ -21,8 +23,26 @@ Control = str | Controller
 
 
 def controller(control: Control) -> Controller:
-    """Return the controller that `control` names or is."""
-    return preset(control) if isinstance(control, str) else control
+    """Return the controller that `control` names or is. Raises UsageError for anything else."""
+    if isinstance(control, str):
+        return preset(control)
+    if not isinstance(control, Controller):
+        advice = "; write Controller(law=...) for a law" if callable(control) else ""
+        raise UsageError(
+            f"control is {values.shown(control)}; it must be one of {', '.join(NAMES)} or a Controller{advice}."
+        )
+    try:
+        hash(control)
+    except TypeError as error:
+        raise UsageError(f"control cannot be told from others ({error}); write its lists as tuples.") from error
+    return control
+
+
+def check_backend(backend: str | None) -> str | None:
+    """Return `backend`, which names kernels. Raises UsageError where it does not."""
+    if backend is not None and backend not in BACKENDS:
+        raise UsageError(f"backend is {values.shown(backend)}; choose one of {', '.join(BACKENDS)} or None.")
+    return backend
 
 
 def decoder_config(

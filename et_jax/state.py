@@ -189,8 +189,9 @@ class DecodeState:
 class StepOutput:
     """What a step did for every slot; rows where `produced` is False hold nothing to read.
 
-    `refused` slots were to advance but no page was free: nothing of them changed. `failed` slots had
-    logits that are not numbers: they are stopped, and their text ends before this token. `temperature`
+    `refused` slots were to advance but no page was free: nothing of them changed. `fault` is above 0
+    where a slot was stopped, its text ending before this token: the logits were no numbers, or a law set
+    a field to what it may not be (`faults.sentence`). `temperature`
     is the one the token was drawn at. `guard_rates` is the share of tokens that each counting guard has
     flagged, by its name. `top_tokens` and `top_logprobs` are None where the decoder reports none, and 0
     in steps where no sequence asks for them.
@@ -199,7 +200,7 @@ class StepOutput:
     token: Int[Array, "*b"]
     produced: Bool[Array, "*b"]
     finished: Bool[Array, "*b"]
-    failed: Bool[Array, "*b"]
+    fault: Int[Array, "*b"]
     refused: Bool[Array, "*b"]
     temperature: Float[Array, "*b"]
     entropic_time: Float[Array, "*b"]

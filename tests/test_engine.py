@@ -233,8 +233,8 @@ def test_a_token_outside_the_vocabulary_is_refused(model, token):
         ({"seed": -1}, "seed is -1; it must be from 0 to 2^63 - 1."),
         ({"n": 0}, "n is 0; it must be at least 1."),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20."),
-        ({"stop": ("",)}, "stop is ('',); it must be a tuple of non-empty strings."),
-        ({"stop_token_ids": tuple(range(9))}, "at most 8 ids"),
+        ({"stop": ("",)}, 'stop holds ""; it must be a text or a list of texts that are not empty.'),
+        ({"stop_token_ids": tuple(range(9))}, "holds 9 ids; it may hold 8 at most"),
     ],
 )
 def test_a_setting_out_of_range_is_told_in_one_sentence(model, settings, message):
@@ -248,9 +248,10 @@ def test_a_very_large_top_k_is_no_truncation(model):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_stop_id_outside_the_vocabulary_stops_nothing(model):
-    plain = model.generate(ONCE, max_tokens=5)[0]
-    assert of(model.generate(ONCE, max_tokens=5, stop_token_ids=(2**40, -1))[0]) == of(plain)
+@pytest.mark.parametrize("token", [2**40, 2048, -1])
+def test_a_stop_id_outside_the_vocabulary_is_refused(model, token):
+    with pytest.raises(UsageError, match=rf"stop_token_ids holds the token {token}, and .* has tokens 0 to 2047"):
+        model.generate(ONCE, max_tokens=5, stop_token_ids=(1, token))
 
 
 def test_a_pool_that_holds_one_at_a_time_serves_all_and_refuses_what_never_fits(folder, model):

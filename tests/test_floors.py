@@ -15,14 +15,13 @@ FLOORS = {
     "checksums": 0.5,
     "schema": 0.5,  # a landing: what a model folder may say, for the rooms that read one
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files"), 1),
-    **dict.fromkeys(
-        ("control", "models", "pallas", "tasks", "scheduler", "prefix", "requests", "snapshots", "memory"), 1
-    ),
-    **dict.fromkeys(("selection", "continuation", "plot", "drawing", "metrics", "report", "compilation"), 2),
+    **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "prefix", "values", "snapshots"), 1),
+    **dict.fromkeys(("selection", "drawing", "metrics", "compilation", "requests", "memory"), 2),
+    **dict.fromkeys(("continuation", "plot", "report", "prompts"), 3),
     "paths": 1,
     "attend": 3,
     "state": 4,
-    **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight"), 5),
+    **dict.fromkeys(("slots", "presets", "parts", "tracing", "preflight", "faults"), 5),
     **dict.fromkeys(("decode", "sizing", "queue"), 6),
     "batching": 7,
     "replicas": 8,

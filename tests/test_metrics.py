@@ -53,6 +53,8 @@ def test_every_counter_is_written_under_its_name() -> None:
         "et_jax_entropic_time_nats_total": {(): 1.5},
         "et_jax_cost_bytes_total": {(): 2.5e12},
         "et_jax_flops_total": {(): 0},
+        "et_jax_idle_cost_bytes_total": {(): 0},
+        "et_jax_idle_flops_total": {(): 0},
         "et_jax_waiting_seconds_total": {(): 0.25},
         "et_jax_serving_seconds_total": {(): 0},
     }

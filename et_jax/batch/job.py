@@ -40,8 +40,8 @@ class Serving(Protocol):
 class Summary:
     """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
 
-    `programs` were compiled for the model so far, `programs_late` of them after warm-up. `marks` tell the
-    lines of the survey from others, eight bytes for each.
+    `programs` were compiled for the model so far, `programs_late` of them after warm-up; `idle_flops` went
+    into rows that served nobody. `marks` tell the lines of the survey from others, eight bytes for each.
     """
 
     total: int = 0
@@ -52,6 +52,7 @@ class Summary:
     entropic_time: float = 0.0
     cost: float = 0.0
     flops: float = 0.0
+    idle_flops: float = 0.0
     seconds: float = 0.0
     programs: int = 0
     programs_late: int = 0
@@ -69,7 +70,8 @@ class Summary:
             f"[{self.total} lines: {self.answered} answered, {self.refused} error rows{earlier}; "
             f"{self.tokens} tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s; "
             f"entropic time {self.entropic_time:.1f} nats, cost {self.cost / 1e6:.1f} MB moved and "
-            f"{self.flops / 1e9:.2f} GFLOP; {self.programs} programs compiled, {self.programs_late} after warm-up]"
+            f"{self.flops / 1e9:.2f} GFLOP, {self.idle_flops / 1e9:.2f} more in idle rows; "
+            f"{self.programs} programs compiled, {self.programs_late} after warm-up]"
         )
 
 
@@ -136,6 +138,7 @@ def run(
         job.serve()
         job.look(last=True)
     summary.seconds = time.monotonic() - began
+    summary.idle_flops = model.metrics.idle_flops
     summary.programs = model.metrics.programs_compiled
     summary.programs_late = model.metrics.programs_compiled_late
 

@@ -28,10 +28,11 @@ class Signals:
     both. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
     `kept_mass` is the share of attention mass on the blocks read, the least over layers and query heads:
     certain under a certified selector, else an estimate that may be too high. `blocks_read` counts
-    blocks over layers and KV heads, `summaries_read` those looked at to choose. `cost` is in bytes: this
-    sequence's own cache reads and its share of the weights. `length` counts tokens in the cache,
-    `generated` those produced, `remaining` those still allowed; `arrival` orders requests; `urgency` is
-    the caller's.
+    blocks over layers and KV heads, `summaries_read` those looked at to choose. `cost` is in bytes, and
+    nominal: this sequence's own cache reads and the share of the weights that it would have were every row
+    of the step served; what a text is charged (`TokenTrace.cost`) depends on the company. `length` counts
+    tokens in the cache, `generated` those produced, `remaining` those still allowed; `arrival` orders
+    requests; `urgency` is the caller's.
     """
 
     entropy: Float[Array, "*b"]
@@ -59,10 +60,13 @@ class Signals:
 class ControlState:
     """What the laws have decided for a sequence.
 
-    `entropy` is filtered, in nats; `entropic_time` in nats; `total_cost` in bytes; `surprisal_cap` in
-    nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
+    `entropy` is filtered, in nats; `entropic_time` in nats; `total_cost` in bytes, nominal; `surprisal_cap`
+    in nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
     since the last token. `block_mask` packs, 32 to a word, the blocks each layer and KV head read last
     (see `unpack_blocks`). `memory` holds a law's own notes under its own name.
+
+    A temperature must be finite and at least 0, the entropic time finite, the other numbers not NaN: a law
+    that breaks this ends its sequence with an error that names the field.
     """
 
     entropy: Float[Array, "*b"]

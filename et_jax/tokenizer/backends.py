@@ -32,8 +32,11 @@ class Backend(Protocol):
     An id is *visible* if it has text of its own: neither special nor beyond the vocabulary. It is *whole*
     if no later id can change the text up to it, but for an unfinished character, shown as U+FFFD. `split`
     parts a text into special ids and the text between them; `encode_plain` reads a special token's text as
-    any other, `opens` where nothing stands before it.
+    any other, `opens` where nothing stands before it. `longest` is the most bytes that an id stands for, or
+    more.
     """
+
+    longest: int
 
     def encode(self, text: str, special: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -69,6 +72,7 @@ class JsonBackend:
         self._specials = {id: token.content for id, token in added.items() if token.special}
         self._vocab = self._tokenizer.get_vocab() | {token.content: id for id, token in added.items()}
         self._visible_ids = frozenset(self._vocab.values()) - self._specials.keys()
+        self.longest = max((len(token.encode()) for token in self._vocab), default=1)
         self.base_size = max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         falls_back = "ByteFallback" in json.dumps(parts.decoder)
         self._byte_ids = frozenset(
@@ -151,6 +155,7 @@ class SentencePieceBackend:
         special_ids = [id for id in range(self.base_size) if self._opening.IsControl(id) or self._opening.IsUnknown(id)]
         self._special = {self._opening.id_to_piece(id): id for id in special_ids}
         self._visible_ids = frozenset(range(self.base_size)) - set(special_ids)
+        self.longest = max(len(self._opening.id_to_piece(id).encode()) for id in range(self.base_size))
         self._split = re.compile("(" + "|".join(re.escape(token) for token in self._special) + ")")
 
     def encode(self, text: str, special: bool) -> list[int]:

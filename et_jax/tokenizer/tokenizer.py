@@ -30,6 +30,11 @@ class Tokenizer:
         """The model's chat template as it is written, if there is one."""
         return None if self.template is None else self.template.source
 
+    @property
+    def longest_token(self) -> int:
+        """The most bytes of text that one id stands for, or more."""
+        return self.backend.longest
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with the special tokens that the tokenizer puts around one."""
         if self.add_bos is None:
