@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from et_jax import cli
+
+if __name__ == "__main__":
+    cli.guard()  # what is imported next takes a second
+
 import numpy as np
 
 from et_jax.tasks import files
@@ -23,7 +28,6 @@ from et_jax.types import UsageError
 if TYPE_CHECKING:
     from et_jax.engine import Model
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes, as those of generate
 LOSS = "loss"  # the task that asks nothing
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
@@ -78,18 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    args = parser().parse_args(arguments)
-    try:
-        return _run(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        print("\ninterrupted before the last answer", file=sys.stderr)
-        return INTERRUPTED
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}.", file=sys.stderr)
-        return FAILED
+    return cli.run(parser, _run, arguments, texts=("task",))
 
 
 def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> list[Answer]:
@@ -205,9 +198,11 @@ def plot(answers: Sequence[Answer], path: Path) -> None:
     plt.close(figure)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
     from et_jax.presets import preset
 
+    signals.said = "interrupted before the last answer"
+    cli.check_standard_output()
     tasks, lengths = args.task or list(TASKS), args.length or [512]
     _check(args, tasks, lengths)
     text = _text(args.haystack)

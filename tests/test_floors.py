@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 
 # A module imports its own top-level name and those on lower floors. Rooms share a floor, so none imports another.
 FLOORS = {
-    "types": 0,
+    **dict.fromkeys(("types", "terminal"), 0),
+    "cli": 1,
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files"), 1),
     **dict.fromkeys(
         ("control", "models", "pallas", "tasks", "scheduler", "prefix", "requests", "snapshots", "memory"), 1

@@ -4,6 +4,8 @@ import sys
 import time
 from types import TracebackType
 
+from et_jax.terminal import takes_escapes
+
 LINE_SECONDS = 10.0  # between two lines where standard error is no terminal
 
 
@@ -19,7 +21,7 @@ class Progress:
         self._began = self._said = time.monotonic()
         self._bar = Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True))
         self._task = self._bar.add_task(self._state(), total=total, completed=done)
-        self._terminal = sys.stderr.isatty()
+        self._terminal = takes_escapes(sys.stderr)
 
     def __enter__(self) -> "Progress":
         if self._terminal:
