@@ -129,6 +129,9 @@ def run(
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
+        except KeyboardInterrupt:  # in another thread than the main one, or from a library
+            print(f"\n{signals.said}", file=sys.stderr)
+            return 128 + signal.SIGINT
         except OSError as error:
             if isinstance(error, BrokenPipeError) and error.filename == _STANDARD_OUTPUT:
                 return 128 + signal.SIGPIPE  # the reader has gone and has what it wanted
@@ -188,11 +191,16 @@ def read_standard_input() -> str:
     if len(data) > STANDARD_INPUT_BYTES:
         raise UsageError(f"Standard input holds more than {STANDARD_INPUT_BYTES >> 20} MiB; give a shorter prompt.")
     try:
-        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
+        return decoded(data)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"Standard input is not UTF-8 (byte {data[error.start]:#04x} at {error.start}); convert it to UTF-8."
         ) from error
+
+
+def decoded(data: bytes) -> str:
+    """Return the text of a file, with ends of lines of one kind. Raises UnicodeDecodeError where it is not UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
 
 
 def check_standard_output() -> None:
@@ -228,6 +236,29 @@ def check_writable(path: str) -> None:
             file.unlink()
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
+
+
+def named(path: str, write: Callable[[], None]) -> None:
+    """Have what fails in `write`, within libraries that do not say to which file, name `path`."""
+    try:
+        write()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), path) from error
+
+
+def tried(write: Callable[[], None]) -> bool:
+    """Write one of the files beside the text, and return whether that worked; if not, say so and go on."""
+    from et_jax.types import UsageError
+
+    try:
+        write()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    except OSError as error:
+        print(f"error: {sentence(error)}; what was printed is complete.", file=sys.stderr)
+        return False
+    return True
 
 
 class Stream:

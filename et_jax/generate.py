@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from et_jax import cli
 if TYPE_CHECKING:
     from et_jax.batch.tasks import Defaults
     from et_jax.engine import Model
-    from et_jax.report import Report, Status
+    from et_jax.report import Status
     from et_jax.requests import SamplingParams
     from et_jax.state import Controller
 
@@ -147,11 +146,13 @@ def _run_prompt(args: argparse.Namespace, signals: cli.Signals) -> int:
                 signals.said = "interrupted"
                 report.take(event)
     report.close()
-    kept = [_tried(report.check_trace)]
+    kept = [cli.tried(report.check_trace)]
     if args.metrics:
-        kept.append(_tried(lambda: model.metrics.write(Path(args.metrics))))
+        kept.append(cli.tried(lambda: model.metrics.write(Path(args.metrics))))
     if args.plot and report.completions:
-        kept.append(_tried(lambda: _plot(report, args.plot)))
+        from et_jax.plot import plot_trace
+
+        kept.append(cli.tried(lambda: cli.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot)))))
     for completion in report.completions:
         if completion.error:
             print(f"error: {completion.error}", file=sys.stderr)
@@ -254,30 +255,6 @@ def _check_plot(path: str) -> None:
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot draws .png, .svg or .pdf; {path} is none of them.")
     cli.check_writable(path)
-
-
-def _plot(report: "Report", path: str) -> None:
-    from et_jax.plot import plot_trace
-
-    try:
-        plot_trace(report.completions[0], Path(path))
-    except OSError as error:  # of writing it, from within libraries that do not say to where
-        raise OSError(error.errno, error.strerror or str(error), path) from error
-
-
-def _tried(write: Callable[[], None]) -> bool:
-    """Write one of the files that come beside the text; where it cannot be, say so and go on to the next."""
-    from et_jax.types import UsageError
-
-    try:
-        write()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return False
-    except OSError as error:
-        print(f"error: {cli.sentence(error)}; the text is complete.", file=sys.stderr)
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from et_jax import cli
 from et_jax.batch.progress import Progress
 from et_jax.calls import Bar
+from et_jax.plot import plot_trace
 from et_jax.report import Status
+from et_jax.requests import Completion, TokenTrace
 from et_jax.terminal import takes_escapes
+from et_jax.types import UsageError
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full to write to")
@@ -241,3 +245,58 @@ def test_escapes_go_to_terminals_that_take_them(
 
 def test_a_stream_that_is_no_terminal_gets_no_escapes() -> None:
     assert not takes_escapes(io.StringIO()) and not takes_escapes(None)
+
+
+def completion(*texts: str) -> Completion:
+    rows = [
+        TokenTrace(
+            token=i,
+            text=text,
+            entropy=1.0,
+            varentropy=1.0,
+            temperature=1.0,
+            surprisal=1.0,
+            blocks_read=1,
+            blocks_held=1,
+            kept_mass=1.0,
+            entropic_time=1.0,
+            cost=1.0,
+            flops=1.0,
+        )
+        for i, text in enumerate(texts)
+    ]
+    return Completion(
+        prompt="",
+        prompt_tokens=1,
+        index=0,
+        text="".join(texts),
+        token_ids=tuple(range(len(rows))),
+        finish_reason="length",
+        trace=tuple(rows),
+        error=None,
+    )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("texts", [(), (" a\x00\x1bb\x0b", "\ud83d", "$x$ \\$ 中\r\n")])
+def test_any_text_is_drawn_without_a_word(texts: tuple[str, ...], tmp_path: Path) -> None:
+    plot_trace(completion(*texts), tmp_path / "picture.svg")
+    ElementTree.parse(tmp_path / "picture.svg")
+    plot_trace(completion(*texts), tmp_path / "picture.png")
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.png", tmp_path / "new.png"
+    old.write_bytes(b"a picture")
+    cli.check_writable(str(old))
+    cli.check_writable(str(new))
+    assert old.read_bytes() == b"a picture" and not new.exists()
+    for path in (tmp_path, tmp_path / "absent" / "new.png", Path(os.devnull)):
+        with pytest.raises(UsageError, match="choose another file"):
+            cli.check_writable(str(path))
+
+
+def test_a_lone_surrogate_is_escaped_as_json_does_it(tmp_path: Path) -> None:
+    with cli.open_text(str(tmp_path / "trace")) as file:
+        file.write(json.dumps("a\ud83d", ensure_ascii=False))
+    assert json.loads((tmp_path / "trace").read_text(encoding="utf-8")) == "a\ud83d"
