@@ -1,5 +1,6 @@
 """The edges of a command: streams that are closed, full or of another encoding, and the signals that end it."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -75,7 +77,7 @@ def shell(line: str, *arguments: str | bytes, wait: str = "pass", **environment:
         ["bash", "-c", line, "bash", *command(*arguments, wait=wait)],
         capture_output=True,
         env=os.environ | environment,
-        timeout=120,
+        timeout=60,
         check=False,
     )
     return ran.returncode, ran.stdout, ran.stderr.decode()
@@ -134,18 +136,22 @@ def test_a_reader_that_has_enough_hears_no_complaint() -> None:
     assert (code, out, err) == (128 + signal.SIGPIPE, b" ", "")
 
 
-def started(*arguments: str, wait: str = "pass", load: str = "pass") -> subprocess.Popen[bytes]:
-    """Return a command that has said a first word on standard output."""
-    process = subprocess.Popen(
-        command(*arguments, wait=wait, load=load), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stdout.read(1) in (b" ", b".")
-    return process
+@contextlib.contextmanager
+def started(*arguments: str | bytes, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command that has said a first word on standard output; it does not outlive the test."""
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.read(1) in (b" ", b".")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_keeps_the_text(number: int, code: int) -> None:
-    with started("-p", "It was", "--max-tokens", "99", wait="time.sleep(0.5)") as process:
+    with started(*command("-p", "It was", "--max-tokens", "99", wait="time.sleep(0.5)")) as process:
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -154,7 +160,7 @@ def test_the_first_signal_keeps_the_text(number: int, code: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_whatever_is_waited_for(number: int) -> None:
-    with started("-p", "It was", "--max-tokens", "99", wait="busy()") as process:
+    with started(*command("-p", "It was", "--max-tokens", "99", wait="busy()")) as process:
         process.send_signal(signal.SIGINT)
         time.sleep(1)
         assert process.poll() is None
@@ -164,7 +170,7 @@ def test_the_second_signal_ends_whatever_is_waited_for(number: int) -> None:
 
 
 def test_a_signal_before_the_first_token_ends_at_once() -> None:
-    with started("-p", "It was", load="os.write(1, b'.'); busy()") as process:
+    with started(*command("-p", "It was", load="os.write(1, b'.'); busy()")) as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err.decode().strip()) == (130, "interrupted before the first token")
@@ -172,7 +178,7 @@ def test_a_signal_before_the_first_token_ends_at_once() -> None:
 
 def test_a_signal_at_the_exit_waits_for_no_thread() -> None:
     rest = "threading.Thread(target=lambda: (time.sleep(1), os.write(1, b'!'), time.sleep(300))).start()"
-    with started("-p", "It was", "--max-tokens", "1", load=rest) as process:
+    with started(*command("-p", "It was", "--max-tokens", "1", load=rest)) as process:
         assert process.stdout is not None and process.stdout.read(len(" était\n!".encode()) - 1).endswith(b"!")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
@@ -184,13 +190,8 @@ def test_an_interrupt_amid_imports_is_one_line(module: str, tmp_path: Path) -> N
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("import os, time\nos.write(1, b'.')\ntime.sleep(300)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
-    with subprocess.Popen(
-        [sys.executable, "-m", f"et_jax.{module}", *(["-p", "It was"] if module == "generate" else [])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-    ) as process:
-        assert process.stdout is not None and process.stdout.read(1) == b"."
+    asked = ["-p", "It was"] if module == "generate" else []
+    with started(sys.executable, "-m", f"et_jax.{module}", *asked, PYTHONPATH=path) as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err.decode().split()) == (130, ["interrupted"])
