@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from et_jax.terminal import takes_escapes
 
 FAILED, USAGE = 1, 2  # exit codes; that of a signal is 128 and its number, as shells say it
+READER_GONE = 141  # which is that of SIGPIPE
 STANDARD_INPUT_BYTES = 16 * 2**20  # the most that is read of a prompt: about four million tokens
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _STANDARD_OUTPUT = "standard output"
@@ -25,7 +26,7 @@ _STANDARD_OUTPUT = "standard output"
 class Signals:
     """What a command does when it is told to end: by Ctrl-C, SIGTERM, or a terminal that goes away (SIGHUP).
 
-    It says `said` and ends at once, whatever the main thread waits for. Under `held`, where there is
+    It says `said` and ends at once, whatever the main thread waits for. After `hold`, when there is
     something to finish, the first signal is only noted, as `number`, and the second ends it. Signals that
     were ignored when it began stay ignored.
     """
@@ -43,17 +44,13 @@ class Signals:
         return 0 if self.number is None else 128 + self.number
 
     def noted(self) -> bool:
-        """Return whether there was a signal under `held`."""
+        """Return whether there was a signal since `hold`."""
         return self.number is not None
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[Callable[[], bool]]:
-        """Note the first signal meanwhile; yields `noted`."""
+    def hold(self) -> Callable[[], bool]:
+        """From now on there is something to finish: note the first signal. Returns `noted`."""
         self._held = True
-        try:
-            yield self.noted
-        finally:
-            self._held = False
+        return self.noted
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
@@ -134,7 +131,7 @@ def run(
             return 128 + signal.SIGINT
         except OSError as error:
             if isinstance(error, BrokenPipeError) and error.filename == _STANDARD_OUTPUT:
-                return 128 + signal.SIGPIPE  # the reader has gone and has what it wanted
+                return READER_GONE
             print(f"error: {sentence(error)}; what was printed so far is kept.", file=sys.stderr)
             return FAILED
 

@@ -141,10 +141,10 @@ def _run_prompt(args: argparse.Namespace, signals: cli.Signals) -> int:
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         events = model.stream(ids, params, cancelled=signals.noted)
         model.warm_up()  # before there is a text to keep: an interrupt ends it at once
-        with signals.held():
-            for event in events:
-                signals.said = "interrupted"
-                report.take(event)
+        signals.hold()
+        for event in events:
+            signals.said = "interrupted"
+            report.take(event)
     report.close()
     kept = [cli.tried(report.check_trace)]
     if args.metrics:
@@ -179,12 +179,11 @@ def _run_batch(args: argparse.Namespace, signals: cli.Signals) -> int:
             model = _load(args, _BATCH_SEQUENCES, control, status)
             model.warm_up()
             status.clear()
-            with signals.held() as interrupted:
-                run(model, source, journal, defaults, summary, metrics_file=metrics, cancelled=interrupted)
+            run(model, source, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold())
     print(summary, file=sys.stderr)
     if summary.done < summary.total:
         print(_RESUME.format(args.output), file=sys.stderr)
-        return signals.code
+        return signals.code or cli.FAILED
     return 0
 
 
