@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--model", default="bundled", help="bundled (default), a Hugging Face folder, or a hub name")
     source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input")
+    source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
     source.add_argument(
         "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet"
     )
