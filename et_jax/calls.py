@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import sys
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ from et_jax.continuation import Continuation
 from et_jax.queue import Sequence
 from et_jax.replicas import Replicas
 from et_jax.requests import Completion, GenerationRequest, TokenEvent
+from et_jax.terminal import takes_escapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,10 +61,13 @@ class Bar:
 
     def __enter__(self) -> "Bar":
         if self._total is not None:
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-            self._bar = Progress(*columns)
+            # Where nothing can be rewritten, the last state is printed at the end.
+            console = Console(force_terminal=None if takes_escapes(sys.stdout) else False)
+            self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("", total=self._total)
             self._bar.start()
         self._began = time.perf_counter()

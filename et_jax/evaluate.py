@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from et_jax import cli
+
+if __name__ == "__main__":
+    cli.guard()  # what is imported next takes a second
+
 import numpy as np
 
 from et_jax.models.bundled import named_folder
@@ -25,8 +30,8 @@ from et_jax.types import UsageError
 if TYPE_CHECKING:
     from et_jax.engine import Model
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes, as those of generate
 LOSS = "loss"  # the task that asks nothing
+_HAYSTACK_BYTES = 256 * 2**20  # the most that is read of a haystack
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
 
@@ -85,18 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    args = parser().parse_args(arguments)
-    try:
-        return _run(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        print("\ninterrupted before the last answer", file=sys.stderr)
-        return INTERRUPTED
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}.", file=sys.stderr)
-        return FAILED
+    return cli.run(parser, _run, arguments, texts=("task",))
 
 
 def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> list[Answer]:
@@ -212,9 +206,11 @@ def plot(answers: Sequence[Answer], path: Path) -> None:
     plt.close(figure)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
     from et_jax.presets import preset
 
+    signals.said = "interrupted before the last answer"
+    cli.check_standard_output()
     tasks, lengths = args.task or list(TASKS), args.length or [512]
     _check(args, tasks, lengths)
     written = {"--json": None if args.json in (None, "-") else Path(args.json), "--plot": args.plot and Path(args.plot)}
@@ -250,12 +246,12 @@ def _run(args: argparse.Namespace) -> int:
         )
     print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
     answers = evaluate(model, asked)
-    print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout)
+    print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
-    _write(args.json, report)
+    kept = cli.tried(lambda: _write(args.json, report))
     if args.plot:
-        plot(answers, Path(args.plot))
-    return 0
+        kept &= cli.tried(lambda: cli.named(args.plot, lambda: plot(answers, Path(args.plot))))
+    return 0 if kept else cli.FAILED
 
 
 def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int]) -> int:
@@ -301,7 +297,8 @@ def _write(path: str | None, report: dict[str, Any]) -> None:
     if path == "-":
         print(text)
     else:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        with cli.open_text(path) as file:
+            file.write(text + "\n")
 
 
 def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> None:
@@ -328,17 +325,25 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
     if args.plot and Path(args.plot).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot draws .png, .svg or .pdf; {args.plot} is none of them.")
     for path in (args.json, args.plot):
-        if path and path != "-" and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"{path} cannot be written, for its folder is not there; choose another file.")
+        if path and path != "-":
+            cli.check_writable(path)
 
 
 def _text(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_HAYSTACK_BYTES + 1)
+        if len(data) > _HAYSTACK_BYTES:
+            raise UsageError(f"The haystack {path} holds more than {_HAYSTACK_BYTES >> 20} MiB; name a shorter text.")
+        text = cli.decoded(data)
+        if not text.strip():
+            raise UsageError(f"The haystack {path} is empty; name a text file.")
+        return text
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The haystack {path} cannot be read ({error}); name a text file.") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"The haystack {path} cannot be read ({why}); name a text file.") from error
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ The text of a prompt goes to standard output as it comes; everything else goes t
 import argparse
 import dataclasses
 import importlib.util
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from et_jax import cli
 
 if TYPE_CHECKING:
     from et_jax.batch.tasks import Defaults
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from et_jax.requests import SamplingParams
     from et_jax.state import Controller
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes; the last is the shell's for Ctrl-C
 _RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
 _BATCH_SEQUENCES = 8  # decoded together where the command does not say
 
@@ -34,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--model", default="bundled", help="bundled (default), a Hugging Face folder, or a hub name")
     source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input")
+    source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
     source.add_argument(
         "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet"
     )
@@ -100,36 +99,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    args = parser().parse_args(arguments)
-    from et_jax.types import UsageError
-
-    try:
-        return _run(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        said = "interrupted before the first token" if args.input is None else _RESUME.format(args.output)
-        print(f"\n{said}", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone; nothing can be said any more
-        return FAILED
-    except OSError as error:
-        print(
-            f"error: {error.filename or 'output'}: {error.strerror}; what was printed so far is kept.", file=sys.stderr
-        )
-        return FAILED
+    return cli.run(parser, _run, arguments, texts=("prompt", "system_prompt", "stop"))
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
     from et_jax.files import check_replaceable
 
     _check_combination(args)
     _check_paths(args)
     if args.metrics is not None:  # find out now whether it can be written
         check_replaceable(Path(args.metrics))
-    return _run_prompt(args) if args.input is None else _run_batch(args)
+    return _run_prompt(args, signals) if args.input is None else _run_batch(args, signals)
 
 
 def _check_combination(args: argparse.Namespace) -> None:
@@ -166,17 +146,19 @@ def _check_paths(args: argparse.Namespace) -> None:
     check_paths({"--input": path("input")}, written, named_folder(args.model))
 
 
-def _run_prompt(args: argparse.Namespace) -> int:
+def _run_prompt(args: argparse.Namespace, signals: cli.Signals) -> int:
     from et_jax.report import Report, Status
     from et_jax.types import UsageError
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    signals.said = "interrupted before the first token"
+    cli.check_standard_output()
+    prompt = cli.read_standard_input() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
     with ExitStack() as stack:
-        trace = stack.enter_context(_open(args.trace)) if args.trace else None
         if args.plot:
             _check_plot(args.plot)
+        trace = stack.enter_context(cli.open_text(args.trace)) if args.trace else None
         params, control = _sampling(args), _controller(args)
         status = Status()
         model = _load(args, params.n, control, status)
@@ -192,24 +174,28 @@ def _run_prompt(args: argparse.Namespace) -> int:
             else [prompt]
         )
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
-        with _interrupts() as interrupted:
-            for event in model.stream(ids, params, cancelled=interrupted):
-                report.take(event)
+        events = model.stream(ids, params, cancelled=signals.noted)
+        model.warm_up()  # before there is a text to keep: an interrupt ends it at once
+        signals.hold()
+        for event in events:
+            signals.said = "interrupted"
+            report.take(event)
     report.close()
+    kept = [cli.tried(report.check_trace)]
     if args.metrics:
-        model.metrics.write(Path(args.metrics))
+        kept.append(cli.tried(lambda: model.metrics.write(Path(args.metrics))))
     if args.plot and report.completions:
         from et_jax.plot import plot_trace
 
-        plot_trace(report.completions[0], Path(args.plot))
+        kept.append(cli.tried(lambda: cli.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot)))))
     for completion in report.completions:
         if completion.error:
             print(f"error: {completion.error}", file=sys.stderr)
-            return FAILED
-    return INTERRUPTED if interrupted() else 0
+            return cli.FAILED
+    return signals.code or (0 if all(kept) else cli.FAILED)
 
 
-def _run_batch(args: argparse.Namespace) -> int:
+def _run_batch(args: argparse.Namespace, signals: cli.Signals) -> int:
     """Serve a file; what the answers depend on is settled before the model is loaded."""
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
@@ -218,6 +204,7 @@ def _run_batch(args: argparse.Namespace) -> int:
     from et_jax.metrics import Metrics
     from et_jax.report import Status
 
+    signals.said = _RESUME.format(args.output)
     defaults = Defaults(
         params=_sampling(args),
         chat=args.chat,
@@ -236,12 +223,11 @@ def _run_batch(args: argparse.Namespace) -> int:
             model = _load(args, _BATCH_SEQUENCES, control, status)
             model.warm_up()
             status.clear()
-            with _interrupts() as interrupted:
-                run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=interrupted)
+            run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold())
     print(summary, file=sys.stderr)
     if summary.done < summary.total:
         print(_RESUME.format(args.output), file=sys.stderr)
-        return INTERRUPTED
+        return signals.code or cli.FAILED
     return 0
 
 
@@ -310,15 +296,6 @@ def _load(args: argparse.Namespace, max_num_seqs: int, control: "Controller", st
     return model
 
 
-def _open(path: str) -> TextIO:
-    from et_jax.types import UsageError
-
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
-
-
 def _check_plot(path: str) -> None:
     """Find out before any work is done that the picture can be drawn and kept."""
     from et_jax.types import UsageError
@@ -327,26 +304,9 @@ def _check_plot(path: str) -> None:
         raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot draws .png, .svg or .pdf; {path} is none of them.")
-    with _open(path):
-        pass
-
-
-@contextmanager
-def _interrupts() -> Iterator:
-    """Turn the first Ctrl-C into an answer (the text so far is kept); a second one ends at once."""
-    seen = False
-
-    def handler(number: int, frame: object) -> None:
-        nonlocal seen
-        seen = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: seen
-    finally:
-        signal.signal(signal.SIGINT, before)
+    cli.check_writable(path)
 
 
 if __name__ == "__main__":
+    cli.guard()
     sys.exit(main())

@@ -1,5 +1,6 @@
 """A completion as a picture: the text, coloured by its entropy, over what the control did for each token."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def plot_trace(completion: Completion, path: Path) -> None:
 
     axes[1].plot(token, entropy, color="tab:red", label="entropy")
     axes[1].plot(token, [row.surprisal for row in rows], ".", color="tab:grey", markersize=4, label="surprisal")
-    axes[1].set(ylabel="nats", xlim=(0.5, len(rows) + 0.5), ylim=(0, None))
+    axes[1].set(ylabel="nats", xlim=(0.5, max(len(rows), 1) + 0.5), ylim=(0, None))
     warm = axes[1].twinx()
     warm.plot(token, [row.temperature for row in rows], color="tab:blue", label="temperature")
     warm.set(ylabel="temperature", ylim=(0, 1.1 * max([row.temperature for row in rows], default=0.0) + 0.1))
@@ -54,14 +55,16 @@ def plot_trace(completion: Completion, path: Path) -> None:
 
     share = [row.blocks_read / row.blocks_held for row in rows]
     axes[2].fill_between(token, share, color="tab:green", alpha=0.4, step="mid")
-    axes[2].set(ylabel="share of\nblocks read", xlabel="token", xlim=(0.5, len(rows) + 0.5), ylim=(0, 1.05))
+    axes[2].set(ylabel="share of\nblocks read", xlabel="token", xlim=(0.5, max(len(rows), 1) + 0.5), ylim=(0, 1.05))
 
     moved = np.cumsum([row.cost for row in rows]) / 1e6
     axes[3].plot(moved, [row.entropic_time for row in rows], color="tab:purple")
     axes[3].set(ylabel="entropic time (nats)", xlabel="cost (MB moved)", xlim=(0, None), ylim=(0, None))
     for axis in axes[1:]:
         axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=110)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
+        figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -71,13 +74,18 @@ def _layout(texts: Sequence[str]) -> list[tuple[int, int, str, int]]:
     column = line = 0
     for i, text in enumerate(texts):
         for piece in text.replace("\n", "⏎\n").splitlines(keepends=True):
-            shown = piece.rstrip("\r\n")
+            shown = "".join(map(_shown, piece.rstrip("\r\n")))
             if column + len(shown) > _LINE_WIDTH:
                 column, line = 0, line + 1
             if line >= _TEXT_LINES:
                 return [*boxes, (0, line, "…", i)]
             boxes.append((column, line, shown, i))
             column += len(shown)
-            if piece != shown:
+            if piece.endswith(("\r", "\n")):
                 column, line = 0, line + 1
     return boxes
+
+
+def _shown(letter: str) -> str:
+    """Return what stands for a letter: control characters have no shape, and no place in an SVG."""
+    return letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import sys
 import time
-from typing import TextIO
+from typing import Any
 
+from et_jax.cli import Stream
 from et_jax.requests import Completion, TokenEvent
+from et_jax.terminal import takes_escapes
 
 
 class Status:
@@ -16,7 +18,7 @@ class Status:
         self._shown = False
 
     def tell(self, what: str) -> None:
-        if sys.stderr.isatty():
+        if takes_escapes(sys.stderr):
             print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
             self._shown = True
         else:
@@ -32,15 +34,17 @@ class Report:
     """Shows what comes: text, trace rows, and the summary at the end.
 
     With `as_json` one object per continuation is printed at the end, else the text: as it comes where
-    there is one continuation and `stream`, at the end otherwise. `trace` takes a row per token.
+    there is one continuation and `stream`, at the end otherwise. `trace` takes a row per token; where it
+    fails, the text goes on without it.
     """
 
-    def __init__(self, status: Status, trace: TextIO | None, *, n: int, as_json: bool, stream: bool) -> None:
+    def __init__(self, status: Status, trace: Stream | None, *, n: int, as_json: bool, stream: bool) -> None:
         self._status, self._trace, self._n, self._as_json = status, trace, n, as_json
         self._began = time.perf_counter()
         self._first = self._last = 0.0
         self._tokens = 0
         self._streams = stream and not as_json and n == 1
+        self._fault: OSError | None = None
         self.completions: list[Completion] = []
 
     def take(self, event: TokenEvent) -> None:
@@ -51,8 +55,11 @@ class Report:
             self._tokens += 1
             if self._trace is not None:
                 row = {"index": event.index} | dataclasses.asdict(event.trace)
-                self._trace.write(json.dumps(row, ensure_ascii=False) + "\n")
-                self._trace.flush()
+                try:
+                    self._trace.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    self._trace.flush()
+                except OSError as error:
+                    self._trace, self._fault = None, error
         if self._streams:
             self._status.clear()
             print(event.text, end="", flush=True)
@@ -65,12 +72,18 @@ class Report:
         self.completions.sort(key=lambda completion: completion.index)
         for completion in self.completions:
             if self._as_json:
-                print(json.dumps(completion.to_dict(), ensure_ascii=False))
+                print(_json(completion.to_dict()))
             elif not self._streams:
                 print(f"--- {completion.index + 1} of {self._n}\n" * (self._n > 1) + completion.text)
         if self._streams:
-            print(flush=True)
+            print()
+        sys.stdout.flush()
         print(self._summary(), file=sys.stderr)
+
+    def check_trace(self) -> None:
+        """Raise the OSError that the trace ended with, if it did."""
+        if self._fault is not None:
+            raise self._fault
 
     def _summary(self) -> str:
         if not self._tokens:
@@ -98,3 +111,13 @@ class Report:
             worst = max(completion.guard_rates[name] for completion in self.completions if completion.trace)
             said.append(f"{name} {100 * worst:.0f}% of tokens")
         return "".join(f"; {part}" for part in said)
+
+
+def _json(value: dict[str, Any]) -> str:
+    """Return a value as a line of JSON, with escapes for what standard output has no bytes for."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return line

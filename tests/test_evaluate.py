@@ -1,11 +1,12 @@
 """The command line for tasks: what counts as right, what is written, and how it refuses."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from et_jax import evaluate
+from et_jax import cli, evaluate
 from et_jax.tasks import files
 from et_jax.tasks.base import Example
 from et_jax.types import UsageError
@@ -112,13 +113,18 @@ def test_the_command_line_writes_answers_and_a_picture(ran):
         (["--task", "passkey", "--length", "4000", "--samples", "1"], "holds 2048"),
         (["--haystack", "absent.txt"], "absent.txt cannot be read"),
         (["--plot", "a.gif"], "a.gif is none of them"),
-        (["--json", "absent/a.json"], "its folder is not there"),
+        (["--json", "absent/a.json"], "absent/a.json cannot be written"),
+        (["--haystack", "/dev/null"], "/dev/null is empty"),
+        (["--haystack", "/dev/zero"], "/dev/zero holds more than 256 MiB"),
+        (["--haystack", "/"], "cannot be read (Is a directory)"),
+        (["--haystack", sys.executable], "cannot be read ('utf-8' codec"),
+        (["--model", "\udcff"], "cannot spell; choose another name"),
         (["--task", "loss"], "of a text named with --haystack"),
         (["--control", "magic"], "choose one of off"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, message, capfd):
-    assert evaluate.main(arguments) == evaluate.USAGE
+    assert evaluate.main(arguments) == cli.USAGE
     err = capfd.readouterr().err.splitlines()
     assert message in err[-1]
     assert err[-1].startswith("error: ")

@@ -11,9 +11,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "et_jax"
 
 # A module imports its own top-level name and those on lower floors. Rooms share a floor, so none imports another.
 FLOORS = {
-    "types": 0,
+    **dict.fromkeys(("types", "terminal"), 0),
     "checksums": 0.5,
     "schema": 0.5,  # a landing: what a model folder may say, for the rooms that read one
+    "cli": 1,
     **dict.fromkeys(("entropy", "calibration", "sampling", "stop", "pages", "cache", "tokenizer", "cost", "files"), 1),
     **dict.fromkeys(("control", "models", "pallas", "tasks", "scheduler", "prefix", "values", "snapshots"), 1),
     **dict.fromkeys(("selection", "drawing", "metrics", "compilation", "requests", "memory"), 2),

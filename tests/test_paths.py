@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from et_jax import evaluate, generate
+from et_jax import cli, evaluate, generate
 from et_jax.paths import check_paths
 from et_jax.types import UsageError
 
@@ -113,7 +113,7 @@ def test_a_batch_writes_over_nothing(
     files = make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     given = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl", *arguments]
-    assert generate.main(given) == generate.USAGE
+    assert generate.main(given) == cli.USAGE
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and said.endswith("; choose another file.")
     assert " is the same file as " in said or " is a file of the model in " in said
@@ -134,7 +134,7 @@ def test_a_prompt_writes_over_nothing(
 ) -> None:
     files = make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert generate.main(["--model", "model", "-p", "It was", *arguments]) == generate.USAGE
+    assert generate.main(["--model", "model", "-p", "It was", *arguments]) == cli.USAGE
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and said.endswith("; choose another file.")
     assert " is the same file as " in said or " is a file of the model in " in said
@@ -156,7 +156,7 @@ def test_an_evaluation_writes_over_nothing(
 ) -> None:
     files = make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert evaluate.main(["--model", "model", *arguments]) == evaluate.USAGE
+    assert evaluate.main(["--model", "model", *arguments]) == cli.USAGE
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and said.endswith("; choose another file.")
     assert " is the same file as " in said or " is a file of the model in " in said

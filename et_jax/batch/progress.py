@@ -4,6 +4,8 @@ import sys
 import time
 from types import TracebackType
 
+from et_jax.terminal import takes_escapes
+
 LINE_SECONDS = 10.0  # between two lines where standard error is no terminal
 _LEAST_SECONDS = 1.0  # of work, from which a pace is told
 
@@ -25,7 +27,7 @@ class Progress:
         console = Console(stderr=True)
         self._bar = Bar(BarColumn(), TextColumn("{task.description}"), console=console)
         self._task = self._bar.add_task(self._state(), total=total, completed=done)
-        self._terminal = sys.stderr.isatty() and not console.is_dumb_terminal
+        self._terminal = takes_escapes(sys.stderr)
 
     def __enter__(self) -> "Progress":
         if self._terminal:

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ from stand_in import PaperModel
 
 from et_jax import engine
 from et_jax.batch.source import check_lines, spooled
-from et_jax.generate import INTERRUPTED, USAGE, main
+from et_jax.cli import USAGE
+from et_jax.generate import main
 from et_jax.types import UsageError
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
@@ -183,5 +185,5 @@ def test_an_interrupt_while_a_pipe_is_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("shutil.copyfileobj", interrupted)
     writer = threading.Thread(target=lambda: pipe.open("w").close())
     writer.start()
-    assert main(["-i", str(pipe), "-o", str(tmp_path / "out.jsonl")]) == INTERRUPTED
+    assert main(["-i", str(pipe), "-o", str(tmp_path / "out.jsonl")]) == 128 + signal.SIGINT
     writer.join()
