@@ -159,7 +159,7 @@ def test_reads_standard_input(
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--n", "0"], "n is 0"),
         (["--seed", "-1"], "seed is -1"),
-        (["--stop", ""], "stop is"),
+        (["--stop", ""], 'stop holds ""'),
         (["--system-prompt", "Be kind."], "--system-prompt needs --chat"),
         (["--chat"], "no chat template"),
         (["--control", "entropic"], 'control is "entropic"; choose one of off, paper, guarded, certified'),
