@@ -3,6 +3,11 @@
 The table goes to standard output; everything else goes to standard error.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` listens: no traceback amid the imports to come
+
 import argparse
 import dataclasses
 import functools

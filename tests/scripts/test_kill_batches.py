@@ -43,10 +43,11 @@ def test_a_difference_is_told(script, tmp_path, rows, said):
         kills.compare(kills.rows(calm), kills.rows(written(tmp_path / "wild", *rows)), {"a", "b"})
 
 
-def test_a_traceback_is_told(script):
+def test_a_traceback_is_told(script, tmp_path):
     kills = script("kill_batches")
-    code = "import time; print('ready', flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    file = tmp_path / "et_jax.py"
+    file.write_text("import time; print('ready', flush=True); time.sleep(60)")
+    process = subprocess.Popen([sys.executable, file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     with pytest.raises(kills.Broken, match="traceback after SIGINT"):
         kills.kill(process, kills.signal.SIGINT)
