@@ -104,3 +104,7 @@ def test_shapes_are_checked_on_the_way_in_but_not_when_a_tree_is_rebuilt():
 def test_a_usage_error_is_a_value_error_whose_text_is_the_sentence():
     assert issubclass(UsageError, ValueError)
     assert str(UsageError("Give a prompt.")) == "Give a prompt."
+
+
+def test_a_sentence_stays_on_its_line_whatever_it_quotes():
+    assert str(UsageError("a\nb\x1b[2J\u2028\ud800 is bad; mend it.")) == "a\\nb\\x1b[2J\\u2028\\ud800 is bad; mend it."

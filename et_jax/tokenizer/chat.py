@@ -10,7 +10,7 @@ from et_jax.types import UsageError
 Message = Mapping[str, Any]
 
 SECONDS = 5.0  # to render one conversation; about a millisecond is usual
-MAX_CHARACTERS = 8 * 2**20  # of a rendered conversation
+MAX_CHARACTERS = 4 * 2**20  # of a rendered conversation: a million tokens, seconds to encode
 MAX_STOPS = 3  # in a row, after which a template is not tried again
 
 
