@@ -210,7 +210,7 @@ def main() -> None:
             max_num_seqs=args.batch,
             max_resident_seqs=args.requests,
             max_model_len=sum(args.longest) + 1,
-            max_num_batched_tokens=10**9,  # a prompt is read in the step in which it comes
+            max_num_batched_tokens=2**20,  # a prompt is read in the step in which it comes
         )
         cases = []
         for share in args.load:
