@@ -11,6 +11,7 @@ from et_jax.control.smoothing import ema_entropy
 from et_jax.entropy import tail_corrected_estimator
 from et_jax.state import Controller
 from et_jax.types import UsageError
+from et_jax.values import shown
 
 NAMES = ("off", "paper", "guarded", "certified")
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
@@ -61,7 +62,7 @@ def preset(
 
 def _check(name: str, given: dict[str, int | float]) -> None:
     if name not in NAMES:
-        raise UsageError(f'control is "{name}"; choose one of {", ".join(NAMES)}.')
+        raise UsageError(f"control is {shown(name)}; choose one of {', '.join(NAMES)}.")
     if name == "off" and given:
         raise UsageError(f'control "off" has no {next(iter(given))}; choose paper, guarded or certified to set it.')
     for knob, value in given.items():

@@ -4,9 +4,9 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +28,23 @@ def save(path: str | Path, tree: object) -> None:
     folder = _folder(path)
     if os.path.lexists(folder):
         raise UsageError(f"{path} exists already; choose another folder or delete it first.")
-    _check_leaves(tree)
+    leaves = _leaves(tree)
     try:  # before orbax starts: its threads wait minutes for a folder that never comes
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another folder.") from error
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        raise UsageError(f"{path} cannot be written ({_reason(error)}); choose another folder.") from error
     with unfinished as parent, _quiet():
         written = Path(parent) / "tree"
         try:
             with orbax.StandardCheckpointer() as checkpointer:
-                checkpointer.save(written, tree)
-            checksums.seal(written)
+                checkpointer.save(written, _numbered(leaf for _, leaf in leaves))
+            checksums.seal(written, leaves=_specs(leaves))
             written.rename(folder)
         except Exception as error:  # orbax and its store raise whatever they meet, some of it bare
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise UsageError(f"{path} cannot be written ({reason}); make room, or choose another folder.") from error
+            raise UsageError(
+                f"{path} cannot be written ({_reason(error)}); make room, or choose another folder."
+            ) from error
 
 
 def restore(path: str | Path, like: T) -> T:
@@ -56,23 +57,21 @@ def restore(path: str | Path, like: T) -> T:
     import orbax.checkpoint as orbax
 
     folder = _folder(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False for a name that no file can have too
         raise UsageError(f"{path} is not a folder; give one that `save` has written.")
-    _check_leaves(like)
+    leaves = _leaves(like)
     if not any((folder / name).exists() for name in (checksums.FILE, "_METADATA")):
         raise UsageError(f"{path} holds no readable snapshot; save it again.")
-    checksums.check(folder, "save it again")
-    shapes = jax.tree.map(_shape, like)
+    sealed = checksums.check(folder, "save it again")
+    if "leaves" not in sealed:
+        raise UsageError(f"{path} holds no readable snapshot; save it again.")
+    _compare(path, sealed["leaves"], _specs(leaves))
     with _quiet(), orbax.StandardCheckpointer() as checkpointer:
         try:
-            found = _leaves(checkpointer.metadata(folder).item_metadata.tree)
+            found = checkpointer.restore(folder, _numbered(_shape(leaf) for _, leaf in leaves))
         except Exception as error:  # orbax and its store raise whatever they meet, some of it bare
-            raise UsageError(f"{path} holds no readable snapshot; save it again.") from error
-        _compare(path, found, _leaves(shapes))
-        try:
-            return checkpointer.restore(folder, shapes)
-        except Exception as error:
             raise UsageError(f"{path} cannot be read by this version of orbax; save it again.") from error
+    return jax.tree.unflatten(jax.tree.structure(like), [found[number] for number in _numbered(leaves)])
 
 
 @contextlib.contextmanager
@@ -87,9 +86,17 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _check_leaves(tree: object) -> None:
-    """Raise UsageError for a tree that holds no arrays, or a leaf that cannot be kept bit for bit."""
-    leaves = jax.tree.leaves_with_path(tree)
+def _leaves(tree: object) -> list[tuple[str, Any]]:
+    """Return every leaf and its place.
+
+    Raises UsageError for a tree that holds no arrays, or a leaf that cannot be kept bit for bit.
+    """
+    try:
+        leaves = jax.tree.leaves_with_path(tree)
+    except ValueError as error:  # JAX sorts the keys of a dictionary
+        raise UsageError(
+            "The tree has a dictionary whose keys are of several kinds; name them all by texts."
+        ) from error
     if not leaves:
         raise UsageError("The tree holds no arrays; there is nothing to save or restore.")
     for path, leaf in leaves:
@@ -108,6 +115,7 @@ def _check_leaves(tree: object) -> None:
             raise UsageError(f"{name} is empty, of shape {list(leaf.shape)}; leave it out of the tree.")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise UsageError(f"{name} was donated to a step and is gone; save the state that the step returned.")
+    return [(_name(path), leaf) for path, leaf in leaves]
 
 
 def _folder(path: str | Path) -> Path:
@@ -124,16 +132,28 @@ def _name(path: jax.tree_util.KeyPath) -> str:
     return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
 
 
-def _leaves(tree: object) -> dict[str, str]:
-    """Return dtype and shape of every leaf by its place."""
-    return {_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree.leaves_with_path(tree)}
+def _numbered(leaves: Iterable[Any]) -> dict[str, Any]:
+    """Return leaves under the only names that orbax is given, whatever their own are."""
+    return {str(number): leaf for number, leaf in enumerate(leaves)}
 
 
-def _compare(path: str | Path, found: dict[str, str], wanted: dict[str, str]) -> None:
-    for name in sorted(found.keys() | wanted.keys()):
-        saved, asked = found.get(name, "absent"), wanted.get(name, "absent")
-        if saved != asked:
-            raise UsageError(
-                f"{path} was saved from another shape: {name} is {saved} in it and {asked} was asked for; "
-                "restore it with the configuration it was saved with."
-            )
+def _specs(leaves: list[tuple[str, Any]]) -> list[list[str]]:
+    """Return place, dtype and shape of every leaf."""
+    return [[name, f"{leaf.dtype}{list(leaf.shape)}"] for name, leaf in leaves]
+
+
+def _compare(path: str | Path, found: list[list[str]], wanted: list[list[str]]) -> None:
+    if found == wanted:
+        return
+    saved, asked = ({name: spec for name, spec in specs} for specs in (found, wanted))
+    differing = [name for name in sorted(saved.keys() | asked.keys()) if saved.get(name) != asked.get(name)]
+    name = differing[0] if differing else "the order of its leaves"
+    raise UsageError(
+        f"{path} was saved from another shape: {name} is {saved.get(name, 'absent')} in it and "
+        f"{asked.get(name, 'absent')} was asked for; restore it with the configuration it was saved with."
+    )
+
+
+def _reason(error: Exception) -> str:
+    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return said.splitlines()[0][:200]

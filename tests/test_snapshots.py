@@ -185,6 +185,7 @@ def test_what_an_earlier_version_wrote_is_refused_by_name(saved):
     [
         ({}, "The tree holds no arrays; there is nothing"),
         ({"a": None}, "The tree holds no arrays"),
+        ({"a": np.float32(1), 1: np.float32(2)}, "a dictionary whose keys are of several kinds"),
         (jnp.ones(3), "A leaf alone is no tree; give it a name"),
         ({"a": {"b": 3}}, "a/b is of type int; give an array"),
         ({"a": "x"}, "a is of type str; give an array"),
@@ -199,6 +200,22 @@ def test_a_leaf_that_cannot_come_back_bit_for_bit_is_refused(tmp_path, leaves, m
     with pytest.raises(UsageError, match=message):
         snapshots.save(tmp_path / "tree", leaves)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "\ud800", "\0", "x" * 400, "a\nb", 3])
+def test_a_leaf_may_have_any_name(tmp_path, name):
+    given = {name: jnp.arange(3), "a": {"b": jnp.ones(2)}} if isinstance(name, str) else {name: jnp.arange(3)}
+    snapshots.save(tmp_path / "tree", given)
+    back = snapshots.restore(tmp_path / "tree", given)
+    jax.tree.map(np.testing.assert_array_equal, back, given)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b", "x" * 300])
+def test_a_folder_that_no_disk_can_have_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match=r"cannot be written \(.*\); choose another folder"):
+        snapshots.save(tmp_path / name, {"a": jnp.ones(2)})
+    with pytest.raises(UsageError, match="is not a folder"):
+        snapshots.restore(tmp_path / name, {"a": jnp.ones(2)})
 
 
 def test_a_donated_state_is_refused(tmp_path):
