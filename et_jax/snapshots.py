@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from et_jax import checksums
 from et_jax.types import UsageError
@@ -29,6 +30,9 @@ def save(path: str | Path, tree: object) -> None:
     if os.path.lexists(folder):
         raise UsageError(f"{path} exists already; choose another folder or delete it first.")
     leaves = _leaves(tree)
+    for name, leaf in leaves:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            raise UsageError(f"{name} is a {type(leaf).__name__}, which has no numbers; give an array.")
     try:  # before orbax starts: its threads wait minutes for a folder that never comes
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")

@@ -189,6 +189,7 @@ def test_what_an_earlier_version_wrote_is_refused_by_name(saved):
         (jnp.ones(3), "A leaf alone is no tree; give it a name"),
         ({"a": {"b": 3}}, "a/b is of type int; give an array"),
         ({"a": "x"}, "a is of type str; give an array"),
+        ({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, "a is a ShapeDtypeStruct, which has no numbers"),
         ({"a": jax.random.key(0)}, "a is a typed random key; give its numbers"),
         ({"a": np.array(["x"])}, "a holds <U1; give an array of numbers"),
         ({"a": np.arange(3)}, "a is int64, which JAX would cut to 32 bits"),
