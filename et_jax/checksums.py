@@ -29,7 +29,7 @@ def check(folder: Path, remedy: str) -> dict[str, Any]:
     """
     if not (folder / FILE).exists():
         raise UsageError(
-            f"{folder} has no {FILE}: an et_jax before 0.2 wrote it, which kept no checksums, or the file is lost; "
+            f"{folder} has no {FILE}: an earlier et_jax wrote it, which kept no checksums, or the file is lost; "
             f"{remedy}."
         )
     try:
