@@ -25,7 +25,6 @@ WRONG = (
     "dies",
     "prints",
     "rambles",
-    "breaks the line",
     "harms",
 )
 
@@ -62,8 +61,6 @@ def prepare(folder: Path) -> Callable[[str], str]:
                 os.write(2, b"warning: something\n" * 500)
             case "rambles":
                 raise UsageError("This is long; " + "very " * 200 + "long.")
-            case "breaks the line":
-                raise UsageError("One.\nTwo.")
             case "harms":
                 raise Fault("neighbour", "another text")
         return ACCEPTED

@@ -25,7 +25,6 @@ VERDICTS = {
     "dies": "crash",
     "prints": "noise",
     "rambles": "sentence",
-    "breaks the line": "sentence",
     "harms": "neighbour",
 }
 
