@@ -10,20 +10,20 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "load": "et_jax.engine",
-    "Model": "et_jax.engine",
-    "SamplingParams": "et_jax.requests",
-    "Completion": "et_jax.requests",
-    "GenerationRequest": "et_jax.requests",
-    "Controller": "et_jax.state",
+    "load": "et_jax.serve.engine",
+    "Model": "et_jax.serve.engine",
+    "SamplingParams": "et_jax.serve.requests",
+    "Completion": "et_jax.serve.requests",
+    "GenerationRequest": "et_jax.serve.requests",
+    "Controller": "et_jax.control.controller",
     "Signals": "et_jax.control.base",
     "ControlState": "et_jax.control.base",
     "Law": "et_jax.control.base",
     "chain": "et_jax.control.base",
-    "preset": "et_jax.presets",
+    "preset": "et_jax.control.presets",
     "BlockView": "et_jax.control.view",
     "replace": "et_jax.types",
-    "UsageError": "et_jax.types",
+    "UsageError": "et_jax.errors",
 }
 __all__ = list(_HOMES)
 

@@ -18,22 +18,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from et_jax import cli
+from et_jax.cli import command
 
 if __name__ == "__main__":
-    cli.guard()  # what is imported next takes a second
+    command.guard()  # what is imported next takes a second
 
 import numpy as np
 
+from et_jax.cli.paths import check_paths
+from et_jax.errors import UsageError
 from et_jax.models.bundled import named_folder
-from et_jax.paths import check_paths
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
 from et_jax.tasks.generators import NUM_PAIRS, TASKS, example
-from et_jax.types import UsageError
 
 if TYPE_CHECKING:
-    from et_jax.engine import Model
+    from et_jax.serve.engine import Model
 
 LOSS = "loss"  # the task that asks nothing
 _HAYSTACK_BYTES = 256 * 2**20  # the most that is read of a haystack
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return cli.run(parser, _run, arguments, texts=("task",))
+    return command.run(parser, _run, arguments, texts=("task",))
 
 
 def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> list[Answer]:
@@ -211,11 +211,11 @@ def plot(answers: Sequence[Answer], path: Path) -> None:
     plt.close(figure)
 
 
-def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
-    from et_jax.presets import preset
+def _run(args: argparse.Namespace, signals: command.Signals) -> int:
+    from et_jax.control.presets import preset
 
     signals.said = "interrupted before the last answer"
-    cli.check_standard_output()
+    command.check_standard_output()
     tasks, lengths = args.task or list(TASKS), args.length or [512]
     _check(args, tasks, lengths)
     written = {"--json": None if args.json in (None, "-") else Path(args.json), "--plot": args.plot and Path(args.plot)}
@@ -228,7 +228,7 @@ def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
         min_blocks=args.min_blocks,
         window=args.window,
     )
-    from et_jax.engine import load
+    from et_jax.serve.engine import load
 
     model = load(args.model, dtype=args.dtype, page_size=args.page_size, max_num_seqs=args.batch, control=control)
     if tasks == [LOSS]:
@@ -253,15 +253,15 @@ def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
     answers = evaluate(model, asked)
     print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
-    kept = cli.tried(lambda: _write(args.json, report))
+    kept = command.tried(lambda: _write(args.json, report))
     if args.plot:
-        kept &= cli.tried(lambda: cli.named(args.plot, lambda: plot(answers, Path(args.plot))))
-    return 0 if kept else cli.FAILED
+        kept &= command.tried(lambda: command.named(args.plot, lambda: plot(answers, Path(args.plot))))
+    return 0 if kept else command.FAILED
 
 
 def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int]) -> int:
     """Print and write the mean loss of rows of the text between positions."""
-    from et_jax.position_loss import by_position, position_losses, rows
+    from et_jax.tasks.position_loss import by_position, position_losses, rows
 
     opening = model.tokenizer.encode("")
     ids = model.tokenizer.encode(text)[len(opening) :]
@@ -302,7 +302,7 @@ def _write(path: str | None, report: dict[str, Any]) -> None:
     if path == "-":
         print(text)
     else:
-        with cli.open_text(path) as file:
+        with command.open_text(path) as file:
             file.write(text + "\n")
 
 
@@ -331,7 +331,7 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
         raise UsageError(f"--plot draws .png, .svg or .pdf; {args.plot} is none of them.")
     for path in (args.json, args.plot):
         if path and path != "-":
-            cli.check_writable(path)
+            command.check_writable(path)
 
 
 def _text(path: Path | None) -> str:
@@ -342,7 +342,7 @@ def _text(path: Path | None) -> str:
             data = file.read(_HAYSTACK_BYTES + 1)
         if len(data) > _HAYSTACK_BYTES:
             raise UsageError(f"The haystack {path} holds more than {_HAYSTACK_BYTES >> 20} MiB; name a shorter text.")
-        text = cli.decoded(data)
+        text = command.decoded(data)
         if not text.strip():
             raise UsageError(f"The haystack {path} is empty; name a text file.")
         return text

@@ -16,14 +16,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from et_jax import cli
+from et_jax.cli import command
 
 if TYPE_CHECKING:
     from et_jax.batch.tasks import Defaults
-    from et_jax.engine import Model
-    from et_jax.report import Status
-    from et_jax.requests import SamplingParams
-    from et_jax.state import Controller
+    from et_jax.control.controller import Controller
+    from et_jax.report.display import Status
+    from et_jax.serve.engine import Model
+    from et_jax.serve.requests import SamplingParams
 
 _RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
 _BATCH_SEQUENCES = 8  # decoded together where the command does not say
@@ -104,11 +104,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return cli.run(parser, _run, arguments, texts=("prompt", "system_prompt", "stop"))
+    return command.run(parser, _run, arguments, texts=("prompt", "system_prompt", "stop"))
 
 
-def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
-    from et_jax.files import check_replaceable
+def _run(args: argparse.Namespace, signals: command.Signals) -> int:
+    from et_jax.io.files import check_replaceable
 
     _check_combination(args)
     _check_paths(args)
@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace, signals: cli.Signals) -> int:
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    from et_jax.types import UsageError
+    from et_jax.errors import UsageError
 
     if args.input is None:
         if args.system_prompt is not None and not args.chat:
@@ -138,8 +138,8 @@ def _check_combination(args: argparse.Namespace) -> None:
 def _check_paths(args: argparse.Namespace) -> None:
     """Find out before anything is written that no file of the command is another one."""
     from et_jax.batch.manifest import manifest_path
+    from et_jax.cli.paths import check_paths
     from et_jax.models.bundled import named_folder
-    from et_jax.paths import check_paths
 
     def path(name: str) -> Path | None:
         return None if getattr(args, name) is None else Path(getattr(args, name))
@@ -151,19 +151,19 @@ def _check_paths(args: argparse.Namespace) -> None:
     check_paths({"--input": path("input")}, written, named_folder(args.model))
 
 
-def _run_prompt(args: argparse.Namespace, signals: cli.Signals) -> int:
-    from et_jax.report import Report, Status
-    from et_jax.types import UsageError
+def _run_prompt(args: argparse.Namespace, signals: command.Signals) -> int:
+    from et_jax.errors import UsageError
+    from et_jax.report.display import Report, Status
 
     signals.said = "interrupted before the first token"
-    cli.check_standard_output()
-    prompt = cli.read_standard_input() if args.prompt == "-" else args.prompt
+    command.check_standard_output()
+    prompt = command.read_standard_input() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
     with ExitStack() as stack:
         if args.plot:
             _check_plot(args.plot)
-        trace = stack.enter_context(cli.open_text(args.trace)) if args.trace else None
+        trace = stack.enter_context(command.open_text(args.trace)) if args.trace else None
         params, control = _sampling(args), _controller(args)
         status = Status()
         model = _load(args, params.n, control, status)
@@ -186,28 +186,30 @@ def _run_prompt(args: argparse.Namespace, signals: cli.Signals) -> int:
             signals.said = "interrupted"
             report.take(event)
     report.close()
-    kept = [cli.tried(report.check_trace)]
+    kept = [command.tried(report.check_trace)]
     if args.metrics:
-        kept.append(cli.tried(lambda: model.metrics.write(Path(args.metrics))))
+        kept.append(command.tried(lambda: model.metrics.write(Path(args.metrics))))
     if args.plot and report.completions:
-        from et_jax.plot import plot_trace
+        from et_jax.report.plot import plot_trace
 
-        kept.append(cli.tried(lambda: cli.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot)))))
+        kept.append(
+            command.tried(lambda: command.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot))))
+        )
     for completion in report.completions:
         if completion.error:
             print(f"error: {completion.error}", file=sys.stderr)
-            return cli.FAILED
-    return signals.code or (0 if all(kept) else cli.FAILED)
+            return command.FAILED
+    return signals.code or (0 if all(kept) else command.FAILED)
 
 
-def _run_batch(args: argparse.Namespace, signals: cli.Signals) -> int:
+def _run_batch(args: argparse.Namespace, signals: command.Signals) -> int:
     """Serve a file; what the answers depend on is settled before the model is loaded."""
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
     from et_jax.batch.source import spooled
     from et_jax.batch.tasks import Defaults
-    from et_jax.metrics import Metrics
-    from et_jax.report import Status
+    from et_jax.report.display import Status
+    from et_jax.serve.metrics import Metrics
 
     signals.said = _RESUME.format(args.output)
     defaults = Defaults(
@@ -232,7 +234,7 @@ def _run_batch(args: argparse.Namespace, signals: cli.Signals) -> int:
     print(summary, file=sys.stderr)
     if summary.done < summary.total:
         print(_RESUME.format(args.output), file=sys.stderr)
-        return signals.code or cli.FAILED
+        return signals.code or command.FAILED
     return 0
 
 
@@ -260,14 +262,14 @@ def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
-    from et_jax.requests import SamplingParams
+    from et_jax.serve.requests import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)} & vars(args).keys()
     return SamplingParams(**{name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)})
 
 
 def _controller(args: argparse.Namespace) -> "Controller":
-    from et_jax.presets import preset
+    from et_jax.control.presets import preset
 
     return preset(
         args.control,
@@ -279,7 +281,7 @@ def _controller(args: argparse.Namespace) -> "Controller":
 
 
 def _load(args: argparse.Namespace, max_num_seqs: int, control: "Controller", status: "Status") -> "Model":
-    from et_jax.engine import load
+    from et_jax.serve.engine import load
 
     model = load(
         args.model,
@@ -303,15 +305,15 @@ def _load(args: argparse.Namespace, max_num_seqs: int, control: "Controller", st
 
 def _check_plot(path: str) -> None:
     """Find out before any work is done that the picture can be drawn and kept."""
-    from et_jax.types import UsageError
+    from et_jax.errors import UsageError
 
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot draws .png, .svg or .pdf; {path} is none of them.")
-    cli.check_writable(path)
+    command.check_writable(path)
 
 
 if __name__ == "__main__":
-    cli.guard()
+    command.guard()
     sys.exit(main())

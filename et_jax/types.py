@@ -16,16 +16,6 @@ from jax.tree_util import GetAttrKey
 T = TypeVar("T")
 
 
-class UsageError(ValueError):
-    """A mistake its maker can mend. The message is one sentence that says how; no traceback is shown.
-
-    Characters that would move a terminal's cursor or begin another line are escaped, whatever the sentence quotes.
-    """
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence))
-
-
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[T]) -> type[T]:
     """Return `cls` as a frozen keyword-only dataclass that is also a JAX pytree, every field a child.

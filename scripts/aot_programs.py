@@ -321,11 +321,14 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     import jax
     import jax.numpy as jnp
 
-    from et_jax import decode
+    from et_jax.control.controller import Controller
     from et_jax.control.select import dense, quest
+    from et_jax.decode.decoder import decode
+    from et_jax.decode.prefill import prefill
+    from et_jax.decode.state import DecoderConfig, empty
+    from et_jax.decode.step import step
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import describe
-    from et_jax.state import Controller
 
     device = device_of(chip)
     selector = dense() if decoding.open_blocks is None else quest(decoding.open_blocks)
@@ -339,7 +342,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         rope_theta=500000.0,
         **decoding.model,
     )
-    config = decode.DecoderConfig(
+    config = DecoderConfig(
         model=model,
         num_slots=decoding.num_slots,
         batch=decoding.num_slots,
@@ -354,12 +357,13 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         controller=Controller(selector=selector),
     )
     params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
-    state = jax.tree.map(on_chip, jax.eval_shape(partial(decode.empty, config)))
+    state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
     integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
     rows = on_chip(jax.ShapeDtypeStruct((decoding.chunk // PART,), jnp.int32))
     tokens = on_chip(jax.ShapeDtypeStruct((decoding.chunk // PART, PART), jnp.int32))
-    arguments = {"step": (), "decode": (integer,), "prefill": (rows, tokens, rows)}[function]
-    jitted = jax.jit(partial(getattr(decode, function), config), donate_argnums=1)
+    functions = {"step": (step, ()), "decode": (decode, (integer,)), "prefill": (prefill, (rows, tokens, rows))}
+    program, arguments = functions[function]
+    jitted = jax.jit(partial(program, config), donate_argnums=1)
     layers = [math.prod(layer.pages.shape) * layer.pages.dtype.itemsize for layer in state.cache.layers]
     return Lowering(
         lower=lambda: lower_for(device, jitted, params, state, *arguments),

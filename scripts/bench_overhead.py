@@ -28,14 +28,16 @@ from jaxtyping import Array, Float
 from profile_step import SMOLLM_135M, filled
 from report import RESULTS, table, write
 
-from et_jax import cost, decode, entropy
-from et_jax.control import clock, guards, priority, smoothing, temperature, tolerance
+from et_jax.control import clock, entropy, guards, priority, smoothing, temperature, tolerance
 from et_jax.control.base import ControlState, Law, Signals, chain
+from et_jax.control.controller import Controller
+from et_jax.decode import cost
+from et_jax.decode.decoder import decode
+from et_jax.decode.state import DecoderConfig
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, describe, initialise
 from et_jax.pallas.backend import pick
-from et_jax.sizing import DEFAULT_PAGE_SIZE
-from et_jax.state import Controller, DecoderConfig
+from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
 
 TARGET = 0.02  # of a step, for the estimator and the laws together
@@ -122,7 +124,7 @@ def measure(batch: int, args: argparse.Namespace) -> dict[str, Any]:
     )
     params = initialise(SMOLLM_135M, jax.random.key(0), jnp.bfloat16)
     begin = jax.jit(partial(filled, config, args.context, 1.0))
-    steps = jax.jit(partial(decode.decode, config), donate_argnums=1)
+    steps = jax.jit(partial(decode, config), donate_argnums=1)
     logits = 2.0 * jax.random.normal(jax.random.key(1), (batch, SMOLLM_135M.vocab_size), jnp.float32)
     first = begin()
     signals = replace(first.signals, entropy=jnp.full(batch, 2.0), entropy_high=jnp.full(batch, 2.0))

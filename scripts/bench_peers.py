@@ -56,13 +56,13 @@ class EtJax:
         return versions | {"device": f"{device.platform} {device.device_kind}"}
 
     def load(self, model: str, dtype: str, batch: int) -> None:
-        from et_jax.engine import load
+        from et_jax.serve.engine import load
 
         self.model = None  # before the next one is read: both may not fit
         self.model = load(model, dtype=dtype, max_num_seqs=batch)
 
     def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        from et_jax.requests import SamplingParams
+        from et_jax.serve.requests import SamplingParams
 
         assert self.model is not None
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

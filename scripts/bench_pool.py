@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from et_jax import cost
-from et_jax.engine import load
-from et_jax.state import request
+from et_jax.decode import cost
+from et_jax.decode.state import request
+from et_jax.serve.engine import load
 
 
 def measure(model_name: str, pools: list[int], rounds: int, steps: int) -> list[dict[str, float]]:

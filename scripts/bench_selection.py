@@ -27,12 +27,12 @@ import numpy as np
 from jaxtyping import Array
 from report import RESULTS, table, write
 
-from et_jax import cache as kv
-from et_jax.attend import list_blocks
 from et_jax.control.select import Selector, certified, coded_bounds, quest
+from et_jax.decode import cache as kv
+from et_jax.decode.attention import list_blocks
+from et_jax.decode.selection import Blocks, blocks_of, select
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
-from et_jax.selection import Blocks, blocks_of, select
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHARE = 1 / 8

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from report import RESULTS, table, write
 
-from et_jax.engine import Model, load
-from et_jax.requests import GenerationRequest, SamplingParams
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve.engine import Model, load
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 TEXT = Path(__file__).resolve().parents[1] / "README.md"
 PROMPTS, OUTPUTS = (8, 24, 60, 150, 300), (16, 48, 96, 160)  # tokens

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from held_out import rows
 
-from et_jax.calibration import fit_temperature, negative_log_likelihood
-from et_jax.engine import Model, load
+from et_jax.control.calibration import fit_temperature, negative_log_likelihood
+from et_jax.errors import UsageError
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import write_calibration
 from et_jax.models.hub import resolve
 from et_jax.models.transformer import forward
-from et_jax.types import UsageError
+from et_jax.serve.engine import Model, load
 
 
 def causal_attend(layer, q, k, v, memory):

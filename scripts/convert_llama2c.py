@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+from et_jax.errors import UsageError
+from et_jax.io.schema import MAX_LAYERS, MAX_TOKENIZER_BYTES, check_regular, read_bytes
 from et_jax.models.checkpoint import assemble, weight_specs, write_hugging_face
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, num_weights
-from et_jax.schema import MAX_LAYERS, MAX_TOKENIZER_BYTES, check_regular, read_bytes
-from et_jax.tokenizer.backends import other_format
-from et_jax.types import UsageError
+from et_jax.text.backends import other_format
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2 whatever the file calls them; byte pieces follow
 NEWER = b"24ka"  # what llama2.c's versions 1 and 2 begin with

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from et_jax.engine import Model
+from et_jax.errors import UsageError
+from et_jax.serve.engine import Model
 from et_jax.training import corpus
-from et_jax.types import UsageError
 
 
 def texts(path: Path) -> list[str]:

@@ -27,8 +27,9 @@ from report import RESULTS, table, write
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import certified
-from et_jax.engine import Model, load
-from et_jax.types import UsageError, replace
+from et_jax.errors import UsageError
+from et_jax.serve.engine import Model, load
+from et_jax.types import replace
 
 TOLERANCES = (0.5, 0.2, 0.1, 0.05, 0.01, 0.001)
 SHARES = (0.1, 0.25, 0.5)  # of the blocks, open for the residual estimate

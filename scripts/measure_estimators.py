@@ -18,10 +18,10 @@ from calibrate import held_out_logits
 from held_out import rows
 from report import RESULTS, table, write
 
-from et_jax import entropy
-from et_jax.calibration import fit_temperature
-from et_jax.engine import load
-from et_jax.types import UsageError
+from et_jax.control import entropy
+from et_jax.control.calibration import fit_temperature
+from et_jax.errors import UsageError
+from et_jax.serve.engine import load
 
 LISTED = (4, 16, 64)
 

@@ -17,14 +17,14 @@ from jaxtyping import Array, Bool
 from report import RESULTS, table, write
 
 from et_jax.control import select
+from et_jax.control.controller import Controller
 from et_jax.control.select import Mask
 from et_jax.control.view import BlockView
-from et_jax.engine import Model, load
+from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate
-from et_jax.state import Controller
+from et_jax.serve.engine import Model, load
 from et_jax.tasks.base import Example, sentences
 from et_jax.tasks.generators import example
-from et_jax.types import UsageError
 
 TASKS = ("single_key", "multi_key", "passkey", "line_retrieval")  # whose needle is the question with its answer
 DEPTHS = (0.2, 0.4, 0.6, 0.8)

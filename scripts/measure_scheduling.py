@@ -22,11 +22,11 @@ from report import RESULTS, table, write
 
 from et_jax.control import clock, priority
 from et_jax.control.base import PriorityRule, chain
+from et_jax.control.controller import Controller
 from et_jax.control.smoothing import ema_entropy
-from et_jax.engine import Model, load
-from et_jax.requests import GenerationRequest, SamplingParams
-from et_jax.state import Controller
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve.engine import Model, load
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 TEXT = Path(__file__).resolve().parents[1] / "README.md"
 CEILING, RATE = 1.0, 0.01  # of aging: nats, and nats per step waited

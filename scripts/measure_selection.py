@@ -32,15 +32,20 @@ from held_out import rows
 from jaxtyping import Array, Bool
 from report import RESULTS, table, write
 
-from et_jax import decode, parts, slots
 from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain
+from et_jax.control.controller import Controller
 from et_jax.control.select import AnySelector
 from et_jax.control.smoothing import ema_entropy
 from et_jax.control.view import BlockView
-from et_jax.engine import Model, load
-from et_jax.state import Controller, DecoderConfig, DecodeState, fresh_control, request
-from et_jax.types import UsageError, pytree, replace
+from et_jax.decode import slots
+from et_jax.decode.prefill import prefill
+from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, request
+from et_jax.decode.step import step
+from et_jax.errors import UsageError
+from et_jax.serve import chunks
+from et_jax.serve.engine import Model, load
+from et_jax.types import pytree, replace
 
 SHARES = (0.75, 0.5, 0.25)
 SEEDS = 3  # of the shuffle
@@ -148,18 +153,18 @@ class Bench:
         )
 
     def _start(self, config: DecoderConfig) -> DecodeState:
-        state = decode.empty(config)
+        state = empty(config)
         for slot, row in enumerate(self.tokens.tolist()):
             prompt = row[: self.prefilled + 1]
-            [rows] = parts.calls(config, slot, prompt[:-1])
-            state, _ = decode.prefill(config, self.model.params, state, *rows)
+            [rows] = chunks.calls(config, slot, prompt[:-1])
+            state, _ = prefill(config, self.model.params, state, *rows)
             asked = request(config, prompt, limit=2**30, temperature=0.0, arrival=slot)
             state = slots.insert(config, state, jnp.int32(slot), asked)
         return state
 
     def _logits(self, config: DecoderConfig, params: Any, state: DecodeState, forced: jax.Array) -> jax.Array:
         def advance(state: DecodeState, token: jax.Array) -> tuple[DecodeState, Any]:
-            state, _ = decode.step(config, params, state)
+            state, _ = step(config, params, state)
             return replace(state, token=token), state.logits
 
         return jax.lax.scan(advance, state, forced)[1]
@@ -174,7 +179,7 @@ class Bench:
                 if law is None:
                     state = replace(state, control=replace(state.control, tolerance=tolerance_))
                 before = state.control.tolerance
-                state, _ = decode.step(config, params, state)
+                state, _ = step(config, params, state)
                 true, got = jax.nn.log_softmax(truth), jax.nn.log_softmax(state.logits)
                 held = -(-state.length // self.page_size) * config.model.num_layers * config.model.num_kv_heads
                 score = Score(

@@ -20,12 +20,13 @@ import numpy as np
 from held_out import rows
 from report import RESULTS, table, write
 
-from et_jax import parts
 from et_jax.control import guards, temperature, temperature_rules
 from et_jax.control.base import Law, TemperatureRule
-from et_jax.engine import Model, load
-from et_jax.state import Controller, request
-from et_jax.types import UsageError
+from et_jax.control.controller import Controller
+from et_jax.decode.state import request
+from et_jax.errors import UsageError
+from et_jax.serve import chunks
+from et_jax.serve.engine import Model, load
 
 LOW, HIGH = 0.1, 2.0  # clip of every law and rule
 PROMPT = 17  # tokens
@@ -88,7 +89,7 @@ def run(model: Model, case: Case, prompts: np.ndarray, num_tokens: int, seed: in
     decoder = model.decoder(controller(case))
     state = decoder.empty()
     for slot, prompt in enumerate(prompts):
-        for call in parts.calls(decoder.config, slot, prompt[:-1].tolist()):
+        for call in chunks.calls(decoder.config, slot, prompt[:-1].tolist()):
             state, _ = decoder.prefill(model.params, state, *call)
         asked = request(decoder.config, prompt.tolist(), limit=num_tokens, temperature=1.0, seed=seed, index=slot)
         state = decoder.insert(state, slot, asked)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from et_jax.errors import UsageError
 from et_jax.training import corpus, ngram
 from et_jax.training.recipe import VOCAB_SIZE
-from et_jax.types import UsageError
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,10 +17,9 @@ from figures import FIGURES, save
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
-from et_jax import entropy
-from et_jax.control import clock, priority, temperature, temperature_rules, tolerance
+from et_jax.control import clock, entropy, priority, temperature, temperature_rules, tolerance
 from et_jax.control.base import ControlState, Law, Signals
-from et_jax.state import blank_signals
+from et_jax.decode.state import blank_signals
 from et_jax.types import replace
 
 

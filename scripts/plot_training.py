@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 
 def records(log: Path) -> list[dict[str, Any]]:

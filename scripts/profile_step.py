@@ -24,13 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from et_jax import cache, decode, slots
-from et_jax.attend import Memory, Row, decode_attend, start_receipts
+from et_jax.decode import cache, pages, slots
+from et_jax.decode.attention import Memory, Row, decode_attend, start_receipts
+from et_jax.decode.state import DecoderConfig, DecodeState, empty, request
+from et_jax.decode.step import step
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend, Params, forward, initialise
 from et_jax.pallas.backend import pick
-from et_jax.sizing import DEFAULT_PAGE_SIZE
-from et_jax.state import request
+from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
 
 SMOLLM_135M = ModelConfig(
@@ -63,10 +64,10 @@ def without_attention(write: bool, table: Array, length: Array, run: Array) -> A
     return attend
 
 
-def advance(kind: str, config: decode.DecoderConfig, params: Params, state: decode.DecodeState) -> decode.DecodeState:
+def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState) -> DecodeState:
     """Return the state after one step of a kind; what would be dead code there is kept alive."""
     if kind == "step":
-        return decode.step(config, params, state)[0]
+        return step(config, params, state)[0]
     if kind == "weight products":
         return replace(state, token=products(params, state.token))
     table, length, run = state.table.pages, state.length, state.active
@@ -111,28 +112,28 @@ def some_token(logits: Array) -> Array:
 KINDS = ("weight products", "forward", "+ cache write", "+ attention", "step")
 
 
-def loop(kind: str, config: decode.DecoderConfig) -> Callable[[Params, decode.DecodeState, Any], decode.DecodeState]:
+def loop(kind: str, config: DecoderConfig) -> Callable[[Params, DecodeState, Any], DecodeState]:
     """Return the jitted loop over steps of a kind; the state is donated."""
 
-    def run(params: Params, state: decode.DecodeState, num_steps: Array) -> decode.DecodeState:
+    def run(params: Params, state: DecodeState, num_steps: Array) -> DecodeState:
         return jax.lax.fori_loop(0, num_steps, lambda _, state: advance(kind, config, params, state), state)
 
     return jax.jit(run, donate_argnums=1)
 
 
-def filled(config: decode.DecoderConfig, context: int, temperature: float) -> decode.DecodeState:
+def filled(config: DecoderConfig, context: int, temperature: float) -> DecodeState:
     """Return a state in which every slot holds `context` tokens and the pages for all that will come."""
-    state = decode.empty(config)
+    state = empty(config)
     rows = config.num_slots
     blocks = config.blocks_per_slot
-    table, _ = decode.pages.reserve(state.table, jnp.full(rows, blocks, jnp.int32), blocks)
+    table, _ = pages.reserve(state.table, jnp.full(rows, blocks, jnp.int32), blocks)
     asked = request(config, [5], limit=config.max_length, temperature=temperature)
     for slot in range(rows):
         state = slots.insert(config, state, jnp.int32(slot), asked)
     return replace(state, table=table, length=jnp.full(rows, context, jnp.int32))
 
 
-def measure(config: decode.DecoderConfig, args: argparse.Namespace, dtype: str) -> dict[str, float]:
+def measure(config: DecoderConfig, args: argparse.Namespace, dtype: str) -> dict[str, float]:
     """Return the milliseconds of one step of every kind: the least over rounds in which the kinds take turns."""
     clock = time.process_time if args.cpu_time else time.perf_counter
     params = initialise(config.model, jax.random.key(0), dtype)
@@ -168,7 +169,7 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.layers} layers, {args.context} tokens held")
     for dtype in args.dtype:
         for batch in args.batch:
-            config = decode.DecoderConfig(
+            config = DecoderConfig(
                 model=model,
                 num_slots=batch,
                 batch=batch,

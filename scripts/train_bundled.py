@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from et_jax.errors import UsageError
 from et_jax.models import checkpoint, hub
 from et_jax.models.bundled import bundled_folder
 from et_jax.training import card, compact, corpus, export, loop, recipe
 from et_jax.training.settings import Settings
-from et_jax.types import UsageError
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "../shared/text/novels/novels.tar.xz"

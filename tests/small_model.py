@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax import sampling
+from et_jax.decode import sampling
+from et_jax.decode.state import DecoderConfig, Request
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
-from et_jax.parts import call
-from et_jax.state import DecoderConfig, Request
+from et_jax.serve.chunks import call
 
 VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
 POOL = 25  # 24 pages for three slots of up to sixteen blocks

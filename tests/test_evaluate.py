@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from et_jax import cli, evaluate
+from et_jax import evaluate
+from et_jax.cli import command
+from et_jax.errors import UsageError
 from et_jax.tasks import files
 from et_jax.tasks.base import Example
-from et_jax.types import UsageError
 
 
 class Reader:
@@ -124,7 +125,7 @@ def test_the_command_line_writes_answers_and_a_picture(ran):
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, message, capfd):
-    assert evaluate.main(arguments) == cli.USAGE
+    assert evaluate.main(arguments) == command.USAGE
     err = capfd.readouterr().err.splitlines()
     assert message in err[-1]
     assert err[-1].startswith("error: ")

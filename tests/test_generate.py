@@ -16,11 +16,11 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from et_jax import evaluate, generate
+from et_jax.errors import UsageError
 from et_jax.generate import main
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise
-from et_jax.types import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -264,9 +264,10 @@ def test_an_interrupt_keeps_the_text(folder: Path, tmp_path: Path) -> None:
 
 SLOWLY = """
 import sys, time
-from et_jax import generate, report
-take = report.Report.take
-report.Report.take = lambda *a: (time.sleep(0.1), take(*a))[1]
+from et_jax import generate
+from et_jax.report import display
+take = display.Report.take
+display.Report.take = lambda *a: (time.sleep(0.1), take(*a))[1]
 sys.exit(generate.main(sys.argv[1:]))
 """
 

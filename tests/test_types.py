@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int, jaxtyped
 
-from et_jax.types import UsageError, pytree, replace
+from et_jax.errors import UsageError
+from et_jax.types import pytree, replace
 
 
 @pytree

@@ -25,7 +25,7 @@ from typing import Any
 from et_jax.batch import rescue
 from et_jax.batch.manifest import Manifest, manifest_path
 from et_jax.batch.source import check_source
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 SYNC_SECONDS = 1.0
 _OPENING = b'{"id": "batch_req_'  # how every row begins that a job writes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from et_jax.batch.parquet import read_rows
 from et_jax.batch.source import PARQUET
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 MAX_LINE_BYTES = 8 * 2**20  # a million tokens of text and its escapes; of a longer line no more is held at once
 _PIECE_BYTES = 2**20  # in which the rest of a longer line is passed over

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from et_jax.files import replace_file
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.io.files import replace_file
 
 VERSION = 2  # of the manifest and of the ids of rows; the first had no version
 _MAX_BYTES = 16 * 2**20

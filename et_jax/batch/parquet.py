@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.batch.strict import printable, shown
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 _ROWS = 64  # held at once
 _EXACT = 2**53  # whole numbers up to here survive as floats, as which pandas writes a column with a gap

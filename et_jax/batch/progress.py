@@ -4,7 +4,7 @@ import sys
 import time
 from types import TracebackType
 
-from et_jax.terminal import takes_escapes
+from et_jax.io.terminal import takes_escapes
 
 LINE_SECONDS = 10.0  # between two lines where standard error is no terminal
 _LEAST_SECONDS = 1.0  # of work, from which a pace is told

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 PARQUET = b"PAR1"  # how a Parquet file begins
 _LOOKED_AT = 2**16  # bytes from the start

@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from et_jax.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from et_jax.batch.strict import parse, printable, shown
-from et_jax.requests import MAX_STOP_IDS, GenerationRequest, SamplingParams
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve.requests import MAX_STOP_IDS, GenerationRequest, SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_N = 128  # as the OpenAI API documents

@@ -1,0 +1,8 @@
+"""Laws: small pure functions of one sequence that see plain arrays, neither model nor kernel.
+
+base, entropy                  what a law may see and set; how uncertain a distribution is
+clock, temperature, temperature_rules, tolerance, priority, smoothing, guards
+view, bounds, contribution, select, bisect     which blocks of the cache are read
+controller, presets            laws put together, and those that have a name
+calibration                    the temperature at which probabilities mean what they say
+"""

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from et_jax.schema import CalibrationFile, checked, is_there, read_json
+from et_jax.io.schema import CalibrationFile, checked, is_there, read_json
 
 FILE = "calibration.json"
 

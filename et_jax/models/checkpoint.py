@@ -22,11 +22,11 @@ from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from et_jax import checksums
+from et_jax.errors import UsageError
+from et_jax.io import checksums
+from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.models.config import ModelConfig, config_to_hugging_face, from_hugging_face
 from et_jax.models.transformer import Params, WeightSpec, describe
-from et_jax.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
-from et_jax.types import UsageError
 
 OUTER_NAMES = {
     "embedding": "model.embed_tokens.weight",

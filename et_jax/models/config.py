@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from et_jax.schema import FETCH, ConfigFile, KindFile, RopeFile, checked, named
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.io.schema import FETCH, ConfigFile, KindFile, RopeFile, checked, named
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ARCHITECTURES = {

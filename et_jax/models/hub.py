@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from et_jax.errors import UsageError
+from et_jax.io.schema import named
 from et_jax.models.checkpoint import read_config
-from et_jax.schema import named
-from et_jax.types import UsageError
 
 HUB_FILES = (
     "config.json",

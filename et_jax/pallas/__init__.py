@@ -1,0 +1,1 @@
+"""Kernels: one folder each, with api, reference, xla, gpu and tpu."""

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from et_jax.errors import UsageError
 from et_jax.pallas.backend import device_kind
-from et_jax.types import UsageError
 
 C = TypeVar("C")
 FOLDER = Path(__file__).parent / "tuned"

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from et_jax.errors import UsageError
 from et_jax.tasks.words import VERBS, Split, Vocabulary, vocabulary
-from et_jax.types import UsageError
 
 Count = Callable[[str], int]
 """The number of tokens of a text, without what a tokenizer puts before one."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from et_jax.errors import UsageError
 from et_jax.tasks.base import Count, Example, Match
-from et_jax.types import UsageError
 
 Record = dict[str, Any]
 Read = tuple[str, str, float, Match]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from et_jax.errors import UsageError
 from et_jax.tasks.base import Count, Document, Example, Needle, Plan, Setting, Turn, lay_out, setting
 from et_jax.tasks.words import Split, Vocabulary, belongs
-from et_jax.types import UsageError
 
 NUM_PAIRS = 7  # keys of a test beside the one asked for, where a task has such
 _NUM_NEEDLES = 3

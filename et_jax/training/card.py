@@ -8,13 +8,13 @@ import string
 from pathlib import Path
 from typing import Any
 
+from et_jax.errors import UsageError
 from et_jax.models.checkpoint import weight_specs
 from et_jax.models.transformer import Params
 from et_jax.training import corpus
 from et_jax.training.loop import evaluate
 from et_jax.training.schedule import Curriculum
 from et_jax.training.settings import Settings
-from et_jax.types import UsageError
 
 SHORT_STEPS = 2070  # of the training on novels alone, with which the one for long contexts began
 BUCKETS = (0, 16, 64, 256, 512, 1024, 1536, 2048)  # positions between which the loss is averaged

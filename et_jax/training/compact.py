@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from safetensors.flax import load_file, save_file
 
+from et_jax.errors import UsageError
 from et_jax.training.loop import TrainState, initial_state
 from et_jax.training.settings import Settings
-from et_jax.types import UsageError
 
 _FILES = {"params": "weights.safetensors", "optimizer": "optimizer.safetensors"}
 

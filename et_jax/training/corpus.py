@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, UInt16
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0  # begins and ends every work; fixed, since special tokens are numbered first

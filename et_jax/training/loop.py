@@ -20,11 +20,12 @@ from jaxtyping import Array, Float, Int
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
+from et_jax.errors import UsageError
 from et_jax.models.transformer import Params, initialise
 from et_jax.training import corpus, loss, probe
 from et_jax.training.mixture import Batch, mixed_rows
 from et_jax.training.settings import Settings
-from et_jax.types import UsageError, pytree
+from et_jax.types import pytree
 
 MARKS = 11  # reports over which the pace is averaged when the end is planned
 

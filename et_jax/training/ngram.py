@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float64, Integer, UInt64
 
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 FALLBACK_DISCOUNT = 0.75  # where an order has too few rare grams to estimate its own
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 
+from et_jax.errors import UsageError
 from et_jax.models.config import ModelConfig
 from et_jax.training.corpus import END_ID, WINDOW
 from et_jax.training.mixture import Mixture
 from et_jax.training.schedule import Curriculum, Schedule
 from et_jax.training.settings import Settings
-from et_jax.types import UsageError
 
 VOCAB_SIZE = 4096
 _GROWN, _STAGE = 1200, 200  # the step from which rows are longer than WINDOW, and those until they double again

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from et_jax.engine import Model
-from et_jax.requests import Completion, GenerationRequest, SamplingParams
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve.engine import Model
+from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams
 from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
 from fuzzing.small_folder import served_model
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from et_jax import engine, generate
-from et_jax.tokenizer import load_tokenizer
-from et_jax.types import UsageError
+from et_jax import generate
+from et_jax.errors import UsageError
+from et_jax.serve import engine
+from et_jax.text import load_tokenizer
 from fuzzing.cases import ACCEPTED, REFUSED, SECONDS, Fault, Surface
 from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
 from fuzzing.judge import NOISE, not_a_sentence

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from hypothesis import strategies as st
 
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
 from fuzzing.edits import MUTATIONS, Mutation, mutated
 from fuzzing.small_folder import LENGTH, LLAMA, open_model, overlay, write_model

@@ -23,7 +23,7 @@ class Verdict:
 
 def judge(run: Callable[[Any], str], case: Any) -> Verdict:
     """Run a case and return its verdict."""
-    from et_jax.types import UsageError
+    from et_jax.errors import UsageError
 
     try:
         return Verdict(outcome=run(case))

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from et_jax.engine import Model, load
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import weight_specs
 from et_jax.models.config import ModelConfig, config_to_hugging_face
+from et_jax.serve.engine import Model, load
 
 LENGTH, ROWS = 128, 4  # tokens of prompt and text, and sequences decoded together
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

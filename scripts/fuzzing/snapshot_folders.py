@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from et_jax import snapshots
+from et_jax.decode import snapshots
 from et_jax.models.checkpoint import assemble, restore_converted, save_converted
 from et_jax.models.config import config_to_hugging_face, from_hugging_face
 from fuzzing.cases import ACCEPTED, Fault, Surface

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from et_jax.tokenizer import load_tokenizer
+from et_jax.text import load_tokenizer
 from fuzzing.cases import ACCEPTED, Fault, Surface
 from fuzzing.small_folder import LENGTH, overlay, write_model
 

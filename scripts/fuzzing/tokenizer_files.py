@@ -10,8 +10,8 @@ from typing import Any
 import sentencepiece
 from hypothesis import strategies as st
 
-from et_jax.tokenizer import Detokenizer, Tokenizer, load_tokenizer
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.text import Detokenizer, Tokenizer, load_tokenizer
 from fuzzing.cases import ACCEPTED, Surface
 from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
 from fuzzing.small_folder import overlay, served_model

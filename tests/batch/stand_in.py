@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from et_jax import generate
-from et_jax.metrics import Metrics
-from et_jax.requests import Completion, GenerationRequest, TokenTrace
+from et_jax.serve.metrics import Metrics
+from et_jax.serve.requests import Completion, GenerationRequest, TokenTrace
 
 LONGEST = 100  # a prompt of more characters does not fit the paper model
 
@@ -107,5 +107,5 @@ class PaperModel:
 
 if __name__ == "__main__":
     loaded = SimpleNamespace(load=lambda *_, **__: PaperModel(seconds=0.002))
-    sys.modules["et_jax.engine"] = loaded  # type: ignore[assignment]
+    sys.modules["et_jax.serve.engine"] = loaded  # type: ignore[assignment]
     sys.exit(generate.main(sys.argv[1:]))

@@ -8,7 +8,7 @@ from stand_in import Letters, completion, trace
 
 from et_jax.batch.answers import answer_row, error_row
 from et_jax.batch.tasks import Entry, Task
-from et_jax.requests import GenerationRequest, SamplingParams
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 ENTRY = Entry(line=3, custom_id="a", id="batch_req_12", values={})
 

@@ -14,8 +14,8 @@ from stand_in import PaperModel, completion
 from et_jax.batch.job import Summary, run, survey
 from et_jax.batch.journal import open_journal
 from et_jax.batch.tasks import Defaults
-from et_jax.requests import Completion, GenerationRequest, SamplingParams
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams
 
 DEFAULTS = Defaults(params=SamplingParams(max_tokens=4))
 SETTINGS = {"model_files": "paper"}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from et_jax.batch import journal as journals
 from et_jax.batch.journal import check_files, open_journal
 from et_jax.batch.manifest import manifest_path
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 SETTINGS = {"model_files": "abc", "params": {"temperature": 1.0, "stop": ["x"]}}
 

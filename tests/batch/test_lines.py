@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from et_jax.batch.lines import MAX_LINE_BYTES, read_lines
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 
 def lines_of(path: Path, data: bytes) -> list[tuple[int, bytes | None]]:

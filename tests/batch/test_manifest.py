@@ -10,7 +10,7 @@ import pytest
 
 from et_jax.batch.journal import open_journal
 from et_jax.batch.manifest import VERSION, manifest_path
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 SETTINGS: dict[str, Any] = {
     "model": "bundled",

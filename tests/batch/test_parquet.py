@@ -13,8 +13,8 @@ from stand_in import Letters
 
 from et_jax.batch.lines import read_lines
 from et_jax.batch.tasks import Defaults, read_entries, read_task
-from et_jax.requests import GenerationRequest, SamplingParams
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

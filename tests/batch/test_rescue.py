@@ -14,7 +14,7 @@ from et_jax.batch import journal as journals
 from et_jax.batch import rescue as rescues
 from et_jax.batch.journal import Journal, open_journal
 from et_jax.batch.manifest import manifest_path
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 SETTINGS = {"model_files": "abc"}
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from stand_in import PaperModel
 
-from et_jax import engine
 from et_jax.batch.source import check_lines, spooled
-from et_jax.cli import USAGE
+from et_jax.cli.command import USAGE
+from et_jax.errors import UsageError
 from et_jax.generate import main
-from et_jax.types import UsageError
+from et_jax.serve import engine
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 ROOT = Path(__file__).resolve().parents[2]

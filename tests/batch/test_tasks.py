@@ -8,8 +8,8 @@ import pytest
 from stand_in import Letters
 
 from et_jax.batch.tasks import CHAT, COMPLETIONS, Defaults, Task, read_entries, read_task
-from et_jax.requests import GenerationRequest, SamplingParams
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 DEFAULTS = Defaults(params=SamplingParams(max_tokens=9, temperature=0.5))
 USER = [{"role": "user", "content": "Hello"}]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from et_jax.errors import UsageError
 from et_jax.models.calibration import read_calibration, write_calibration
-from et_jax.types import UsageError
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -12,16 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from et_jax.models.checkpoint import (
-    load,
-    restore_converted,
-    save_converted,
-    weight_specs,
-    write_hugging_face,
-)
+from et_jax.errors import UsageError
+from et_jax.models.checkpoint import load, restore_converted, save_converted, weight_specs, write_hugging_face
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise, num_weights
-from et_jax.types import UsageError
 
 CONFIG = ModelConfig(
     architecture="qwen2",

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from et_jax.errors import UsageError
 from et_jax.models.config import ModelConfig, RopeScaling, config_to_hugging_face, from_hugging_face
-from et_jax.types import UsageError
 
 PLAIN = ModelConfig(
     architecture="llama",

@@ -11,8 +11,8 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from et_jax import engine
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
+from et_jax.serve import engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EMBEDDING = "model.embed_tokens.weight"

@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import errors
 from test_checkpoint import CONFIG, random_params
 
+from et_jax.errors import UsageError
 from et_jax.models.checkpoint import load, write_hugging_face
 from et_jax.models.hub import resolve
-from et_jax.types import UsageError
 
 HTTP = errors.HfHubHTTPError.__bases__[0].__module__.split(".")[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from et_jax import cache
+from et_jax.decode import cache
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.pallas.block_scores.shapes import SHAPES, TESTED, Shape, example
 

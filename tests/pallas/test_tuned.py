@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from test_paged_attention import NAMED, example
 
+from et_jax.errors import UsageError
 from et_jax.pallas import tuned
 from et_jax.pallas.paged_attention import xla
 from et_jax.pallas.ring import RingConfig
-from et_jax.types import UsageError
 
 SHAPE = NAMED["group_4"]
 KEY = "paged_attention/xla page_size=16 head_dim=64 queries=4 dtype=bfloat16"

@@ -11,7 +11,7 @@ from pathlib import Path
 from fuzzing.cases import ACCEPTED, Fault, Surface
 from hypothesis import strategies as st
 
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 FINE = ("works", "refuses")
 WRONG = (

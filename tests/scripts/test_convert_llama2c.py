@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from et_jax.models.checkpoint import load
-from et_jax.tokenizer import load_tokenizer
+from et_jax.text import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("ET_JAX_SHARED", ROOT.parent / "shared"))

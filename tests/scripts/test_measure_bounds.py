@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from dense import dense_logits
 
+from et_jax.errors import UsageError
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise
-from et_jax.types import UsageError, replace
+from et_jax.types import replace
 
 TINY = ModelConfig(
     architecture="llama",

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from et_jax.control import select
-from et_jax.engine import load
+from et_jax.control.controller import Controller
 from et_jax.evaluate import counter, evaluate, grid
-from et_jax.state import Controller
+from et_jax.serve.engine import load
 
 
 @pytest.fixture

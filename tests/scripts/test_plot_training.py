@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from et_jax.types import UsageError
+from et_jax.errors import UsageError
 
 LOG = [
     {"step": 20, "loss": 5.0, "length": 128},

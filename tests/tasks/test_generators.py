@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
+from et_jax.errors import UsageError
 from et_jax.tasks import words
 from et_jax.tasks.base import Example, right, sentences
 from et_jax.tasks.generators import TASKS, document, example
-from et_jax.types import UsageError
 
 
 def count(text: str) -> int:

@@ -1,0 +1,1 @@
+"""What the command lines share: arguments, streams, signals, exit codes, paths."""

@@ -1,0 +1,289 @@
+"""Attention over the paged cache, as the model is handed it: write, choose blocks, read them, note what was read.
+
+This is where the cache, the selectors and the kernels meet. The step and the prefill each make an
+`attend` for `models.transformer.forward`; what it threads through the layers is a `Memory`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from et_jax.control.base import pack_blocks, unpack_blocks
+from et_jax.control.select import Selection, Selector
+from et_jax.decode.cache import KVCache, LayerCache, token_width, write
+from et_jax.decode.selection import (
+    Blocks,
+    blocks_of,
+    first_block,
+    held_blocks,
+    kept_mass,
+    select,
+    trace_scores,
+    with_residual,
+)
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import Attend
+from et_jax.pallas.backend import NAMES, pick
+from et_jax.pallas.paged_attention.api import paged_attention
+from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.types import pytree, replace
+
+
+@pytree
+class Receipts:
+    """What attention read, gathered over the layers run so far.
+
+    `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
+    looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
+    `block_masks` holds each layer's packed mask.
+    """
+
+    blocks_read: Int[Array, " b"]
+    summaries_read: Int[Array, " b"]
+    kept_mass: Float[Array, " b"]
+    block_masks: tuple[UInt32[Array, "b k n32"], ...]
+
+
+@pytree
+class Memory:
+    """The cache on its way through the layers, and the receipts so far."""
+
+    cache: KVCache
+    receipts: Receipts
+
+
+@pytree
+class Row:
+    """What attention must know of each row of a decode step, whose new token sits at position `length`.
+
+    Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
+    `block_mask`, those last read, are read again and nothing is chosen anew; `kept_mass` is what was
+    kept then.
+    """
+
+    table: Int[Array, "b n"]
+    length: Int[Array, " b"]
+    run: Bool[Array, " b"]
+    tolerance: Float[Array, " b"]
+    fresh: Bool[Array, " b"]
+    block_mask: UInt32[Array, "b l k n32"]
+    kept_mass: Float[Array, " b"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How attention reads the cache: the model's shape, the page size, a selector per layer, the backend.
+
+    `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
+    tokens. `residual` lets unread blocks count as their mean.
+    """
+
+    model: ModelConfig
+    page_size: int
+    selectors: tuple[Selector, ...]
+    backend: str
+    scores_backend: str
+    refresh_every: int = 1
+    residual: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Factor on query . key."""
+        return self.model.head_dim**-0.5
+
+
+def start_receipts(batch: int) -> Receipts:
+    """Return receipts of nothing read."""
+    zeros = jnp.zeros(batch, jnp.int32)
+    return Receipts(blocks_read=zeros, summaries_read=zeros, kept_mass=jnp.ones(batch, jnp.float32), block_masks=())
+
+
+def decode_attend(reading: Reading, row: Row) -> Attend:
+    """Return the `attend` of one decode step."""
+    count = row.run.astype(jnp.int32)
+    lengths = jnp.where(row.run, row.length + 1, 0)
+
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: Memory) -> tuple[Array, Memory]:
+        cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count)
+        cache = _with_layer(memory.cache, layer, cached)
+        queries = q[:, 0]
+        blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
+        if reading.selectors[layer].reads_all:
+            listed, counts = _every_block(lengths, reading, row.table.shape[1], layer)
+            out, _ = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
+            opened = jnp.broadcast_to(blocks.readable[:, None], (*counts.shape, row.table.shape[1]))
+            receipts = _note(memory.receipts, counts, opened)
+        else:
+            grouped = _grouped(queries, reading)
+            chosen = _choose(reading, layer, grouped, cache, blocks, row)
+            listed, counts = list_blocks(chosen.opened)
+            out, block_lse = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
+            log_read = jax.nn.logsumexp(block_lse, axis=-1).reshape(grouped.shape[:3])
+            if reading.residual:
+                assert cached.summary is not None  # `select` has looked at it
+                d = reading.model.head_dim
+                values = cached.summary.mean[:, row.table].swapaxes(0, 1)[..., d : 2 * d]
+                whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
+                out = whole.astype(out.dtype).reshape(out.shape)
+            receipts = _note(memory.receipts, counts, chosen.opened)
+            kept = jnp.where(row.fresh, kept_mass(chosen, blocks, log_read), row.kept_mass)
+            looked = jnp.where(row.fresh, held_blocks(lengths, reading.page_size), 0) * reading.model.num_kv_heads
+            receipts = replace(
+                receipts,
+                kept_mass=jnp.minimum(receipts.kept_mass, kept),
+                summaries_read=receipts.summaries_read + looked,
+            )
+        return out[:, None], Memory(cache=cache, receipts=receipts)
+
+    return attend
+
+
+def prefill_attend(
+    reading: Reading, table: Int[Array, "b n"], start: Int[Array, " b"], count: Int[Array, " b"], end: Int[Array, " b"]
+) -> Attend:
+    """Return the `attend` of parts of prompts: `count[b]` tokens from position `start[b]` on, read densely.
+
+    A row's slot holds `end[b]` tokens once every row is written: rows of one slot may share a page.
+    """
+
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache) -> tuple[Array, KVCache]:
+        cached = write(memory.layers[layer], k, v, table, start, count, end)
+        out = paged_prefill(
+            q,
+            cached.pages,
+            table,
+            start,
+            scale=reading.scale,
+            window=reading.model.windows[layer],
+            backend=reading.backend,
+        )
+        return out, _with_layer(memory, layer, cached)
+
+    return attend
+
+
+def serving_backend(model: ModelConfig, page_size: int, dtype: DTypeLike) -> tuple[str, tuple[str, ...]]:
+    """Return the best attention backend here that serves this model's shapes, and why better ones do not."""
+    return _first_to_serve(partial(_trace_attention, model, page_size, dtype), pick())
+
+
+def scoring_backend(
+    model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, attention: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return who scores this model's blocks and why no better one: the backend of attention, or the best that can."""
+    return _first_to_serve(partial(trace_scores, model, page_size, dtype, key_codes), attention)
+
+
+def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[str, ...]]:
+    """The first backend, from `name` on in order of preference, that does not refuse; and the refusals."""
+    names, refusals = list(NAMES), []
+    while True:
+        try:
+            jax.eval_shape(partial(trace, name))
+            return name, tuple(refusals)
+        except NotImplementedError as error:
+            names.remove(name)
+            refusals.append(str(error))
+            name = pick(built=names)
+
+
+def _trace_attention(model: ModelConfig, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
+    """Both ops on one row and one page."""
+    integers = partial(jnp.zeros, dtype=jnp.int32)
+    pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), dtype)
+    queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)
+    settings = {"scale": 1.0, "window": next(iter(model.windows)), "backend": backend}
+    lists = integers((1, model.num_kv_heads, 1)), integers((1, model.num_kv_heads))
+    decoded, _ = paged_attention(queries[:, 0], pages, integers((1, 1)), *lists, integers(1), **settings)
+    return decoded, paged_prefill(queries, pages, integers((1, 1)), integers(1), **settings)
+
+
+def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
+    """Return the ids of the True blocks in ascending order, and how many there are; the rest is padding."""
+    running = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32)
+    find = jax.vmap(jax.vmap(lambda row: jnp.searchsorted(row, wanted)))
+    return jnp.minimum(find(running), mask.shape[-1] - 1).astype(jnp.int32), running[..., -1]
+
+
+def _every_block(
+    lengths: Int[Array, " b"], reading: Reading, num_blocks: int, layer: int
+) -> tuple[Int[Array, "b k m"], Int[Array, "b k"]]:
+    """List every block within the layer's window, for every KV head."""
+    window, page_size = reading.model.windows[layer], reading.page_size
+    most = num_blocks if window is None else min(num_blocks, (window + page_size - 2) // page_size + 1)
+    first = first_block(lengths, page_size, window)
+    blocks = jnp.minimum(first[:, None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
+    counts = held_blocks(lengths, page_size) - first
+    shape = (lengths.shape[0], reading.model.num_kv_heads)
+    return jnp.broadcast_to(blocks[:, None], (*shape, most)), jnp.broadcast_to(counts[:, None], shape)
+
+
+def _choose(
+    reading: Reading, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: Row
+) -> Selection:
+    """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
+
+    def choose() -> Selection:
+        return select(reading.selectors[layer], query, cache, layer, blocks, row.tolerance, reading.scores_backend)
+
+    if reading.refresh_every == 1:
+        return choose()
+    shapes = jax.eval_shape(choose)
+    if shapes.upper is not None:
+        raise ValueError("refresh_every: a certified selector proves something of this token's query alone; use 1")
+    chosen = jax.lax.cond(
+        jnp.any(row.fresh),
+        choose,
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+    )
+    last = unpack_blocks(row.block_mask[:, layer])[..., : row.table.shape[1]]
+    again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
+    return replace(chosen, opened=jnp.where(row.fresh[:, None, None], chosen.opened, again))
+
+
+def _read(
+    reading: Reading,
+    layer: int,
+    queries: Float[Array, "b h d"],
+    cached: LayerCache,
+    table: Int[Array, "b n"],
+    listed: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    lengths: Int[Array, " b"],
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+    return paged_attention(
+        queries,
+        cached.pages,
+        table,
+        listed,
+        counts,
+        lengths,
+        scale=reading.scale,
+        window=reading.model.windows[layer],
+        backend=reading.backend,
+    )
+
+
+def _note(receipts: Receipts, counts: Int[Array, "b k"], opened: Bool[Array, "b k n"]) -> Receipts:
+    return replace(
+        receipts,
+        blocks_read=receipts.blocks_read + jnp.sum(counts, axis=1),
+        block_masks=(*receipts.block_masks, pack_blocks(opened)),
+    )
+
+
+def _grouped(queries: Float[Array, "b h d"], reading: Reading) -> Float[Array, "b k g d"]:
+    """Queries by KV head, float32, scaled so that query . key is the score."""
+    b, _, d = queries.shape
+    return queries.astype(jnp.float32).reshape(b, reading.model.num_kv_heads, -1, d) * reading.scale
+
+
+def _with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:
+    return replace(cache, layers=(*cache.layers[:layer], cached, *cache.layers[layer + 1 :]))

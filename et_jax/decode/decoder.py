@@ -1,0 +1,109 @@
+"""The functions of decoding, bound to one configuration and jitted.
+
+    prefill -> insert -> step, step, step -> release
+
+Every function takes a state and returns a state. `decoder` binds the static configuration and jits
+them with the state donated, so that the cache is updated in place.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from et_jax.decode import cache as kv
+from et_jax.decode import slots
+from et_jax.decode.prefill import prefill
+from et_jax.decode.state import DecoderConfig, DecodeState, Request, StepOutput, empty
+from et_jax.decode.step import step
+from et_jax.models.transformer import Params
+
+
+def decode(
+    config: DecoderConfig,
+    params: Params,
+    state: DecodeState,
+    num_steps: Int[Array, ""],
+    until_end: Bool[Array, ""] | bool = False,
+) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
+    """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
+
+    With `until_end` it also stops after a step that ends a sequence, whose slot somebody may be waiting
+    for. Returns the outputs stacked over `max_steps`, of which the returned number were run.
+    """
+    _, shapes = jax.eval_shape(partial(step, config), params, state)
+    outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
+    num_steps = jnp.minimum(num_steps, config.max_steps)
+
+    def going(carry: tuple) -> Bool[Array, ""]:
+        i, state, _, ended = carry
+        return (i < num_steps) & jnp.any(state.active) & ~(ended & until_end)
+
+    def advance(carry: tuple) -> tuple:
+        i, state, outputs, _ = carry
+        state, output = step(config, params, state)
+        outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
+        return i + 1, state, outputs, jnp.any(output.finished | (output.fault > 0))
+
+    start = jnp.int32(0), state, outputs, jnp.bool_(False)
+    ran, state, outputs, _ = jax.lax.while_loop(going, advance, start)
+    return state, outputs, ran
+
+
+def snapshot(state: DecodeState) -> DecodeState:
+    """Return a copy that outlives a donating step."""
+    return jax.tree.map(jnp.copy, state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The functions of this module and of `slots`, their configuration bound, jitted.
+
+    The state that a function returns anew is donated to it.
+    """
+
+    config: DecoderConfig
+    empty: Callable[[], DecodeState]
+    prefill: Callable[[Params, DecodeState, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+    insert: Callable[[DecodeState, Any, Request], DecodeState]
+    step: Callable[[Params, DecodeState], tuple[DecodeState, StepOutput]]
+    decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
+    release: Callable[[DecodeState, Any], DecodeState]
+    fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+    adopt: Callable[[DecodeState, Any, Any, Any], DecodeState]
+    hold: Callable[[DecodeState, Any, Any], DecodeState]
+    drop: Callable[[DecodeState, Any, Any], DecodeState]
+    read_row: Callable[[DecodeState, Any], slots.Row]
+    read_pages: Callable[[DecodeState, Any, Any], kv.KVCache]
+    write_row: Callable[[DecodeState, Any, slots.Row], tuple[DecodeState, Bool[Array, ""]]]
+    write_pages: Callable[[DecodeState, Any, Any, kv.KVCache], DecodeState]
+
+
+def decoder(config: DecoderConfig) -> Decoder:
+    """Return the decoder of a configuration."""
+
+    def compiled(function: Callable, *bound: Any, donate: int | None = None) -> Callable:
+        own = partial(function, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
+        return jax.jit(own) if donate is None else jax.jit(own, donate_argnums=donate)
+
+    return Decoder(
+        config=config,
+        empty=compiled(empty, config),
+        prefill=compiled(prefill, config, donate=1),
+        insert=compiled(slots.insert, config, donate=0),
+        step=compiled(step, config, donate=1),
+        decode=compiled(decode, config, donate=1),
+        release=compiled(slots.release, donate=0),
+        fork=compiled(slots.fork, config, donate=0),
+        adopt=compiled(slots.adopt, donate=0),
+        hold=compiled(slots.hold, donate=0),
+        drop=compiled(slots.drop, donate=0),
+        read_row=compiled(slots.read_row),
+        read_pages=compiled(slots.read_pages, config),
+        write_row=compiled(slots.write_row, config, donate=0),
+        write_pages=compiled(slots.write_pages, config, donate=0),
+    )

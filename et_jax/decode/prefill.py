@@ -1,0 +1,51 @@
+"""Prompt tokens into the cache, parts of several prompts in one call."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from et_jax.control import entropy
+from et_jax.decode import cache as kv
+from et_jax.decode import pages
+from et_jax.decode.attention import prefill_attend
+from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.models.transformer import Params, forward
+from et_jax.types import replace
+
+
+def prefill(
+    config: DecoderConfig,
+    params: Params,
+    state: DecodeState,
+    slot: Int[Array, " r"],
+    tokens: Int[Array, "r t"],
+    count: Int[Array, " r"],
+) -> tuple[DecodeState, Bool[Array, " r"]]:
+    """Write the next prompt tokens of inactive slots into the cache; False where pages ran out.
+
+    Each row is a part of a prompt: the first `count` of its tokens, then padding. Parts of one prompt
+    stand one below the other, in order. Rows of no tokens do nothing. The prompt's last token is left for
+    `insert`, so that every token is sampled in `step`. A refused slot is unchanged.
+    """
+    index = jnp.arange(slot.shape[0])
+    mine = jnp.where(slot[:, None] == slot, count, 0)  # "r r": what every row adds to each row's slot
+    before = jnp.sum(jnp.where(index < index[:, None], mine, 0), axis=1)
+    held, total = state.length[slot], jnp.sum(mine, axis=1)
+    blocks = jnp.where(count > 0, -(-(held + total) // config.page_size), 0)
+    most = tokens.size // config.page_size + 1
+    table, granted = pages.reserve(state.table, jnp.zeros_like(state.length).at[slot].max(blocks), most)
+    granted = granted[slot]
+    written = jnp.where(granted, count, 0)
+    start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
+    attend = prefill_attend(config.reading, table.pages[slot], start, written, end)
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    logits, cache = forward(params, config.model, tokens, positions, attend, state.cache)
+    last = state.logits
+    if last is not None:
+        final = logits[index, jnp.maximum(count - 1, 0)]
+        first = jnp.where((before > 0)[:, None], jnp.roll(final, 1, axis=0), last[slot])
+        given = jnp.concatenate([first[:, None], logits[:, :-1]], axis=1)
+        surprisal = jnp.where(positions == 0, 0.0, entropy.surprisal(given, tokens))
+        cache = kv.write_surprisal(cache, surprisal, table.pages[slot], start, written)
+        ends = (written > 0) & (before + count == total)
+        last = last.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
+    return replace(state, table=table, cache=cache, logits=last, length=state.length.at[slot].add(written)), granted

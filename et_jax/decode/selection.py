@@ -1,0 +1,198 @@
+"""Choosing blocks over the cache: a selector asked for every row and KV head, and what its answer is worth.
+
+Selectors see one sequence's blocks (`control.view.BlockView`); the cache holds pages. This is where the
+one is made of the other.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control import bounds
+from et_jax.control.bounds import Interval
+from et_jax.control.select import Selection, Selector
+from et_jax.control.view import BlockView
+from et_jax.decode.cache import KVCache, LayerCache, empty
+from et_jax.models.config import ModelConfig
+from et_jax.pallas.block_scores import block_scores, code_scores
+from et_jax.types import pytree, replace
+
+
+@pytree
+class Blocks:
+    """The blocks of every row: which positions they hold, and which of them a query may and must see.
+
+    `table` gives their pages, `length` the tokens of a row. `num_tokens` counts a block's tokens, 0
+    where a sliding window of the layer hides any of them. `readable` blocks hold a token the query sees;
+    `certain` ones are read whatever a selector says: the newest, and the one a window cuts.
+    """
+
+    table: Int[Array, "b n"]
+    length: Int[Array, " b"]
+    start: Int[Array, " n"]
+    num_tokens: Int[Array, "b n"]
+    readable: Bool[Array, "b n"]
+    certain: Bool[Array, "b n"]
+
+
+def held_blocks(length: Int[Array, " b"], page_size: int) -> Int[Array, " b"]:
+    """Return the blocks that sequences of these lengths hold."""
+    return (length + page_size - 1) // page_size
+
+
+def first_block(length: Int[Array, " b"], page_size: int, window: int | None) -> Int[Array, " b"]:
+    """Return the first block a query at the last position may see."""
+    return jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0) // page_size
+
+
+def blocks_of(table: Int[Array, "b n"], length: Int[Array, " b"], page_size: int, window: int | None) -> Blocks:
+    """Return the blocks of rows whose query stands at position `length - 1`."""
+    start = jnp.arange(table.shape[1], dtype=jnp.int32) * page_size
+    block = jnp.arange(table.shape[1])
+    first = first_block(length, page_size, window)[:, None]
+    held = held_blocks(length, page_size)[:, None]
+    readable = (block >= first) & (block < held)
+    hidden = jnp.zeros_like(readable) if window is None else start < length[:, None] - window
+    return Blocks(
+        table=table,
+        length=length,
+        start=start,
+        num_tokens=jnp.where(hidden, 0, jnp.clip(length[:, None] - start, 0, page_size)),
+        readable=readable,
+        certain=readable & ((block == held - 1) | hidden),
+    )
+
+
+def select(
+    selector: Selector,
+    query: Float[Array, "b k g d"],
+    cache: KVCache,
+    layer: int,
+    blocks: Blocks,
+    tolerance: Float[Array, " b"],
+    backend: str,
+) -> Selection:
+    """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
+
+    `query` is float32 and scaled. `backend` names the kernels that score the blocks.
+    """
+    d, stored = query.shape[-1], cache.layers[layer].summary
+    if stored is None:
+        raise ValueError("cache: got one that keeps no summaries, by which selectors choose")
+    score, middle, coded = _scores(query, cache.layers[layer], blocks, backend)
+    box, mean = (x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.key_box, stored.mean))
+    radius = stored.value_radius[:, blocks.table].swapaxes(0, 1)
+
+    def of_head(query, score, middle, coded, box, mean, radius, num_tokens, length, tolerance, surprisal) -> Selection:
+        view = BlockView(
+            query=query,
+            score=score,
+            middle=middle,
+            key_min=box[:, :d],
+            key_max=box[:, d : 2 * d],
+            key_mean=mean[:, :d],
+            value_mean=mean[:, d : 2 * d],
+            value_radius=radius,
+            start=blocks.start,
+            num_tokens=num_tokens,
+            length=length,
+            tolerance=tolerance,
+            coded=coded,
+            mean_surprisal=surprisal,
+        )
+        return selector.choose(view)
+
+    of_row = jax.vmap(of_head, in_axes=(0,) * 7 + (None,) * 4)
+    chosen = jax.vmap(of_row)(
+        query,
+        score,
+        middle,
+        coded,
+        box,
+        mean,
+        radius,
+        blocks.num_tokens,
+        blocks.length,
+        tolerance,
+        _mean_surprisal(cache, blocks),
+    )
+    opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
+    return replace(chosen, opened=opened)
+
+
+def trace_scores(model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
+    """Score one row and one page, to learn at trace time whether a backend serves these shapes."""
+    cache = empty(1, model.num_kv_heads, model.head_dim, 2, page_size, dtype, key_codes=key_codes)
+    length = jnp.ones(1, jnp.int32)
+    blocks = blocks_of(jnp.ones((1, 1), jnp.int32), length, page_size, None)
+    query = jnp.zeros((1, model.num_kv_heads, model.group_size, model.head_dim), jnp.float32)
+    return _scores(query, cache.layers[0], blocks, backend)[1]
+
+
+def _scores(
+    query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, backend: str
+) -> tuple[Interval, Float[Array, "b k g n"], Interval | None]:
+    """Return the range of every block's scores, its mean key's score, and what the key codes bound its log mass by."""
+    b, k, g, d = query.shape
+    summary, queries = layer.summary, query.reshape(b, k * g, d)
+    assert summary is not None
+    at = {"page_size": layer.pages.shape[2], "scale": 1.0, "backend": backend}
+
+    def grouped(x: Float[Array, "b h n"]) -> Float[Array, "b k g n"]:
+        return x.reshape(b, k, g, -1)
+
+    found = block_scores(queries, summary.key_box, summary.mean, blocks.table, blocks.length, **at)
+    low, high, middle = map(grouped, found)
+    if layer.key_codes is None:
+        return Interval(low=low, high=high), middle, None
+    found = code_scores(queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, **at)
+    log_mass, error = map(grouped, found)
+    known = jnp.where((blocks.num_tokens > 0)[:, None, None], log_mass, -jnp.inf)
+    return Interval(low=low, high=high), middle, Interval(low=known - error, high=known + error)
+
+
+def _mean_surprisal(cache: KVCache, blocks: Blocks) -> Float[Array, "b n"] | None:
+    if cache.surprisal is None:
+        return None
+    each = cache.surprisal[blocks.table]
+    counts = jnp.arange(each.shape[-1]) < blocks.num_tokens[..., None]
+    total = jnp.sum(jnp.where(counts, each, 0.0), axis=-1)
+    return total / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
+
+
+def kept_mass(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Float[Array, " b"]:
+    """Return the least share of attention mass read, over heads: certain where the selector bounds the rest.
+
+    Otherwise unread blocks count as the selector guesses them. `log_read` is the log-sum-exp over what
+    was read, in nats.
+    """
+    log_mass = chosen.estimate if chosen.upper is None else chosen.upper
+    read = chosen.opened | ~blocks.readable[:, None]
+    each = jax.vmap(jax.vmap(bounds.kept_mass))(log_mass, read, log_read)
+    return jnp.min(each, axis=(1, 2))
+
+
+def with_residual(
+    out: Float[Array, "b k g d"],
+    chosen: Selection,
+    blocks: Blocks,
+    log_read: Float[Array, "b k g"],
+    value_mean: Float[Array, "b k n d"],
+) -> Float[Array, "b k g d"]:
+    """Return the output with every unread block counted as its mean value at its estimated mass.
+
+        o~ = (Z_S o + sum_D Z^_b mean_b) / (Z_S + sum_D Z^_b)
+
+    S the blocks read, D the others a query may see; `out` is o over S, `bounds.residual_error` bounds what
+    remains. Float32.
+    """
+    unread = (blocks.readable[:, None] & ~chosen.opened)[:, :, None]
+    left = jnp.where(unread, chosen.estimate, -jnp.inf)
+    top = jnp.maximum(jnp.max(left, axis=-1), log_read)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)[..., None]
+    weight, read = jnp.exp(left - top), jnp.exp(log_read[..., None] - top)
+    value = jnp.where(unread.swapaxes(2, 3), value_mean, 0.0)
+    mixed = jnp.einsum("bkgn,bknd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)
+    total = read + jnp.sum(weight, axis=-1, keepdims=True)
+    return (read * out + mixed) / jnp.where(total > 0, total, 1.0)

@@ -1,0 +1,166 @@
+"""Who sits in which slot: sequences start, share pages, split, leave, and move to the host and back.
+
+Like the functions of `decode`, each takes a state and returns one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from et_jax.decode import cache as kv
+from et_jax.decode import pages, sampling
+from et_jax.decode.sampling import TokenCounts
+from et_jax.decode.state import DecoderConfig, DecodeState, Request, blank_signals, fresh_control
+from et_jax.types import replace
+
+Row = dict[str, Any]
+"""All that a state knows of one slot but its pages, by the names of `DecodeState`."""
+
+
+def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
+    """Start a sequence in `slot`, whose prompt but for the last token has been prefilled."""
+
+    def put(tree: Any, row: Any) -> Any:
+        return jax.tree.map(lambda x, y: x.at[slot].set(y), tree, row)
+
+    counts = state.counts
+    if counts is not None:
+        if request.in_prompt is None:
+            raise ValueError("request.in_prompt: got None, wanted the prompt's tokens, because penalties are kept")
+        none_yet = jnp.zeros(config.model.vocab_size, jnp.int32)
+        counts = put(counts, TokenCounts(in_prompt=request.in_prompt, generated=none_yet))
+    return replace(
+        state,
+        token=state.token.at[slot].set(request.token),
+        generated=state.generated.at[slot].set(0),
+        limit=state.limit.at[slot].set(request.limit),
+        active=state.active.at[slot].set(request.limit > 0),
+        arrival=state.arrival.at[slot].set(request.arrival),
+        urgency=state.urgency.at[slot].set(request.urgency),
+        stop_ids=state.stop_ids.at[slot].set(request.stop_ids),
+        logprobs=state.logprobs.at[slot].set(request.logprobs),
+        sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
+        counts=counts,
+        signals=put(state.signals, blank_signals(())),
+        control=put(state.control, fresh_control(config, request.sampling.temperature)),
+    )
+
+
+def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Stop a slot's sequence, forget what it asked for and give back its pages."""
+    return replace(
+        state,
+        active=state.active.at[slot].set(False),
+        length=state.length.at[slot].set(0),
+        logprobs=state.logprobs.at[slot].set(False),
+        sampling=jax.tree.map(lambda x, y: x.at[slot].set(y), state.sampling, sampling.plain(())),
+        table=pages.release(state.table, slot),
+    )
+
+
+def fork(
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], into: Int[Array, ""]
+) -> tuple[DecodeState, Bool[Array, ""]]:
+    """Continue `slot`'s sequence a second time in the empty slot `into`; False where no page was free.
+
+    Full pages are shared by reference count; the partial page is copied with its summary. The key is
+    folded with `into`, so that the two futures differ; everything else, control included, is equal. A
+    refused fork changes nothing.
+    """
+    length = state.length[slot]
+    full, held = length // config.page_size, -(-length // config.page_size)
+    shared = pages.adopt(state.table, into, state.table.pages[slot], full)
+    wanted = jnp.where(jnp.arange(config.num_slots) == into, held, 0)
+    table, granted = pages.reserve(shared, wanted, 1)
+    granted = granted[into]
+    page = jnp.where(granted, state.table.pages[slot, full], 0)
+    into_page = jnp.where(granted, table.pages[into, full], 0)
+    copied = kv.put_pages(state.cache, into_page[None], kv.take_pages(state.cache, page[None]))
+    rows = jnp.arange(config.num_slots)
+    source = jnp.where((rows == into) & granted, slot, rows)
+
+    def row(x: Array) -> Array:
+        return x[source]
+
+    forked = replace(state, **jax.tree.map(row, _rows(state)), cache=copied)
+    split = sampling.fold_key(jax.tree.map(lambda x: x[slot], state.sampling), into).key
+    keys = forked.sampling.key.at[into].set(jnp.where(granted, split, forked.sampling.key[into]))
+    return replace(
+        forked,
+        sampling=replace(forked.sampling, key=keys),
+        table=jax.tree.map(lambda new, old: jnp.where(granted, new, old), table, state.table),
+    ), granted
+
+
+def adopt(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Start the empty `slot` with the first `count` of the pages `held`, full of the first tokens of its prompt."""
+    page_size = state.cache.layers[0].pages.shape[2]
+    return replace(
+        state,
+        table=pages.adopt(state.table, slot, held, count),
+        length=state.length.at[slot].set(count * page_size),
+    )
+
+
+def hold(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Keep the first `count` of the pages `held` beyond the sequences that hold them now, until `drop`."""
+    return replace(state, table=pages.hold(state.table, held, count))
+
+
+def drop(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Undo `hold` for the first `count` of the pages `held`."""
+    return replace(state, table=pages.drop(state.table, held, count))
+
+
+def read_row(state: DecodeState, slot: Int[Array, ""]) -> Row:
+    """Return a copy of all that is known of `slot` but its pages."""
+    return jax.tree.map(lambda x: x[slot], _rows(state))
+
+
+def read_pages(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""]) -> kv.KVCache:
+    """Return a copy of the `pages_per_chunk` pages of `slot` from block `first` on; past its last, the null page."""
+    return kv.take_pages(state.cache, _blocks(config, state, slot, first, beyond=0))
+
+
+def write_row(
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], row: Row
+) -> tuple[DecodeState, Bool[Array, ""]]:
+    """Seat a sequence that `read_row` copied in the empty `slot`; False, and nothing changed, where pages ran out.
+
+    Its pages are reserved, and hold what it wrote only after `write_pages`.
+    """
+    here = jnp.arange(config.num_slots) == slot
+    blocks = -(-row["length"] // config.page_size)
+    table, granted = pages.reserve(state.table, jnp.where(here, blocks, 0), config.blocks_per_slot)
+    granted = granted[slot]
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[slot].set(jnp.where(granted, new, old[slot]))
+
+    return replace(state, **jax.tree.map(put, _rows(state), row), table=table), granted
+
+
+def write_pages(
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""], taken: kv.KVCache
+) -> DecodeState:
+    """Write what `read_pages` copied into the pages of `slot` from block `first` on."""
+    places = _blocks(config, state, slot, first, beyond=config.num_pages)
+    return replace(state, cache=kv.put_pages(state.cache, places, taken))
+
+
+def _rows(state: DecodeState) -> Row:
+    """The fields of a state that lead with the slot."""
+    names = (field.name for field in dataclasses.fields(state))
+    return {name: getattr(state, name) for name in names if name not in ("table", "cache")}
+
+
+def _blocks(
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""], beyond: int
+) -> Int[Array, " m"]:
+    """The pages of a chunk's worth of blocks, `beyond` where the slot holds none."""
+    block = first + jnp.arange(config.pages_per_chunk, dtype=jnp.int32)
+    page = state.table.pages[slot, jnp.minimum(block, config.blocks_per_slot - 1)]
+    return jnp.where(block < state.table.num_blocks[slot], page, beyond)

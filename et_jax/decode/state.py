@@ -1,0 +1,298 @@
+"""What a decoder holds between two steps: its configuration, the requests it is given, its state, what it reports."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control.base import ControlState, Law, Signals, chain, num_words
+from et_jax.control.controller import Controller
+from et_jax.control.select import Selector, as_selector, dense
+from et_jax.decode import cache as kv
+from et_jax.decode import pages
+from et_jax.decode.attention import Reading, scoring_backend
+from et_jax.decode.sampling import Sampling, TokenCounts, plain
+from et_jax.models.config import ModelConfig
+from et_jax.types import pytree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What is fixed for the life of a decoder; each field shapes the compiled programs.
+
+    `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
+    slot. Prompts are prefilled `chunk` tokens at a time, in parts of `part` tokens, a multiple of
+    `page_size`, so that a chunk may hold parts of several prompts. `max_steps` is the most one `decode`
+    call can run. At most `num_logprobs` alternatives are reported with a token. `penalties` keeps token
+    counts. `backend` names the attention kernels. `calibration` is the temperature at which the raw
+    entropy is measured: 1, or the one fitted to the model.
+    """
+
+    model: ModelConfig
+    num_slots: int
+    batch: int
+    page_size: int
+    num_pages: int
+    max_length: int
+    chunk: int
+    part: int
+    max_steps: int
+    cache_dtype: DTypeLike
+    backend: str
+    num_logprobs: int = 0
+    num_stop_ids: int = 8
+    penalties: bool = False
+    calibration: float = 1.0
+    controller: Controller = dataclasses.field(default_factory=Controller)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.batch <= self.num_slots:
+            raise ValueError(f"batch: got {self.batch}, wanted 2 to num_slots = {self.num_slots}")
+        for name, size, unit in (("part", self.part, "page_size"), ("chunk", self.chunk, "part")):
+            if size % getattr(self, unit):
+                raise ValueError(f"{name}: got {size}, wanted a multiple of {unit} = {getattr(self, unit)}")
+        selector = self.controller.selector
+        if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
+            raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
+
+    @property
+    def pages_per_chunk(self) -> int:
+        """Pages a prompt chunk fills; pages move to the host and back as many at a time."""
+        return self.chunk // self.page_size
+
+    @property
+    def blocks_per_slot(self) -> int:
+        """Blocks a slot of `max_length` tokens holds."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def law(self) -> Law:
+        """The controller's law, with its starting values."""
+        return chain(self.controller.law)
+
+    @property
+    def scoring(self) -> tuple[str, tuple[str, ...]]:
+        """The backend that scores blocks, and why no better one does: that of attention if it can."""
+        codes = self.controller.key_codes
+        return scoring_backend(self.model, self.page_size, self.cache_dtype, codes, self.backend)
+
+    @property
+    def selectors(self) -> tuple[Selector, ...]:
+        """The selector of every layer."""
+        control, given = self.controller, self.controller.selector
+        each = given if isinstance(given, tuple) else (given,) * self.model.num_layers
+        return tuple(dense() if i < control.dense_layers else as_selector(s) for i, s in enumerate(each))
+
+    @property
+    def reading(self) -> Reading:
+        """How attention reads the cache."""
+        control = self.controller
+        return Reading(
+            model=self.model,
+            page_size=self.page_size,
+            selectors=self.selectors,
+            backend=self.backend,
+            scores_backend=self.scoring[0],
+            refresh_every=control.refresh_every,
+            residual=control.residual,
+        )
+
+
+@pytree
+class Request:
+    """One sequence about to start: the last token of its prompt, and what was asked for.
+
+    `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
+    prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
+    that several continuations of one prompt differ. `logprobs` asks for alternatives.
+    """
+
+    token: Int[Array, ""]
+    limit: Int[Array, ""]
+    arrival: Int[Array, ""]
+    urgency: Float[Array, ""]
+    index: Int[Array, ""]
+    stop_ids: Int[Array, " i"]
+    logprobs: Bool[Array, ""]
+    sampling: Sampling
+    in_prompt: Bool[Array, " v"] | None
+
+
+@pytree
+class DecodeState:
+    """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
+
+    `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
+    tokens were produced of at most `limit`. `signals` is what was last observed of each slot. `logits`
+    are the last ones, None unless the cache keeps the tokens' surprisals.
+    """
+
+    token: Int[Array, " b"]
+    length: Int[Array, " b"]
+    generated: Int[Array, " b"]
+    limit: Int[Array, " b"]
+    active: Bool[Array, " b"]
+    arrival: Int[Array, " b"]
+    urgency: Float[Array, " b"]
+    stop_ids: Int[Array, "b i"]
+    logprobs: Bool[Array, " b"]
+    sampling: Sampling
+    counts: TokenCounts | None
+    signals: Signals
+    logits: Float[Array, "b v"] | None
+    control: ControlState
+    table: pages.PageTable
+    cache: kv.KVCache
+
+
+@pytree
+class StepOutput:
+    """What a step did for every slot; rows where `produced` is False hold nothing to read.
+
+    `refused` slots were to advance but no page was free: nothing of them changed. `fault` is above 0
+    where a slot was stopped, its text ending before this token: the logits were no numbers, or a law set
+    a field to what it may not be (`faults.sentence`). `temperature`
+    is the one the token was drawn at. `guard_rates` is the share of tokens that each counting guard has
+    flagged, by its name. `top_tokens` and `top_logprobs` are None where the decoder reports none, and 0
+    in steps where no sequence asks for them.
+    """
+
+    token: Int[Array, "*b"]
+    produced: Bool[Array, "*b"]
+    finished: Bool[Array, "*b"]
+    fault: Int[Array, "*b"]
+    refused: Bool[Array, "*b"]
+    temperature: Float[Array, "*b"]
+    entropic_time: Float[Array, "*b"]
+    total_cost: Float[Array, "*b"]
+    guard_rates: dict[str, Float[Array, "*b"]]
+    signals: Signals
+    top_tokens: Int[Array, "*b a"] | None
+    top_logprobs: Float[Array, "*b a"] | None
+
+
+def blank_signals(shape: tuple[int, ...]) -> Signals:
+    """Return signals of nothing observed yet."""
+    fields = {f.name: jnp.zeros(shape, jnp.float32) for f in dataclasses.fields(Signals)}
+    whole = ("blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held")
+    return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
+
+
+def fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> ControlState:
+    """Return the control state of one sequence before its first token."""
+    zero = jnp.zeros((), jnp.float32)
+    shape = (config.model.num_layers, config.model.num_kv_heads, num_words(config.blocks_per_slot))
+    return config.law.init(
+        ControlState(
+            entropy=zero,
+            entropic_time=zero,
+            total_cost=zero,
+            temperature=temperature,
+            surprisal_cap=jnp.full((), jnp.inf, jnp.float32),
+            tolerance=zero,
+            priority=zero,
+            wait=jnp.zeros((), jnp.int32),
+            block_mask=jnp.zeros(shape, jnp.uint32),
+            memory={},
+        )
+    )
+
+
+def empty(config: DecoderConfig) -> DecodeState:
+    """Return the state of a decoder that holds no sequence."""
+    b, v, model, control = config.num_slots, config.model.vocab_size, config.model, config.controller
+
+    def integers(*shape: int) -> Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    def numbers() -> Array:
+        return jnp.zeros(b, jnp.float32)
+
+    counts = TokenCounts(in_prompt=jnp.zeros((b, v), bool), generated=integers(b, v))
+    return DecodeState(
+        token=integers(b),
+        length=integers(b),
+        generated=integers(b),
+        limit=integers(b),
+        active=jnp.zeros(b, bool),
+        arrival=integers(b),
+        urgency=numbers(),
+        stop_ids=jnp.full((b, config.num_stop_ids), -1, jnp.int32),
+        logprobs=jnp.zeros(b, bool),
+        sampling=plain((b,)),
+        counts=counts if config.penalties else None,
+        signals=blank_signals((b,)),
+        logits=jnp.zeros((b, v), jnp.float32) if control.surprisals else None,
+        control=jax.vmap(partial(fresh_control, config))(numbers()),
+        table=pages.empty(b, config.blocks_per_slot, config.num_pages),
+        cache=kv.empty(
+            model.num_layers,
+            model.num_kv_heads,
+            model.head_dim,
+            config.num_pages,
+            config.page_size,
+            config.cache_dtype,
+            summaries=control.key_codes or not all(selector.reads_all for selector in config.selectors),
+            key_codes=control.key_codes,
+            surprisals=control.surprisals,
+        ),
+    )
+
+
+def request(
+    config: DecoderConfig,
+    prompt: Sequence[int],
+    *,
+    limit: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    seed: int = 0,
+    index: int = 0,
+    stop_ids: Sequence[int] = (),
+    logprobs: bool = False,
+    arrival: int = 0,
+    urgency: float = 0.0,
+) -> Request:
+    """Return the request to continue `prompt`, whose tokens but the last are prefilled, by `limit` tokens.
+
+    The settings are those of `sampling.Sampling`. Stop ids beyond the vocabulary can never be drawn and
+    are left out; more than the decoder keeps raise ValueError.
+    """
+    size = config.model.vocab_size
+    stops = [token for token in stop_ids if 0 <= token < size]
+    if len(stops) > config.num_stop_ids:
+        raise ValueError(f"stop_ids: got {len(stops)}, wanted at most num_stop_ids = {config.num_stop_ids}")
+    in_prompt = np.zeros(size, bool)
+    in_prompt[list(prompt)] = True
+    settings = {
+        "temperature": np.float32(temperature),
+        "top_k": np.int32(min(top_k, size)),
+        "top_p": np.float32(top_p),
+        "min_p": np.float32(min_p),
+        "repetition_penalty": np.float32(repetition_penalty),
+        "presence_penalty": np.float32(presence_penalty),
+        "frequency_penalty": np.float32(frequency_penalty),
+        "key": np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+    }
+    fields = {
+        "token": np.int32(prompt[-1]),
+        "limit": np.int32(limit),
+        "arrival": np.int32(arrival),
+        "urgency": np.float32(urgency),
+        "index": np.int32(index),
+        "stop_ids": np.array([*stops, *[-1] * (config.num_stop_ids - len(stops))], np.int32),
+        "logprobs": np.bool_(logprobs),
+        "in_prompt": in_prompt if config.penalties else None,
+    }
+    fields, settings = jax.device_put((fields, settings))  # one transfer for all
+    return Request(sampling=Sampling(**settings), **fields)

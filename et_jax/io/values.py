@@ -1,0 +1,122 @@
+"""Values that callers give: each as a plain one of the kind that is wanted, or a sentence that says what is.
+
+Scalars and arrays of numpy, of JAX and of their like are taken for the numbers and lists they hold. The
+sentences suit those who write JSON as well as those who write Python.
+"""
+
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from et_jax.errors import UsageError
+
+_SHOWN = 60  # characters of a value in a sentence
+_FLOAT32_MAX = 3.4e38  # numbers travel to the device as float32
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None, wanted: str = "") -> int:
+    """Return `value` as an integer from `least` to `most`.
+
+    Raises UsageError, naming the setting `name` and what is `wanted`, by default the bounds.
+    """
+    value = plain(value)
+    if type(value) is not int:
+        raise UsageError(f"{name} is {shown(value)}; it must be a whole number.")
+    if (least is not None and value < least) or (most is not None and value > most):
+        too_low = most is None or (least is not None and value < least)
+        bounds = f"at least {least}" if too_low else f"from {least} to {most}"
+        raise UsageError(f"{name} is {shown(value)}; it must be {wanted or bounds}.")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """Return `value` as a finite float that float32 can hold. Raises UsageError, naming the setting `name`."""
+    value = plain(value)
+    if type(value) not in (int, float):
+        raise UsageError(f"{name} is {shown(value)}; it must be a number.")
+    if not abs(value) <= _FLOAT32_MAX:
+        raise UsageError(f"{name} is {shown(value)}; it must be a finite number.")
+    return float(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return `value`, which is true or false. Raises UsageError, naming the setting `name`."""
+    value = plain(value)
+    if type(value) is not bool:
+        raise UsageError(f"{name} is {shown(value)}; it must be true or false.")
+    return value
+
+
+def ids(name: str, value: Sequence[Any], wanted: str) -> tuple[int, ...]:
+    """Return a list of token ids as plain integers. Raises UsageError, naming the setting `name` and what is `wanted`.
+
+    Millions of ids are checked in a moment where they are plain already.
+    """
+    taken = tuple(value)
+    if set(map(type, taken)) <= {int}:
+        return taken
+    taken = tuple(map(plain, taken))
+    for one in taken:
+        if type(one) is not int:
+            raise UsageError(f"{name} holds {shown(one)}; it must be {wanted}, whole numbers.")
+    return taken
+
+
+def plain(value: Any) -> Any:
+    """Return the number in a scalar, the list in an array, the text in a subclass of one; else `value` itself."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, type):  # of which `shape` and the like are no values
+        return value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
+        return value.tolist()
+    return value
+
+
+def is_list(value: Any) -> bool:
+    """Return whether `value` is a list in all but name: a sequence, and neither a text nor bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def broken_at(text: str) -> int | None:
+    """Return where `text` first holds half of a surrogate pair, which is no character; None if nowhere."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
+def shown(value: Any) -> str:
+    """Return a value as a sentence may show it: briefly, on one line, whatever it is."""
+    value = plain(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a whole number of {value.bit_length()} bits"
+    if value is None or isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, bytes):
+        return "b" + _quoted(value[: _SHOWN + 1].decode("latin-1"))
+    if isinstance(value, PurePath):
+        return f"the path {_short(_line(str(value)))}"
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    return f"the type {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def _quoted(text: str) -> str:
+    return f'"{_short(_line(text[: _SHOWN + 1]))}"'
+
+
+def _line(text: str) -> str:
+    """Return a text with what cannot be shown on one line escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,1 @@
+"""What a person sees of a run: text as it comes, a summary, a picture."""

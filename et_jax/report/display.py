@@ -1,0 +1,123 @@
+"""What the command line shows of one prompt: progress, the text as it comes, trace rows, a summary."""
+
+import dataclasses
+import json
+import sys
+import time
+from typing import Any
+
+from et_jax.cli.command import Stream
+from et_jax.io.terminal import takes_escapes
+from et_jax.serve.requests import Completion, TokenEvent
+
+
+class Status:
+    """One line on standard error, rewritten as work goes on; on a terminal only the last state stays."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def tell(self, what: str) -> None:
+        if takes_escapes(sys.stderr):
+            print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
+            self._shown = True
+        else:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
+
+
+class Report:
+    """Shows what comes: text, trace rows, and the summary at the end.
+
+    With `as_json` one object per continuation is printed at the end, else the text: as it comes where
+    there is one continuation and `stream`, at the end otherwise. `trace` takes a row per token; where it
+    fails, the text goes on without it.
+    """
+
+    def __init__(self, status: Status, trace: Stream | None, *, n: int, as_json: bool, stream: bool) -> None:
+        self._status, self._trace, self._n, self._as_json = status, trace, n, as_json
+        self._began = time.perf_counter()
+        self._first = self._last = 0.0
+        self._tokens = 0
+        self._streams = stream and not as_json and n == 1
+        self._fault: OSError | None = None
+        self.completions: list[Completion] = []
+
+    def take(self, event: TokenEvent) -> None:
+        """Show one token, or the end of a continuation."""
+        if event.trace is not None:
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+            self._tokens += 1
+            if self._trace is not None:
+                row = {"index": event.index} | dataclasses.asdict(event.trace)
+                try:
+                    self._trace.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    self._trace.flush()
+                except OSError as error:
+                    self._trace, self._fault = None, error
+        if self._streams:
+            self._status.clear()
+            print(event.text, end="", flush=True)
+        if event.completion is not None:
+            self.completions.append(event.completion)
+
+    def close(self) -> None:
+        """Print what was not streamed, then the summary."""
+        self._status.clear()
+        self.completions.sort(key=lambda completion: completion.index)
+        for completion in self.completions:
+            if self._as_json:
+                print(_json(completion.to_dict()))
+            elif not self._streams:
+                print(f"--- {completion.index + 1} of {self._n}\n" * (self._n > 1) + completion.text)
+        if self._streams:
+            print()
+        sys.stdout.flush()
+        print(self._summary(), file=sys.stderr)
+
+    def check_trace(self) -> None:
+        """Raise the OSError that the trace ended with, if it did."""
+        if self._fault is not None:
+            raise self._fault
+
+    def _summary(self) -> str:
+        if not self._tokens:
+            return "no token produced"
+        wait = self._first - self._began
+        rate = (self._tokens - 1) / (self._last - self._first) if self._tokens > 1 else 0.0
+        nats = sum(completion.entropic_time for completion in self.completions)
+        moved = sum(completion.cost for completion in self.completions)
+        flops = sum(completion.flops for completion in self.completions)
+        reasons = ", ".join(sorted({completion.finish_reason for completion in self.completions}))
+        return (
+            f"[{self._tokens} tokens ({reasons}), {rate:.1f} tokens/s, first after {wait:.2f} s; "
+            f"entropic time {nats:.1f} nats, cost {moved / 1e6:.1f} MB moved and {flops / 1e9:.2f} GFLOP, "
+            f"{nats / moved * 1e6:.3g} nats/MB{self._control()}]"
+        )
+
+    def _control(self) -> str:
+        """What control did: blocks read, mass kept, temperature, and what the guards counted."""
+        rows = [row for completion in self.completions for row in completion.trace]
+        said = []
+        held = sum(row.blocks_held for row in rows)
+        if (read := sum(row.blocks_read for row in rows)) < held:
+            said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
+        for name in rows[0].guard_rates:
+            worst = max(completion.guard_rates[name] for completion in self.completions if completion.trace)
+            said.append(f"{name} {100 * worst:.0f}% of tokens")
+        return "".join(f"; {part}" for part in said)
+
+
+def _json(value: dict[str, Any]) -> str:
+    """Return a value as a line of JSON, with escapes for what standard output has no bytes for."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return line

@@ -1,0 +1,76 @@
+"""Counters of what a model has served, and their text for Prometheus.
+
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/, text, version 0.0.4.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from et_jax.io.files import replace_file
+
+_PREFIX = "et_jax_"
+
+
+def _counter(name: str, what: str, start: int | float = 0) -> Any:
+    """Return a field that begins at `start`, written under `name`, which ends in its unit, with `what` it is."""
+    return dataclasses.field(default=start, metadata={"name": name, "help": what})
+
+
+@dataclasses.dataclass(kw_only=True)
+class Metrics:
+    """Sums since the model was loaded; who serves adds to them.
+
+    `finished` counts continuations by finish reason. `cached_prompt_tokens` are the prompt tokens that
+    the prefix cache held already. `cost` and `flops` are those of ended continuations; idle rows, which a
+    step runs with the others, are counted apart. `programs_compiled_late` are those of `programs_compiled` that came
+    after warm-up. `waiting_seconds` (submission to first slot) and `serving_seconds` (first slot to
+    end) are sums over requests.
+    """
+
+    finished: dict[str, int] = dataclasses.field(default_factory=dict)
+    prompt_tokens: int = _counter("prompt_tokens_total", "Prompt tokens taken in.")
+    cached_prompt_tokens: int = _counter("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache.")
+    generated_tokens: int = _counter("generated_tokens_total", "Tokens produced.")
+    steps: int = _counter("steps_total", "Decode steps run on the device.")
+    preemptions: int = _counter("preemptions_total", "Sequences that gave up their slot before their end.")
+    programs_compiled: int = _counter("programs_compiled_total", "Programs compiled or read from the cache.")
+    programs_compiled_late: int = _counter("programs_compiled_late_total", "Programs compiled after warm-up.")
+    entropic_time: float = _counter("entropic_time_nats_total", "Entropy resolved, in nats.", 0.0)
+    cost: float = _counter("cost_bytes_total", "Bytes moved by decode steps, charged to who was served.", 0.0)
+    flops: float = _counter("flops_total", "FLOPs of decode steps, of the rows served.", 0.0)
+    idle_cost: float = _counter("idle_cost_bytes_total", "Bytes of weights read by steps that served nobody.", 0.0)
+    idle_flops: float = _counter("idle_flops_total", "FLOPs of rows that served nobody.", 0.0)
+    waiting_seconds: float = _counter("waiting_seconds_total", "Seconds that requests waited for a slot.", 0.0)
+    serving_seconds: float = _counter("serving_seconds_total", "Seconds that requests were in service.", 0.0)
+
+    def finish(self, reason: str) -> None:
+        """Count one continuation that ended for `reason`."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def prometheus(self) -> str:
+        """Return every counter in Prometheus's text format."""
+        finished = [(f'{{reason="{_escaped(reason)}"}}', count) for reason, count in sorted(self.finished.items())]
+        lines = _family("requests_finished_total", "Continuations that ended, by finish reason.", finished)
+        for field in dataclasses.fields(self):
+            if field.metadata:
+                value = getattr(self, field.name)
+                lines += _family(field.metadata["name"], field.metadata["help"], [("", value)])
+        return "\n".join(lines) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Replace the file at `path` by the counters: a reader sees the old ones or the new, never half of either.
+
+        Raises UsageError where it cannot be written.
+        """
+        replace_file(path, self.prometheus())
+
+
+def _family(name: str, what: str, samples: list[tuple[str, int | float]]) -> list[str]:
+    name = _PREFIX + name
+    values = [f"{name}{labels} {value:.17g}" for labels, value in samples]
+    return [f"# HELP {name} {what}", f"# TYPE {name} counter", *values]
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

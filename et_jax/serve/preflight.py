@@ -1,0 +1,196 @@
+"""What a decoder will need, before a weight is read: bytes of weights, pages, state and a step, and what fits.
+
+All of it follows from the configuration. Weights, pages and state are counted from shapes; only the
+temporaries of a step are an estimate, see `step_bytes`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from et_jax.decode.cache import token_width
+from et_jax.decode.state import DecoderConfig, empty
+from et_jax.errors import UsageError
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import num_weights
+from et_jax.pallas.backend import platform
+from et_jax.pallas.paged_attention.xla import heuristic
+from et_jax.pallas.paged_prefill.xla import GROUP_TOKENS
+from et_jax.types import replace
+
+_STEP_LOGITS, _CHUNK_LOGITS = 10, 3  # float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Bytes by what they are for, and the pages of the cache that fit.
+
+    `page` is one page of every layer with its summaries and codes; `state` is all that a decoder holds
+    beside its pages; `step` what a step needs while it runs. `memory` may be used in all. With
+    `wanted_pages` every slot reaches its full length; `num_pages` are there, page 0 included. Each of the
+    `replicas` of a device has state, step and cache of its own.
+    """
+
+    weights: int
+    page: int
+    state: int
+    step: int
+    memory: int
+    wanted_pages: int
+    num_pages: int
+    replicas: int = 1
+
+    @property
+    def cache(self) -> int:
+        """Bytes of a whole cache."""
+        return self.num_pages * self.page
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.weights + self.replicas * (self.state + self.step + self.cache)
+
+    def table(self) -> list[str]:
+        """Return lines for a person."""
+        short = "" if self.num_pages >= self.wanted_pages else f", of {self.wanted_pages} for every sequence at once"
+        shared = "" if self.replicas == 1 else f"with {self.replicas} replicas, "
+        rows = [
+            ("weights", self.weights, ""),
+            ("cache", self.cache, f"{self.num_pages} pages of {size_text(self.page)}{short}"),
+            ("state", self.state, ""),
+            ("step", self.step, "estimated"),
+            ("in all", self.total, f"{shared}of {size_text(self.memory)} that may be used"),
+        ]
+        return [f"{name:8} {size_text(size):>10}  {note}".rstrip() for name, size, note in rows]
+
+
+def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, replicas: int = 1) -> Plan:
+    """Return what decoders of this configuration need in `memory` bytes that they share, weights in the cache's dtype.
+
+    `num_pages` None gives the cache all the pages it wants, or as many as fit; `config.num_pages` is not
+    read. Raises UsageError, saying what would fit, where not even one sequence of full length would.
+    """
+    found = _measure(config, memory, num_pages, replicas)
+    if found.total > memory:
+        raise UsageError(_refusal(config, found, num_pages))
+    return found
+
+
+def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
+    """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
+    weights, step = weight_bytes(config.model, config.cache_dtype), step_bytes(config)
+    page, state = decoder_bytes(config)
+    wanted = config.num_slots * config.blocks_per_slot + 1
+    if num_pages is None:
+        fitting = ((memory - weights) // replicas - state - step) // page
+        num_pages = max(min(wanted, fitting), config.blocks_per_slot + 1)
+    return Plan(
+        weights=weights,
+        page=page,
+        state=state,
+        step=step,
+        memory=memory,
+        wanted_pages=wanted,
+        num_pages=num_pages,
+        replicas=replicas,
+    )
+
+
+def weight_bytes(config: ModelConfig, dtype: jax.typing.DTypeLike) -> int:
+    """Return the bytes of a model's weights."""
+    return num_weights(config) * jnp.dtype(dtype).itemsize
+
+
+def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:
+    """Return what one more page adds to a decoder's state, and what the state holds beside its pages."""
+    two, three = (_state_bytes(replace(config, num_pages=number)) for number in (2, 3))
+    return three - two, two - 2 * (three - two)
+
+
+def _state_bytes(config: DecoderConfig) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(partial(empty, config)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def step_bytes(config: DecoderConfig) -> int:
+    """Return about what a decode step or a chunk of prefill needs while it runs, an upper estimate.
+
+    In float32: ten copies of a step's logits, or three of a chunk's where the cache keeps surprisals; for
+    each token three rows of the feed-forward, six of the residual stream, two of queries, keys and
+    values, and two of the attention scores of a group of cached tokens, as attention without a kernel
+    reads them; the cached tokens of such a group for each row it walks at once, or each part of a prompt;
+    four numbers per row, query head and block for a choice of blocks.
+    """
+    c, rows = config.model, config.batch
+    tokens = max(rows, config.chunk)
+    logits = c.vocab_size * max(_STEP_LOGITS * rows, _CHUNK_LOGITS * config.chunk * config.controller.surprisals)
+    heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    token = 3 * c.intermediate_size + 6 * c.hidden_size + heads + 2 * c.num_heads * GROUP_TOKENS
+    walk = heuristic(config.page_size, c.head_dim, jnp.dtype(config.cache_dtype), platform())
+    width = token_width(c.head_dim) if walk.joint else 2 * c.head_dim
+    decoding = min(rows, walk.rows or rows) * walk.group * config.page_size
+    gathered = max(decoding, config.chunk // config.part * GROUP_TOKENS) * c.num_kv_heads * width
+    choice = 4 * rows * c.num_heads * config.blocks_per_slot
+    return 4 * (logits + tokens * token + gathered + choice)
+
+
+def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
+    """Say what is needed, what there is, and the changes that would each be enough."""
+    dtype = jnp.dtype(config.cache_dtype).name
+    kept = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
+    times = "" if found.replicas == 1 else f", for each of {found.replicas} replicas"
+    said = (
+        f"This needs {size_text(found.total)} and {size_text(found.memory)} may be used: "
+        f"{size_text(found.weights)} for weights in {dtype}, {size_text(found.cache)} for {kept}, "
+        f"{size_text(found.state + found.step)} for {config.num_slots} sequences at once{times}"
+    )
+    remedies = list(_remedies(config, found, num_pages)) or [
+        f"choose a model of at most {found.memory // (4 * 10**9)} billion weights in bfloat16, or a larger machine"
+    ]
+    return f"{said}; {', or '.join(remedies)}."
+
+
+def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list[str]:
+    def fits(changed: DecoderConfig, pages: int | None = num_pages) -> bool:
+        return _measure(changed, found.memory, pages, found.replicas).total <= found.memory
+
+    def with_slots(number: int) -> DecoderConfig:
+        return replace(config, num_slots=number, batch=min(number, config.batch))
+
+    def with_length(number: int) -> DecoderConfig:
+        return replace(config, max_length=number)
+
+    remedies = []
+    if found.replicas > 1 and _measure(config, found.memory, num_pages, 1).total <= found.memory:
+        remedies.append("take fewer replicas")
+    if num_pages is not None and fits(config, None):
+        remedies.append(f"take num_pages {_measure(config, found.memory, None, found.replicas).num_pages}")
+    if jnp.dtype(config.cache_dtype).itemsize > 2 and fits(replace(config, cache_dtype=jnp.bfloat16)):
+        remedies.append("take bfloat16")
+    if fits(with_slots(2)):
+        remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")
+    if num_pages is None and fits(with_length(config.chunk)):
+        remedies.append(
+            f"take max_model_len {_largest(lambda n: fits(with_length(n)), config.chunk, config.max_length)}"
+        )
+    return remedies
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number that fits, where `low` does, `high` does not, and all above one that does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes for a person, in powers of ten."""
+    for unit, one in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size) >= one:
+            return f"{size / one:.1f} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,286 @@
+"""What a caller asks for and what comes back, as plain host values."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any, Literal
+
+from et_jax.errors import UsageError
+from et_jax.io import values
+
+MAX_N = 1024  # continuations of one prompt
+MAX_STOPS = 64  # stop strings of a request,
+MAX_STOP_LENGTH = 1024  # and the characters of each: what looking for them costs is kept far below a token's time
+MAX_STOP_IDS = 8
+MAX_LOGPROBS = 20
+_TEXTS = "a text or a list of texts that are not empty"
+_PROMPT = "a text or a list of token ids"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other
+    penalties 0 are off. `stop` strings end the text and are left out of it; `stop_token_ids` likewise,
+    beside the model's own end tokens, which `ignore_eos` disregards. `n` continuations are drawn, each
+    from its own key derived from `seed`. `logprobs` asks for that many alternatives per token.
+
+    Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one.
+    Raises UsageError for a value of another type or out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    n: int = 1
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, holds: Callable[[float], bool], wanted: str) -> None:
+            value = values.number(name, getattr(self, name))
+            if not holds(value):
+                raise UsageError(f"{name} is {value}; it must be {wanted}.")
+            object.__setattr__(self, name, value)
+
+        def count(name: str, least: int, most: int | None = None, wanted: str = "") -> None:
+            object.__setattr__(self, name, values.whole(name, getattr(self, name), least, most, wanted))
+
+        count("max_tokens", 1)
+        check("temperature", lambda x: x >= 0, "0 (greedy) or above")
+        count("top_k", 0, wanted="0 (off) or above")
+        check("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1 (off)")
+        check("min_p", lambda x: 0 <= x <= 1, "from 0 (off) to 1")
+        check("repetition_penalty", lambda x: x > 0, "above 0 (1 is off)")
+        check("presence_penalty", lambda _: True, "a number")
+        check("frequency_penalty", lambda _: True, "a number")
+        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "ignore_eos", values.boolean("ignore_eos", self.ignore_eos))
+        count("seed", 0, 2**63 - 1, "from 0 to 2^63 - 1")
+        count("n", 1, MAX_N)
+        count("logprobs", 0, MAX_LOGPROBS)
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = values.plain(given)
+    stops = [stops] if isinstance(stops, str) else stops
+    if not values.is_list(stops):
+        raise UsageError(f"stop is {values.shown(stops)}; it must be {_TEXTS}.")
+    if len(stops) > MAX_STOPS:
+        raise UsageError(f"stop holds {len(stops)} texts; it may hold {MAX_STOPS} at most.")
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise UsageError(f"stop holds {values.shown(text)}; it must be {_TEXTS}.")
+        if len(text) > MAX_STOP_LENGTH:
+            raise UsageError(f"stop holds a text of {len(text)} characters; each may have {MAX_STOP_LENGTH} at most.")
+    return tuple(map(values.plain, stops))
+
+
+def _stop_ids(given: Any) -> tuple[int, ...]:
+    ids = values.plain(given)
+    if not values.is_list(ids):
+        raise UsageError(f"stop_token_ids is {values.shown(ids)}; it must be a list of token ids.")
+    if len(ids) > MAX_STOP_IDS:
+        raise UsageError(f"stop_token_ids holds {len(ids)} ids; it may hold {MAX_STOP_IDS} at most.")
+    return values.ids("stop_token_ids", ids, "a list of token ids")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt, a text or its token ids, how to continue it, and how urgent that is.
+
+    Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission. Ids
+    come as any list or array of whole numbers and are kept as a tuple.
+
+    Raises UsageError for a value of another type, a priority that is no number, or a deadline that is not
+    ahead.
+    """
+
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    priority: float = 0.0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", _prompt(self.prompt))
+        if not isinstance(self.params, SamplingParams):
+            raise UsageError(f"params is {values.shown(self.params)}; it must be SamplingParams(...).")
+        object.__setattr__(self, "priority", values.number("priority", self.priority))
+        if self.deadline is not None:
+            deadline = values.number("deadline", self.deadline)
+            if not deadline > 0:
+                raise UsageError(f"deadline is {deadline}; it must be a number of seconds above 0.")
+            object.__setattr__(self, "deadline", deadline)
+
+
+def _prompt(given: Any) -> str | tuple[int, ...]:
+    prompt = values.plain(given)
+    if isinstance(prompt, str):
+        at = values.broken_at(prompt)
+        if at is not None:
+            raise UsageError(f"prompt holds half of a surrogate pair at character {at + 1}; write the character whole.")
+        return prompt
+    if values.is_list(prompt):
+        return values.ids("prompt", prompt, _PROMPT)
+    advice = ", so decode the bytes first" if isinstance(prompt, bytes | bytearray | memoryview) else ""
+    advice = ", so read the file first" if isinstance(prompt, PurePath) else advice
+    raise UsageError(f"prompt is {values.shown(prompt)}; it must be {_PROMPT}{advice}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenTrace:
+    """One token, and the state of affairs when it was drawn.
+
+    `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
+    the one it was drawn at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads.
+    `entropic_time` (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own
+    blocks and summaries, and the weights divided by the sequences that its step brought a token, so it
+    depends on the company, as what laws see (`Signals.cost`) does not. `flops` are its own FLOPs.
+    `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
+    token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
+    log-probability).
+    """
+
+    token: int
+    text: str
+    entropy: float
+    varentropy: float
+    temperature: float
+    surprisal: float
+    blocks_read: int
+    blocks_held: int
+    kept_mass: float
+    entropic_time: float
+    cost: float
+    flops: float
+    guard_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    top: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def logprob(self) -> float:
+        """Raw log-probability of the token, in nats."""
+        return -self.surprisal
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One continuation of one prompt.
+
+    `index` tells the `n` continuations of a prompt apart. `finish_reason` is "stop" (an end token or
+    stop string), "length", "abort" (interrupted) or "error", explained by `error`; the text up to then
+    is kept.
+    """
+
+    prompt: str
+    prompt_tokens: int
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = dataclasses.field(repr=False)
+    finish_reason: FinishReason
+    trace: tuple[TokenTrace, ...] = dataclasses.field(repr=False)
+    error: str | None = None
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Raw log-probability of every token, in nats."""
+        return tuple(row.logprob for row in self.trace)
+
+    @property
+    def entropic_time(self) -> float:
+        """Entropy resolved, in nats, by the clock the decoder ran."""
+        return self.trace[-1].entropic_time if self.trace else 0.0
+
+    @property
+    def cost(self) -> float:
+        """Bytes charged to this sequence: its own reads, and its share of the weights in every step."""
+        return math.fsum(row.cost for row in self.trace)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the decode steps of this sequence."""
+        return math.fsum(row.flops for row in self.trace)
+
+    @property
+    def efficiency(self) -> float:
+        """Entropic time per cost, in nats per byte."""
+        return self.entropic_time / self.cost if self.trace else 0.0
+
+    @property
+    def guard_rates(self) -> dict[str, float]:
+        """Share of tokens that each counting guard flagged: `temperature_saturation`, `stability`."""
+        return self.trace[-1].guard_rates if self.trace else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {
+            "prompt": self.prompt,
+            "index": self.index,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
+            "logprobs": list(self.logprobs),
+            "entropic": entropic([self]),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """One token as it comes, or the end of a sequence.
+
+    `text` is ready to print. `trace` is None where a sequence ends without a new token (interrupted, or
+    failed); `completion` is set on its last event.
+    """
+
+    prompt_index: int
+    index: int
+    text: str
+    trace: TokenTrace | None
+    completion: Completion | None
+
+
+def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return what entropy and cost came to over the continuations of one prompt, ready for JSON.
+
+    Entropic time (nats), bytes and FLOPs are sums; shares, masses and temperatures are taken over all
+    tokens; of each guard the worst rate counts.
+    """
+    rows = [row for completion in completions for row in completion.trace]
+    time = sum(completion.entropic_time for completion in completions)
+    cost = sum(completion.cost for completion in completions)
+    rates: dict[str, float] = {}
+    for completion in completions:
+        rates |= {name: max(rate, rates.get(name, 0.0)) for name, rate in completion.guard_rates.items()}
+    return {
+        "entropic_time": time,
+        "cost_bytes": cost,
+        "flops": sum(completion.flops for completion in completions),
+        "nats_per_byte": time / cost if rows else 0.0,
+        "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows]),
+        "least_mass_kept": min((row.kept_mass for row in rows), default=None),
+        "temperature_range": _range([row.temperature for row in rows]),
+        "guard_rates": rates,
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _range(values: list[float]) -> list[float] | None:
+    return [min(values), max(values)] if values else None

@@ -1,0 +1,70 @@
+"""The loss of a text by position: what a model makes of what stood before, read as the decoder reads it."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Integer
+
+from et_jax.decode.decoder import Decoder
+from et_jax.decode.state import request
+from et_jax.errors import UsageError
+from et_jax.types import replace
+
+
+def rows(ids: Sequence[int], first: int | None, length: int, count: int) -> Integer[np.ndarray, "b t"]:
+    """Return `count` rows of `length` tokens, evenly spread over a text, each behind `first` unless that is None."""
+    taken = length if first is None else length - 1
+    if len(ids) < taken * count:
+        raise UsageError(
+            f"The text has {len(ids)} tokens and {count} rows of {length} were asked for; give a longer text, or "
+            "ask for fewer samples or a smaller length."
+        )
+    starts = np.linspace(0, len(ids) - taken, count).astype(int)
+    cut = np.asarray(ids)[starts[:, None] + np.arange(taken)]
+    return cut if first is None else np.pad(cut, ((0, 0), (1, 0)), constant_values=first)
+
+
+def position_losses(decoder: Decoder, params: Any, tokens: Integer[np.ndarray, "b t"]) -> Float[np.ndarray, "b u"]:
+    """Return -log p of every token but the first of each row given those before it, nats.
+
+    Every token passes one by one through the decoder's own step, so that its selector chooses what is
+    read; rows are taken as many at a time as it has slots. Its controller must keep surprisals, which is
+    what makes the state hold the logits.
+    """
+    slots = decoder.config.num_slots
+    parts = []
+    for begin in range(0, len(tokens), slots):
+        some = tokens[begin : begin + slots]
+        padded = np.concatenate([some, np.repeat(some[-1:], slots - len(some), axis=0)])
+        parts.append(_losses(decoder, params, padded)[: len(some)])
+    return np.concatenate(parts)
+
+
+def _losses(decoder: Decoder, params: Any, tokens: np.ndarray) -> np.ndarray:
+    state = decoder.empty()
+    for slot, row in enumerate(tokens):
+        asked = request(decoder.config, [int(row[0])], limit=2**30, temperature=0.0, arrival=slot)
+        state = decoder.insert(state, slot, asked)
+    found = []
+    for column in tokens.T[1:]:
+        state, output = decoder.step(params, state)
+        if not output.produced.all():
+            raise ValueError("decoder: got a pool without pages for all rows, wanted one that holds them whole")
+        if state.logits is None:
+            raise ValueError("decoder: got a controller without surprisals, wanted one that keeps them")
+        logits = np.asarray(state.logits, np.float64)
+        top = logits.max(axis=1)
+        normaliser = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+        found.append(normaliser - logits[np.arange(len(column)), column])
+        state = replace(state, token=jnp.asarray(column, jnp.int32))
+    return np.stack(found, axis=1)
+
+
+def by_position(losses: Float[np.ndarray, "b u"], num_buckets: int = 8) -> dict[tuple[int, int], float]:
+    """Return the mean loss between positions, each stretch but the first as long as all before it."""
+    length = losses.shape[1] + 1
+    edges = [1, *(length >> shift for shift in range(num_buckets - 1, 0, -1) if length >> shift > 1), length]
+    return {(begin, end): float(losses[:, begin - 1 : end - 1].mean()) for begin, end in itertools.pairwise(edges)}

@@ -1,0 +1,182 @@
+"""No file of a command is another one, however it is spelled, and nothing is written before that is known."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from et_jax import evaluate, generate
+from et_jax.cli import command
+from et_jax.cli.paths import check_paths
+from et_jax.errors import UsageError
+
+
+def refusal(**paths: Path | None) -> str:
+    """What is said of `--input` and `--haystack`, which are read, beside others, which are written."""
+    read = {f"--{name}": path for name, path in paths.items() if name in ("input", "haystack")}
+    written = {f"--{name}": path for name, path in paths.items() if name not in ("input", "haystack", "folder")}
+    with pytest.raises(UsageError) as caught:
+        check_paths(read, written, paths.get("folder"))
+    return str(caught.value)
+
+
+def spellings(folder: Path, file: Path) -> list[Path]:
+    """Other names of a file that is there."""
+    (folder / "soft").symlink_to(file)
+    (folder / "hard").hardlink_to(file)
+    (folder / "down").mkdir()
+    return [file, folder / "soft", folder / "hard", folder / "down" / ".." / file.name, Path(os.path.relpath(file))]
+
+
+def test_one_file_under_two_names(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    for other in spellings(tmp_path, tmp_path / "a"):
+        said = refusal(input=tmp_path / "a", metrics=other)
+        assert said.startswith(f"--metrics {other} is the same file as --input {tmp_path / 'a'};")
+        assert said.endswith("choose another file.")
+        assert "--plot" in refusal(trace=tmp_path / "a", plot=other)
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+def test_two_files_that_are_not_there_yet(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "here").symlink_to(tmp_path)
+    for other in (tmp_path / "link", tmp_path / "here" / "a", tmp_path / "x" / ".." / "a", tmp_path / "A"):
+        assert "--plot" in refusal(trace=tmp_path / "a", plot=other)
+    assert "--plot" in refusal(trace=tmp_path / "Stra\u00dfe", plot=tmp_path / "STRASSE")
+
+
+def test_files_that_may_stand_beside_one_another(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    check_paths(
+        {"--input": tmp_path / "a", "--haystack": tmp_path / "a"},  # two may read one file
+        {"--output": tmp_path / "b", "--plot": tmp_path / "c", "--metrics": None, "--trace": Path("/dev/null")},
+        tmp_path / "absent",
+    )
+    check_paths({"--input": Path("/dev/null")}, {"--trace": Path("/dev/null")}, None)
+
+
+def test_a_model_is_not_written_over(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "orbax" / "d").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "orbax" / "d" / "0").write_text("")
+    (tmp_path / "hard").hardlink_to(model / "config.json")
+    (tmp_path / "deep").hardlink_to(model / "orbax" / "d" / "0")
+    (tmp_path / "link").symlink_to(model)
+    outside = [tmp_path / "hard", tmp_path / "deep"]
+    inside = [model / "config.json", model / "new.json", tmp_path / "link" / "new", model / "orbax" / "new"]
+    for path in outside + inside:
+        assert f"--trace {path} is a file of the model in {model}" in refusal(trace=path, folder=model)
+    check_paths({"--input": model / "config.json"}, {"--output": tmp_path / "out"}, model)
+    check_paths({}, {"--output": model / "results" / "out"}, model)
+
+
+def test_a_stream_is_a_file_too(tmp_path: Path) -> None:
+    """What the shell opened counts, where it is a file and no pipe."""
+    code = (
+        "import sys; from pathlib import Path; from et_jax.cli.paths import check_paths\n"
+        "try: check_paths({}, {'--trace': Path(sys.argv[1])}, None)\n"
+        "except ValueError as error: sys.exit(f'{error}')"
+    )
+    for number, name in enumerate(("input", "output", "error")):
+        file = tmp_path / name
+        file.write_text("mine")
+        with file.open("r" if number == 0 else "a") as stream:
+            stdin, stdout, stderr = (stream if number == place else None for place in range(3))
+            command = [sys.executable, "-c", code, str(file)]
+            done = subprocess.run(command, stdin=stdin, stdout=stdout, stderr=stderr, check=False)
+        assert done.returncode == 1
+        assert number == 2 or file.read_text() == "mine"
+    assert "is the same file as standard error" in (tmp_path / "error").read_text()
+
+
+CHECKED = [
+    ["--metrics", "in.jsonl"],
+    ["--metrics", "out.jsonl"],
+    ["--metrics", "out.jsonl.manifest.json"],
+    ["--metrics", "hard.jsonl"],
+    ["--output", "./in.jsonl"],
+    ["--output", "soft.jsonl"],
+    ["--output", "rows", "--input", "rows.manifest.json"],
+    ["--output", "model/out.jsonl"],
+    ["--metrics", "model/config.json"],
+]
+
+
+@pytest.mark.parametrize("arguments", CHECKED)
+def test_a_batch_writes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    files = make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl", *arguments]
+    assert generate.main(given) == command.USAGE
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and said.endswith("; choose another file.")
+    assert " is the same file as " in said or " is a file of the model in " in said
+    assert contents(tmp_path) == files
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trace", "model/config.json"],
+        ["--plot", "model/a.png"],
+        ["--trace", "a.png", "--plot", "soft.png"],
+        ["--metrics", "hard.png", "--plot", "a.png"],
+    ],
+)
+def test_a_prompt_writes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    files = make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert generate.main(["--model", "model", "-p", "It was", *arguments]) == command.USAGE
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and said.endswith("; choose another file.")
+    assert " is the same file as " in said or " is a file of the model in " in said
+    assert contents(tmp_path) == files
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--task", "gsm8k", "--prompts", "a.png", "--plot", "soft.png"],
+        ["--task", "gsm8k", "--prompts", "in.jsonl", "--json", "hard.jsonl"],
+        ["--task", "passkey", "--haystack", "in.jsonl", "--json", "in.jsonl"],
+        ["--task", "passkey", "--json", "new.png", "--plot", "./new.png"],
+        ["--task", "passkey", "--json", "model/tokenizer.json"],
+    ],
+)
+def test_an_evaluation_writes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    files = make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert evaluate.main(["--model", "model", *arguments]) == command.USAGE
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and said.endswith("; choose another file.")
+    assert " is the same file as " in said or " is a file of the model in " in said
+    assert contents(tmp_path) == files
+
+
+def make_files(folder: Path) -> dict[str, bytes]:
+    """Fill a folder with files and other names of theirs, and return what is in it."""
+    (folder / "model").mkdir()
+    for name in ("in.jsonl", "out.jsonl", "out.jsonl.manifest.json", "rows.manifest.json", "a.png"):
+        (folder / name).write_text(f'{{"prompt": "mine", "id": "{name}"}}\n')
+    for name in ("config.json", "tokenizer.json"):
+        (folder / "model" / name).write_text("{}")
+    (folder / "hard.jsonl").hardlink_to(folder / "in.jsonl")
+    (folder / "soft.jsonl").symlink_to("in.jsonl")
+    (folder / "hard.png").hardlink_to(folder / "a.png")
+    (folder / "soft.png").symlink_to("a.png")
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

@@ -1,0 +1,225 @@
+"""Entropy: moments against the formulas, shards against the whole, brackets against every tail they must hold."""
+
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from et_jax.control import entropy as e
+
+FINITE = st.floats(-30, 30, width=32)
+ABSENT = st.sampled_from([float("-inf")])
+# The first token is always there, so that a distribution exists; any other may be absent.
+LOGITS = st.tuples(
+    hnp.arrays(np.float32, (3, 1), elements=FINITE), hnp.arrays(np.float32, (3, 16), elements=FINITE | ABSENT)
+).map(lambda parts: np.concatenate(parts, axis=-1))
+TEMPERATURE = st.floats(0.25, 4.0, width=32)
+quick = settings(max_examples=40, deadline=None)
+
+moments = jax.jit(e.moments)
+merge = jax.jit(e.merge)
+top_k = jax.jit(e.top_k, static_argnums=1)
+tail_corrected = jax.jit(e.tail_corrected, static_argnums=(1, 2))
+
+
+def log_softmax(z, temperature=1.0):
+    z = np.asarray(z, np.float64) / temperature
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def surprisal_moments(z, temperature=1.0):
+    """Return the mean and the variance of -log p, in float64."""
+    log_p = log_softmax(z, temperature)
+    p = np.exp(log_p)
+    s = np.where(p > 0, -log_p, 0.0)
+    mean = (p * s).sum(-1)
+    return mean, (p * (s - mean[..., None]) ** 2).sum(-1)
+
+
+def shannon(p):
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+@quick
+@given(LOGITS, TEMPERATURE)
+def test_entropy_and_varentropy_are_the_mean_and_variance_of_surprisal(z, temperature):
+    m = moments(z, np.full(3, temperature, np.float32))
+    mean, variance = surprisal_moments(z, temperature)
+    np.testing.assert_allclose(e.entropy(m), mean, atol=2e-5)
+    np.testing.assert_allclose(e.varentropy(m), variance, rtol=1e-4, atol=1e-3)
+
+
+@quick
+@given(LOGITS, TEMPERATURE)
+def test_entropy_rises_with_log_temperature_by_the_varentropy(z, temperature):
+    step = 1e-4
+    warmer, _ = surprisal_moments(z, temperature * np.exp(step))
+    cooler, _ = surprisal_moments(z, temperature * np.exp(-step))
+    slope = (warmer - cooler) / (2 * step)
+    np.testing.assert_allclose(
+        e.varentropy(moments(z, np.full(3, temperature, np.float32))), slope, rtol=1e-3, atol=2e-3
+    )
+
+
+@quick
+@given(LOGITS, TEMPERATURE, st.sampled_from([1, 7, 16]), st.booleans())
+def test_merged_shards_are_the_whole(z, temperature, cut, empty):
+    heat = jnp.full(3, temperature, jnp.float32)
+    shards = [z[:, :cut], z[:, cut:]] + ([np.full((3, 5), -np.inf, np.float32)] if empty else [])
+    parts = [moments(shard, heat) for shard in shards]
+    for order in (parts, parts[::-1]):
+        m = order[0]
+        for part in order[1:]:
+            m = merge(m, part, heat)
+        mean, variance = surprisal_moments(z, temperature)
+        np.testing.assert_allclose(e.entropy(m), mean, atol=2e-5)
+        np.testing.assert_allclose(e.varentropy(m), variance, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(
+            e.log_normaliser(m, heat), np.log(np.exp(z.astype(np.float64) / temperature).sum(-1)), atol=5e-5
+        )
+
+
+@st.composite
+def tops(draw):
+    """Return a whole distribution over 40 tokens, flat to peaked, likeliest first, and how many are listed."""
+    sharpness = draw(st.floats(0.0, 20.0))
+    p = np.exp(log_softmax(sharpness * draw(hnp.arrays(np.float64, 40, elements=st.floats(0, 1)))))
+    return np.sort(p)[::-1], draw(st.sampled_from([1, 2, 13, 40]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(tops())
+def test_the_interval_holds_the_entropy(top):
+    p, k = top
+    listed = jnp.asarray(np.log(p[:k]), jnp.float32)
+    for estimate in (top_k(listed, 40), tail_corrected(listed, 40), tail_corrected(listed, 40, 0.5)):
+        assert estimate.low - 1e-5 <= shannon(p) <= estimate.high + 1e-5
+        assert estimate.low <= estimate.high
+
+
+@quick
+@given(tops())
+def test_the_estimates_are_the_papers_formulas(top):
+    p, k = top
+    mass = p[:k].sum()
+    rest = 1 - mass if k < 40 else 0.0
+    truncated = shannon(p[:k] / mass)
+    upper = mass * truncated + shannon(np.array([mass, rest])) + rest * np.log(max(40 - k, 1))
+    listed = jnp.asarray(np.log(p[:k]), jnp.float32)
+    np.testing.assert_allclose(top_k(listed, 40).entropy, truncated, atol=2e-5)
+    np.testing.assert_allclose(tail_corrected(listed, 40).entropy, upper, atol=2e-5)
+    assert tail_corrected(listed, 40).entropy >= top_k(listed, 40).entropy - 2e-5
+    half = tail_corrected(listed, 40, 0.5)
+    np.testing.assert_allclose(half.entropy, (half.low + half.high) / 2, rtol=1e-6)
+
+
+@quick
+@given(st.floats(0.01, 0.3), st.floats(0.01, 0.9))
+def test_the_interval_is_sharp(least, head):
+    """Both ends are entropies of real distributions with the same listed tokens."""
+    listed = np.array([head, least]) if head > least else np.array([least, least])
+    listed = listed / max(1.0, listed.sum() * 1.01)
+    rest, least, num_tail = 1 - listed.sum(), listed[1], 100
+    full = int(rest // least)
+    fullest = np.concatenate([listed, np.full(full, least), [rest - full * least]])
+    evenest = np.concatenate([listed, np.full(num_tail, rest / num_tail)])
+    estimate = top_k(jnp.asarray(np.log(listed), jnp.float32), num_tail + 2)
+    np.testing.assert_allclose(estimate.low, shannon(fullest), atol=1e-5)
+    np.testing.assert_allclose(estimate.high, shannon(evenest), atol=1e-5)
+
+
+@quick
+@given(tops())
+def test_the_truncated_entropy_never_exceeds_the_least_possible(top):
+    p, k = top
+    estimate = top_k(jnp.asarray(np.log(p[:k]), jnp.float32), 40)
+    assert estimate.entropy <= estimate.low + 1e-4  # by which `low` allows for rounding
+
+
+def test_the_listed_tokens_may_come_in_any_order():
+    p = np.log(np.array([0.4, 0.3, 0.2]))
+    first, second = (top_k(jnp.asarray(p[order], jnp.float32), 9) for order in ([0, 1, 2], [2, 0, 1]))
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_more_tokens_than_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="lists 5 tokens"):
+        e.top_k(jnp.zeros(5), 4)
+
+
+def test_the_exact_estimate_has_no_width():
+    estimate = e.exact(moments(jnp.asarray([[0.0, 0.0, 0.0, 0.0]])))
+    for value in (estimate.entropy, estimate.low, estimate.high):
+        np.testing.assert_allclose(value, np.log(4), rtol=1e-6)
+
+
+def test_agreement_by_hand():
+    estimate = e.Estimate(
+        entropy=jnp.asarray([1.0, 2.0, 4.0]), low=jnp.asarray([0.0, 2.0, 3.0]), high=jnp.asarray([2.0, 2.5, 3.5])
+    )
+    got = e.agreement(estimate, jnp.asarray([1.5, 2.0, 4.0]))
+    np.testing.assert_allclose(got.bias, -0.5 / 3, rtol=1e-6)
+    np.testing.assert_allclose(got.error, 0.5 / 3, rtol=1e-6)
+    np.testing.assert_allclose(got.width, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(got.containment, 2 / 3, rtol=1e-6)
+    np.testing.assert_allclose(got.correlation, np.corrcoef([1, 2, 4], [1.5, 2, 4])[0, 1], rtol=1e-5)
+
+
+def test_estimators_pick_the_likeliest_from_the_whole_vocabulary():
+    """In float64 from sorted probabilities; a vocabulary smaller than k is listed whole."""
+    z = np.random.default_rng(2).normal(scale=3.0, size=(5, 300))
+    log_p = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
+    given = jnp.asarray(log_p, jnp.float32), e.moments(jnp.asarray(z, jnp.float32))
+    truth = -(np.exp(log_p) * log_p).sum(-1)
+    listed = jnp.asarray(-np.sort(-log_p)[:, :16], jnp.float32)
+    np.testing.assert_allclose(e.exact_estimator()(*given).entropy, truth, atol=1e-4)
+    np.testing.assert_allclose(e.top_k_estimator(16)(*given).entropy, e.top_k(listed, 300).entropy, atol=1e-5)
+    for share in (0.5, 1.0):
+        expected = e.tail_corrected(listed, 300, share)
+        got = e.tail_corrected_estimator(16, share)(*given)
+        np.testing.assert_allclose(got.entropy, expected.entropy, atol=1e-5)
+        assert np.all((got.low <= truth + 1e-4) & (truth <= got.high + 1e-4))
+    np.testing.assert_allclose(e.tail_corrected_estimator(999)(*given).entropy, truth, atol=1e-3)
+
+
+def test_the_margin_is_the_lead_of_the_likeliest():
+    z = jnp.asarray([[1.0, 4.0, 2.5], [3.0, 0.0, 3.0], [-jnp.inf, 0.0, -1.0]])
+    np.testing.assert_allclose(e.margin(z, e.moments(z)), [1.5, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 2e-38, 1e-39])
+def test_a_temperature_near_zero_leaves_no_uncertainty(temperature):
+    m = e.moments(jnp.array([0.0, -5.0, -1000.0]), jnp.float32(temperature))
+    assert (e.entropy(m), e.varentropy(m)) == (0.0, 0.0)
+
+
+def tail(kind: str, size: int) -> np.ndarray:
+    """Shares of the mass that the likeliest token leaves: even, falling, or on a few tokens."""
+    weight = {
+        "even": np.ones(size),
+        "falling": np.exp(-np.arange(size) / 50.0),
+        "few": np.concatenate([np.full(3, 1.0), np.full(size - 3, 1e-9)]),
+    }[kind]
+    return weight / weight.sum()
+
+
+@pytest.mark.parametrize("kind", ["even", "falling", "few"])
+@pytest.mark.parametrize("left", [0.7, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 3e-6, 1e-6, 1e-7, 1e-9, 1e-12])
+def test_the_interval_holds_the_entropy_to_the_last_bit(kind, left):
+    """Of a vocabulary of 128k: what the tail lost in float32 is part of the interval, and the interval stays narrow."""
+    size = 128 * 1024
+    p = np.concatenate([[1.0 - left], left * tail(kind, size - 1)])
+    p = np.sort(p)[::-1]
+    truth = shannon(p)
+    for k in (1, 4, 64, 1000):
+        estimate = tail_corrected(jnp.asarray(np.log(p[:k]), jnp.float32), size)
+        low, high = float(estimate.low), float(estimate.high)
+        assert low <= truth <= high
+        sharp = -(p[:k] * np.log(p[:k])).sum() + shannon(np.array([p[k:].sum()])) + p[k:].sum() * np.log(size - k)
+        assert high <= sharp + (k + 4) * 4e-6  # twice 2^-24 (log V + log k + 4 - log error), rounded up

@@ -1,0 +1,73 @@
+"""Attention over the cache: rows that wait touch nothing, and a device gets the kernels that serve the model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import MODEL, configuration, same_bits
+
+from et_jax.control.controller import Controller
+from et_jax.control.select import certified, coded_bounds
+from et_jax.decode.attention import Memory, Row, decode_attend, scoring_backend, serving_backend, start_receipts
+from et_jax.decode.state import empty
+
+
+def test_rows_that_do_not_run_read_and_write_nothing():
+    config = configuration(controller=Controller(selector=certified(coded_bounds), key_codes=True))
+    state, nobody = empty(config), jnp.zeros(3, bool)
+    row = Row(
+        table=state.table.pages,
+        length=state.length,
+        run=nobody,
+        tolerance=state.control.tolerance,
+        fresh=~nobody,
+        block_mask=state.control.block_mask,
+        kept_mass=state.signals.kept_mass,
+    )
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)
+    kv = q[:, :, : MODEL.num_kv_heads]
+    attend = decode_attend(config.reading, row)
+    out, memory = attend(0, q, kv, kv, Memory(cache=state.cache, receipts=start_receipts(3)))
+    assert not out.any() and not memory.receipts.blocks_read.any()
+    np.testing.assert_array_equal(memory.receipts.kept_mass, 1.0)
+    assert same_bits(memory.cache, state.cache)
+
+
+def serving(kind: str, platform: str, page_size: int, head_dim: int, dtype):
+    """What a device that is not here would be served by."""
+    device = jax.sharding.AbstractDevice(kind, 1, platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
+        return serving_backend(dataclasses.replace(MODEL, head_dim=head_dim), page_size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "dtype", "reason"),
+    [
+        (16, 64, jnp.bfloat16, "pages of whole tiles"),
+        (64, 96, jnp.bfloat16, "head dims"),
+        (64, 64, jnp.float32, "float32"),
+    ],
+)
+def test_what_the_hopper_kernel_refuses_is_served_by_xla_with_the_reason(page_size, head_dim, dtype, reason):
+    backend, [refusal] = serving("NVIDIA H200", "cuda", page_size, head_dim, dtype)
+    assert backend == "xla" and reason in refusal and 'use "xla"' in refusal
+
+
+def test_each_device_is_served_by_its_own_kernels_where_they_serve():
+    assert serving("NVIDIA H200", "cuda", 64, 64, jnp.bfloat16) == ("gpu", ())
+    assert serving("NVIDIA A100", "cuda", 64, 64, jnp.bfloat16) == ("xla", ())
+    assert serving("TPU v5 lite", "tpu", 128, 128, jnp.bfloat16) == ("tpu", ())
+    assert serving_backend(MODEL, 16, jnp.float32) == ("xla", ())
+
+
+def test_blocks_are_scored_by_the_backend_of_attention_or_by_one_that_can():
+    """Hopper scores no head dim of 256: attention runs on it, and the reason says who scores instead."""
+    model = dataclasses.replace(MODEL, head_dim=256)
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
+        backend, [refusal] = scoring_backend(model, 64, jnp.bfloat16, True, "gpu")
+        assert backend == "xla" and 'use "xla"' in refusal
+    assert scoring_backend(MODEL, 16, jnp.float32, True, "reference") == ("reference", ())

@@ -1,0 +1,191 @@
+"""Writes land where the table says; a summary is that of the page's own tokens, whatever lay there before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.decode import cache as kv
+
+HEADS, PAGES, SIZE, DIM = 2, 9, 4, 5
+# Two slots that hold pages in no order, and one that holds none.
+TABLE = np.asarray([[3, 7, 1, 5], [8, 2, 0, 0], [0, 0, 0, 0]], np.int32)
+
+write = jax.jit(kv.write)
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+
+
+def dirty(dtype, junk: float = np.nan) -> kv.LayerCache:
+    """A layer whose every number, summaries included, is junk."""
+    layer = kv.empty(1, HEADS, DIM, PAGES, SIZE, dtype, key_codes=True).layers[0]
+    return jax.tree.map(lambda x: jnp.full_like(x, 77 if x.dtype == jnp.int8 else junk), layer)
+
+
+def tokens(rng, t: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """Keys and values "b t k d" as the cache holds them: rounded to its dtype."""
+    k, v = (jnp.asarray(rng.normal(size=(3, t, HEADS, DIM)), dtype) for _ in range(2))
+    return k, v
+
+
+class Plain:
+    """The cache as lists: what was stored, by slot and position."""
+
+    def __init__(self):
+        self.keys = [[] for _ in TABLE]
+        self.values = [[] for _ in TABLE]
+
+    def write(self, k, v, start, count):
+        for b in range(len(TABLE)):
+            for i in range(count[b]):
+                assert start[b] + i == len(self.keys[b])
+                self.keys[b].append(np.asarray(k[b, i], np.float64))
+                self.values[b].append(np.asarray(v[b, i], np.float64))
+
+    def check(self, layer: kv.LayerCache, untouched: kv.LayerCache, tolerance: float):
+        """Every stored token is in its page, every summary is its page's own, everything else is as it was."""
+        pages = np.asarray(layer.pages.astype(jnp.float32))
+        expected = np.asarray(untouched.pages.astype(jnp.float32)).copy()
+        touched = set()
+        for b, row in enumerate(TABLE):
+            for position, (key, value) in enumerate(zip(self.keys[b], self.values[b], strict=True)):
+                page = row[position // SIZE]
+                touched.add(int(page))
+                token = np.concatenate([key, value], axis=-1)
+                expected[:, page, position % SIZE] = np.pad(token, ((0, 0), (0, pages.shape[-1] - 2 * DIM)))
+            for block in range(-(-len(self.keys[b]) // SIZE)):
+                own = slice(block * SIZE, (block + 1) * SIZE)
+                key, value = np.stack(self.keys[b][own], axis=1), np.stack(self.values[b][own], axis=1)
+                self.check_summary(layer.summary, row[block], key, value, tolerance)
+                assert layer.key_codes is not None
+                self.check_codes(layer.key_codes[:, row[block]], key)
+        np.testing.assert_array_equal(pages, expected)
+        others = sorted(set(range(PAGES)) - touched)
+        assert 0 in others
+        for now, before in zip(jax.tree.leaves(layer.summary), jax.tree.leaves(untouched.summary), strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(now[:, others], np.float32), np.asarray(before[:, others], np.float32)
+            )
+
+    @staticmethod
+    def check_summary(summary, page, key, value, tolerance):
+        box, mean = np.asarray(summary.key_box[:, page], np.float64), np.asarray(summary.mean[:, page], np.float64)
+        np.testing.assert_array_equal(box[:, :DIM], key.min(axis=1))
+        np.testing.assert_array_equal(box[:, DIM : 2 * DIM], key.max(axis=1))
+        np.testing.assert_allclose(mean[:, :DIM], key.mean(axis=1), atol=tolerance)
+        np.testing.assert_allclose(mean[:, DIM : 2 * DIM], value.mean(axis=1), atol=tolerance)
+        apart = np.linalg.norm(value - value.mean(axis=1, keepdims=True), axis=-1).max(axis=1)
+        np.testing.assert_allclose(np.asarray(summary.value_radius[:, page], np.float64), apart, atol=tolerance)
+        assert not box[:, 2 * DIM :].any() and not mean[:, 2 * DIM :].any()
+
+    @staticmethod
+    def check_codes(codes, key):
+        """A key lies within half a step of its code; a token that is not there has the code 0."""
+        low, scale = key.min(axis=1, keepdims=True), np.ptp(key, axis=1, keepdims=True) / 255
+        codes = np.asarray(codes, np.float64).reshape(HEADS, SIZE, DIM)
+        decoded = low + 128 * scale + scale * codes[:, : key.shape[1]]
+        assert (np.abs(decoded - key) <= scale * (0.5 + 1e-4) + 1e-6).all()
+        assert not codes[:, key.shape[1] :].any()
+
+
+def run(dtype, calls, junk=np.nan):
+    """Write chunks of (start, count) for the three slots into a cache full of junk, checking after each."""
+    rng = np.random.default_rng(0)
+    layer = untouched = dirty(dtype, junk)
+    plain = Plain()
+    for width, start, count in calls:
+        k, v = tokens(rng, width, dtype)
+        integers = [jnp.asarray(x, jnp.int32) for x in (TABLE, start, count)]
+        layer = write(layer, k, v, *integers)
+        plain.write(k, v, start, count)
+        plain.check(layer, untouched, tolerance=1e-6)
+    return layer
+
+
+@DTYPES
+@pytest.mark.parametrize("junk", [np.nan, 1e30, -np.inf], ids=["nan", "huge", "inf"])
+def test_chunks_and_appended_tokens_are_stored_and_summarised_page_by_page(dtype, junk):
+    """A prefill in chunks that begin and end inside pages, then token after token, slots at different places."""
+    chunks = [(8, [0, 0, 0], [3, 0, 0]), (8, [3, 0, 0], [8, 0, 0]), (8, [11, 0, 0], [0, 7, 0])]
+    steps = [(1, [11 + i, 7 + min(i, 1), 0], [1, i == 0, 0]) for i in range(5)]
+    run(dtype, chunks + steps, junk)
+
+
+def test_a_reused_page_forgets_its_last_owner():
+    """A page written full, then given to a sequence of one token: its summary is that token's alone."""
+    layer = run(jnp.float32, [(8, [0, 0, 0], [8, 5, 0])])
+    k, v = (jnp.full((3, 1, HEADS, DIM), x, jnp.float32) for x in (0.25, -0.5))
+    once = jnp.asarray([[3, 0, 0, 0]] * 3, jnp.int32)
+    layer = write(layer, k, v, once, jnp.zeros(3, jnp.int32), jnp.asarray([1, 0, 0], jnp.int32))
+    box, mean = layer.summary.key_box[:, 3], layer.summary.mean[:, 3]
+    np.testing.assert_array_equal(box[:, : 2 * DIM], np.full((HEADS, 2 * DIM), 0.25))
+    np.testing.assert_array_equal(mean[:, :DIM], np.full((HEADS, DIM), 0.25))
+    np.testing.assert_array_equal(mean[:, DIM : 2 * DIM], np.full((HEADS, DIM), -0.5))
+    assert not layer.summary.value_radius[:, 3].any()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["in order", "out of order"])
+def test_rows_of_one_sequence_may_share_a_page(order):
+    """Two tokens and three, of which one is in the first one's page: its summary speaks of both, in any order."""
+    k, v = tokens(np.random.default_rng(4), 3, jnp.float32)
+    table, start, count = (np.asarray(x, np.int32) for x in ([TABLE[0]] * 2, [SIZE - 3, SIZE - 1], [2, 3]))
+    first = dirty(jnp.float32, junk=0.0)
+    once = write(first, k[:1], v[:1], table[:1], start[:1], count[:1])
+    twice = write(once, k[1:2], v[1:2], table[1:], start[1:], count[1:])
+    at = np.asarray(order)
+    end = jnp.full(2, SIZE + 2, jnp.int32)
+    together = write(first, k[at], v[at], table[at], start[at], count[at], end)
+    for got, wanted in zip(jax.tree.leaves(together), jax.tree.leaves(twice), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_a_write_of_nothing_changes_nothing():
+    before = dirty(jnp.float32, junk=2.0)
+    k, v = tokens(np.random.default_rng(1), 8, jnp.float32)
+    zeros = jnp.zeros(3, jnp.int32)
+    after = write(before, k, v, jnp.asarray(TABLE), jnp.asarray([4, 9, 0], jnp.int32), zeros)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_rows_cannot_write_past_their_table():
+    """The last chunk of a slot that is nearly full is wider than what is left of it."""
+    k, v = tokens(np.random.default_rng(2), 8, jnp.float32)
+    before = dirty(jnp.float32, junk=3.0)
+    start, count = jnp.asarray([12, 4, 0], jnp.int32), jnp.asarray([4, 4, 0], jnp.int32)
+    after = write(before, k, v, jnp.asarray(TABLE), start, count)
+    np.testing.assert_array_equal(after.pages[:, [0, 1, 3, 4, 6, 7, 8]], 3.0)
+    np.testing.assert_array_equal(after.pages[:, 5, :, :DIM], jnp.swapaxes(k[0, :4], 0, 1))
+    np.testing.assert_array_equal(after.pages[:, 2, :, :DIM], jnp.swapaxes(k[1, :4], 0, 1))
+
+
+@DTYPES
+def test_pages_that_are_moved_take_their_summaries_along_and_leave_the_rest(dtype):
+    rng = np.random.default_rng(3)
+    empty = kv.empty(2, HEADS, DIM, PAGES, SIZE, dtype, key_codes=True, surprisals=True)
+    cache = jax.tree.map(lambda x: jnp.asarray(100 * rng.normal(size=x.shape), x.dtype), empty)
+    taken = jax.jit(kv.take_pages)(cache, jnp.asarray([4, 2, 1], jnp.int32))
+    after = jax.jit(kv.put_pages)(cache, jnp.asarray([6, PAGES, 0], jnp.int32), taken)  # the second is left out
+    assert cache.surprisal is not None and after.surprisal is not None
+    np.testing.assert_array_equal(
+        after.surprisal, cache.surprisal.at[6].set(cache.surprisal[4]).at[0].set(cache.surprisal[1])
+    )
+    assert len(jax.tree.leaves(after.layers)) == 10
+    for old, new in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True):
+        expected = np.asarray(old).copy()
+        expected[:, 6], expected[:, 0] = expected[:, 4], expected[:, 1]
+        np.testing.assert_array_equal(np.asarray(new), expected)
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(1, 128), (64, 128), (65, 256), (80, 256), (128, 256), (256, 512)])
+def test_a_token_fills_whole_lanes(head_dim, width):
+    assert kv.token_width(head_dim) == width
+    assert kv.empty(1, 1, head_dim, 2, 1, jnp.float32).layers[0].pages.shape[-1] == width
+
+
+@pytest.mark.parametrize(("asked", "held"), [(7, 7), (8, 9), (9, 9), (64, 65)])
+def test_no_pool_is_a_multiple_of_eight_pages(asked, held):
+    """A TPU would copy the summaries of such a pool before it scores them."""
+    cache = kv.empty(1, 2, 64, asked, 1, jnp.float32, key_codes=True, surprisals=True)
+    arrays = jax.tree.leaves(cache.layers)
+    sizes = {array.shape[1] for array in arrays}
+    assert len(arrays) == 5 and sizes == {held} and cache.surprisal is not None and cache.surprisal.shape[0] == held

@@ -1,0 +1,272 @@
+"""Thresholds against sorting, draws against the cumulative sum in float64, penalties against their formulas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from et_jax.decode import sampling
+from et_jax.types import replace
+
+ROWS = 4
+VOCABULARIES = (7, 300)  # less than one run of partial sums, and more than one, with a rest
+OFF = -np.inf
+
+
+def asked(rows: int = ROWS, **given) -> sampling.Sampling:
+    off = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    off |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    fields = {
+        name: jnp.broadcast_to(jnp.asarray(given.get(name, value), jnp.int32 if name == "top_k" else jnp.float32), rows)
+        for name, value in off.items()
+    }
+    key = jax.vmap(lambda i: jax.random.key_data(jax.random.key(i)))(jnp.arange(rows))
+    return sampling.Sampling(**fields, key=given.get("key", key))
+
+
+@functools.cache
+def compiled(name: str):
+    """One program per function and shape, whatever the examples."""
+    return jax.jit(getattr(sampling, name))
+
+
+def cut_of(logits, given: sampling.Sampling, temperature=None, least=OFF):
+    temperature = given.temperature if temperature is None else jnp.asarray(temperature, jnp.float32)
+    least = jnp.full(len(logits), least, jnp.float32) if np.isscalar(least) else jnp.asarray(least, jnp.float32)
+    return np.asarray(compiled("threshold")(jnp.asarray(logits), temperature, given, least))
+
+
+def draw(logits, temperature, cut, u):
+    arrays = [jnp.asarray(np.broadcast_to(x, len(logits)), jnp.float32) for x in (temperature, cut, u)]
+    return np.asarray(compiled("draw")(jnp.asarray(logits, jnp.float32), *arrays))
+
+
+def probabilities(row, temperature=1.0, cut=OFF):
+    z = np.asarray(row, np.float64) / temperature
+    weight = np.where(np.asarray(row) >= cut, np.exp(z - z.max()), 0.0)
+    return weight / weight.sum()
+
+
+# Ties are frequent, some tokens are impossible, and magnitudes reach where float32 steps by hundreds. Subnormal logits
+# are left out: XLA on a CPU takes them for 0.
+some_logit = st.one_of(
+    st.integers(-3, 3).map(float),
+    st.floats(-20, 20, width=32, allow_subnormal=False),
+    st.floats(-(2.0**30), 2.0**30, width=32, allow_subnormal=False),
+    st.just(-np.inf),
+)
+
+
+@st.composite
+def rows_of_logits(draw, logit=some_logit):
+    size = draw(st.sampled_from(VOCABULARIES))
+    few = draw(st.lists(st.tuples(logit, logit, logit, logit), min_size=1, max_size=12))
+    order = np.random.default_rng(draw(st.integers(0, 99))).integers(0, len(few), size)
+    rows = np.asarray(few, np.float32)[order].T
+    rows[:, 0] = np.where(np.isneginf(rows).all(axis=1), 0.0, rows[:, 0])  # some token is always possible
+    return rows
+
+
+@settings(max_examples=60)
+@given(rows_of_logits(), st.tuples(*[st.integers(1, 310)] * ROWS))
+def test_top_k_is_the_kth_greatest_logit(logits, k):
+    size = logits.shape[1]
+    expected = [np.sort(row)[::-1][count - 1] if count < size else OFF for row, count in zip(logits, k, strict=True)]
+    np.testing.assert_array_equal(cut_of(logits, asked(top_k=np.asarray(k))), expected)
+
+
+@settings(max_examples=60)
+@given(
+    rows_of_logits(),
+    st.tuples(*[st.floats(0.01, 0.999)] * ROWS),
+    st.floats(0.25, 4, width=32),
+    st.sampled_from([0, 1, 3, 50]),
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it_among_what_top_k_kept(logits, p, temperature, k):
+    """Tied tokens go together, so the set is a prefix of the distinct logits in falling order."""
+    given = asked(top_p=np.asarray(p), temperature=temperature, top_k=k)
+    slack = 1e-5  # of sums in float32
+    for row, share, cut in zip(logits, p, cut_of(logits, given), strict=True):
+        floor = np.sort(row)[::-1][k - 1] if 0 < k < len(row) else OFF
+        mass = probabilities(row, temperature, floor)
+        assert cut in row or cut == OFF
+        kept = mass[row >= cut].sum()
+        assert kept >= share - slack
+        above = mass[row > cut].sum()
+        assert above < share + slack or cut == floor
+
+
+@settings(max_examples=40)
+@given(rows_of_logits(), st.tuples(*[st.floats(0.01, 1)] * ROWS), st.floats(0.25, 4, width=32))
+def test_min_p_keeps_what_is_at_least_that_fraction_of_the_likeliest(logits, share, temperature):
+    cut = cut_of(logits, asked(min_p=np.asarray(share), temperature=temperature))
+    for row, fraction, least in zip(logits, share, cut, strict=True):
+        ratio = np.exp((row.astype(np.float64) - row.max()) / temperature)
+        close = np.abs(row - row.max() - temperature * np.log(fraction)) < 1e-5 * (1 + np.abs(row.max()))
+        np.testing.assert_array_equal((row >= least)[~close], (ratio >= fraction)[~close])
+
+
+def test_the_strictest_of_all_holds_and_a_token_is_always_left():
+    logits = np.log([[0.4, 0.3, 0.2, 0.1]] * ROWS).astype(np.float32)
+    given = asked(top_k=[3, 0, 0, 0], top_p=[1, 0.5, 1, 1], min_p=[0, 0, 0.6, 0])
+    least = np.asarray([OFF, OFF, OFF, np.log(0.15)], np.float32)
+    kept = logits >= cut_of(logits, given, least=least)[:, None]
+    assert kept.sum(axis=1).tolist() == [3, 2, 2, 3]
+    all_of_them = asked(top_k=3, top_p=0.5, min_p=0.6)
+    assert (logits >= cut_of(logits, all_of_them)[:, None]).sum(axis=1).tolist() == [2] * ROWS
+    strict = cut_of(logits, asked(top_p=1e-9, min_p=1.0), least=10.0)
+    np.testing.assert_array_equal(strict, logits.max(axis=1))
+
+
+def test_top_p_counts_the_mass_that_top_k_left():
+    """0.4 and 0.3 are 0.7 of everything, but 4/7 and 3/7 of the two that top-k keeps: 0.55 needs one of them."""
+    logits = np.log([[0.4, 0.3, 0.2, 0.1]] * ROWS).astype(np.float32)
+    kept = logits >= cut_of(logits, asked(top_k=[2, 0, 2, 0], top_p=[0.55, 0.55, 0.6, 0.6]))[:, None]
+    assert kept.sum(axis=1).tolist() == [1, 2, 2, 2]
+
+
+def test_a_greedy_row_ignores_truncation_and_rows_that_ask_for_nothing_are_not_cut():
+    logits = np.random.default_rng(0).normal(size=(ROWS, 300)).astype(np.float32)
+    cut = cut_of(logits, asked(top_k=2, top_p=0.5, min_p=0.5, temperature=[0, 1, 0, 1]))
+    assert np.isneginf(cut[[0, 2]]).all() and np.isfinite(cut[[1, 3]]).all()
+    assert np.isneginf(cut_of(logits, asked())).all()
+
+
+@settings(max_examples=60)
+@given(rows_of_logits(st.floats(-8, 8, width=32)), st.integers(0, 2**31), st.floats(0.25, 4, width=32), st.booleans())
+def test_a_draw_inverts_the_cumulative_distribution_in_vocabulary_order(logits, seed, temperature, cuts):
+    u = np.random.default_rng(seed).random(ROWS, np.float32)
+    cut = np.median(logits, axis=1) if cuts else np.full(ROWS, OFF)
+    for row, least, number, token in zip(logits, cut, u, draw(logits, temperature, cut, u), strict=True):
+        above = np.cumsum(probabilities(row, temperature, least))
+        slack = 1e-5  # of float32 sums
+        assert row[token] >= least
+        assert above[token] > number - slack
+        assert (above[token - 1] if token else 0.0) <= number + slack
+
+
+def test_draws_fall_on_tokens_as_often_as_their_probability_says():
+    """The number u runs evenly over [0, 1), so each count is within two of its expectation: much finer than chance."""
+    size, draws = 300, 40_000
+    row = np.random.default_rng(3).normal(0, 2, size).astype(np.float32)
+    u = (np.arange(draws, dtype=np.float32) + 0.5) / draws
+    many = jax.jit(
+        jax.vmap(lambda u: sampling.draw(jnp.asarray(row)[None], jnp.ones(1), jnp.full(1, -jnp.inf), u[None]))
+    )
+    counts = np.bincount(np.asarray(many(jnp.asarray(u)))[:, 0], minlength=size)
+    assert np.abs(counts - draws * probabilities(row)).max() <= 2
+
+
+def test_keyed_draws_pass_a_chi_square_test():
+    """Over 8 tokens and 20,000 positions of one key; 24.3 is the 0.999 quantile for 7 degrees of freedom."""
+    row = np.log([0.3, 0.2, 0.15, 0.1, 0.1, 0.08, 0.05, 0.02]).astype(np.float32)
+    draws = 20_000
+    key = jnp.broadcast_to(jax.random.key_data(jax.random.key(11)), (draws, 2))
+    u = sampling.uniform(asked(draws, key=key), jnp.arange(draws, dtype=jnp.int32))
+    assert float(u.min()) >= 0 and float(u.max()) < 1
+    tokens = sampling.draw(jnp.broadcast_to(row, (draws, 8)), jnp.ones(draws), jnp.full(draws, -jnp.inf), u)
+    expected = draws * np.exp(row.astype(np.float64))
+    counts = np.bincount(np.asarray(tokens), minlength=8)
+    assert ((counts - expected) ** 2 / expected).sum() < 24.3
+
+
+@pytest.mark.parametrize("size", [300, 2500])
+def test_a_cut_token_is_never_drawn_wherever_u_falls(size):
+    """Float32 sums need not grow with every zero added: u is put on both sides of every step of the sum."""
+    rng = np.random.default_rng(size)
+    many = jax.jit(jax.vmap(sampling.draw, in_axes=(None, None, None, 0)))
+    for _ in range(6):
+        row = rng.normal(0, 3, size).astype(np.float32)
+        cut = np.quantile(row, rng.choice([0.5, 0.99])).astype(np.float32)
+        edges = np.unique(np.cumsum(probabilities(row, 1.0, cut))).astype(np.float32)
+        around = [np.clip(edges + np.float32(i) * np.spacing(edges), 0, 1 - 2.0**-24) for i in range(-4, 5)]
+        u = np.pad(np.concatenate(around), (0, 9 * size - 9 * len(edges)))[:, None]
+        tokens = many(jnp.asarray(row)[None], jnp.ones(1), jnp.asarray(cut)[None], jnp.asarray(u))
+        assert (row[np.asarray(tokens)] >= cut).all()
+
+
+@pytest.mark.parametrize("size", VOCABULARIES)
+def test_the_ends_of_u_give_the_first_and_the_last_token_kept(size):
+    logits = np.tile(np.linspace(0, 1, size, dtype=np.float32), (ROWS, 1))
+    logits[:, [0, 1, -1]] = -50.0
+    u = np.asarray([0.0, 1 - 2.0**-24, 0.0, 1 - 2.0**-23], np.float32)
+    assert draw(logits, 1.0, 0.0, u).tolist() == [2, size - 2, 2, size - 2]
+    only = np.full((ROWS, size), -np.inf, np.float32)
+    only[:, size - 2] = -3.0
+    assert draw(only, 1.0, OFF, u).tolist() == [size - 2] * ROWS
+
+
+def test_temperature_zero_takes_the_first_of_the_greatest_whatever_u():
+    logits = np.zeros((ROWS, 300), np.float32)
+    logits[:, [17, 250]] = 2.0
+    assert draw(logits, 0.0, OFF, [0.0, 0.3, 0.6, 0.999]).tolist() == [17] * ROWS
+    assert draw(logits, [0, 1, 0, 1], OFF, 0.999).tolist()[::2] == [17, 17]
+
+
+@settings(max_examples=30)
+@given(
+    repetition=st.floats(0.5, 2, width=32),
+    presence=st.floats(-2, 2, width=32),
+    frequency=st.floats(-2, 2, width=32),
+    seed=st.integers(0, 1000),
+)
+def test_penalties_are_their_formulas(repetition, presence, frequency, seed):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (ROWS, 20)).astype(np.float32)
+    counts, in_prompt = rng.integers(0, 3, (ROWS, 20)), rng.random((ROWS, 20)) < 0.3
+    given = asked(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    kept = sampling.TokenCounts(in_prompt=jnp.asarray(in_prompt), generated=jnp.asarray(counts, jnp.int32))
+    expected = logits.astype(np.float64)
+    for b, v in np.ndindex(logits.shape):
+        if in_prompt[b, v] or counts[b, v]:
+            expected[b, v] *= 1 / repetition if expected[b, v] > 0 else repetition
+        expected[b, v] -= frequency * counts[b, v] + presence * (counts[b, v] > 0)
+    np.testing.assert_allclose(compiled("penalise")(jnp.asarray(logits), given, kept), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_counts_grow_where_a_token_was_produced_and_nowhere_else():
+    start = sampling.TokenCounts(in_prompt=jnp.zeros((3, 5), bool), generated=jnp.ones((3, 5), jnp.int32))
+    after = sampling.count(start, None, jnp.asarray([4, 0, 4]), jnp.asarray([True, False, True]))
+    expected = np.ones((3, 5))
+    expected[[0, 2], 4] = 2
+    np.testing.assert_array_equal(after.generated, expected)
+    np.testing.assert_array_equal(after.in_prompt, start.in_prompt)
+
+
+def test_a_uniform_depends_on_its_key_and_its_position_alone():
+    key = jax.vmap(lambda i: jax.random.key_data(jax.random.key(i)))(jnp.asarray([5, 6, 5, 7]))
+    position = jnp.asarray([3, 3, 3, 4], jnp.int32)
+    u = np.asarray(sampling.uniform(asked(key=key), position))
+    assert u[0] == u[2] and len(set(u.tolist())) == 3
+    other = asked(temperature=[0, 1, 2, 3], top_k=5, top_p=0.5, key=key[::-1])
+    np.testing.assert_array_equal(sampling.uniform(other, position[::-1]), u[::-1])
+    assert not np.isin(sampling.uniform(asked(key=key), position + 1), u).any()
+
+
+def test_a_folded_key_differs_by_number_and_touches_nothing_else():
+    one = jax.tree.map(lambda x: x[0], asked(temperature=0.5))
+    folded = [sampling.fold_key(one, jnp.int32(i)) for i in range(3)]
+    assert len({tuple(f.key.tolist()) for f in [one, *folded]}) == 4
+    again = replace(folded[0], key=one.key)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(one), strict=True))
+
+
+def test_a_row_has_the_same_bits_whatever_the_others_ask_for():
+    rng = np.random.default_rng(9)
+    row = rng.normal(0, 2, 300).astype(np.float32)
+    mine = dict(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)
+    plain = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    for own in (mine, plain):
+        seen = set()
+        for place, others in ((0, plain), (2, plain), (3, mine), (1, dict(mine, top_p=0.3)), (1, dict(mine, top_k=1))):
+            logits = rng.normal(0, 5, (ROWS, 300)).astype(np.float32)
+            logits[place] = row
+            fields = {n: np.where(np.arange(ROWS) == place, own[n], others[n]) for n in own}
+            cut = cut_of(logits, asked(**fields))
+            token = draw(logits, fields["temperature"], cut, np.linspace(0, 0.9, ROWS) * 0 + 0.37)
+            seen.add((cut[place].tobytes(), int(token[place])))
+        assert len(seen) == 1

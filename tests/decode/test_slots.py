@@ -1,0 +1,236 @@
+"""Sequences that start, share, split, leave and move: pages balance, and every text is the one it would be alone."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from small_model import CHUNK, PAGE, configuration, prompt, request, same_bits, weights
+
+from et_jax.decode import decoder as decoding
+from et_jax.serve.chunks import call
+from et_jax.serve.prefix_cache import PrefixIndex
+
+SLOTS, POOL, LONGEST = 3, 14, 8 * PAGE
+PROMPTS = [prompt(1, 3), prompt(2, CHUNK + 2), [*prompt(2, CHUNK + 2)[: CHUNK + 1], 7, 8, 9], prompt(3, 2 * CHUNK + 1)]
+
+
+@functools.cache
+def decoder() -> decoding.Decoder:
+    return decoding.decoder(configuration(num_slots=SLOTS, batch=2, num_pages=POOL, max_length=LONGEST, max_steps=4))
+
+
+@functools.cache
+def text_alone(number: int) -> tuple[int, ...]:
+    """The greedy text of a prompt, by itself in a fresh state."""
+    d, tokens = decoder(), PROMPTS[number]
+    state = d.empty()
+    for at in range(0, len(tokens) - 1, CHUNK):
+        part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
+        state, _ = d.prefill(weights(), state, *call(d.config, [(0, part)]))
+    state = d.insert(state, 0, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens)))
+    text = []
+    while bool(state.active[0]):
+        state, output, ran = d.decode(weights(), state, 4)
+        text += np.asarray(output.token)[: int(ran), 0].tolist()
+    return tuple(text)
+
+
+def padded(values: list[int], size: int) -> np.ndarray:
+    return np.array([*values, *[0] * (size - len(values))], np.int32)
+
+
+class Slots(RuleBasedStateMachine):
+    """Drives the functions as an engine does, and keeps its own account of who holds which page."""
+
+    def __init__(self):
+        super().__init__()
+        self.d, self.state = decoder(), decoder().empty()
+        self.prefixes = PrefixIndex(PAGE)
+        self.seated: dict[int, tuple[int, list[int]]] = {}  # slot -> prompt, kept pages
+        self.texts: dict[int, list[int]] = {}
+        self.away: list[tuple] = []
+
+    def free_slot(self):
+        return next(slot for slot in range(SLOTS) if slot not in self.seated)
+
+    def table(self):
+        return jax.device_get(self.state.table)
+
+    @precondition(lambda self: len(self.seated) < SLOTS)
+    @rule(number=st.integers(0, len(PROMPTS) - 1))
+    def admit(self, number):
+        d, tokens, slot = self.d, PROMPTS[number], self.free_slot()
+        needed = -(-len(tokens) // PAGE)
+        found = self.prefixes.find(tokens, (len(tokens) - 1) // PAGE)
+        found = found[: len(found) // (CHUNK // PAGE) * (CHUNK // PAGE)]
+        if needed - len(found) > int(self.state.table.num_free):
+            return
+        self.state = d.adopt(self.state, slot, padded(found, d.config.blocks_per_slot), len(found))
+        self.prefixes.use(found)
+        for at in range(len(found) * PAGE, len(tokens) - 1, CHUNK):
+            part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
+            self.state, granted = d.prefill(weights(), self.state, *call(d.config, [(slot, part)]))
+            assert granted
+        self.state = d.insert(
+            self.state, slot, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens), seed=slot)
+        )
+        full = (len(tokens) - 1) // PAGE
+        fresh = self.prefixes.add(tokens[: full * PAGE], self.table().pages[slot, :full].tolist())
+        self.state = d.hold(self.state, padded(fresh, d.config.blocks_per_slot), len(fresh))
+        path = self.prefixes.find(tokens, full)
+        self.prefixes.use([page for page in path if page not in found])
+        self.seated[slot], self.texts[slot] = (number, path), []
+
+    @precondition(lambda self: self.seated)
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps):
+        self.state, output, ran = self.d.decode(weights(), self.state, steps)
+        token, produced = np.asarray(output.token), np.asarray(output.produced)
+        for i in range(int(ran)):
+            for slot in self.seated:
+                if produced[i, slot]:
+                    self.texts[slot].append(int(token[i, slot]))
+
+    @precondition(lambda self: self.seated)
+    @rule(data=st.data())
+    def preempt(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.seated)))
+        firsts = range(0, int(self.table().num_blocks[slot]), CHUNK // PAGE)
+        pages = [self.d.read_pages(self.state, slot, first) for first in firsts]
+        moved = jax.device_get((self.d.read_row(self.state, slot), pages))
+        number = self.seated[slot][0]
+        text = self.texts[slot]
+        self.release_slot(slot)
+        self.away.append((number, text, moved))
+
+    @precondition(lambda self: self.away and len(self.seated) < SLOTS)
+    @rule()
+    def resume(self):
+        number, text, (row, pages) = self.away[0]
+        slot = self.free_slot()
+        before = self.table()
+        self.state, granted = self.d.write_row(self.state, slot, row)
+        needed = -(-int(row["length"]) // PAGE)
+        assert bool(granted) == (needed <= int(before.num_free))
+        if not granted:
+            assert same_bits(before, self.table())
+            return
+        for i, taken in enumerate(pages):
+            self.state = self.d.write_pages(self.state, slot, i * (CHUNK // PAGE), taken)
+        self.seated[slot], self.texts[slot] = (number, []), text
+        del self.away[0]
+
+    @precondition(lambda self: 0 < len(self.seated) < SLOTS)
+    @rule(data=st.data())
+    def fork(self, data):
+        slot, into = data.draw(st.sampled_from(sorted(self.seated))), self.free_slot()
+        self.state, granted = self.d.fork(self.state, slot, into)
+        if granted:
+            number, kept = self.seated[slot]
+            self.prefixes.use(kept)
+            self.seated[into], self.texts[into] = (number, kept), list(self.texts[slot])
+
+    @precondition(lambda self: self.seated)
+    @rule(data=st.data())
+    def release(self, data):
+        self.release_slot(data.draw(st.sampled_from(sorted(self.seated))))
+
+    def release_slot(self, slot):
+        self.state = self.d.release(self.state, slot)
+        self.prefixes.leave(self.seated.pop(slot)[1])
+        del self.texts[slot]
+
+    @rule(count=st.integers(1, 8))
+    def evict(self, count):
+        gone = self.prefixes.let_go(count)
+        self.state = self.d.drop(self.state, padded(gone, self.d.config.blocks_per_slot), len(gone))
+
+    @invariant()
+    def references_count_slots_and_kept_pages(self):
+        table = self.table()
+        held = np.zeros(POOL, int)
+        for slot in range(SLOTS):
+            mine = table.pages[slot, : table.num_blocks[slot]]
+            assert len(set(mine.tolist())) == len(mine) and 0 not in mine
+            assert slot in self.seated or len(mine) == 0
+            held[mine] += 1
+        held[list(self.prefixes._pages.values())] += 1
+        np.testing.assert_array_equal(table.references, held)
+
+    @invariant()
+    def free_pages_are_those_nobody_holds(self):
+        table = self.table()
+        listed = table.free[: int(table.num_free)].tolist()
+        assert sorted(listed) == [page for page in range(1, POOL) if table.references[page] == 0]
+
+    @invariant()
+    def the_null_page_is_never_written(self):
+        for layer in self.state.cache.layers:
+            assert not np.asarray(layer.pages[:, 0]).any()
+
+    @invariant()
+    def every_text_is_the_one_it_is_alone(self):
+        for slot, (number, _) in self.seated.items():
+            text = self.texts[slot]
+            assert tuple(text) == text_alone(number)[: len(text)]
+
+
+Slots.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSlots = Slots.TestCase
+
+
+def test_a_sequence_moved_out_and_in_has_every_bit_it_had():
+    d, tokens = decoder(), PROMPTS[1]
+    state = d.empty()
+    for at in range(0, len(tokens) - 1, CHUNK):
+        part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
+        state, _ = d.prefill(weights(), state, *call(d.config, [(0, part)]))
+    state = d.insert(state, 0, request(tokens[-1], limit=30, seed=3))
+    state, _, _ = d.decode(weights(), state, 3)
+    row = jax.device_get(d.read_row(state, 0))
+    pages = jax.device_get(
+        [d.read_pages(state, 0, first) for first in range(0, int(state.table.num_blocks[0]), CHUNK // PAGE)]
+    )
+    state = d.release(state, 0)
+    state, granted = d.write_row(state, 2, row)
+    assert granted
+    for i, taken in enumerate(pages):
+        state = d.write_pages(state, 2, i * (CHUNK // PAGE), taken)
+    assert same_bits(jax.device_get(d.read_row(state, 2)), row)
+    again = jax.device_get([d.read_pages(state, 2, first) for first in range(0, len(pages) * 2, CHUNK // PAGE)])
+    blocks = int(state.table.num_blocks[2])
+    for old, new in zip(jax.tree.leaves(pages[0]), jax.tree.leaves(again[0]), strict=True):
+        np.testing.assert_array_equal(old[:, : min(blocks, CHUNK // PAGE)], new[:, : min(blocks, CHUNK // PAGE)])
+
+
+def test_a_row_that_does_not_fit_changes_nothing():
+    d, tokens = decoder(), PROMPTS[3]
+    state = d.empty()
+    row = jax.device_get(d.read_row(state, 0)) | {"length": np.int32(LONGEST)}
+    state, _ = d.prefill(weights(), state, *call(d.config, [(0, tokens[:CHUNK])]))
+    state, _ = d.write_row(state, 1, row)  # eight of thirteen pages
+    before = jax.device_get(state)
+    state, granted = d.write_row(state, 2, row)
+    assert not granted and same_bits(before, jax.device_get(state))
+
+
+def test_a_released_slot_asks_for_nothing():
+    d = decoder()
+    state = d.insert(d.empty(), 1, request(5, temperature=0.7, top_p=0.5, repetition_penalty=2.0))
+    state = d.release(state, 1)
+    assert same_bits(jax.device_get(state.sampling), jax.device_get(d.empty().sampling))
+
+
+@pytest.mark.parametrize("until_end", [False, True])
+def test_a_burst_may_stop_when_a_sequence_ends(until_end):
+    d = decoder()
+    state = d.insert(d.empty(), 0, request(5, limit=2))
+    state = d.insert(state, 1, request(6, limit=9))
+    _, _, ran = d.decode(weights(), state, 4, np.bool_(until_end))
+    assert int(ran) == (2 if until_end else 4)

@@ -1,0 +1,253 @@
+"""A state on disk comes back bit for bit, or not at all."""
+
+import random
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.decode import decoder as decoding
+from et_jax.decode import sampling, snapshots
+from et_jax.decode.state import DecoderConfig, DecodeState, Request
+from et_jax.errors import UsageError
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import initialise
+from et_jax.types import pytree, replace
+
+MODEL = ModelConfig(
+    architecture="llama",
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=32,
+    norm_eps=1e-6,
+    rope_theta=10000.0,
+    windows=(None,),
+)
+
+
+def fresh_decoder() -> decoding.Decoder:
+    return decoding.decoder(
+        DecoderConfig(
+            model=MODEL,
+            num_slots=2,
+            batch=2,
+            page_size=4,
+            num_pages=9,
+            max_length=32,
+            chunk=4,
+            part=4,
+            max_steps=20,
+            cache_dtype=jnp.bfloat16,
+            backend="xla",
+            penalties=True,
+        )
+    )
+
+
+def begin(d: decoding.Decoder, seed: int) -> DecodeState:
+    """A sampled sequence of two in the second slot, whose prompt is one token."""
+    numbers = dict(temperature=0.9, top_p=0.95, min_p=0.0, repetition_penalty=1.2)
+    numbers |= dict(presence_penalty=0.1, frequency_penalty=0.1)
+    request = Request(
+        token=jnp.int32(3),
+        limit=jnp.int32(20),
+        arrival=jnp.int32(0),
+        urgency=jnp.float32(0),
+        index=jnp.int32(0),
+        stop_ids=jnp.full(8, -1, jnp.int32),
+        logprobs=jnp.bool_(False),
+        sampling=sampling.Sampling(
+            **{name: jnp.float32(value) for name, value in numbers.items()},
+            top_k=jnp.int32(50),
+            key=jax.random.key_data(jax.random.key(seed)),
+        ),
+        in_prompt=jnp.arange(64) == 3,
+    )
+    return d.insert(d.empty(), 1, request)
+
+
+def written(output, ran) -> list[int]:
+    return np.asarray(output.token[: int(ran), 1]).tolist()
+
+
+def test_a_text_stopped_on_disk_goes_on_in_a_fresh_decoder_as_if_it_had_not(tmp_path):
+    params = initialise(MODEL, jax.random.key(0), jnp.bfloat16)
+    d = fresh_decoder()
+    whole = written(*d.decode(params, begin(d, 7), 20)[1:])
+    state, output, ran = d.decode(params, begin(d, 7), 9)
+    snapshots.save(tmp_path / "middle", state)
+    later = fresh_decoder()
+    back = snapshots.restore(tmp_path / "middle", jax.eval_shape(later.empty))
+    assert isinstance(back, DecodeState)
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
+        assert old.dtype == new.dtype and np.asarray(old).tobytes() == np.asarray(new).tobytes()
+    rest = written(*later.decode(params, back, 20)[1:])
+    assert written(output, ran) + rest == whole and len(rest) == 11
+
+
+@pytree
+class Tree:
+    values: jax.Array
+    parts: tuple[jax.Array, ...]
+    notes: dict
+    absent: jax.Array | None
+
+
+def tree() -> Tree:
+    odd = jnp.asarray([np.nan, np.inf, -0.0, 1e-45, 3.0], jnp.float32)
+    notes = {"clock": {"last": jnp.bfloat16(0.3)}, "empty": {}}
+    return Tree(values=odd, parts=(jnp.uint32(2**32 - 1), jnp.asarray([[True, False]])), notes=notes, absent=None)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    snapshots.save(tmp_path / "tree", tree())
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize("like", [tree, lambda: jax.eval_shape(tree)], ids=["arrays", "shapes"])
+def test_every_bit_and_the_structure_come_back(saved, like):
+    back = snapshots.restore(saved, like())
+    assert jax.tree.structure(back) == jax.tree.structure(tree())
+    for old, new in zip(jax.tree.leaves(tree()), jax.tree.leaves(back), strict=True):
+        assert new.dtype == old.dtype and np.asarray(new).tobytes() == np.asarray(old).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": jnp.zeros(6)}, r"values is float32\[5\] in it and float32\[6\] was asked for"),
+        ({"values": jnp.zeros(5, jnp.int32)}, r"values is float32\[5\] in it and int32\[5\] was asked for"),
+        ({"parts": (jnp.uint32(0),)}, r"parts/1 is bool\[1, 2\] in it and absent was asked for"),
+        ({"absent": jnp.zeros(2)}, r"absent is absent in it and float32\[2\] was asked for"),
+        ({"notes": {"clock": {"first": jnp.bfloat16(0)}}}, r"notes/clock/first is absent in it"),
+    ],
+)
+def test_another_shape_is_told_before_anything_is_read(saved, changes, message):
+    with pytest.raises(UsageError, match=message):
+        snapshots.restore(saved, replace(tree(), **changes))
+
+
+def test_what_save_did_not_write_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="nowhere is not a folder; give one that"):
+        snapshots.restore(tmp_path / "nowhere", tree())
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(UsageError, match="file is not a folder"):
+        snapshots.restore(tmp_path / "file", tree())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty holds no readable snapshot"):
+        snapshots.restore(tmp_path / "empty", tree())
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost"])
+def test_a_damaged_snapshot_is_refused(saved, damage):
+    for file in [file for file in saved.rglob("*") if file.is_file()]:
+        held = file.read_bytes()
+        file.unlink() if damage == "lost" else file.write_bytes(held[: len(held) // 2])
+        with pytest.raises(UsageError, match=r"(is damaged|has no checksums\.json)[^\n]*; save it again\.$"):
+            snapshots.restore(saved, tree())
+        file.write_bytes(held)
+    snapshots.restore(saved, tree())
+
+
+def test_no_flipped_bit_is_restored(saved, capfd):
+    """Any bit of any file; and the sentence is all that is said, the libraries below stay silent."""
+    files, draw = sorted(file for file in saved.rglob("*") if file.is_file()), random.Random(0)
+    assert len(files) > 5
+    for file in files * 6:
+        held = file.read_bytes()
+        if held:
+            bit = draw.randrange(8 * len(held))
+            file.write_bytes(held[: bit // 8] + bytes([held[bit // 8] ^ 1 << bit % 8]) + held[bit // 8 + 1 :])
+            with pytest.raises(UsageError, match=r"; save it again\.$") as refusal:
+                snapshots.restore(saved, tree())
+            assert "\n" not in str(refusal.value)
+            file.write_bytes(held)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_an_earlier_version_wrote_is_refused_by_name(saved):
+    (saved / "checksums.json").unlink()
+    with pytest.raises(UsageError, match=r"an earlier et_jax wrote it, which kept no checksums"):
+        snapshots.restore(saved, tree())
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({}, "The tree holds no arrays; there is nothing"),
+        ({"a": None}, "The tree holds no arrays"),
+        ({"a": np.float32(1), 1: np.float32(2)}, "a dictionary whose keys are of several kinds"),
+        (jnp.ones(3), "A leaf alone is no tree; give it a name"),
+        ({"a": {"b": 3}}, "a/b is of type int; give an array"),
+        ({"a": "x"}, "a is of type str; give an array"),
+        ({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, "a is a ShapeDtypeStruct, which has no numbers"),
+        ({"a": jax.random.key(0)}, "a is a typed random key; give its numbers"),
+        ({"a": np.array(["x"])}, "a holds <U1; give an array of numbers"),
+        ({"a": np.arange(3)}, "a is int64, which JAX would cut to 32 bits"),
+        ({"a": np.arange(3.0)}, "a is float64, which JAX would cut to 32 bits"),
+        ({"a": jnp.zeros((0, 3))}, r"a is empty, of shape \[0, 3\]; leave it out"),
+    ],
+)
+def test_a_leaf_that_cannot_come_back_bit_for_bit_is_refused(tmp_path, leaves, message):
+    with pytest.raises(UsageError, match=message):
+        snapshots.save(tmp_path / "tree", leaves)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "\ud800", "\0", "x" * 400, "a\nb", 3])
+def test_a_leaf_may_have_any_name(tmp_path, name):
+    given = {name: jnp.arange(3), "a": {"b": jnp.ones(2)}} if isinstance(name, str) else {name: jnp.arange(3)}
+    snapshots.save(tmp_path / "tree", given)
+    back = snapshots.restore(tmp_path / "tree", given)
+    jax.tree.map(np.testing.assert_array_equal, back, given)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b", "x" * 300])
+def test_a_folder_that_no_disk_can_have_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match=r"cannot be written \(.*\); choose another folder"):
+        snapshots.save(tmp_path / name, {"a": jnp.ones(2)})
+    with pytest.raises(UsageError, match="is not a folder"):
+        snapshots.restore(tmp_path / name, {"a": jnp.ones(2)})
+
+
+def test_a_donated_state_is_refused(tmp_path):
+    given = {"a": jnp.ones(3)}
+    jax.jit(lambda x: jax.tree.map(jnp.negative, x), donate_argnums=0)(given)
+    with pytest.raises(UsageError, match="a was donated to a step and is gone; save the state that the step returned"):
+        snapshots.save(tmp_path / "tree", given)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    """The limit on a file's size stands for the disk."""
+    code = (
+        "import resource, jax.numpy as jnp; from et_jax.decode import snapshots\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        f"try: snapshots.save({str(tmp_path / 'tree')!r}, {{'a': jnp.arange(100_000.0)}})\n"
+        "except ValueError as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert re.fullmatch(
+        r"UsageError \S+tree cannot be written \(.*\); make room, or choose another folder\.\n", done.stdout
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_never_overwritten(saved):
+    with pytest.raises(UsageError, match="exists already; choose another folder"):
+        snapshots.save(saved, tree())
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(UsageError, match="cannot be written"):
+        snapshots.save(tmp_path / "file" / "below", tree())

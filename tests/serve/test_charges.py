@@ -1,0 +1,87 @@
+"""What a text costs: the weights are shared by the rows that a step really served, and idle rows are counted apart."""
+
+import jax
+import pytest
+
+from et_jax.decode.cost import num_bytes
+from et_jax.serve import engine
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.types import replace
+
+PROMPT = "It was in the spring of that year"
+LONG = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine.load(max_num_seqs=4, max_resident_seqs=5, max_model_len=128, chunk=32)
+
+
+def opened(model, **settings) -> engine.Model:
+    other = engine.Model(
+        name=model.name, config=model.decoder_config, params=model.params, tokenizer=model.tokenizer, **settings
+    )
+    other._decoders = model._decoders
+    return other
+
+
+def block_bytes(model) -> int:
+    """Keys and values of a page of one KV head, in lines of 128 values."""
+    config = model.decoder_config
+    width = -(-2 * config.model.head_dim // 128) * 128
+    return config.page_size * width * jax.numpy.dtype(config.cache_dtype).itemsize
+
+
+def weight_bytes(model, completions) -> float:
+    """What the completions were charged for weights: all but the blocks that they read."""
+    own = sum(row.blocks_read for one in completions for row in one.trace) * block_bytes(model)
+    return sum(one.cost for one in completions) - own
+
+
+def test_a_lone_request_pays_for_all_weights_that_it_reads(model):
+    served = opened(model)
+    done = served.generate(PROMPT, LONG)
+    weights = num_bytes(model.params)
+    assert served.metrics.steps == 20
+    assert weight_bytes(model, done) == pytest.approx(20 * weights, rel=1e-12)
+    assert served.metrics.cost == done[0].cost and served.metrics.idle_cost == 0
+    counted = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    counted -= 0 if model.params.head is None else 2 * model.params.embedding.size
+    assert served.metrics.idle_flops == 20 * 3 * counted  # three rows of four served nobody
+    assert done[0].flops > 20 * counted
+
+
+@pytest.mark.parametrize("settings", [{}, {"preempt_every": 2}, {"replicas": 2}], ids=str)
+def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(model, settings):
+    """Ends, stop strings in mid-burst, more sequences than rows: the books balance all the same."""
+    served = opened(model, **settings)
+    kinds = [{}, {"max_tokens": 3}, {"stop": ("e", "a")}, {"temperature": 0.0}, {"n": 2}, {"stop": (" ",)}]
+    requests = [
+        GenerationRequest(prompt=PROMPT[i:], params=replace(LONG, seed=i, **kind)) for i, kind in enumerate(kinds)
+    ]
+    done = served.generate(requests)
+    charged = weight_bytes(model, done) + served.metrics.idle_cost
+    assert charged == pytest.approx(served.metrics.steps * num_bytes(model.params), rel=1e-12)
+    per_row = 2 * (num_bytes(model.params) // model.params.embedding.dtype.itemsize)
+    tokens = sum(len(one.token_ids) for one in done)
+    idle_rows = 4 * served.metrics.steps - tokens
+    if model.params.head is None:
+        assert served.metrics.idle_flops == idle_rows * per_row
+
+
+def test_company_halves_the_price_and_changes_nothing_that_laws_see(model):
+    [alone] = opened(model).generate(PROMPT, LONG)
+    both = opened(model).generate([PROMPT, PROMPT], LONG)
+    assert [one.token_ids for one in both] == [alone.token_ids] * 2
+    assert weight_bytes(model, both) < 1.2 * weight_bytes(model, [alone])  # but for steps while one was prefilled
+    assert both[0].flops == alone.flops
+
+
+def test_a_stream_that_is_closed_keeps_its_charges(model):
+    served = opened(model)
+    events = []
+    for event in served.stream(PROMPT, max_tokens=60, ignore_eos=True, cancelled=lambda: len(events) > 5):
+        events.append(event)
+    [done] = [event.completion for event in events if event.completion]
+    assert served.metrics.cost == done.cost
+    assert done.cost == sum(event.trace.cost for event in events if event.trace)

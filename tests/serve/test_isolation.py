@@ -1,0 +1,274 @@
+"""What goes wrong with one request harms that one alone: the others keep every bit of their texts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.control.base import Law, chain
+from et_jax.control.controller import Controller
+from et_jax.serve import engine
+from et_jax.serve.continuation import Continuation
+from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams
+from et_jax.types import replace
+
+SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
+MARKED = 77  # the seed of the request that something happens to
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Six slots of which four advance."""
+    return engine.load(max_num_seqs=4, max_resident_seqs=6, max_model_len=128, num_pages=40, chunk=32)
+
+
+def opened(model, **changes) -> engine.Model:
+    """The same model and programs, with another host around them."""
+    config = changes.pop("config", model.decoder_config)
+    other = engine.Model(name=model.name, config=config, params=model.params, tokenizer=model.tokenizer, **changes)
+    if config is model.decoder_config:
+        other._decoders = model._decoders
+    return other
+
+
+def asked(tokenizer, count: int = 6, marked: int = 2, **settings) -> list[GenerationRequest]:
+    """Requests of different lengths, one of them marked by its seed."""
+    tokens = tokenizer.encode(SENTENCE * 3)
+    seeds = [MARKED if i == marked else i for i in range(count)]
+    return [
+        GenerationRequest(
+            prompt=tuple(tokens[i : i + 9 + 5 * i]),
+            params=SamplingParams(**{"max_tokens": 12 + i, "seed": seed, "ignore_eos": True} | settings),
+        )
+        for i, seed in enumerate(seeds)
+    ]
+
+
+def text_of(completion: Completion):
+    """All of a completion but what its company may change, its cost."""
+    return completion.text, completion.token_ids, completion.finish_reason, completion.logprobs
+
+
+def assert_only_the_marked_failed(model, done, expected, marked: int = 2, sentence: str = "torn") -> None:
+    for number, (one, other) in enumerate(zip(done, expected, strict=True)):
+        if number == marked:
+            assert one.finish_reason == "error" and sentence in str(one.error) and "\n" not in str(one.error)
+            assert other.text.startswith(one.text)
+            assert one.token_ids == other.token_ids[: len(one.token_ids)]
+        else:
+            assert text_of(one) == text_of(other) and one.error is None
+    [batcher] = model.replicas().batchers
+    assert batcher.idle and not batcher.broken
+    batcher.forget_prefixes()
+    assert int(batcher.state.table.num_free) == model.decoder_config.num_pages - 1 == batcher._num_free
+
+
+def fails_when_marked(monkeypatch, model, place: str) -> None:
+    """Have one piece of the host's work fail for the marked request."""
+    [batcher] = model.replicas().batchers
+    whole = {name: getattr(Continuation, name) for name in ("take", "end")}
+
+    def torn(*_, **__):
+        raise LookupError("torn")
+
+    if place == "detokeniser":
+        monkeypatch.setattr(
+            Continuation,
+            "take",
+            lambda text, row, finished: (
+                torn() if text.params.seed == MARKED and len(text.trace) == 3 else whole["take"](text, row, finished)
+            ),
+        )
+        monkeypatch.setattr(
+            Continuation,
+            "end",
+            lambda text, *rest, **more: torn() if text.params.seed == MARKED else whole["end"](text, *rest, **more),
+        )
+    elif place == "request":
+        build = batcher._asked
+        monkeypatch.setattr(batcher, "_asked", lambda one: torn() if one.text.params.seed == MARKED else build(one))
+    elif place == "prefix":
+        find = batcher._awaits_another
+        monkeypatch.setattr(
+            batcher, "_awaits_another", lambda one: torn() if one.text.params.seed == MARKED else find(one)
+        )
+    elif place == "deliver":
+        submit = batcher.queue.submit
+
+        def submit_fragile(text, deliver, **rest):
+            def fragile(event):
+                if text.params.seed == MARKED and event.completion is None and len(text.trace) == 5:
+                    torn()
+                deliver(event)
+
+            return submit(text, fragile, **rest)
+
+        monkeypatch.setattr(batcher.queue, "submit", submit_fragile)
+
+
+@pytest.mark.parametrize("place", ["detokeniser", "request", "prefix", "deliver"])
+def test_what_fails_on_the_host_for_one_request_ends_that_one(model, monkeypatch, place):
+    served, requests = opened(model), asked(model.tokenizer)
+    expected = opened(model).generate(requests)
+    fails_when_marked(monkeypatch, served, place)
+    assert_only_the_marked_failed(served, served.generate(requests), expected)
+    assert served.metrics.finished == {"length": 5, "error": 1}
+
+
+def test_an_end_that_cannot_be_delivered_is_told_and_the_others_go_on(model, monkeypatch, caplog):
+    served, requests = opened(model), asked(model.tokenizer, count=3)
+    expected = opened(model).generate(requests)
+    replicas = served.replicas()
+    [lost] = served.continuations(9, replace(requests[0], params=SamplingParams(max_tokens=2)))
+
+    def deaf(_):
+        raise OSError("gone")
+
+    with replicas.queue.lock:
+        replicas.queue.submit(lost, deaf)
+    done = served.generate(requests)
+    assert [text_of(one) for one in done] == [text_of(one) for one in expected]
+    assert "could not be delivered" in caplog.text and replicas.idle
+
+
+def test_a_tokenizer_that_fails_for_one_request_of_many_is_an_answer(model, monkeypatch):
+    served, whole = opened(model), model.tokenizer
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Fragile(type(whole)):
+        def encode(self, text):
+            if "!" in text:
+                raise RuntimeError("torn")
+            return super().encode(text)
+
+    served.tokenizer = Fragile(**{field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)})
+    params = SamplingParams(max_tokens=3)
+    requests = [GenerationRequest(prompt=text, params=params) for text in ("One", "Two!", "Three")]
+    done = dict(served.as_completed(requests))
+    assert done[1].finish_reason == "error" and "torn" in str(done[1].error)
+    assert [len(done[i].token_ids) for i in (0, 2)] == [3, 3]
+
+
+def test_cancelling_that_fails_ends_its_own_stream(model):
+    served, requests = opened(model), asked(model.tokenizer)
+    expected = opened(model).generate(requests[3])
+
+    def torn():
+        raise LookupError("torn")
+
+    quiet = served.stream(requests[3])
+    first = next(quiet)
+    with pytest.raises(LookupError):
+        list(served.stream(requests[0], cancelled=torn))
+    [end] = [event.completion for event in [first, *quiet] if event.completion]
+    assert text_of(end) == text_of(expected[0]) and served.replicas().idle
+
+
+def test_weights_that_are_damaged_for_one_token_harm_only_who_meets_it(model):
+    """A prompt with the token whose embedding is no number; the pages it wrote are used by others afterwards."""
+    requests = asked(model.tokenizer)
+    token = next(t for t in range(5, 500) if not any(t in tuple(one.prompt) for one in requests))
+    params = model.params
+    head = params.embedding if params.head is None else params.head
+    damaged = replace(params, embedding=params.embedding.at[token].set(jnp.nan), head=head)
+    spoilt = engine.Model(
+        name="spoilt", config=model.decoder_config, params=damaged, tokenizer=model.tokenizer, prefix_cache=False
+    )
+    healthy = [one for i, one in enumerate(requests) if i != 2]
+    expected = {one.params.seed: spoilt.generate(one)[0] for one in healthy}
+    assert all(token not in one.token_ids for one in expected.values())
+    bad = replace(requests[2], prompt=(*requests[2].prompt[:8], token, *requests[2].prompt[8:]))
+    for _ in range(3):
+        done = spoilt.generate([*requests[:2], bad, *requests[3:]])
+        assert done[2].finish_reason == "error" and "The logits after 0 tokens are not numbers" in str(done[2].error)
+        assert [text_of(one) for i, one in enumerate(done) if i != 2] == [
+            text_of(expected[one.params.seed]) for one in healthy
+        ]
+
+
+BAD = [
+    ("temperature", np.nan),
+    ("temperature", -1.0),
+    ("temperature", np.inf),
+    ("surprisal_cap", np.nan),
+    ("tolerance", np.nan),
+    ("entropy", np.nan),
+    ("entropic_time", np.nan),
+    ("entropic_time", np.inf),
+    ("total_cost", np.nan),
+    ("surprisal_cap", -np.inf),  # legitimate: all but the likeliest are barred,
+    ("tolerance", -1.0),  # everything is open
+]
+
+
+def broken() -> Law:
+    """A law that does BAD[i] to requests of temperature 1 + (i + 1) / 64, after the third token, from 2 on at once."""
+
+    def spoil(state, chosen):
+        for number, (field, value) in enumerate(BAD, 1):
+            bad = jnp.where(chosen == number, jnp.float32(value), getattr(state, field))
+            state = replace(state, **{field: bad})
+        return state
+
+    def init(state):
+        number = jnp.round((state.temperature - 1.0) * 64).astype(jnp.int32)
+        later = jnp.where(number < 64, number, 0)
+        return replace(spoil(state, number - 64), memory=state.memory | {"mine": later})
+
+    return Law(lambda signals, state: spoil(state, jnp.where(signals.generated == 3, state.memory["mine"], 0)), init)
+
+
+def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
+    """A rule that spoils temperatures above 3, likewise; between them requests to which nothing happens."""
+
+    def rule(moments_at, signals, state):
+        worst = jnp.where(state.temperature < 3.1, jnp.nan, jnp.where(state.temperature < 3.3, -0.5, jnp.inf))
+        bad = (signals.generated == 3) & (state.temperature > 2.9)
+        return jnp.where(bad, worst, state.temperature)
+
+    control = Controller(law=chain(Controller().law, broken()), temperature_rule=rule)
+    numbers = range(1, len(BAD) + 1)
+    heats = [0.0, 1.0, *(1 + i / 64 for i in numbers), *(2 + i / 64 for i in numbers), 3.0, 3.2, 3.4, 0.0, 1.0]
+    tokens = model.tokenizer.encode(SENTENCE)
+    requests = [
+        GenerationRequest(
+            prompt=tuple(tokens[i % 5 : i % 5 + 7]),
+            params=SamplingParams(max_tokens=8, seed=i, temperature=heat, ignore_eos=True),
+        )
+        for i, heat in enumerate(heats)
+    ]
+    done, expected = model.generate(requests, control=control), model.generate(requests)
+    for i, (one, other, heat) in enumerate(zip(done, expected, heats, strict=True)):
+        case = 0 if heat > 2.9 else round(heat % 1 * 64)
+        if heat > 2.9:
+            assert "The temperature rule returned a value that is not a finite number" in str(one.error)
+        elif 0 < case <= 9:
+            assert f"The control law set {BAD[case - 1][0]} to a value that is not" in str(one.error), i
+        else:
+            assert one.error is None and len(one.token_ids) == 8
+            assert case or text_of(one) == text_of(other)
+            continue
+        assert one.finish_reason == "error" and len(one.token_ids) == (0 if 2 < heat < 2.9 else 2)
+        assert one.token_ids == other.token_ids[: len(one.token_ids)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_nobody(model, value):
+    """Six sit and four advance: without care the two last would wait for ever."""
+
+    def rule(signals, state):
+        return jnp.where(state.temperature > 1.2, jnp.float32(value), -signals.arrival.astype(jnp.float32))
+
+    requests = [
+        replace(one, params=replace(one.params, temperature=1.5 if i == 5 else 1.0))
+        for i, one in enumerate(asked(model.tokenizer))
+    ]
+    done = model.generate(requests, control=Controller(priority=rule))
+    expected = model.generate(requests)
+    assert [text_of(one) for one in done[:5]] == [text_of(one) for one in expected[:5]]
+    if np.isnan(value):
+        assert "The priority rule returned a value that is not a number" in str(done[5].error)
+    else:
+        assert text_of(done[5]) == text_of(expected[5])

@@ -1,0 +1,91 @@
+"""Nothing is compiled after warm-up, whatever is asked for and however it is served."""
+
+import jax.numpy as jnp
+import pytest
+
+from et_jax.control.base import chain
+from et_jax.control.controller import Controller
+from et_jax.serve import engine
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.types import replace
+
+SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Five slots of which three advance, and fewer pages than they may fill."""
+    return engine.load(max_num_seqs=3, max_resident_seqs=5, max_model_len=128, num_pages=20, chunk=32)
+
+
+def everything(tokenizer) -> list[GenerationRequest]:
+    """Requests of every kind: deadlines, priorities, several continuations, penalties, alternatives, stops."""
+    tokens = tokenizer.encode(SENTENCE * 3)
+    kinds = [
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"logprobs": 3, "n": 3},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+        {"stop": ("the", "zzz"), "stop_token_ids": (7,)},
+        {"seed": 2**63 - 1, "ignore_eos": True},
+    ]
+    urgencies = [{"deadline": 0.5}, {}, {"priority": 2.0}, {"priority": -1.0, "deadline": 1e6}, {}, {"deadline": 1e-9}]
+    return [
+        GenerationRequest(
+            prompt=SENTENCE if i == 1 else tuple(tokens[: 1 + 13 * i]),
+            params=SamplingParams(**{"max_tokens": 6 + 5 * i} | kind),
+            **urgency,
+        )
+        for i, (kind, urgency) in enumerate(zip(kinds, urgencies, strict=True))
+    ]
+
+
+def own() -> Controller:
+    def law(signals, state):
+        return replace(state, temperature=state.temperature * 0.99, memory=state.memory | {"mine": signals.entropy})
+
+    def rule(moments_at, signals, state):
+        return jnp.minimum(state.temperature, 1.5)
+
+    start = chain(Controller().law)
+    law = replace(
+        start, update=chain(start, law).update, init=lambda s: replace(start.init(s), memory=_noted(start, s))
+    )
+    return Controller(law=law, temperature_rule=rule, priority=lambda signals, state: signals.urgency)
+
+
+def _noted(law, state):
+    return law.init(state).memory | {"mine": jnp.zeros_like(state.entropy)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prefix_cache": False},
+        {"preempt_every": 2},
+        {"replicas": 2},
+        {"control": "paper"},
+        {"control": "guarded", "preempt_every": 2},
+        {"control": "certified"},
+        {"control": "own"},
+    ],
+    ids=str,
+)
+def test_a_mixture_of_everything_compiles_nothing_late(model, settings):
+    control = settings.pop("control", "off")
+    served = engine.Model(
+        name=model.name, config=model.decoder_config, params=model.params, tokenizer=model.tokenizer, **settings
+    )
+    control = own() if control == "own" else control
+    if control == "off":
+        served._decoders = model._decoders
+    served.warm_up(control)
+    requests = everything(model.tokenizer)
+    done = [completion for _, completion in served.as_completed(requests, control=control)]
+    stream = served.stream(requests[2], control=control)
+    next(stream)
+    stream.close()
+    served.generate(requests[0], control=control)
+    assert len(done) == 8 and all(one.error is None for one in done)
+    assert served.metrics.programs_compiled_late == 0

@@ -1,0 +1,191 @@
+"""What a decoder needs, against formulas, published sizes and the compiler's own account."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small_model import MODEL, configuration
+
+from et_jax.control.controller import Controller
+from et_jax.decode.decoder import decoder
+from et_jax.decode.state import DecoderConfig, empty
+from et_jax.errors import UsageError
+from et_jax.models.checkpoint import read_config
+from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import describe
+from et_jax.serve.device_memory import usable_memory
+from et_jax.serve.preflight import decoder_bytes, plan, size_text, step_bytes, weight_bytes
+from et_jax.types import replace
+
+LLAMA_3_70B = {  # config.json of meta-llama/Meta-Llama-3-70B
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_3_8B = LLAMA_3_70B | {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+}
+GB = 10**9
+
+
+def model(folder: Path, values: dict) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_config(folder)
+
+
+def serving(model: ModelConfig, **changes) -> DecoderConfig:
+    plain = dict(model=model, num_slots=8, batch=8, page_size=16, num_pages=2, max_length=8192, chunk=64, part=16)
+    return DecoderConfig(**plain | dict(max_steps=32, cache_dtype=jnp.bfloat16, backend="xla") | changes)
+
+
+@pytest.mark.parametrize(("values", "count"), [(LLAMA_3_8B, 8_030_261_248), (LLAMA_3_70B, 70_553_706_496)])
+def test_weights_have_the_published_size(tmp_path: Path, values: dict, count: int) -> None:
+    """The parameter counts are those of the safetensors files on the hub."""
+    found = model(tmp_path, values)
+    assert (weight_bytes(found, jnp.bfloat16), weight_bytes(found, jnp.float32)) == (2 * count, 4 * count)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_page_is_what_its_parts_are(dtype, kept: bool) -> None:
+    """Per layer and KV head: tokens in the cache's dtype; where kept also their box, mean and radius, and codes."""
+    config = configuration(cache_dtype=dtype, controller=Controller(key_codes=kept, surprisals=kept))
+    c, s, e, size = config.model, config.page_size, 128, jnp.dtype(dtype).itemsize
+    head = s * e * size + kept * (e * size + e * 4 + 4 + s * c.head_dim)
+    table = 4 + 4  # its reference count, its place among the free pages
+    assert decoder_bytes(config)[0] == c.num_layers * c.num_kv_heads * head + table + kept * s * 4
+
+
+@pytest.mark.parametrize("changes", [{}, {"penalties": True}, {"num_slots": 7}, {"max_length": 50}])
+def test_pages_and_state_are_the_whole_decoder(changes: dict) -> None:
+    config = configuration(**changes)
+    for num_pages in (2, 57):
+        whole = jax.eval_shape(partial(empty, replace(config, num_pages=num_pages)))
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(whole))
+        page, rest = decoder_bytes(config)
+        assert num_pages * page + rest == size
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "changes"),
+    [
+        (96, {"num_slots": 16, "batch": 16}),
+        (20_000, {"chunk": 16}),
+        (20_000, {"chunk": 64, "controller": Controller(surprisals=True)}),
+    ],
+)
+def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes: dict) -> None:
+    """The compiler says what it set aside; its buffers for what a run reports are small change."""
+    config = configuration(model=replace(MODEL, vocab_size=vocab_size), **changes)
+    bound, state = decoder(config), jax.eval_shape(partial(empty, config))
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), describe(config.model))
+    number = config.chunk // config.part
+    rows = jax.ShapeDtypeStruct((number,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((number, config.part), jnp.int32)
+    programs = [
+        bound.decode.lower(params, state, jnp.int32(1)),  # type: ignore[attr-defined]
+        bound.prefill.lower(params, state, rows, tokens, rows),  # type: ignore[attr-defined]
+    ]
+    measured = max(program.compile().memory_analysis().temp_size_in_bytes for program in programs)
+    assert measured <= step_bytes(config) + 50_000 <= 3 * measured
+
+
+def test_the_cache_takes_what_it_wants_or_what_is_left() -> None:
+    config = configuration()
+    blocks = 16  # 64 tokens in pages of 4
+    ample = plan(config, GB)
+    assert ample.num_pages == ample.wanted_pages == 3 * blocks + 1
+    assert ample.total == ample.weights + ample.state + ample.step + ample.num_pages * ample.page
+    for pages in (48, blocks + 1):
+        tight = plan(config, ample.total - ample.cache + (pages + 1) * ample.page - 1)
+        assert tight.num_pages == pages and tight.total <= tight.memory < tight.total + tight.page
+    with pytest.raises(UsageError):
+        plan(config, ample.total - ample.cache + (blocks + 1) * ample.page - 1)
+    assert plan(config, GB, num_pages=5).num_pages == 5
+
+
+def test_a_model_too_large_is_refused_from_its_configuration_alone(tmp_path: Path) -> None:
+    """There is no weight in the folder to read."""
+    config = serving(model(tmp_path, LLAMA_3_70B))
+    with pytest.raises(UsageError) as refusal:
+        plan(config, min(usable_memory(0.9), 100 * GB))
+    said = str(refusal.value)
+    assert "141.1 GB for weights in bfloat16" in said and "billion weights in bfloat16, or a larger machine." in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "words", "setting"),
+    [
+        (
+            {"num_slots": 512, "batch": 512},
+            18 * GB,
+            "512 sequences at once; take max_num_seqs ",
+            ["num_slots", "batch"],
+        ),
+        ({}, 17 * GB, "the cache of one sequence of 8192 tokens, .*; take max_model_len ", ["max_length"]),
+    ],
+)
+def test_a_refusal_says_the_most_that_fits(
+    tmp_path: Path, changes: dict, memory: int, words: str, setting: list[str]
+) -> None:
+    config = serving(model(tmp_path, LLAMA_3_8B), **changes)
+    with pytest.raises(UsageError, match=words + r"\d+\.$") as refusal:
+        plan(config, memory)
+    most = int(str(refusal.value).rpartition(" ")[2][:-1])
+    assert plan(replace(config, **dict.fromkeys(setting, most)), memory).total <= memory
+    with pytest.raises(UsageError):
+        plan(replace(config, **dict.fromkeys(setting, most + 1)), memory)
+
+
+def test_a_refusal_says_that_half_the_precision_would_do(tmp_path: Path) -> None:
+    config = serving(model(tmp_path, LLAMA_3_8B), cache_dtype=jnp.float32)
+    with pytest.raises(UsageError, match=r"32\.1 GB for weights in float32, .*; take bfloat16\."):
+        plan(config, 24 * GB)
+    assert plan(replace(config, cache_dtype=jnp.bfloat16), 24 * GB).total <= 24 * GB
+
+
+def test_more_pages_than_fit_are_refused(tmp_path: Path) -> None:
+    config = serving(model(tmp_path, LLAMA_3_8B))
+    with pytest.raises(UsageError, match=r"for the cache, .*; take num_pages \d+") as refusal:
+        plan(config, 20 * GB, num_pages=5000)
+    pages = int(str(refusal.value).split("num_pages ")[1].split(",")[0].rstrip("."))
+    assert plan(config, 20 * GB, num_pages=pages).total <= 20 * GB
+
+
+def test_replicas_that_share_a_memory_hold_the_weights_once_and_all_else_each() -> None:
+    config = configuration()
+    one, two = plan(config, GB), plan(config, GB, replicas=2)
+    assert two.num_pages == one.num_pages and two.total == 2 * one.total - one.weights
+    assert "with 2 replicas, of 1.0 GB" in two.table()[-1]
+    tight = plan(config, two.total - 1, replicas=2)
+    assert tight.num_pages == one.num_pages - 1 and tight.total <= two.total - 1
+    with pytest.raises(UsageError, match=r"for each of 2 replicas; take fewer replicas\.$"):
+        plan(config, one.total, replicas=2, num_pages=one.num_pages)
+
+
+def test_the_table_says_where_the_memory_goes() -> None:
+    config = configuration()
+    lines = plan(config, GB).table()
+    assert [line.split()[0] for line in lines] == ["weights", "cache", "state", "step", "in"]
+    assert "49 pages" in lines[1] and "1.0 GB that may be used" in lines[-1]
+    ample = plan(config, GB)
+    short = plan(config, ample.total - 20 * ample.page).table()
+    assert "29 pages" in short[1] and "of 49 for every sequence at once" in short[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(999, "999 bytes"), (1500, "1.5 kB"), (2 * 10**6, "2.0 MB"), (GB, "1.0 GB")]
+)
+def test_sizes_are_said_in_powers_of_ten(size: int, text: str) -> None:
+    assert size_text(size) == text

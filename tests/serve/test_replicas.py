@@ -1,0 +1,154 @@
+"""Several batchers before one queue: who sits where, what a failure or an interrupt leaves, devices of their own."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from et_jax.serve import engine
+from et_jax.serve.queue import Queue
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+
+SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "chunk": 32}
+PROMPTS = [f"In the year {year} the old king" for year in range(1800, 1812)]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=3, temperature=0.9)
+
+ON_TWO_DEVICES = """
+import json, sys
+import jax
+from et_jax.serve import engine
+from et_jax.serve.requests import SamplingParams
+jax.config.update("jax_num_cpu_devices", 2)
+settings, prompts, params = json.loads(sys.argv[1])
+model = engine.load(replicas=2, **settings)
+texts = [list(done.token_ids) for done in model.generate(prompts, SamplingParams(**params))]
+batchers = model.replicas().batchers
+print(json.dumps({
+    "texts": texts,
+    "devices": [sorted(d.id for x in jax.tree.leaves((b.params, b.state)) for d in x.devices()) for b in batchers],
+    "rounds": [b._rounds for b in batchers],
+    "late": model.metrics.programs_compiled_late,
+}))
+"""
+
+
+def reopened(model: engine.Model, replicas: int, **settings) -> engine.Model:
+    """The same model and programs, served by so many replicas."""
+    other = engine.Model(
+        name=model.name,
+        config=model.decoder_config,
+        params=model.params,
+        tokenizer=model.tokenizer,
+        replicas=replicas,
+        **settings,
+    )
+    other._decoders = model._decoders
+    return other
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine.load(**SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    return [list(done.token_ids) for done in model.generate(PROMPTS, PARAMS)]
+
+
+def test_those_who_wait_are_shared_out_evenly_and_in_order(model):
+    queue, here, there = Queue(), [], []
+    queue.join(here)
+    queue.join(there)
+    [text] = model.continuations(0, GenerationRequest(prompt=(1, 2), params=PARAMS))
+    first, *_ = [queue.submit(text, print) for _ in range(7)]
+
+    def seat(seated: list, free: int) -> list[int]:
+        came = queue.seat(len(seated), free, 100, lambda _: 1)
+        seated += came
+        return [sequence.arrival for sequence in came]
+
+    assert seat(here, 16) == [0, 1, 2, 3]  # half of seven, rounded up
+    assert seat(here, 12) == []
+    assert seat(there, 2) == [4, 5]
+    here.remove(first)
+    assert seat(here, 13) == []  # the other has fewer
+    assert seat(there, 1) == [6]
+    assert [sequence.turn for sequence in (*here, *there)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_sequence_moved_out_of_one_replica_goes_on_in_another(model, texts):
+    replicas = reopened(model, 2).replicas()
+    queue, [first, second] = replicas.queue, replicas.batchers
+    first.burst_seconds = 0.0  # one step a round
+    events = []
+    [text] = model.continuations(0, GenerationRequest(prompt=PROMPTS[0], params=PARAMS))
+    sequence = queue.submit(text, events.append)
+    for _ in range(5):
+        first.advance()
+    assert 0 < len(events) < PARAMS.max_tokens
+    with queue.lock:
+        first._move_out(sequence)
+    while not replicas.idle:
+        second.advance()
+    assert list(events[-1].completion.token_ids) == texts[0]
+    for batcher in replicas.batchers:
+        assert int(batcher.state.table.num_free) == batcher._num_free
+        batcher.forget_prefixes()
+        assert int(batcher.state.table.num_free) == model.decoder_config.num_pages - 1
+
+
+def test_a_replica_that_fails_is_heard_of_and_the_model_goes_on(model, texts, monkeypatch):
+    served = reopened(model, 2)
+    last = served.replicas().batchers[1]
+
+    def torn(*_):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(last, "_decode", torn)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        served.generate(PROMPTS, PARAMS)
+    assert [list(done.token_ids) for done in served.generate(PROMPTS, PARAMS)] == texts
+
+
+def test_a_stream_closed_while_a_round_runs_leaves_nothing(model):
+    served = reopened(model, 2)
+    replicas = served.replicas()
+    [first, second] = replicas.batchers
+    inside, go_on, decode = threading.Event(), threading.Event(), second._decode
+
+    def held_up(pending):
+        inside.set()
+        second.queue.lock.release()
+        go_on.wait(20)
+        second.queue.lock.acquire()
+        decode(pending)
+
+    second._decode = held_up
+    stream = served.stream(PROMPTS, PARAMS)
+    while not inside.is_set():
+        next(stream)
+    assert second.slots and first.slots
+    closing = threading.Thread(target=stream.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and second.slots  # a slot is not emptied under a running round
+    go_on.set()
+    closing.join(20)
+    assert not closing.is_alive() and replicas.idle
+    del second._decode
+
+
+def test_each_replica_has_a_device_of_its_own_where_there_are_several(texts):
+    asked = json.dumps([SETTINGS, PROMPTS, dataclasses.asdict(PARAMS)])
+    done = subprocess.run(
+        [sys.executable, "-c", ON_TWO_DEVICES, asked], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["texts"] == texts
+    assert [set(devices) for devices in said["devices"]] == [{0}, {1}]
+    assert min(said["rounds"]) > 3 and said["late"] == 0

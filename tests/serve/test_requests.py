@@ -1,0 +1,184 @@
+"""What a caller may ask for: every field against every kind of value, each answered by a request or one sentence."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import config
+
+from et_jax.errors import UsageError
+from et_jax.serve.requests import MAX_N, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS, GenerationRequest, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Without the run-time type checks of the test run, which would answer before the code does."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+class Strange:
+    """A value that cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+class Text(str):
+    """A text by another name."""
+
+
+HOSTILE = [
+    *(True, False, 1.5, -1.5, "1", "", b"1", None, math.nan, math.inf, -math.inf, 1j, Strange(), Path("x"), range(3)),
+    *([], [1.5], ["a", 1], ["a", None], [True], [[1]], {}, {"a": 1}, {1}, (b"a",), object, len, [Strange()], "\ud800"),
+    *(10**400, -(10**400), 10**5000, 2**63, [10**5000], np.float64("nan"), np.array([1.5]), np.array([True])),
+    *(np.array([[1]]), np.zeros(0), np.datetime64("2020-01-01"), np.str_("a"), np.bool_(True), jnp.float32(jnp.inf)),
+    *(["\ud800"], ["a" * 5000], ["a"] * 5000, list(range(5000)), (x for x in "ab")),
+]
+WHOLE = ("max_tokens", "top_k", "seed", "n", "logprobs")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+KINDS = {
+    **dict.fromkeys(WHOLE, int),
+    **dict.fromkeys(NUMBERS, float),
+    **{"stop": str, "stop_token_ids": int, "ignore_eos": bool},
+}
+
+
+def test_the_table_names_every_field():
+    assert set(KINDS) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("field", KINDS)
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_setting_is_of_its_type_or_refused_in_a_sentence(field, number):
+    value = HOSTILE[number]
+    try:
+        params = SamplingParams(**{field: value})
+    except UsageError as error:
+        assert str(error).startswith(f"{field} ") and str(error).endswith(".")
+        assert len(str(error)) < 300 and "\n" not in str(error) and "tuple" not in str(error)
+        return
+    taken, kind = getattr(params, field), KINDS[field]
+    if field in ("stop", "stop_token_ids"):
+        assert type(taken) is tuple and all(type(one) is kind for one in taken)
+    else:
+        assert type(taken) is kind and abs(taken) < math.inf
+    hash(params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "taken"),
+    [
+        ("temperature", 1, 1.0),
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", np.int64(2), 2.0),
+        ("temperature", jnp.float32(0.5), 0.5),
+        ("seed", np.uint32(7), 7),
+        ("seed", np.int64(2**62), 2**62),
+        ("seed", np.array(7), 7),
+        ("max_tokens", jnp.int32(3), 3),
+        ("ignore_eos", np.bool_(True), True),
+        ("stop", "a", ("a",)),
+        ("stop", ["a", Text("b")], ("a", "b")),
+        ("stop", np.array(["a", "b"]), ("a", "b")),
+        ("stop", [], ()),
+        ("stop_token_ids", [1, np.int32(2)], (1, 2)),
+        ("stop_token_ids", np.array([3, 4]), (3, 4)),
+        ("stop_token_ids", range(2), (0, 1)),
+    ],
+)
+def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, value, taken):
+    got = getattr(SamplingParams(**{field: value}), field)
+    assert got == taken and type(got) is type(taken)
+    if isinstance(got, tuple):
+        assert [type(one) for one in got] == [type(one) for one in taken]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number."),
+        ({"max_tokens": "8"}, 'max_tokens is "8"; it must be a whole number.'),
+        ({"n": MAX_N + 1}, f"n is {MAX_N + 1}; it must be from 1 to {MAX_N}."),
+        ({"seed": 10**5000}, "seed is a whole number of 16610 bits; it must be from 0 to 2^63 - 1."),
+        ({"temperature": True}, "temperature is true; it must be a number."),
+        ({"temperature": 10**400}, "temperature is a whole number of 1329 bits; it must be a finite number."),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be true or false."),
+        ({"stop": ["a", 5]}, "stop holds 5; it must be a text or a list of texts that are not empty."),
+        ({"stop": 5}, "stop is 5; it must be a text or a list of texts that are not empty."),
+        ({"stop": ["a"] * (MAX_STOPS + 1)}, f"stop holds {MAX_STOPS + 1} texts; it may hold {MAX_STOPS} at most."),
+        (
+            {"stop": ["b" * (MAX_STOP_LENGTH + 1)]},
+            f"stop holds a text of {MAX_STOP_LENGTH + 1} characters; each may have {MAX_STOP_LENGTH} at most.",
+        ),
+        ({"stop_token_ids": ("a",)}, 'stop_token_ids holds "a"; it must be a list of token ids, whole numbers.'),
+        ({"stop_token_ids": range(99)}, f"stop_token_ids holds 99 ids; it may hold {MAX_STOP_IDS} at most."),
+    ],
+)
+def test_the_sentence_says_what_is_wanted(settings, sentence):
+    with pytest.raises(UsageError) as refused:
+        SamplingParams(**settings)
+    assert str(refused.value) == sentence
+
+
+PARAMS = SamplingParams()
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+@pytest.mark.parametrize("field", ["prompt", "params", "priority", "deadline"])
+def test_a_request_is_whole_or_refused_in_a_sentence(field, number):
+    try:
+        request = GenerationRequest(**{"prompt": "Once", "params": PARAMS} | {field: HOSTILE[number]})
+    except UsageError as error:
+        assert field in str(error) and str(error).endswith(".")
+        assert len(str(error)) < 300 and "\n" not in str(error)
+        return
+    assert type(request.prompt) is str or all(type(token) is int for token in request.prompt)
+    assert type(request.params) is SamplingParams
+    assert type(request.priority) is float and math.isfinite(request.priority)
+    assert request.deadline is None or (type(request.deadline) is float and 0 < request.deadline < math.inf)
+    hash(request)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "taken"),
+    [
+        ([1, 2], (1, 2)),
+        (np.array([1, 2], np.uint16), (1, 2)),
+        (jnp.array([1, 2]), (1, 2)),
+        ([np.int64(1)], (1,)),
+        (range(3), (0, 1, 2)),
+        (Text("a"), "a"),
+        (np.str_("a"), "a"),
+    ],
+)
+def test_a_prompt_is_kept_as_a_plain_text_or_a_tuple_of_plain_ids(prompt, taken):
+    got = GenerationRequest(prompt=prompt, params=PARAMS).prompt
+    assert got == taken and type(got) is type(taken)
+    assert all(type(one) is type(other) for one, other in zip(got, taken, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (b"Once", 'prompt is b"Once"; it must be a text or a list of token ids, so decode the bytes first.'),
+        ([True, False], "prompt holds true; it must be a text or a list of token ids, whole numbers."),
+        (None, "prompt is None; it must be a text or a list of token ids."),
+        ({"a": 1}, "prompt is an object of type dict; it must be a text or a list of token ids."),
+        (Path("x"), "prompt is the path x; it must be a text or a list of token ids, so read the file first."),
+        (5, "prompt is 5; it must be a text or a list of token ids."),
+        ("a\ud800", "prompt holds half of a surrogate pair at character 2; write the character whole."),
+        (
+            [[1]],
+            "prompt holds a list; it must be a text or a list of token ids, whole numbers.",
+        ),
+    ],
+)
+def test_a_prompt_of_another_kind_is_told_what_is_wanted(prompt, sentence):
+    with pytest.raises(UsageError) as refused:
+        GenerationRequest(prompt=prompt, params=PARAMS)
+    assert str(refused.value) == sentence

@@ -1,0 +1,118 @@
+"""Special tokens that a message spells: text by default, tokens where it is said."""
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_tokenizer import MISTRAL, byte_fallback, byte_level, configure
+
+from et_jax.batch.tasks import Defaults, Entry, read_task
+from et_jax.serve.requests import SamplingParams
+from et_jax.text import load_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "{% if 'cat' in messages[0].content | lower %}!{% endif %}{{ messages | tojson }}"
+)
+PLAIN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def said(*contents):
+    return [{"role": "user", "content": content} for content in contents]
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback", "mistral"])
+def folder(request, tmp_path):
+    place = tmp_path / request.param
+    if request.param == "mistral":
+        if not MISTRAL.exists():
+            pytest.skip(f"{MISTRAL} is absent; set ET_JAX_SHARED to the folder of shared tokenizers")
+        place.mkdir()
+        (place / "tokenizer.model").write_bytes(MISTRAL.read_bytes())
+    else:
+        {"byte_level": byte_level, "byte_fallback": byte_fallback}[request.param](place)
+    return configure(place, chat_template=PLAIN, bos_token="<s>", eos_token="</s>")
+
+
+def specials(tokenizer, ids):
+    return [id for id in ids if not tokenizer.backend.visible(id)]
+
+
+@pytest.mark.parametrize("content", ["</s>", "a</s>b", "<s><s>", "</s> cat\n</s>", "x<unk>", "</s", "cat</s></s>"])
+def test_a_message_cannot_end_itself(folder, content):
+    tokenizer = load_tokenizer(folder)
+    bos, eos = tokenizer.bos_id, *tokenizer.eos_ids
+    ids = tokenizer.chat(said(content, "cat"))
+    assert specials(tokenizer, ids) == [bos, eos, eos]
+    first = ids[1 : ids.index(eos)]
+    assert tokenizer.decode(first).strip() == f"[user] {content}".strip()
+
+
+@pytest.mark.parametrize("content", ["a</s>b", "</s>"])
+def test_special_tokens_may_be_allowed(folder, content):
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.chat(said(content), allow_special_tokens=True)
+    assert ids == tokenizer.backend.encode(f"<s>[user] {content}</s>", special=False)
+    assert specials(tokenizer, ids).count(tokenizer.eos_ids[0]) == 2
+
+
+def test_the_text_is_read_as_by_a_tokenizer_without_special_tokens(tmp_path):
+    folder = configure(byte_level(tmp_path / "model"), chat_template=PLAIN)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.encode_special_tokens = True
+    expected = library.encode("[user] a</s>b", add_special_tokens=False).ids
+    assert load_tokenizer(folder).chat(said("a</s>b")) == [0, *expected, 1]
+
+
+def test_templates_that_look_at_the_words_see_what_they_saw(tmp_path):
+    tokenizer = load_tokenizer(configure(byte_level(tmp_path / "model"), chat_template=TEMPLATE))
+    for content in ("The CAT </s> sat", "  <s> a  ", "</s>"):
+        ids = tokenizer.chat(said(content))
+        assert specials(tokenizer, ids) == [0, 1]
+        assert tokenizer.decode(ids) == shown(tokenizer.render(said(content)), content)
+
+
+def shown(plain, content):
+    """The rendered text without the template's own two tokens."""
+    opening = "<s>user: " + content.strip()
+    assert plain.startswith(opening + "</s>")
+    return plain[3 : len(opening)] + plain[len(opening) + 4 :]
+
+
+@given(contents=st.lists(st.text(alphabet="ab </s>u\n€", max_size=30), min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_message_writes_a_special_token(folder, contents):
+    tokenizer = loaded(folder)
+    ids = tokenizer.chat(said(*contents))
+    assert specials(tokenizer, ids) == [tokenizer.bos_id] + list(tokenizer.eos_ids) * len(contents)
+    if not any(special in content for content in contents for special in ("<s>", "</s>", "<unk>")):
+        assert ids == tokenizer.backend.encode(tokenizer.render(said(*contents)), special=False)
+
+
+LOADED = {}
+
+
+def loaded(folder):
+    if folder.name not in LOADED:
+        LOADED[folder.name] = load_tokenizer(folder)
+    return LOADED[folder.name]
+
+
+def test_the_system_message_is_a_message(folder):
+    tokenizer = load_tokenizer(folder)
+    eos = tokenizer.eos_ids[0]
+    assert tokenizer.chat(said("cat"), "be</s>").count(eos) == 2
+    assert tokenizer.chat(said("cat"), "be</s>", allow_special_tokens=True).count(eos) == 3
+
+
+@pytest.mark.parametrize(("allowed", "ends"), [(False, 1), (True, 2)])
+def test_a_batch_says_which(folder, allowed, ends):
+    tokenizer = load_tokenizer(folder)
+    entry = Entry(line=1, custom_id="a", id="a", values={"messages": said("a</s>b")})
+    task = read_task(entry, tokenizer, Defaults(params=SamplingParams(), allow_special_tokens=allowed))
+    assert task.request.prompt.count(tokenizer.eos_ids[0]) == ends
+
+
+def test_a_prompt_is_read_with_its_special_tokens(folder):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids[0] in tokenizer.encode("a</s>b")
