@@ -50,7 +50,7 @@ class Decoding:
     model: dict[str, Any]
     num_slots: int
     max_length: int
-    chunk: int
+    prefill_batch: int
     open_blocks: int | None = None
     functions: tuple[str, ...] = ("step", "decode", "prefill")
 
@@ -98,13 +98,19 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
     "head_dim": 128,
 }
 DECODINGS = (
-    Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, chunk=256),
+    Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # not its step: where a layer's boxes and means fit a TPU's vector memory, XLA takes them there whole to write a row
     # of each, and back (copy-start), for Llama-3-8B at these slots too: 50 MB a layer each way
     Decoding(
-        name="selecting", model=SMALL, num_slots=16, max_length=32768, chunk=256, open_blocks=32, functions=("prefill",)
+        name="selecting",
+        model=SMALL,
+        num_slots=16,
+        max_length=32768,
+        prefill_batch=256,
+        open_blocks=32,
+        functions=("prefill",),
     ),
-    Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, chunk=512),
+    Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, prefill_batch=512),
 )
 ATTENTIONS = (
     Attention(
@@ -349,8 +355,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         page_size=chip.page_size,
         num_pages=decoding.num_slots * decoding.max_length // chip.page_size + 1,
         max_length=decoding.max_length,
-        chunk=decoding.chunk,
-        part=PART,
+        prefill_batch=decoding.prefill_batch,
+        chunk=PART,
         max_steps=32,
         cache_dtype=jnp.bfloat16,
         backend=backend,
@@ -359,8 +365,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
     integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
-    rows = on_chip(jax.ShapeDtypeStruct((decoding.chunk // PART,), jnp.int32))
-    tokens = on_chip(jax.ShapeDtypeStruct((decoding.chunk // PART, PART), jnp.int32))
+    rows = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // PART,), jnp.int32))
+    tokens = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // PART, PART), jnp.int32))
     functions = {"step": (step, ()), "decode": (decode, (integer,)), "prefill": (prefill, (rows, tokens, rows))}
     program, arguments = functions[function]
     jitted = jax.jit(partial(program, config), donate_argnums=1)

@@ -103,8 +103,8 @@ def requests(model: Model, trace: list[Arrival], text: str) -> list[GenerationRe
 def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[GenerationRequest]) -> dict[str, Any]:
     """Serve the trace under one rule; return latencies in steps and the course of entropic time."""
     law = chain(ema_entropy(), clock.paper(), priority.entropy_drift())
-    [batcher] = model.replicas(Controller(law=law, priority=rule.rule)).batchers
-    batcher.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
+    [replica] = model.replicas(Controller(law=law, priority=rule.rule)).replicas
+    replica.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
     now = 0.0
     first, last, texts = np.full(len(trace), np.nan), np.full(len(trace), np.nan), {}
     course, waits, runnable, resolved, spent = [], 0, 0, 0.0, 0.0
@@ -123,19 +123,19 @@ def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[Generatio
         return take
 
     coming = list(enumerate(trace))
-    while coming or not batcher.idle:
-        if batcher.idle and coming[0][1].step > now:
+    while coming or not replica.idle:
+        if replica.idle and coming[0][1].step > now:
             now = coming[0][1].step
         while coming and coming[0][1].step <= now:
             index, _ = coming.pop(0)
             [text] = model.continuations(index, asked[index])
-            batcher.queue.submit(text, deliver(index))
+            replica.queue.submit(text, deliver(index))
         before = model.metrics.steps
         now += 1.0
-        batcher.advance()
+        replica.advance()
         now += model.metrics.steps - before - 1.0  # a round in which nobody was ready took no step
-        waits = max(waits, int(np.asarray(batcher.state.control.wait).max()))
-        runnable = max(runnable, len(batcher.slots))
+        waits = max(waits, int(np.asarray(replica.state.control.wait).max()))
+        runnable = max(runnable, len(replica.slots))
         course.append((now, resolved, spent))
     arrived = np.array([arrival.step for arrival in trace])
     return {

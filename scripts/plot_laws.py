@@ -36,7 +36,7 @@ def start(shape: tuple[int, ...] = ()) -> ControlState:
         priority=zero,
         wait=jnp.zeros(shape, jnp.int32),
         block_mask=jnp.zeros((*shape, 1, 1, 1), jnp.uint32),
-        memory={},
+        notes={},
     )
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from et_jax.decode import cache, pages, slots
-from et_jax.decode.attention import Memory, Row, decode_attend, start_receipts
+from et_jax.decode.attention import LayerCarry, Row, decode_attend, no_reads
 from et_jax.decode.state import DecoderConfig, DecodeState, empty, request
 from et_jax.decode.step import step
 from et_jax.models.config import ModelConfig
@@ -82,11 +82,11 @@ def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState
             block_mask=state.control.block_mask,
             kept_mass=state.signals.kept_mass,
         )
-        attend = decode_attend(config.reading, row)
-    memory = Memory(cache=state.cache, receipts=start_receipts(config.batch))
+        attend = decode_attend(config.read_policy, row)
+    memory = LayerCarry(cache=state.cache, stats=no_reads(config.batch))
     logits, memory = forward(params, config.model, state.token[:, None], length[:, None], attend, memory)
-    if memory.receipts.block_masks:
-        masks = jnp.stack(memory.receipts.block_masks, axis=1)
+    if memory.stats.block_masks:
+        masks = jnp.stack(memory.stats.block_masks, axis=1)
         state = replace(state, control=replace(state.control, block_mask=masks))
     return replace(state, token=some_token(logits[:, 0]), length=length + 1, cache=memory.cache)
 
@@ -176,8 +176,8 @@ def main() -> None:
                 page_size=page_size,
                 num_pages=batch * -(-model.max_positions // page_size) + 1,
                 max_length=model.max_positions,
-                chunk=128 // page_size * page_size,
-                part=page_size,
+                prefill_batch=128 // page_size * page_size,
+                chunk=page_size,
                 max_steps=32,
                 cache_dtype=dtype,
                 backend=pick(jax.default_backend()),

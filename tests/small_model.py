@@ -12,7 +12,7 @@ from et_jax.decode import sampling
 from et_jax.decode.state import DecoderConfig, Request
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
-from et_jax.serve.chunks import call
+from et_jax.serve.chunks import pack
 
 VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
 POOL = 25  # 24 pages for three slots of up to sixteen blocks
@@ -48,8 +48,8 @@ def configuration(**changes) -> DecoderConfig:
         page_size=PAGE,
         num_pages=POOL,
         max_length=LENGTH,
+        prefill_batch=CHUNK,
         chunk=CHUNK,
-        part=CHUNK,
         max_steps=32,
         cache_dtype=jnp.float32,
         backend="xla",
@@ -83,7 +83,7 @@ def fill(d, params, state, slot: int, tokens: list[int]):
     """Write a prompt but for its last token, chunk by chunk."""
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, granted = d.prefill(params, state, *call(d.config, [(slot, part)]))
+        state, granted = d.prefill(params, state, *pack(d.config, [(slot, part)]))
         assert granted.all()
     return state
 

@@ -63,7 +63,7 @@ class ControlState:
     `entropy` is filtered, in nats; `entropic_time` in nats; `total_cost` in bytes, nominal; `surprisal_cap`
     in nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
     since the last token. `block_mask` packs, 32 to a word, the blocks each layer and KV head read last
-    (see `unpack_blocks`). `memory` holds a law's own notes under its own name.
+    (see `unpack_blocks`). `notes` holds what a law keeps for itself under its own name.
 
     A temperature must be finite and at least 0, the entropic time finite, the other numbers not NaN: a law
     that breaks this ends its sequence with an error that names the field.
@@ -78,7 +78,7 @@ class ControlState:
     priority: Float[Array, "*b"]
     wait: Int[Array, "*b"]
     block_mask: UInt32[Array, "*b l k n32"]
-    memory: dict[str, Any]
+    notes: dict[str, Any]
 
 
 def unpack_blocks(block_mask: UInt32[Array, "*b n32"]) -> Bool[Array, "*b n"]:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
-def reach(score: Float[Array, "g n"], allowed: Callable[[Bool[Array, "g n"]], Bool[Array, " g"]]) -> Bool[Array, "g n"]:
+def above_threshold(
+    score: Float[Array, "g n"], allowed: Callable[[Bool[Array, "g n"]], Bool[Array, " g"]]
+) -> Bool[Array, "g n"]:
     """Return the blocks to open in each row: those whose score reaches the greatest cut that `allowed` permits.
 
     Once `allowed(opened)` fails it must fail with fewer open; where it fails with all open, all are. Ties

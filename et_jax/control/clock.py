@@ -26,12 +26,12 @@ def deadband(noise: float) -> Law:
 def _falls(dead: float) -> Law:
     def init(state: ControlState) -> ControlState:
         notes = {"previous_entropy": jnp.zeros_like(state.entropic_time)}
-        return replace(state, memory=state.memory | {"clock": notes})
+        return replace(state, notes=state.notes | {"clock": notes})
 
     def update(signals: Signals, state: ControlState) -> ControlState:
-        fall = jnp.maximum(0.0, state.memory["clock"]["previous_entropy"] - signals.entropy - dead)
+        fall = jnp.maximum(0.0, state.notes["clock"]["previous_entropy"] - signals.entropy - dead)
         notes = {"previous_entropy": signals.entropy}
-        return replace(state, entropic_time=state.entropic_time + fall, memory=state.memory | {"clock": notes})
+        return replace(state, entropic_time=state.entropic_time + fall, notes=state.notes | {"clock": notes})
 
     return Law(update, init)
 
@@ -44,13 +44,13 @@ def record() -> Law:
 
     def init(state: ControlState) -> ControlState:
         notes = {"least_entropy": jnp.full_like(state.entropic_time, jnp.inf)}
-        return replace(state, memory=state.memory | {"clock": notes})
+        return replace(state, notes=state.notes | {"clock": notes})
 
     def update(signals: Signals, state: ControlState) -> ControlState:
-        least = state.memory["clock"]["least_entropy"]
+        least = state.notes["clock"]["least_entropy"]
         fall = jnp.where(jnp.isinf(least), 0.0, jnp.maximum(0.0, least - signals.entropy))
         notes = {"least_entropy": jnp.minimum(least, signals.entropy)}
-        return replace(state, entropic_time=state.entropic_time + fall, memory=state.memory | {"clock": notes})
+        return replace(state, entropic_time=state.entropic_time + fall, notes=state.notes | {"clock": notes})
 
     return Law(update, init)
 
@@ -71,17 +71,17 @@ def chain_rule(realised: bool = False) -> Law:
 
 
 def beside(clock: Law, name: str) -> Law:
-    """The same clock, its time and notes kept in `memory[name]`: a second reading that drives nothing."""
+    """The same clock, its time and notes kept in `notes[name]`: a second reading that drives nothing."""
 
     def init(state: ControlState) -> ControlState:
-        own = clock.init(replace(state, entropic_time=jnp.zeros_like(state.entropic_time), memory={}))
-        notes = {"entropic_time": own.entropic_time, "memory": own.memory}
-        return replace(state, memory=state.memory | {name: notes})
+        own = clock.init(replace(state, entropic_time=jnp.zeros_like(state.entropic_time), notes={}))
+        notes = {"entropic_time": own.entropic_time, "notes": own.notes}
+        return replace(state, notes=state.notes | {name: notes})
 
     def update(signals: Signals, state: ControlState) -> ControlState:
-        notes = state.memory[name]
-        own = clock.update(signals, replace(state, entropic_time=notes["entropic_time"], memory=notes["memory"]))
-        notes = {"entropic_time": own.entropic_time, "memory": own.memory}
-        return replace(state, memory=state.memory | {name: notes})
+        notes = state.notes[name]
+        own = clock.update(signals, replace(state, entropic_time=notes["entropic_time"], notes=notes["notes"]))
+        notes = {"entropic_time": own.entropic_time, "notes": own.notes}
+        return replace(state, notes=state.notes | {name: notes})
 
     return Law(update, init)

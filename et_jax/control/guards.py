@@ -30,17 +30,17 @@ def never_above_start(law: AnyLaw, field: str) -> Law:
     """The law with `field` never above what the sequence started with: a temperature law then only cools.
 
     Holding entropy at a target heats tokens of which the model is certain; a one-sided law does not. The
-    start is kept in `memory[field + "_start"]`.
+    start is kept in `notes[field + "_start"]`.
     """
     inner, name = chain(law), field + "_start"
 
     def init(state: ControlState) -> ControlState:
         started = inner.init(state)
-        return replace(started, memory=started.memory | {name: getattr(started, field)})
+        return replace(started, notes=started.notes | {name: getattr(started, field)})
 
     def update(signals: Signals, state: ControlState) -> ControlState:
         decided = inner.update(signals, state)
-        return replace(decided, **{field: jnp.minimum(getattr(decided, field), decided.memory[name])})
+        return replace(decided, **{field: jnp.minimum(getattr(decided, field), decided.notes[name])})
 
     return Law(update, init)
 
@@ -80,7 +80,7 @@ def saturation(law: AnyLaw, field: str, low: float, high: float) -> Law:
     """The law, with the tokens counted after which `field` stands at `low` or `high` (see `rate`).
 
     A thermostat whose target no temperature in its range can reach sits at a bound: its share of
-    tokens says that the target, not the gain, is wrong. Notes: `memory[field + "_saturation"]`.
+    tokens says that the target, not the gain, is wrong. Notes: `notes[field + "_saturation"]`.
     """
     inner = chain(law)
 
@@ -94,7 +94,7 @@ def saturation(law: AnyLaw, field: str, low: float, high: float) -> Law:
 def stability(law: AnyLaw, gain: float) -> Law:
     """The law, with the tokens counted at which gain * V >= 2, V the tempered varentropy in nats^2 (see `rate`).
 
-    There the thermostat overshoots by more than it was off, and may cycle. Notes: `memory["stability"]`.
+    There the thermostat overshoots by more than it was off, and may cycle. Notes: `notes["stability"]`.
     """
 
     def overshoots(signals: Signals, _: ControlState) -> Bool[Array, "*b"]:
@@ -107,25 +107,25 @@ def _counted(law: Law, name: str, event) -> Law:
     def init(state: ControlState) -> ControlState:
         state = law.init(state)
         zero = jnp.zeros(state.temperature.shape, jnp.int32)
-        return replace(state, memory=state.memory | {name: dict.fromkeys(_COUNTS, zero)})
+        return replace(state, notes=state.notes | {name: dict.fromkeys(_COUNTS, zero)})
 
     def update(signals: Signals, state: ControlState) -> ControlState:
         state = law.update(signals, state)
-        old = state.memory[name]
+        old = state.notes[name]
         happened = event(signals, state).astype(jnp.int32)
         notes = {"events": old["events"] + happened, "tokens": old["tokens"] + 1}
-        return replace(state, memory=state.memory | {name: notes})
+        return replace(state, notes=state.notes | {name: notes})
 
     return Law(update, init)
 
 
 def rate(state: ControlState, name: str) -> Float[Array, "*b"]:
-    """Return the share of tokens flagged by the counting guard whose notes are `memory[name]`, 0 before the first."""
-    notes = state.memory[name]
+    """Return the share of tokens flagged by the counting guard whose notes are `notes[name]`, 0 before the first."""
+    notes = state.notes[name]
     return notes["events"].astype(jnp.float32) / jnp.maximum(notes["tokens"], 1).astype(jnp.float32)
 
 
 def rates(state: ControlState) -> dict[str, Float[Array, "*b"]]:
     """Return `rate` of every counting guard in the chain, by name."""
-    counted = [name for name, notes in state.memory.items() if isinstance(notes, dict) and set(notes) == _COUNTS]
+    counted = [name for name, notes in state.notes.items() if isinstance(notes, dict) and set(notes) == _COUNTS]
     return {name: rate(state, name) for name in counted}

@@ -39,7 +39,7 @@ def srpt() -> PriorityRule:
 def entropy_drift(decay: float = 0.9, prior_deviation: float = 1.0) -> Law:
     """Keep the running mean (nats) and variance (nats^2) of the fall H_{t-1} - H_t of the raw entropy.
 
-    Exponentially weighted, in `memory["entropy_drift"]`, from mean 0 and the variance of
+    Exponentially weighted, in `notes["entropy_drift"]`, from mean 0 and the variance of
     `prior_deviation` (nats), so that a sequence of which nothing is known is expected to resolve
     something. The entropy profile of Entropic-Time Inference, section 3.1, whose form is not stated.
     """
@@ -50,10 +50,10 @@ def entropy_drift(decay: float = 0.9, prior_deviation: float = 1.0) -> Law:
             "mean": jnp.zeros_like(state.priority),
             "variance": jnp.full_like(state.priority, prior_deviation * prior_deviation),
         }
-        return replace(state, memory=state.memory | {"entropy_drift": notes})
+        return replace(state, notes=state.notes | {"entropy_drift": notes})
 
     def update(signals: Signals, state: ControlState) -> ControlState:
-        old = state.memory["entropy_drift"]
+        old = state.notes["entropy_drift"]
         first = jnp.isinf(old["previous_entropy"])
         surprise = jnp.where(first, 0.0, old["previous_entropy"] - signals.entropy - old["mean"])
         variance = decay * (old["variance"] + (1.0 - decay) * surprise * surprise)
@@ -62,7 +62,7 @@ def entropy_drift(decay: float = 0.9, prior_deviation: float = 1.0) -> Law:
             "mean": old["mean"] + (1.0 - decay) * surprise,
             "variance": jnp.where(first, old["variance"], variance),
         }
-        return replace(state, memory=state.memory | {"entropy_drift": notes})
+        return replace(state, notes=state.notes | {"entropy_drift": notes})
 
     return Law(update, init)
 
@@ -79,9 +79,9 @@ def expected_fall(mean: Float[Array, "*b"], deviation: Float[Array, "*b"]) -> Fl
 
 
 def _drift_fall(state: ControlState) -> Float[Array, ""]:
-    if "entropy_drift" not in state.memory:
-        raise ValueError("this priority reads memory['entropy_drift']: add the law entropy_drift() to the chain")
-    notes = state.memory["entropy_drift"]
+    if "entropy_drift" not in state.notes:
+        raise ValueError("this priority reads notes['entropy_drift']: add the law entropy_drift() to the chain")
+    notes = state.notes["entropy_drift"]
     return expected_fall(notes["mean"], jnp.sqrt(notes["variance"]))
 
 

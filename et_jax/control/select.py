@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from et_jax.control import bounds
-from et_jax.control.bisect import reach
+from et_jax.control.bisect import above_threshold
 from et_jax.control.contribution import Contribution, influence
 from et_jax.control.view import BlockView, log_mass, mass
 from et_jax.types import pytree, replace
@@ -110,7 +110,7 @@ def _most(score: Float[Array, " n"], num_blocks: int, view: BlockView) -> Bool[A
     """Return the `num_blocks` held blocks with the greatest score, or all where fewer are held; ties together."""
     held = view.num_tokens > 0
     score = jnp.where(held, score, -jnp.inf)[None]
-    return reach(score, lambda opened: jnp.sum(opened & held, axis=-1) >= num_blocks)[0] & held
+    return above_threshold(score, lambda opened: jnp.sum(opened & held, axis=-1) >= num_blocks)[0] & held
 
 
 def top_mass() -> Selector:
@@ -126,7 +126,7 @@ def top_mass() -> Selector:
         def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
             return jnp.sum(jnp.where(opened, 0.0, share), axis=-1) <= view.tolerance
 
-        return jnp.any(reach(share, allowed), axis=0) | (view.tolerance <= 0)
+        return jnp.any(above_threshold(share, allowed), axis=0) | (view.tolerance <= 0)
 
     return as_selector(mask)
 
@@ -191,7 +191,7 @@ def certified(mass_bounds: MassBounds = chord_bounds, slack: float = 1e-3) -> Se
             read = jnp.sum(jnp.where(opened, lower, 0.0), axis=-1)
             return (1.0 - view.tolerance) * unread <= view.tolerance * read
 
-        opened = jnp.any(reach(log.high, allowed), axis=0) | (view.tolerance <= 0)
+        opened = jnp.any(above_threshold(log.high, allowed), axis=0) | (view.tolerance <= 0)
         return Selection(opened=opened, estimate=0.5 * (log.low + log.high), upper=log.high + slack)
 
     return Selector(choose)

@@ -1,7 +1,7 @@
 """Attention over the paged cache, as the model is handed it: write, choose blocks, read them, note what was read.
 
 This is where the cache, the selectors and the kernels meet. The step and the prefill each make an
-`attend` for `models.transformer.forward`; what it threads through the layers is a `Memory`.
+`attend` for `models.transformer.forward`; what it threads through the layers is a `LayerCarry`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from et_jax.types import pytree, replace
 
 
 @pytree
-class Receipts:
+class ReadStats:
     """What attention read, gathered over the layers run so far.
 
     `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
@@ -51,11 +51,11 @@ class Receipts:
 
 
 @pytree
-class Memory:
-    """The cache on its way through the layers, and the receipts so far."""
+class LayerCarry:
+    """The cache on its way through the layers, and the stats so far."""
 
     cache: KVCache
-    receipts: Receipts
+    stats: ReadStats
 
 
 @pytree
@@ -77,7 +77,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadPolicy:
     """How attention reads the cache: the model's shape, the page size, a selector per layer, the backend.
 
     `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
@@ -98,18 +98,18 @@ class Reading:
         return self.model.head_dim**-0.5
 
 
-def start_receipts(batch: int) -> Receipts:
-    """Return receipts of nothing read."""
+def no_reads(batch: int) -> ReadStats:
+    """Return stats of nothing read."""
     zeros = jnp.zeros(batch, jnp.int32)
-    return Receipts(blocks_read=zeros, summaries_read=zeros, kept_mass=jnp.ones(batch, jnp.float32), block_masks=())
+    return ReadStats(blocks_read=zeros, summaries_read=zeros, kept_mass=jnp.ones(batch, jnp.float32), block_masks=())
 
 
-def decode_attend(reading: Reading, row: Row) -> Attend:
+def decode_attend(reading: ReadPolicy, row: Row) -> Attend:
     """Return the `attend` of one decode step."""
     count = row.run.astype(jnp.int32)
     lengths = jnp.where(row.run, row.length + 1, 0)
 
-    def attend(layer: int, q: Array, k: Array, v: Array, memory: Memory) -> tuple[Array, Memory]:
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: LayerCarry) -> tuple[Array, LayerCarry]:
         cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count)
         cache = _with_layer(memory.cache, layer, cached)
         queries = q[:, 0]
@@ -118,7 +118,7 @@ def decode_attend(reading: Reading, row: Row) -> Attend:
             listed, counts = _every_block(lengths, reading, row.table.shape[1], layer)
             out, _ = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
             opened = jnp.broadcast_to(blocks.readable[:, None], (*counts.shape, row.table.shape[1]))
-            receipts = _note(memory.receipts, counts, opened)
+            stats = _note(memory.stats, counts, opened)
         else:
             grouped = _grouped(queries, reading)
             chosen = _choose(reading, layer, grouped, cache, blocks, row)
@@ -131,21 +131,25 @@ def decode_attend(reading: Reading, row: Row) -> Attend:
                 values = cached.summary.mean[:, row.table].swapaxes(0, 1)[..., d : 2 * d]
                 whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
                 out = whole.astype(out.dtype).reshape(out.shape)
-            receipts = _note(memory.receipts, counts, chosen.opened)
+            stats = _note(memory.stats, counts, chosen.opened)
             kept = jnp.where(row.fresh, kept_mass(chosen, blocks, log_read), row.kept_mass)
             looked = jnp.where(row.fresh, held_blocks(lengths, reading.page_size), 0) * reading.model.num_kv_heads
-            receipts = replace(
-                receipts,
-                kept_mass=jnp.minimum(receipts.kept_mass, kept),
-                summaries_read=receipts.summaries_read + looked,
+            stats = replace(
+                stats,
+                kept_mass=jnp.minimum(stats.kept_mass, kept),
+                summaries_read=stats.summaries_read + looked,
             )
-        return out[:, None], Memory(cache=cache, receipts=receipts)
+        return out[:, None], LayerCarry(cache=cache, stats=stats)
 
     return attend
 
 
 def prefill_attend(
-    reading: Reading, table: Int[Array, "b n"], start: Int[Array, " b"], count: Int[Array, " b"], end: Int[Array, " b"]
+    reading: ReadPolicy,
+    table: Int[Array, "b n"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+    end: Int[Array, " b"],
 ) -> Attend:
     """Return the `attend` of parts of prompts: `count[b]` tokens from position `start[b]` on, read densely.
 
@@ -213,7 +217,7 @@ def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Ar
 
 
 def _every_block(
-    lengths: Int[Array, " b"], reading: Reading, num_blocks: int, layer: int
+    lengths: Int[Array, " b"], reading: ReadPolicy, num_blocks: int, layer: int
 ) -> tuple[Int[Array, "b k m"], Int[Array, "b k"]]:
     """List every block within the layer's window, for every KV head."""
     window, page_size = reading.model.windows[layer], reading.page_size
@@ -226,7 +230,7 @@ def _every_block(
 
 
 def _choose(
-    reading: Reading, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: Row
+    reading: ReadPolicy, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: Row
 ) -> Selection:
     """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
 
@@ -249,7 +253,7 @@ def _choose(
 
 
 def _read(
-    reading: Reading,
+    reading: ReadPolicy,
     layer: int,
     queries: Float[Array, "b h d"],
     cached: LayerCache,
@@ -271,15 +275,15 @@ def _read(
     )
 
 
-def _note(receipts: Receipts, counts: Int[Array, "b k"], opened: Bool[Array, "b k n"]) -> Receipts:
+def _note(stats: ReadStats, counts: Int[Array, "b k"], opened: Bool[Array, "b k n"]) -> ReadStats:
     return replace(
-        receipts,
-        blocks_read=receipts.blocks_read + jnp.sum(counts, axis=1),
-        block_masks=(*receipts.block_masks, pack_blocks(opened)),
+        stats,
+        blocks_read=stats.blocks_read + jnp.sum(counts, axis=1),
+        block_masks=(*stats.block_masks, pack_blocks(opened)),
     )
 
 
-def _grouped(queries: Float[Array, "b h d"], reading: Reading) -> Float[Array, "b k g d"]:
+def _grouped(queries: Float[Array, "b h d"], reading: ReadPolicy) -> Float[Array, "b k g d"]:
     """Queries by KV head, float32, scaled so that query . key is the score."""
     b, _, d = queries.shape
     return queries.astype(jnp.float32).reshape(b, reading.model.num_kv_heads, -1, d) * reading.scale

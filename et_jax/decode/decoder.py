@@ -74,9 +74,9 @@ class Decoder:
     decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
-    adopt: Callable[[DecodeState, Any, Any, Any], DecodeState]
-    hold: Callable[[DecodeState, Any, Any], DecodeState]
-    drop: Callable[[DecodeState, Any, Any], DecodeState]
+    share: Callable[[DecodeState, Any, Any, Any], DecodeState]
+    increment: Callable[[DecodeState, Any, Any], DecodeState]
+    decrement: Callable[[DecodeState, Any, Any], DecodeState]
     read_row: Callable[[DecodeState, Any], slots.Row]
     read_pages: Callable[[DecodeState, Any, Any], kv.KVCache]
     write_row: Callable[[DecodeState, Any, slots.Row], tuple[DecodeState, Bool[Array, ""]]]
@@ -99,9 +99,9 @@ def decoder(config: DecoderConfig) -> Decoder:
         decode=compiled(decode, config, donate=1),
         release=compiled(slots.release, donate=0),
         fork=compiled(slots.fork, config, donate=0),
-        adopt=compiled(slots.adopt, donate=0),
-        hold=compiled(slots.hold, donate=0),
-        drop=compiled(slots.drop, donate=0),
+        share=compiled(slots.share, donate=0),
+        increment=compiled(slots.increment, donate=0),
+        decrement=compiled(slots.decrement, donate=0),
         read_row=compiled(slots.read_row),
         read_pages=compiled(slots.read_pages, config),
         write_row=compiled(slots.write_row, config, donate=0),

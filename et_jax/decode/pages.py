@@ -64,26 +64,26 @@ def reserve(table: PageTable, blocks: Int[Array, " b"], most: int) -> tuple[Page
 def release(table: PageTable, slot: Int[Array, ""]) -> PageTable:
     """Give back every page of `slot`; those nobody else holds become free."""
     emptied = replace(table, pages=table.pages.at[slot].set(0), num_blocks=table.num_blocks.at[slot].set(0))
-    return drop(emptied, table.pages[slot], table.num_blocks[slot])
+    return decrement(emptied, table.pages[slot], table.num_blocks[slot])
 
 
-def adopt(table: PageTable, slot: Int[Array, ""], pages: Int[Array, " n"], count: Int[Array, ""]) -> PageTable:
+def share(table: PageTable, slot: Int[Array, ""], pages: Int[Array, " n"], count: Int[Array, ""]) -> PageTable:
     """Give the empty `slot` the first `count` of `pages`, which others hold and go on holding."""
     kept = jnp.arange(pages.shape[0]) < count
     return replace(
-        hold(table, pages, count),
+        increment(table, pages, count),
         pages=table.pages.at[slot].set(jnp.where(kept, pages, 0)),
         num_blocks=table.num_blocks.at[slot].set(count),
     )
 
 
-def hold(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
+def increment(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
     """Count one more holder of the first `count` of `pages`, which are in use and differ."""
     place = jnp.where(jnp.arange(pages.shape[0]) < count, pages, table.references.shape[0])
     return replace(table, references=table.references.at[place].add(1, mode="drop"))
 
 
-def drop(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
+def decrement(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
     """Count one holder less of the first `count` of `pages`, which differ; those nobody holds become free."""
     num_pages = table.references.shape[0]
     given = jnp.arange(pages.shape[0]) < count

@@ -36,7 +36,7 @@ def prefill(
     granted = granted[slot]
     written = jnp.where(granted, count, 0)
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
-    attend = prefill_attend(config.reading, table.pages[slot], start, written, end)
+    attend = prefill_attend(config.read_policy, table.pages[slot], start, written, end)
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     logits, cache = forward(params, config.model, tokens, positions, attend, state.cache)
     last = state.logits

@@ -179,7 +179,7 @@ def uniform(sampling: Sampling, position: Int[Array, " b"]) -> Float[Array, " b"
     return jax.vmap(draw)(sampling.key, position)
 
 
-def draw(
+def sample_token(
     logits: Float[Array, "b v"], temperature: Float[Array, " b"], cut: Float[Array, " b"], u: Float[Array, " b"]
 ) -> Int[Array, " b"]:
     """Return one token per row by inverse CDF of softmax(logits / temperature) over logits >= cut.

@@ -72,7 +72,7 @@ def fork(
     """
     length = state.length[slot]
     full, held = length // config.page_size, -(-length // config.page_size)
-    shared = pages.adopt(state.table, into, state.table.pages[slot], full)
+    shared = pages.share(state.table, into, state.table.pages[slot], full)
     wanted = jnp.where(jnp.arange(config.num_slots) == into, held, 0)
     table, granted = pages.reserve(shared, wanted, 1)
     granted = granted[into]
@@ -95,24 +95,24 @@ def fork(
     ), granted
 
 
-def adopt(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+def share(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
     """Start the empty `slot` with the first `count` of the pages `held`, full of the first tokens of its prompt."""
     page_size = state.cache.layers[0].pages.shape[2]
     return replace(
         state,
-        table=pages.adopt(state.table, slot, held, count),
+        table=pages.share(state.table, slot, held, count),
         length=state.length.at[slot].set(count * page_size),
     )
 
 
-def hold(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
-    """Keep the first `count` of the pages `held` beyond the sequences that hold them now, until `drop`."""
-    return replace(state, table=pages.hold(state.table, held, count))
+def increment(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Keep the first `count` of the pages `held` beyond the sequences that hold them now, until `decrement`."""
+    return replace(state, table=pages.increment(state.table, held, count))
 
 
-def drop(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
-    """Undo `hold` for the first `count` of the pages `held`."""
-    return replace(state, table=pages.drop(state.table, held, count))
+def decrement(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Undo `increment` for the first `count` of the pages `held`."""
+    return replace(state, table=pages.decrement(state.table, held, count))
 
 
 def read_row(state: DecodeState, slot: Int[Array, ""]) -> Row:
@@ -121,7 +121,7 @@ def read_row(state: DecodeState, slot: Int[Array, ""]) -> Row:
 
 
 def read_pages(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""]) -> kv.KVCache:
-    """Return a copy of the `pages_per_chunk` pages of `slot` from block `first` on; past its last, the null page."""
+    """Return a copy of the `pages_per_swap` pages of `slot` from block `first` on; past its last, the null page."""
     return kv.take_pages(state.cache, _blocks(config, state, slot, first, beyond=0))
 
 
@@ -161,6 +161,6 @@ def _blocks(
     config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""], beyond: int
 ) -> Int[Array, " m"]:
     """The pages of a chunk's worth of blocks, `beyond` where the slot holds none."""
-    block = first + jnp.arange(config.pages_per_chunk, dtype=jnp.int32)
+    block = first + jnp.arange(config.pages_per_swap, dtype=jnp.int32)
     page = state.table.pages[slot, jnp.minimum(block, config.blocks_per_slot - 1)]
     return jnp.where(block < state.table.num_blocks[slot], page, beyond)

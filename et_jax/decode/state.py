@@ -15,7 +15,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.select import Selector, as_selector, dense
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
-from et_jax.decode.attention import Reading, scoring_backend
+from et_jax.decode.attention import ReadPolicy, scoring_backend
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.config import ModelConfig
 from et_jax.types import pytree
@@ -39,8 +39,8 @@ class DecoderConfig:
     page_size: int
     num_pages: int
     max_length: int
+    prefill_batch: int
     chunk: int
-    part: int
     max_steps: int
     cache_dtype: DTypeLike
     backend: str
@@ -53,7 +53,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
             raise ValueError(f"batch: got {self.batch}, wanted 2 to num_slots = {self.num_slots}")
-        for name, size, unit in (("part", self.part, "page_size"), ("chunk", self.chunk, "part")):
+        for name, size, unit in (("chunk", self.chunk, "page_size"), ("prefill_batch", self.prefill_batch, "chunk")):
             if size % getattr(self, unit):
                 raise ValueError(f"{name}: got {size}, wanted a multiple of {unit} = {getattr(self, unit)}")
         selector = self.controller.selector
@@ -61,9 +61,9 @@ class DecoderConfig:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
 
     @property
-    def pages_per_chunk(self) -> int:
+    def pages_per_swap(self) -> int:
         """Pages a prompt chunk fills; pages move to the host and back as many at a time."""
-        return self.chunk // self.page_size
+        return self.prefill_batch // self.page_size
 
     @property
     def blocks_per_slot(self) -> int:
@@ -89,10 +89,10 @@ class DecoderConfig:
         return tuple(dense() if i < control.dense_layers else as_selector(s) for i, s in enumerate(each))
 
     @property
-    def reading(self) -> Reading:
+    def read_policy(self) -> ReadPolicy:
         """How attention reads the cache."""
         control = self.controller
-        return Reading(
+        return ReadPolicy(
             model=self.model,
             page_size=self.page_size,
             selectors=self.selectors,
@@ -198,7 +198,7 @@ def fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> Contr
             priority=zero,
             wait=jnp.zeros((), jnp.int32),
             block_mask=jnp.zeros(shape, jnp.uint32),
-            memory={},
+            notes={},
         )
     )
 

@@ -10,8 +10,8 @@ from et_jax.control import entropy, guards
 from et_jax.control.base import ControlState, Signals
 from et_jax.decode import cache as kv
 from et_jax.decode import cost, faults, pages, sampling
-from et_jax.decode.attention import Memory, Receipts, Row, decode_attend, start_receipts
-from et_jax.decode.drawing import draw
+from et_jax.decode.attention import LayerCarry, ReadStats, Row, decode_attend, no_reads
+from et_jax.decode.sample import sample
 from et_jax.decode.sampling import Sampling, TokenCounts
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
 from et_jax.models.transformer import Params, forward
@@ -46,29 +46,29 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
     if state.logits is not None:
         surprisal = jnp.where(length == 0, 0.0, entropy.surprisal(_take(state.logits, rows), token))
         cache = kv.write_surprisal(cache, surprisal[:, None], row.table, length, run.astype(jnp.int32))
-    attend = decode_attend(config.reading, row)
-    memory = Memory(cache=cache, receipts=start_receipts(config.batch))
+    attend = decode_attend(config.read_policy, row)
+    memory = LayerCarry(cache=cache, stats=no_reads(config.batch))
     logits, memory = forward(params, config.model, token[:, None], length[:, None], attend, memory)
     logits = logits[:, 0]
 
     with jax.named_scope("control"):
         control = _take(state.control, rows)
         settings = _take(state.sampling, rows)
-        signals, raw = _measure(config, params, state, rows, run, logits, memory.receipts)
+        signals, raw = _measure(config, params, state, rows, run, logits, memory.stats)
         normaliser = entropy.log_normaliser(raw)
         rule = config.controller.temperature_rule
         penalised = run & sampling.penalises(settings)
         altered = _penalise(state.counts, rows, logits, settings, penalised)
-        drawn = draw(rule, altered, settings, penalised, signals, control, length + 1, raw)
-        logit = jnp.take_along_axis(logits, drawn.token[:, None], axis=1)[:, 0]
-        signals = replace(drawn.signals, surprisal=normaliser - logit)
-        masks = jnp.stack(memory.receipts.block_masks, axis=1)
+        sampled = sample(rule, altered, settings, penalised, signals, control, length + 1, raw)
+        logit = jnp.take_along_axis(logits, sampled.token[:, None], axis=1)[:, 0]
+        signals = replace(sampled.signals, surprisal=normaliser - logit)
+        masks = jnp.stack(memory.stats.block_masks, axis=1)
         decided = _decide(config, settings, signals, replace(control, block_mask=masks))
-        fault = jnp.where(run, faults.fault(raw.s0, drawn.temperature, _cold(settings, control), decided), 0)
+        fault = jnp.where(run, faults.fault(raw.s0, sampled.temperature, _cold(settings, control), decided), 0)
         failed = fault > 0
         produced = run & ~failed
 
-    stopped = jnp.any(drawn.token[:, None] == _take(state.stop_ids, rows), axis=1)
+    stopped = jnp.any(sampled.token[:, None] == _take(state.stop_ids, rows), axis=1)
     finished = produced & (stopped | (signals.generated >= _take(state.limit, rows)))
 
     def put(tree: Any, new: Any) -> Any:
@@ -78,11 +78,11 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
     every = jnp.zeros(config.num_slots, bool)
     after = replace(
         state,
-        token=put(state.token, drawn.token),
+        token=put(state.token, sampled.token),
         length=put(state.length, length + 1),
         generated=put(state.generated, signals.generated),
         active=_scatter(state.active, rows, _take(state.active, rows) & ~finished & ~failed),
-        counts=None if state.counts is None else sampling.count(state.counts, rows, drawn.token, produced),
+        counts=None if state.counts is None else sampling.count(state.counts, rows, sampled.token, produced),
         signals=put(state.signals, signals),
         logits=put(state.logits, None if state.logits is None else logits),
         control=put(replace(state.control, wait=waited), replace(decided, wait=jnp.zeros_like(decided.wait))),
@@ -96,7 +96,7 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         finished=_scatter(every, rows, finished),
         fault=_scatter(jnp.zeros_like(state.length), rows, fault),
         refused=_scatter(every, rows, served & ~run),
-        temperature=_scatter(jnp.zeros_like(state.control.temperature), rows, drawn.temperature),
+        temperature=_scatter(jnp.zeros_like(state.control.temperature), rows, sampled.temperature),
         entropic_time=after.control.entropic_time,
         total_cost=after.control.total_cost,
         guard_rates=guards.rates(after.control),
@@ -200,7 +200,7 @@ def _measure(
     rows: Int[Array, " r"] | None,
     run: Bool[Array, " r"],
     logits: Float[Array, "r v"],
-    receipts: Receipts,
+    stats: ReadStats,
 ) -> tuple[Signals, entropy.Moments]:
     """The raw signals of this step, before sampling, and the moments of the logits as they are."""
     raw = entropy.moments(logits)
@@ -217,12 +217,10 @@ def _measure(
         entropy_low=estimate.low,
         entropy_high=estimate.high,
         margin=entropy.margin(logits, raw),
-        kept_mass=receipts.kept_mass,
-        blocks_read=receipts.blocks_read,
-        summaries_read=receipts.summaries_read,
-        cost=cost.nominal_bytes(
-            traffic(params, state.cache), config.batch, receipts.blocks_read, receipts.summaries_read
-        ),
+        kept_mass=stats.kept_mass,
+        blocks_read=stats.blocks_read,
+        summaries_read=stats.summaries_read,
+        cost=cost.nominal_bytes(traffic(params, state.cache), config.batch, stats.blocks_read, stats.summaries_read),
         length=length,
         generated=generated,
         remaining=_take(state.limit, rows) - generated,

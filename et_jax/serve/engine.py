@@ -31,7 +31,7 @@ from et_jax.serve.metrics import Metrics
 from et_jax.serve.preflight import Plan, plan
 from et_jax.serve.prompts import as_request, check_bytes, check_length, requests_of
 from et_jax.serve.queue import Queue
-from et_jax.serve.replica import Batcher
+from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams, TokenEvent
 from et_jax.serve.sizing import Control, check_backend, controller, decoder_config
@@ -60,7 +60,7 @@ def load(
     max_num_seqs: int = 8,
     max_resident_seqs: int | None = None,
     max_num_batched_tokens: int = 512,
-    chunk: int | None = None,
+    prefill_batch: int | None = None,
     prefix_cache: bool = True,
     preempt_every: int = 0,
     replicas: int = 1,
@@ -80,7 +80,7 @@ def load(
     bounds the cache; by default every resident sequence can reach `max_model_len`, or as many as
     `memory_fraction` of the free memory holds. Where pages run short, sequences move to the host and
     back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
-    several in calls of `chunk` (on CPU 64, 128 from 16 sequences on, else 512). `prefix_cache` keeps full
+    several in calls of `prefill_batch` (on CPU 64, 128 from 16 sequences on, else 512). `prefix_cache` keeps full
     pages of prompts for prompts that begin alike. Every `preempt_every` rounds (0: never) somebody is
     moved out for no need, to prove that no text changes. `replicas` serve one queue side by side, each of
     all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
@@ -97,7 +97,7 @@ def load(
     tell = progress or (lambda _: None)
     name, dtype = str(_text("name", name)), str(_text("dtype", dtype))
     page_size, max_model_len = _size("page_size", page_size), _size("max_model_len", max_model_len)
-    num_pages, chunk = _size("num_pages", num_pages), _size("chunk", chunk)
+    num_pages, prefill_batch = _size("num_pages", num_pages), _size("prefill_batch", prefill_batch)
     max_resident_seqs = _size("max_resident_seqs", max_resident_seqs)
     max_num_seqs = _count("max_num_seqs", max_num_seqs)
     max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens)
@@ -124,7 +124,7 @@ def load(
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             max_resident_seqs=max_resident_seqs,
-            chunk=chunk,
+            prefill_batch=prefill_batch,
             control=control,
             calibration=calibration,
             backend=backend,
@@ -436,16 +436,16 @@ class Model:
             }
             if chosen not in self._replicas:
                 queue = Queue()
-                replicas = Replicas(queue, [self._batcher(chosen, queue, i) for i in range(self._num_replicas)])
+                replicas = Replicas(queue, [self._replica(chosen, queue, i) for i in range(self._num_replicas)])
                 replicas.warm_up(self._tell)
                 self._replicas[chosen] = replicas
             return self._replicas[chosen]
 
-    def _batcher(self, chosen: Controller, queue: Queue, number: int) -> Batcher:
+    def _replica(self, chosen: Controller, queue: Queue, number: int) -> Replica:
         """A replica, on the devices in turn, beginning where the weights are."""
         [home] = self.params.embedding.devices()
         devices = [home, *(device for device in jax.local_devices() if device != home)]
-        return Batcher(
+        return Replica(
             jax.device_put(self.params, devices[number % len(devices)]),
             self.decoder(chosen),
             queue,

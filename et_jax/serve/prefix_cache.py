@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 
-class PrefixIndex:
+class PrefixCache:
     """Pages by the hash of their tokens and of all tokens before them, the least recently used let go first.
 
     A page that a sequence in a slot uses is never let go. One whose page before it is gone could not be
@@ -55,12 +55,12 @@ class PrefixIndex:
         for key in reversed(keys):
             self._pages.move_to_end(key)
 
-    def use(self, pages: Sequence[int]) -> None:
+    def lock(self, pages: Sequence[int]) -> None:
         """Count a sequence that uses `pages`, all of them kept."""
         self._users.update(pages)
 
-    def leave(self, pages: Sequence[int]) -> None:
-        """Undo `use`."""
+    def unlock(self, pages: Sequence[int]) -> None:
+        """Undo `lock`."""
         self._users.subtract(pages)
         for page in pages:
             if not self._users[page]:
@@ -70,7 +70,7 @@ class PrefixIndex:
         """Return how many of `pages` more than one sequence uses."""
         return sum(self._users[page] > 1 for page in pages)
 
-    def let_go(self, count: int) -> list[int]:
+    def evict(self, count: int) -> list[int]:
         """Forget up to `count` pages that nobody uses, least recently used first, and return them."""
         idle = ((key, page) for key, page in self._pages.items() if page not in self._users)
         gone = list(itertools.islice(idle, count))

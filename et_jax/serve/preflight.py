@@ -22,7 +22,7 @@ from et_jax.pallas.paged_attention.xla import heuristic
 from et_jax.pallas.paged_prefill.xla import GROUP_TOKENS
 from et_jax.types import replace
 
-_STEP_LOGITS, _CHUNK_LOGITS = 10, 3  # float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2
+_STEP_LOGITS, _PREFILL_LOGITS = 10, 3  # float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,14 +126,16 @@ def step_bytes(config: DecoderConfig) -> int:
     four numbers per row, query head and block for a choice of blocks.
     """
     c, rows = config.model, config.batch
-    tokens = max(rows, config.chunk)
-    logits = c.vocab_size * max(_STEP_LOGITS * rows, _CHUNK_LOGITS * config.chunk * config.controller.surprisals)
+    tokens = max(rows, config.prefill_batch)
+    logits = c.vocab_size * max(
+        _STEP_LOGITS * rows, _PREFILL_LOGITS * config.prefill_batch * config.controller.surprisals
+    )
     heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     token = 3 * c.intermediate_size + 6 * c.hidden_size + heads + 2 * c.num_heads * GROUP_TOKENS
     walk = heuristic(config.page_size, c.head_dim, jnp.dtype(config.cache_dtype), platform())
     width = token_width(c.head_dim) if walk.joint else 2 * c.head_dim
     decoding = min(rows, walk.rows or rows) * walk.group * config.page_size
-    gathered = max(decoding, config.chunk // config.part * GROUP_TOKENS) * c.num_kv_heads * width
+    gathered = max(decoding, config.prefill_batch // config.chunk * GROUP_TOKENS) * c.num_kv_heads * width
     choice = 4 * rows * c.num_heads * config.blocks_per_slot
     return 4 * (logits + tokens * token + gathered + choice)
 
@@ -173,9 +175,9 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
         remedies.append("take bfloat16")
     if fits(with_slots(2)):
         remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")
-    if num_pages is None and fits(with_length(config.chunk)):
+    if num_pages is None and fits(with_length(config.prefill_batch)):
         remedies.append(
-            f"take max_model_len {_largest(lambda n: fits(with_length(n)), config.chunk, config.max_length)}"
+            f"take max_model_len {_largest(lambda n: fits(with_length(n)), config.prefill_batch, config.max_length)}"
         )
     return remedies
 

@@ -36,9 +36,9 @@ class Sequence:
     kept: list[int] = dataclasses.field(default_factory=list)
     begun: bool = False
     ready: bool = False
-    seated: float | None = None
+    admitted: float | None = None
     row: Row | None = None
-    taken: list[cache.KVCache] = dataclasses.field(default_factory=list)
+    swapped: list[cache.KVCache] = dataclasses.field(default_factory=list)
 
 
 class Queue:
@@ -54,9 +54,9 @@ class Queue:
         self._replicas: list[Sized] = []
         self._arrivals = self._turns = 0
 
-    def join(self, seated: Sized) -> None:
+    def join(self, running: Sized) -> None:
         """Serve one more replica; `seated` always counts those in its slots."""
-        self._replicas.append(seated)
+        self._replicas.append(running)
 
     def submit(
         self,
@@ -79,13 +79,15 @@ class Queue:
         self.waiting.append(sequence)
         return sequence
 
-    def seat(self, num_seated: int, num_free: int, num_pages: int, pages: Callable[[Sequence], int]) -> list[Sequence]:
+    def admit(
+        self, num_running: int, num_free: int, num_pages: int, pages: Callable[[Sequence], int]
+    ) -> list[Sequence]:
         """Take those out of the line who may sit now in a replica that has these slots and pages free.
 
-        `pages` says what a sequence needs to start or to go on. A replica where `num_seated` sit takes no
+        `pages` says what a sequence needs to start or to go on. A replica where `num_running` sit takes no
         more than makes its share of all who sit or wait.
         """
-        everybody = len(self.waiting) + sum(len(seated) for seated in self._replicas)
+        everybody = len(self.waiting) + sum(len(running) for running in self._replicas)
         share = -(-everybody // len(self._replicas))
         now = time.monotonic()
         claims = [
@@ -99,11 +101,11 @@ class Queue:
             )
             for sequence in self.waiting
         ]
-        num_slots = max(0, min(num_free, share - num_seated))
-        chosen = [self.waiting[i] for i in scheduler.admitted(claims, num_slots, num_pages, num_seated)]
+        num_slots = max(0, min(num_free, share - num_running))
+        chosen = [self.waiting[i] for i in scheduler.admitted(claims, num_slots, num_pages, num_running)]
         for sequence in chosen:
             self.waiting.remove(sequence)
-            if sequence.seated is None:
-                sequence.seated, sequence.turn = now, self._turns
+            if sequence.admitted is None:
+                sequence.admitted, sequence.turn = now, self._turns
                 self._turns += 1
         return chosen

@@ -18,7 +18,7 @@ from et_jax.models.transformer import Params
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.prefix_cache import PrefixIndex
+from et_jax.serve.prefix_cache import PrefixCache
 from et_jax.serve.queue import Queue, Sequence
 from et_jax.serve.records import Burst, StepRow
 from et_jax.serve.requests import FinishReason, TokenEvent
@@ -29,7 +29,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LOG = logging.getLogger(__name__)
 
 
-class Batcher:
+class Replica:
     """One replica: the decode state of one decoder, and the sequences that sit in its slots.
 
     Every round prefills at most `batched_tokens` tokens, the rows of one step included, and decodes for
@@ -38,9 +38,9 @@ class Batcher:
     changes nothing.
 
     Sequences come from `queue`, and return to it where pages run short. The queue's lock is held through a
-    round but while the device works; the batcher's own `lock` all the while, for the state is donated. What
+    round but while the device works; the replica's own `lock` all the while, for the state is donated. What
     fails on the host for one sequence (its tokenizer, its settings, its `deliver`) ends that sequence alone;
-    any other exception within a round leaves the batcher `broken`: the state is lost.
+    any other exception within a round leaves the replica `broken`: the state is lost.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Batcher:
         self.lock, self.broken = threading.Lock(), False
         self._batched_tokens, self._preempt_every = batched_tokens, preempt_every
         self._num_multiplied = cost.num_multiplied(params)
-        self._prefixes = PrefixIndex(self.config.page_size) if prefix_cache else None
+        self._prefixes = PrefixCache(self.config.page_size) if prefix_cache else None
         self._rounds = 0
         self._steps = 1
         self._granted: list[jax.Array] = []
@@ -79,21 +79,21 @@ class Batcher:
         no_pages = np.zeros(self.config.blocks_per_slot, np.int32)
         idle = request(self.config, [0], limit=0)
 
-        def move(state: DecodeState) -> DecodeState:
+        def swap(state: DecodeState) -> DecodeState:
             row, taken = jax.device_get((d.read_row(state, slot), d.read_pages(state, slot, none)))
             return d.write_pages(d.write_row(state, slot, row)[0], slot, none, taken)
 
         programs: dict[str, Callable[[DecodeState], DecodeState]] = {
-            "prefill": lambda state: d.prefill(self.params, state, *chunks.call(self.config, []))[0],
+            "prefill": lambda state: d.prefill(self.params, state, *chunks.pack(self.config, []))[0],
             "insert": lambda state: d.insert(state, slot, idle),
             "decode": lambda state: d.decode(self.params, state, none, np.bool_(False))[0],
             "release": lambda state: d.release(state, slot),
         }
         if self._prefixes is not None:
-            programs["adopt"] = lambda state: d.adopt(state, slot, no_pages, none)
-            programs["hold"] = lambda state: d.drop(d.hold(state, no_pages, none), no_pages, none)
+            programs["share"] = lambda state: d.share(state, slot, no_pages, none)
+            programs["references"] = lambda state: d.decrement(d.increment(state, no_pages, none), no_pages, none)
         if self._can_run_short or self._preempt_every:
-            programs["move"] = move
+            programs["swap"] = swap
         before = num_compiled()
         for number, (name, run) in enumerate(programs.items(), 1):
             tell(f"compiling {name} ({number} of {len(programs)})")
@@ -116,8 +116,8 @@ class Batcher:
     def _round(self) -> None:
         self._rounds += 1
         if self._preempt_every and self._rounds % self._preempt_every == 0:
-            self._preempt_somebody()
-        self._seat()
+            self._preempt_one()
+        self._admit()
         pending = self._prefill()
         self._decode(pending)
 
@@ -133,33 +133,33 @@ class Batcher:
     def forget_prefixes(self) -> None:
         """Let go of every kept page that no sequence uses."""
         if self._prefixes is not None:
-            self._drop(self._prefixes.let_go(len(self._prefixes)))
+            self._drop(self._prefixes.evict(len(self._prefixes)))
 
     # Who sits.
 
-    def _seat(self) -> None:
+    def _admit(self) -> None:
         free = [slot for slot in range(self.config.num_slots) if slot not in self.slots]
         if not free or not self.queue.waiting:
             return
-        chosen = self.queue.seat(len(self.slots), len(free), self._num_available(), self._claim)
+        chosen = self.queue.admit(len(self.slots), len(free), self._num_available(), self._claim)
         for slot, sequence in zip(free, chosen, strict=False):
             self.slots[slot] = sequence
             sequence.slot = slot
             if sequence.row is not None:
-                self._bring_back(slot, sequence)
+                self._swap_in(slot, sequence)
 
-    def _preempt_somebody(self) -> None:
+    def _preempt_one(self) -> None:
         ready = [sequence for sequence in self.slots.values() if sequence.ready]
         if ready:
-            self._move_out(ready[self._rounds // self._preempt_every % len(ready)])
+            self._preempt(ready[self._rounds // self._preempt_every % len(ready)])
 
-    def _move_out(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Give up the slot: to the host with pages and all, or, if still prefilling, back to the start."""
         slot, state = self._vacate(sequence), self.state
         if sequence.ready:
-            firsts = range(0, sequence.blocks, self.config.pages_per_chunk)
+            firsts = range(0, sequence.blocks, self.config.pages_per_swap)
             pages = [self.decoder.read_pages(state, slot, np.int32(first)) for first in firsts]
-            sequence.row, sequence.taken = self._fetched((self.decoder.read_row(state, slot), pages))
+            sequence.row, sequence.swapped = self._fetched((self.decoder.read_row(state, slot), pages))
         else:
             sequence.length = sequence.blocks = 0
             sequence.begun = False
@@ -167,21 +167,21 @@ class Batcher:
         self.queue.waiting.append(sequence)
         self.metrics.preemptions += 1
 
-    def _bring_back(self, slot: int, sequence: Sequence) -> None:
+    def _swap_in(self, slot: int, sequence: Sequence) -> None:
         self._make_free()
         self.state, granted = self.decoder.write_row(self.state, np.int32(slot), sequence.row)
         self._granted.append(granted)
-        for number, taken in enumerate(sequence.taken):
-            first = np.int32(number * self.config.pages_per_chunk)
+        for number, taken in enumerate(sequence.swapped):
+            first = np.int32(number * self.config.pages_per_swap)
             self.state = self.decoder.write_pages(self.state, np.int32(slot), first, taken)
-        sequence.row, sequence.taken = None, []
+        sequence.row, sequence.swapped = None, []
 
     def _vacate(self, sequence: Sequence) -> np.int32:
         assert sequence.slot is not None
         slot, sequence.slot = sequence.slot, None
         del self.slots[slot]
         if self._prefixes is not None:
-            self._prefixes.leave(sequence.kept)
+            self._prefixes.unlock(sequence.kept)
         sequence.kept, sequence.shared = [], 0
         return np.int32(slot)
 
@@ -189,16 +189,16 @@ class Batcher:
         """Empty its slot, if it has one, and deliver its last event."""
         if sequence.slot is not None:
             self.state = self.decoder.release(self.state, self._vacate(sequence))
-        sequence.row, sequence.taken = None, []
+        sequence.row, sequence.swapped = None, []
         if event.completion is not None:
             done = event.completion
             self.metrics.finish(done.finish_reason)
             self.metrics.entropic_time += done.entropic_time
             self.metrics.cost += done.cost
             self.metrics.flops += done.flops
-            if sequence.seated is not None:
-                self.metrics.waiting_seconds += sequence.seated - sequence.arrived
-                self.metrics.serving_seconds += time.monotonic() - sequence.seated
+            if sequence.admitted is not None:
+                self.metrics.waiting_seconds += sequence.admitted - sequence.arrived
+                self.metrics.serving_seconds += time.monotonic() - sequence.admitted
         self._deliver(sequence, event)
 
     def _last(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenEvent:
@@ -251,13 +251,13 @@ class Batcher:
         """Let go of kept pages until `num_pages` are free beyond those in the books."""
         short = num_pages - self._num_free
         if self._prefixes is not None and short > 0:
-            self._drop(self._prefixes.let_go(short))
+            self._drop(self._prefixes.evict(short))
 
     def _drop(self, pages: list[int]) -> None:
         most = self.config.blocks_per_slot
         for start in range(0, len(pages), most):
             part = pages[start : start + most]
-            self.state = self.decoder.drop(self.state, _padded(part, most), np.int32(len(part)))
+            self.state = self.decoder.decrement(self.state, _padded(part, most), np.int32(len(part)))
 
     def _make_room(self, num_steps: int) -> int:
         """Return how many steps everybody has pages for, at least one, moving out as few as that takes."""
@@ -272,20 +272,22 @@ class Batcher:
                 num_steps //= 2
                 continue
             priority = self._fetched(self.state.control.priority)
-            seated = list(self.slots.items())
-            leaving = scheduler.leaving([self._seated(slot, sequence, priority) for slot, sequence in seated], short)
-            if not leaving:
+            running = list(self.slots.items())
+            preempted = scheduler.preempted(
+                [self._as_running(slot, sequence, priority) for slot, sequence in running], short
+            )
+            if not preempted:
                 raise RuntimeError(f"one sequence alone lacks {short} pages, which its admission had counted on")
-            for index in leaving:
-                self._move_out(seated[index][1])
+            for index in preempted:
+                self._preempt(running[index][1])
 
     def _growth(self, sequence: Sequence, num_steps: int) -> int:
         left = sequence.text.limit - len(sequence.text.trace)
         return self._blocks(sequence.length + min(num_steps, left)) - sequence.blocks
 
-    def _seated(self, slot: int, sequence: Sequence, priority: np.ndarray) -> scheduler.Seated:
+    def _as_running(self, slot: int, sequence: Sequence, priority: np.ndarray) -> scheduler.Running:
         shared = 0 if self._prefixes is None else self._prefixes.num_shared(sequence.kept)
-        return scheduler.Seated(
+        return scheduler.Running(
             arrival=sequence.turn,
             priority=float(priority[slot]) if sequence.ready else -np.inf,
             pages=max(sequence.blocks, self._claim(sequence)) - shared,
@@ -296,7 +298,7 @@ class Batcher:
     def _prefill(self) -> bool:
         """Prefill within the round's budget; return whether prompts are left for the next."""
         running = sum(sequence.ready for sequence in self.slots.values())
-        budget = max(1, (self._batched_tokens - running) // self.config.chunk)
+        budget = max(1, (self._batched_tokens - running) // self.config.prefill_batch)
         while True:
             self._insert_whole()
             for slot, sequence in list(self.slots.items()):
@@ -313,9 +315,9 @@ class Batcher:
     def _choose_parts(self, sequences: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
         """Return the parts for the next call, of prompts that have begun, first come first served."""
         begun = sorted((sequence for sequence in sequences if sequence.begun), key=lambda sequence: sequence.turn)
-        left = ((sequence, chunks.cut(self.config, sequence.text.tokens[sequence.length : -1])) for sequence in begun)
+        left = ((sequence, chunks.split(self.config, sequence.text.tokens[sequence.length : -1])) for sequence in begun)
         chosen = ((sequence, part) for sequence, each in left for part in each)
-        return list(itertools.islice(chosen, chunks.most(self.config)))
+        return list(itertools.islice(chosen, chunks.rows_per_call(self.config)))
 
     def _prefill_parts(self, chosen: list[tuple[Sequence, list[int]]]) -> None:
         """Prefill parts of prompts in one call."""
@@ -323,22 +325,22 @@ class Batcher:
             sequence.length += len(tokens)
             sequence.blocks = self._blocks(sequence.length)
         self._make_free()
-        rows = chunks.call(self.config, [(sequence.slot, tokens) for sequence, tokens in chosen])
+        rows = chunks.pack(self.config, [(sequence.slot, tokens) for sequence, tokens in chosen])
         self.state, granted = self.decoder.prefill(self.params, self.state, *rows)
         self._granted.append(granted)
 
-    def _kept_pages(self, prefixes: PrefixIndex, tokens: list[int]) -> list[int]:
+    def _kept_pages(self, prefixes: PrefixCache, tokens: list[int]) -> list[int]:
         """Return the pages kept of a prompt's beginning: whole parts of them, none that a step would write."""
         found = prefixes.find(tokens, (len(tokens) - 1) // self.config.page_size)
-        per_part = self.config.part // self.config.page_size
-        return found[: len(found) // per_part * per_part]
+        per_chunk = self.config.chunk // self.config.page_size
+        return found[: len(found) // per_chunk * per_chunk]
 
     def _awaits_another(self, sequence: Sequence) -> bool:
         """Whether the next part of its prompt that nobody keeps is just being prefilled for somebody else."""
         if self._prefixes is None:
             return False
         tokens = sequence.text.tokens
-        end = len(self._kept_pages(self._prefixes, tokens)) * self.config.page_size + self.config.part
+        end = len(self._kept_pages(self._prefixes, tokens)) * self.config.page_size + self.config.chunk
         others = (one.text.tokens for one in self.slots.values() if one.begun and not one.ready)
         return any(end < len(tokens) and end < len(other) and other[:end] == tokens[:end] for other in others)
 
@@ -356,8 +358,8 @@ class Batcher:
         self.metrics.prompt_tokens += len(sequence.text.tokens)
         if found and self._prefixes is not None:
             pages = _padded(found, self.config.blocks_per_slot)
-            self.state = self.decoder.adopt(self.state, np.int32(slot), pages, np.int32(len(found)))
-            self._prefixes.use(found)
+            self.state = self.decoder.share(self.state, np.int32(slot), pages, np.int32(len(found)))
+            self._prefixes.lock(found)
             sequence.kept = found
             sequence.blocks = sequence.shared = len(found)
             sequence.length = len(found) * self.config.page_size
@@ -401,17 +403,17 @@ class Batcher:
             **settings,
         )
 
-    def _keep(self, prefixes: PrefixIndex, sequence: Sequence, row: list[int]) -> None:
+    def _keep(self, prefixes: PrefixCache, sequence: Sequence, row: list[int]) -> None:
         """Keep the full pages of the prompt of a sequence whose pages are `row`."""
         full = sequence.length // self.config.page_size
         prompt = sequence.text.tokens[: full * self.config.page_size]
         fresh = prefixes.add(prompt, row[:full])
         if fresh:
             pages = _padded(fresh, self.config.blocks_per_slot)
-            self.state = self.decoder.hold(self.state, pages, np.int32(len(fresh)))
+            self.state = self.decoder.increment(self.state, pages, np.int32(len(fresh)))
             sequence.shared += len(fresh)
         path = prefixes.find(prompt, full)  # kept pages that the sequence computed anew are among them
-        prefixes.use([page for page in path if page not in sequence.kept])
+        prefixes.lock([page for page in path if page not in sequence.kept])
         sequence.kept = path
 
     # Tokens.

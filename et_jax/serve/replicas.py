@@ -1,11 +1,11 @@
-"""Replicas: equal batchers before one queue, whose rounds run side by side."""
+"""Replicas: equal replicas before one queue, whose rounds run side by side."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from et_jax.serve.queue import Queue, Sequence
-from et_jax.serve.replica import Batcher
+from et_jax.serve.replica import Replica
 
 
 class Replicas:
@@ -14,25 +14,25 @@ class Replicas:
     Every round is asked for by `advance`: where nobody asks for events, nothing is computed.
     """
 
-    def __init__(self, queue: Queue, batchers: list[Batcher]) -> None:
-        self.queue, self.batchers = queue, batchers
-        self._workers = ThreadPoolExecutor(len(batchers), thread_name_prefix="et_jax")
-        self._rounds: dict[Batcher, Future[None]] = {}
+    def __init__(self, queue: Queue, replicas: list[Replica]) -> None:
+        self.queue, self.replicas = queue, replicas
+        self._workers = ThreadPoolExecutor(len(replicas), thread_name_prefix="et_jax")
+        self._rounds: dict[Replica, Future[None]] = {}
 
     @property
     def broken(self) -> bool:
         """Whether a replica has lost its state."""
-        return any(batcher.broken for batcher in self.batchers)
+        return any(replica.broken for replica in self.replicas)
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits and nobody sits."""
-        return all(batcher.idle for batcher in self.batchers)
+        return all(replica.idle for replica in self.replicas)
 
     def warm_up(self, tell: Callable[[str], None]) -> None:
         """Compile every program that serving can need."""
-        for batcher in self.batchers:
-            batcher.warm_up(tell)
+        for replica in self.replicas:
+            replica.warm_up(tell)
 
     def advance(self, unless: Callable[[], bool]) -> None:
         """Have every replica with something to do run a round, and return when one round has ended.
@@ -44,10 +44,10 @@ class Replicas:
                 return
             if self.broken:
                 raise RuntimeError("another stream of this model failed while it held the cache; start anew")
-            self._rounds = {batcher: running for batcher, running in self._rounds.items() if not running.done()}
-            for batcher in self.batchers:
-                if batcher not in self._rounds and not batcher.idle:
-                    self._rounds[batcher] = self._workers.submit(batcher.advance)
+            self._rounds = {replica: running for replica, running in self._rounds.items() if not running.done()}
+            for replica in self.replicas:
+                if replica not in self._rounds and not replica.idle:
+                    self._rounds[replica] = self._workers.submit(replica.advance)
             rounds = list(self._rounds.values())
         for ended in wait(rounds, return_when=FIRST_COMPLETED).done:
             ended.result()
@@ -58,22 +58,22 @@ class Replicas:
             for sequence in sequences:
                 if sequence in self.queue.waiting:
                     self.queue.waiting.remove(sequence)
-                    self.batchers[0].end(sequence)
-                for batcher in self.batchers:
-                    if sequence in batcher.slots.values():
-                        batcher.end(sequence)
+                    self.replicas[0].end(sequence)
+                for replica in self.replicas:
+                    if sequence in replica.slots.values():
+                        replica.end(sequence)
 
     def forget_prefixes(self) -> None:
         """Let go of every kept page that no sequence uses."""
         with self._standing_still():
-            for batcher in self.batchers:
-                batcher.forget_prefixes()
+            for replica in self.replicas:
+                replica.forget_prefixes()
 
     @contextlib.contextmanager
     def _standing_still(self) -> Iterator[None]:
         """Hold every replica between two rounds."""
         with contextlib.ExitStack() as held:
-            for batcher in self.batchers:
-                held.enter_context(batcher.lock)
+            for replica in self.replicas:
+                held.enter_context(replica.lock)
             held.enter_context(self.queue.lock)
             yield

@@ -28,7 +28,7 @@ class Waiting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seated:
+class Running:
     """A sequence in a slot: its priority as the device last scored it, and the pages that its leaving frees."""
 
     arrival: int
@@ -52,16 +52,16 @@ def rank(sequence: Waiting) -> tuple[bool, float, int]:
     return not sequence.started, -score if not sequence.started else 0.0, sequence.arrival
 
 
-def admitted(waiting: Sequence[Waiting], num_slots: int, num_pages: int, num_seated: int) -> list[int]:
+def admitted(waiting: Sequence[Waiting], num_slots: int, num_pages: int, num_running: int) -> list[int]:
     """Return the indices of those to seat now, in that order, given free slots and free pages.
 
     One that does not fit holds back those behind it, so that no one is overtaken for being large. A page
-    is left for every sequence seated, so that it need not leave at once.
+    is left for every sequence running, so that it need not leave at once.
     """
     chosen: list[int] = []
     for index in sorted(range(len(waiting)), key=lambda i: rank(waiting[i])):
         needed = waiting[index].pages
-        spare = num_seated + len(chosen)
+        spare = num_running + len(chosen)
         if len(chosen) == num_slots or needed + spare > num_pages:
             break
         chosen.append(index)
@@ -69,17 +69,17 @@ def admitted(waiting: Sequence[Waiting], num_slots: int, num_pages: int, num_sea
     return chosen
 
 
-def leaving(seated: Sequence[Seated], num_pages: int) -> list[int]:
+def preempted(running: Sequence[Running], num_pages: int) -> list[int]:
     """Return the indices of those who leave, lowest priority first, until `num_pages` pages are freed.
 
     Of equals the last to arrive goes first. The highest never leaves, so that somebody always advances
     and ends.
     """
     chosen: list[int] = []
-    order = sorted(range(len(seated)), key=lambda i: (seated[i].priority, -seated[i].arrival))
+    order = sorted(range(len(running)), key=lambda i: (running[i].priority, -running[i].arrival))
     for index in order[:-1]:
         if num_pages <= 0:
             break
         chosen.append(index)
-        num_pages -= seated[index].pages
+        num_pages -= running[index].pages
     return chosen

@@ -16,7 +16,7 @@ from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
 _MANY = 16  # sequences at once, from which on prompts are more often short of a call than a call of prompts
-_PART = {"cpu": 16}  # tokens of a prompt that stand in one row; elsewhere 128, enough for a tile of queries
+_CHUNK = {"cpu": 16}  # tokens of a prompt that stand in one row; elsewhere 128, enough for a tile of queries
 _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
 
 Control = str | Controller
@@ -56,7 +56,7 @@ def decoder_config(
     num_pages: int | None,
     max_num_seqs: int,
     max_resident_seqs: int | None,
-    chunk: int | None,
+    prefill_batch: int | None,
     control: Control,
     calibration: float,
     backend: str | None,
@@ -73,9 +73,9 @@ def decoder_config(
         )
     platform = jax.default_backend()
     page_size = DEFAULT_PAGE_SIZE.get(platform, 64) if page_size is None else page_size
-    if chunk is None:
-        chunk = 512 if platform != "cpu" else 128 if max_num_seqs >= _MANY else 64
-    for setting, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size), ("chunk", chunk)):
+    if prefill_batch is None:
+        prefill_batch = 512 if platform != "cpu" else 128 if max_num_seqs >= _MANY else 64
+    for setting, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size), ("prefill_batch", prefill_batch)):
         if value < 1:
             raise UsageError(f"{setting} is {value}; it must be at least 1.")
     if num_pages is not None and num_pages < 2:
@@ -86,8 +86,8 @@ def decoder_config(
         raise UsageError(
             f"max_resident_seqs is {max_resident_seqs}; it must be at least the {batch} sequences that a step serves."
         )
-    chunk = _multiple(min(chunk, length), page_size)
-    part = _multiple(min(_PART.get(platform, 128), chunk), page_size)
+    prefill_batch = _multiple(min(prefill_batch, length), page_size)
+    chunk = _multiple(min(_CHUNK.get(platform, 128), prefill_batch), page_size)
     everything = num_slots * -(-length // page_size) + 1
     return DecoderConfig(
         model=model,
@@ -96,8 +96,8 @@ def decoder_config(
         page_size=page_size,
         num_pages=everything if num_pages is None else num_pages,
         max_length=length,
-        chunk=_multiple(chunk, part),
-        part=part,
+        prefill_batch=_multiple(prefill_batch, chunk),
+        chunk=chunk,
         max_steps=_MAX_STEPS,
         cache_dtype=dtype,
         backend=serving_backend(model, page_size, dtype)[0] if backend is None else backend,

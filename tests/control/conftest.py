@@ -50,7 +50,7 @@ def state():
             priority=zero,
             wait=jnp.zeros(shape, jnp.int32),
             block_mask=jnp.zeros((*shape, 1, 1, 1), jnp.uint32),
-            memory={},
+            notes={},
         )
         fields = {
             name: jnp.broadcast_to(jnp.asarray(value, getattr(start, name).dtype), shape)

@@ -28,9 +28,9 @@ def signals(**given) -> Signals:
 
 def control(law: Law | None = None, **given) -> ControlState:
     """The state of a new sequence, all zeros but for what is given, as `law` starts it."""
-    numbers = [f.name for f in dataclasses.fields(ControlState) if f.name not in ("block_mask", "memory")]
+    numbers = [f.name for f in dataclasses.fields(ControlState) if f.name not in ("block_mask", "notes")]
     fields = {n: jnp.asarray(given.get(n, 0), jnp.int32 if n in INTEGERS else jnp.float32) for n in numbers}
-    state = ControlState(**fields, block_mask=jnp.zeros((1, 1, 1), jnp.uint32), memory={})
+    state = ControlState(**fields, block_mask=jnp.zeros((1, 1, 1), jnp.uint32), notes={})
     return state if law is None else law.init(state)
 
 
@@ -56,10 +56,10 @@ def write_down(name: str) -> Law:
     """A law that adds its name to a list that every law sees."""
 
     def update(_: Signals, state: ControlState) -> ControlState:
-        return replace(state, memory=state.memory | {"ran": (*state.memory["ran"], name)})
+        return replace(state, notes=state.notes | {"ran": (*state.notes["ran"], name)})
 
     def init(state: ControlState) -> ControlState:
-        return replace(state, memory=state.memory | {"ran": (*state.memory.get("ran", ()), f"start {name}")})
+        return replace(state, notes=state.notes | {"ran": (*state.notes.get("ran", ()), f"start {name}")})
 
     return Law(update, init)
 
@@ -67,8 +67,8 @@ def write_down(name: str) -> Law:
 def test_a_chain_starts_and_runs_its_laws_in_order_and_a_chain_is_a_law():
     law = chain(write_down("a"), chain(write_down("b"), write_down("c")), write_down("d"))
     state = control(law)
-    assert state.memory["ran"] == ("start a", "start b", "start c", "start d")
-    assert law(signals(), state).memory["ran"][4:] == ("a", "b", "c", "d")
+    assert state.notes["ran"] == ("start a", "start b", "start c", "start d")
+    assert law(signals(), state).notes["ran"][4:] == ("a", "b", "c", "d")
 
 
 def test_each_law_of_a_chain_sees_what_those_before_it_decided():
@@ -122,7 +122,7 @@ def test_the_thermostat_is_its_formula_and_cools_above_the_target(temperature, e
 
 
 def test_a_law_changes_only_the_fields_it_is_named_for():
-    for law, own in ((paper(), {"entropic_time", "memory"}), (thermostat(1.0), {"temperature"})):
+    for law, own in ((paper(), {"entropic_time", "notes"}), (thermostat(1.0), {"temperature"})):
         start = control(law, temperature=1.0)
         end = law(signals(entropy=2.0, tempered_entropy=3.0), start)
         kept = [f.name for f in dataclasses.fields(ControlState) if f.name not in own]

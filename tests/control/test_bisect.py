@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from et_jax.control.bisect import reach
+from et_jax.control.bisect import above_threshold
 
 # Few distinct values, so that ties are common; signed zeros and -inf are scores too.
 SCORES = st.sampled_from([-np.inf, -3e30, -2.5, -1e-40, -0.0, 0.0, 1e-40, 0.5, 0.50000006, 7.0, np.inf])
@@ -15,7 +15,7 @@ SCORES = st.sampled_from([-np.inf, -3e30, -2.5, -1e-40, -0.0, 0.0, 1e-40, 0.5, 0
 
 @jax.jit
 def opened_for(score, goal):
-    return reach(score, lambda opened: jnp.sum(opened, axis=-1) >= goal)
+    return above_threshold(score, lambda opened: jnp.sum(opened, axis=-1) >= goal)
 
 
 @settings(max_examples=80, deadline=None)

@@ -35,7 +35,7 @@ DRIFT = priority.entropy_drift(0.8, prior_deviation=0.5)
 
 def test_drift_keeps_the_running_mean_and_variance_of_the_falls(signals, state, run):
     h = np.array([5.0, 3.5, 4.0, 0.5, 0.25])
-    notes = run(DRIFT, state(DRIFT), signals(entropy=h)).memory["entropy_drift"]
+    notes = run(DRIFT, state(DRIFT), signals(entropy=h)).notes["entropy_drift"]
     mean, variance = 0.0, 0.25
     np.testing.assert_allclose([notes["mean"][0], notes["variance"][0]], [mean, variance])
     for t in range(1, len(h)):

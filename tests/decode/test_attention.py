@@ -10,7 +10,7 @@ from small_model import MODEL, configuration, same_bits
 
 from et_jax.control.controller import Controller
 from et_jax.control.select import certified, coded_bounds
-from et_jax.decode.attention import Memory, Row, decode_attend, scoring_backend, serving_backend, start_receipts
+from et_jax.decode.attention import LayerCarry, Row, decode_attend, no_reads, scoring_backend, serving_backend
 from et_jax.decode.state import empty
 
 
@@ -29,10 +29,10 @@ def test_rows_that_do_not_run_read_and_write_nothing():
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)
     kv = q[:, :, : MODEL.num_kv_heads]
-    attend = decode_attend(config.reading, row)
-    out, memory = attend(0, q, kv, kv, Memory(cache=state.cache, receipts=start_receipts(3)))
-    assert not out.any() and not memory.receipts.blocks_read.any()
-    np.testing.assert_array_equal(memory.receipts.kept_mass, 1.0)
+    attend = decode_attend(config.read_policy, row)
+    out, memory = attend(0, q, kv, kv, LayerCarry(cache=state.cache, stats=no_reads(3)))
+    assert not out.any() and not memory.stats.blocks_read.any()
+    np.testing.assert_array_equal(memory.stats.kept_mass, 1.0)
     assert same_bits(memory.cache, state.cache)
 
 

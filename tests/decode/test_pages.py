@@ -15,9 +15,9 @@ SLOTS, BLOCKS, PAGES, MOST = 3, 4, 9, 2  # eight pages to hand out, twelve wante
 
 reserve = jax.jit(partial(pages.reserve, most=MOST))
 release = jax.jit(pages.release)
-adopt = jax.jit(pages.adopt)
-hold = jax.jit(pages.hold)
-drop = jax.jit(pages.drop)
+adopt = jax.jit(pages.share)
+hold = jax.jit(pages.increment)
+drop = jax.jit(pages.decrement)
 
 
 def listed(some: list[int]) -> jnp.ndarray:
@@ -143,7 +143,7 @@ def test_no_one_is_overtaken():
 
 def test_a_shared_page_is_free_when_its_last_holder_is_gone():
     table, _ = pages.reserve(pages.empty(2, 3, 5), jnp.asarray([3, 0], jnp.int32), 3)
-    table = pages.adopt(table, jnp.int32(1), table.pages[0], jnp.int32(2))
+    table = pages.share(table, jnp.int32(1), table.pages[0], jnp.int32(2))
     table = pages.release(table, jnp.int32(0))
     assert int(table.num_free) == 2 and table.references.tolist() == [0, 1, 1, 0, 0]
     table = pages.release(table, jnp.int32(1))

@@ -42,7 +42,7 @@ def cut_of(logits, given: sampling.Sampling, temperature=None, least=OFF):
 
 def draw(logits, temperature, cut, u):
     arrays = [jnp.asarray(np.broadcast_to(x, len(logits)), jnp.float32) for x in (temperature, cut, u)]
-    return np.asarray(compiled("draw")(jnp.asarray(logits, jnp.float32), *arrays))
+    return np.asarray(compiled("sample_token")(jnp.asarray(logits, jnp.float32), *arrays))
 
 
 def probabilities(row, temperature=1.0, cut=OFF):
@@ -155,7 +155,7 @@ def test_draws_fall_on_tokens_as_often_as_their_probability_says():
     row = np.random.default_rng(3).normal(0, 2, size).astype(np.float32)
     u = (np.arange(draws, dtype=np.float32) + 0.5) / draws
     many = jax.jit(
-        jax.vmap(lambda u: sampling.draw(jnp.asarray(row)[None], jnp.ones(1), jnp.full(1, -jnp.inf), u[None]))
+        jax.vmap(lambda u: sampling.sample_token(jnp.asarray(row)[None], jnp.ones(1), jnp.full(1, -jnp.inf), u[None]))
     )
     counts = np.bincount(np.asarray(many(jnp.asarray(u)))[:, 0], minlength=size)
     assert np.abs(counts - draws * probabilities(row)).max() <= 2
@@ -168,7 +168,7 @@ def test_keyed_draws_pass_a_chi_square_test():
     key = jnp.broadcast_to(jax.random.key_data(jax.random.key(11)), (draws, 2))
     u = sampling.uniform(asked(draws, key=key), jnp.arange(draws, dtype=jnp.int32))
     assert float(u.min()) >= 0 and float(u.max()) < 1
-    tokens = sampling.draw(jnp.broadcast_to(row, (draws, 8)), jnp.ones(draws), jnp.full(draws, -jnp.inf), u)
+    tokens = sampling.sample_token(jnp.broadcast_to(row, (draws, 8)), jnp.ones(draws), jnp.full(draws, -jnp.inf), u)
     expected = draws * np.exp(row.astype(np.float64))
     counts = np.bincount(np.asarray(tokens), minlength=8)
     assert ((counts - expected) ** 2 / expected).sum() < 24.3
@@ -178,7 +178,7 @@ def test_keyed_draws_pass_a_chi_square_test():
 def test_a_cut_token_is_never_drawn_wherever_u_falls(size):
     """Float32 sums need not grow with every zero added: u is put on both sides of every step of the sum."""
     rng = np.random.default_rng(size)
-    many = jax.jit(jax.vmap(sampling.draw, in_axes=(None, None, None, 0)))
+    many = jax.jit(jax.vmap(sampling.sample_token, in_axes=(None, None, None, 0)))
     for _ in range(6):
         row = rng.normal(0, 3, size).astype(np.float32)
         cut = np.quantile(row, rng.choice([0.5, 0.99])).astype(np.float32)

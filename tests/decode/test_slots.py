@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from small_model import CHUNK, PAGE, configuration, prompt, request, same_bits, weights
 
 from et_jax.decode import decoder as decoding
-from et_jax.serve.chunks import call
-from et_jax.serve.prefix_cache import PrefixIndex
+from et_jax.serve.chunks import pack
+from et_jax.serve.prefix_cache import PrefixCache
 
 SLOTS, POOL, LONGEST = 3, 14, 8 * PAGE
 PROMPTS = [prompt(1, 3), prompt(2, CHUNK + 2), [*prompt(2, CHUNK + 2)[: CHUNK + 1], 7, 8, 9], prompt(3, 2 * CHUNK + 1)]
@@ -30,7 +30,7 @@ def text_alone(number: int) -> tuple[int, ...]:
     state = d.empty()
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, _ = d.prefill(weights(), state, *call(d.config, [(0, part)]))
+        state, _ = d.prefill(weights(), state, *pack(d.config, [(0, part)]))
     state = d.insert(state, 0, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens)))
     text = []
     while bool(state.active[0]):
@@ -49,7 +49,7 @@ class Slots(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.d, self.state = decoder(), decoder().empty()
-        self.prefixes = PrefixIndex(PAGE)
+        self.prefixes = PrefixCache(PAGE)
         self.seated: dict[int, tuple[int, list[int]]] = {}  # slot -> prompt, kept pages
         self.texts: dict[int, list[int]] = {}
         self.away: list[tuple] = []
@@ -69,20 +69,20 @@ class Slots(RuleBasedStateMachine):
         found = found[: len(found) // (CHUNK // PAGE) * (CHUNK // PAGE)]
         if needed - len(found) > int(self.state.table.num_free):
             return
-        self.state = d.adopt(self.state, slot, padded(found, d.config.blocks_per_slot), len(found))
-        self.prefixes.use(found)
+        self.state = d.share(self.state, slot, padded(found, d.config.blocks_per_slot), len(found))
+        self.prefixes.lock(found)
         for at in range(len(found) * PAGE, len(tokens) - 1, CHUNK):
             part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-            self.state, granted = d.prefill(weights(), self.state, *call(d.config, [(slot, part)]))
+            self.state, granted = d.prefill(weights(), self.state, *pack(d.config, [(slot, part)]))
             assert granted
         self.state = d.insert(
             self.state, slot, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens), seed=slot)
         )
         full = (len(tokens) - 1) // PAGE
         fresh = self.prefixes.add(tokens[: full * PAGE], self.table().pages[slot, :full].tolist())
-        self.state = d.hold(self.state, padded(fresh, d.config.blocks_per_slot), len(fresh))
+        self.state = d.increment(self.state, padded(fresh, d.config.blocks_per_slot), len(fresh))
         path = self.prefixes.find(tokens, full)
-        self.prefixes.use([page for page in path if page not in found])
+        self.prefixes.lock([page for page in path if page not in found])
         self.seated[slot], self.texts[slot] = (number, path), []
 
     @precondition(lambda self: self.seated)
@@ -131,7 +131,7 @@ class Slots(RuleBasedStateMachine):
         self.state, granted = self.d.fork(self.state, slot, into)
         if granted:
             number, kept = self.seated[slot]
-            self.prefixes.use(kept)
+            self.prefixes.lock(kept)
             self.seated[into], self.texts[into] = (number, kept), list(self.texts[slot])
 
     @precondition(lambda self: self.seated)
@@ -141,13 +141,13 @@ class Slots(RuleBasedStateMachine):
 
     def release_slot(self, slot):
         self.state = self.d.release(self.state, slot)
-        self.prefixes.leave(self.seated.pop(slot)[1])
+        self.prefixes.unlock(self.seated.pop(slot)[1])
         del self.texts[slot]
 
     @rule(count=st.integers(1, 8))
     def evict(self, count):
-        gone = self.prefixes.let_go(count)
-        self.state = self.d.drop(self.state, padded(gone, self.d.config.blocks_per_slot), len(gone))
+        gone = self.prefixes.evict(count)
+        self.state = self.d.decrement(self.state, padded(gone, self.d.config.blocks_per_slot), len(gone))
 
     @invariant()
     def references_count_slots_and_kept_pages(self):
@@ -190,7 +190,7 @@ def test_a_sequence_moved_out_and_in_has_every_bit_it_had():
     state = d.empty()
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, _ = d.prefill(weights(), state, *call(d.config, [(0, part)]))
+        state, _ = d.prefill(weights(), state, *pack(d.config, [(0, part)]))
     state = d.insert(state, 0, request(tokens[-1], limit=30, seed=3))
     state, _, _ = d.decode(weights(), state, 3)
     row = jax.device_get(d.read_row(state, 0))
@@ -213,7 +213,7 @@ def test_a_row_that_does_not_fit_changes_nothing():
     d, tokens = decoder(), PROMPTS[3]
     state = d.empty()
     row = jax.device_get(d.read_row(state, 0)) | {"length": np.int32(LONGEST)}
-    state, _ = d.prefill(weights(), state, *call(d.config, [(0, tokens[:CHUNK])]))
+    state, _ = d.prefill(weights(), state, *pack(d.config, [(0, tokens[:CHUNK])]))
     state, _ = d.write_row(state, 1, row)  # eight of thirteen pages
     before = jax.device_get(state)
     state, granted = d.write_row(state, 2, row)

@@ -36,7 +36,7 @@ from et_jax.control.priority import aged
 from et_jax.control.select import sinks_window
 from et_jax.decode import decoder as decoding
 from et_jax.models.transformer import initialise
-from et_jax.serve.chunks import call
+from et_jax.serve.chunks import pack
 from et_jax.types import replace
 
 # A user's own doors, five lines or fewer each.
@@ -257,7 +257,7 @@ def test_a_refused_chunk_changes_nothing():
     state = fill(d, params, d.empty(), 0, prompt(4, 60))
     state = fill(d, params, state, 1, prompt(5, 33))
     before = jax.tree.map(np.asarray, state)
-    state, granted = d.prefill(params, state, *call(d.config, [(2, range(CHUNK))]))
+    state, granted = d.prefill(params, state, *pack(d.config, [(2, range(CHUNK))]))
     assert not granted.any() and same_bits(state, before)
 
 
@@ -520,9 +520,9 @@ def test_what_cannot_work_is_refused_while_configuring():
         configuration(batch=1)
     with pytest.raises(ValueError, match="batch: got 4"):
         configuration(batch=4)
-    with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of part = 8"):
+    with pytest.raises(ValueError, match="prefill_batch: got 6, wanted a multiple of chunk = 8"):
+        configuration(prefill_batch=6)
+    with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of page_size = 4"):
         configuration(chunk=6)
-    with pytest.raises(ValueError, match="part: got 6, wanted a multiple of page_size = 4"):
-        configuration(part=6)
     with pytest.raises(ValueError, match="got 1 selectors, wanted one per layer: 2"):
         configuration(controller=Controller(selector=(even_blocks,)))

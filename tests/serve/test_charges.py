@@ -14,7 +14,7 @@ LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model():
-    return engine.load(max_num_seqs=4, max_resident_seqs=5, max_model_len=128, chunk=32)
+    return engine.load(max_num_seqs=4, max_resident_seqs=5, max_model_len=128, prefill_batch=32)
 
 
 def opened(model, **settings) -> engine.Model:

@@ -21,14 +21,14 @@ LONG = prompt(3, 22)  # five parts of a page and one of two tokens
 def decoder() -> decoding.Decoder:
     """One that keeps all it can of a page: summaries, codes and surprisals."""
     controller = Controller(law=chain(), selector=sinks_window(2, 6), key_codes=True, surprisals=True)
-    return decoding.decoder(configuration(part=PAGE, chunk=16 * PAGE, controller=controller))
+    return decoding.decoder(configuration(chunk=PAGE, prefill_batch=16 * PAGE, controller=controller))
 
 
 def prefilled(state, rows: list[tuple[int, list[int]]]):
     """The state after one call, in which the prompts of slots stand as they are cut, and who was granted pages."""
     d = decoder()
-    each = [(slot, part) for slot, tokens in rows for part in chunks.cut(d.config, tokens)]
-    state, granted = d.prefill(weights(), state, *chunks.call(d.config, each))
+    each = [(slot, part) for slot, tokens in rows for part in chunks.split(d.config, tokens)]
+    state, granted = d.prefill(weights(), state, *chunks.pack(d.config, each))
     return state, granted[: len(each)]
 
 
@@ -52,8 +52,8 @@ def cached(state, slot: int):
 
 
 def test_a_prompt_is_cut_into_parts_and_parts_fill_calls():
-    config = configuration(part=4, chunk=8)
-    assert chunks.cut(config, [5, 6, 7, 8, 9]) == [[5, 6, 7, 8], [9]]
+    config = configuration(chunk=4, prefill_batch=8)
+    assert chunks.split(config, [5, 6, 7, 8, 9]) == [[5, 6, 7, 8], [9]]
     first, second = chunks.calls(config, 2, [5, 6, 7, 8, 9, 10, 11, 12, 13])
     assert [x.tolist() for x in first] == [[2, 2], [[5, 6, 7, 8], [9, 10, 11, 12]], [4, 4]]
     assert [x.tolist() for x in second] == [[2, 0], [[13, 0, 0, 0], [0, 0, 0, 0]], [1, 0]]

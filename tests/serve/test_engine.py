@@ -36,7 +36,7 @@ def opened(folder, **settings) -> engine.Model:
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return opened(folder, max_num_seqs=3, chunk=32)
+    return opened(folder, max_num_seqs=3, prefill_batch=32)
 
 
 def of(completion):
@@ -256,7 +256,7 @@ def test_a_stop_id_outside_the_vocabulary_is_refused(model, token):
 
 def test_a_pool_that_holds_one_at_a_time_serves_all_and_refuses_what_never_fits(folder, model):
     """Nine pages of 16 are 144 tokens: enough for one text of 100 tokens, never for two."""
-    small = opened(folder, max_num_seqs=3, chunk=32, num_pages=10)
+    small = opened(folder, max_num_seqs=3, prefill_batch=32, num_pages=10)
     params = SamplingParams(max_tokens=100, seed=3, ignore_eos=True)
     with pytest.raises(
         UsageError, match=r"7 tokens and 300 more need 20 pages of 16 tokens and the pool holds 9; raise"
@@ -301,7 +301,7 @@ def test_a_calibrated_model_measures_its_entropy_at_that_temperature(folder, mod
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     write_calibration(tmp_path, 1.5, {})
-    calibrated = opened(tmp_path, max_num_seqs=3, chunk=32)
+    calibrated = opened(tmp_path, max_num_seqs=3, prefill_batch=32)
     got, plain = (m.generate(ONCE, max_tokens=6, temperature=0.0)[0] for m in (calibrated, model))
     assert got.token_ids == plain.token_ids and got.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
     tokens = [*model.tokenizer.encode(ONCE), *plain.token_ids]

@@ -20,7 +20,7 @@ MARKED = 77  # the seed of the request that something happens to
 @pytest.fixture(scope="module")
 def model():
     """Six slots of which four advance."""
-    return engine.load(max_num_seqs=4, max_resident_seqs=6, max_model_len=128, num_pages=40, chunk=32)
+    return engine.load(max_num_seqs=4, max_resident_seqs=6, max_model_len=128, num_pages=40, prefill_batch=32)
 
 
 def opened(model, **changes) -> engine.Model:
@@ -58,15 +58,15 @@ def assert_only_the_marked_failed(model, done, expected, marked: int = 2, senten
             assert one.token_ids == other.token_ids[: len(one.token_ids)]
         else:
             assert text_of(one) == text_of(other) and one.error is None
-    [batcher] = model.replicas().batchers
-    assert batcher.idle and not batcher.broken
-    batcher.forget_prefixes()
-    assert int(batcher.state.table.num_free) == model.decoder_config.num_pages - 1 == batcher._num_free
+    [replica] = model.replicas().replicas
+    assert replica.idle and not replica.broken
+    replica.forget_prefixes()
+    assert int(replica.state.table.num_free) == model.decoder_config.num_pages - 1 == replica._num_free
 
 
 def fails_when_marked(monkeypatch, model, place: str) -> None:
     """Have one piece of the host's work fail for the marked request."""
-    [batcher] = model.replicas().batchers
+    [replica] = model.replicas().replicas
     whole = {name: getattr(Continuation, name) for name in ("take", "end")}
 
     def torn(*_, **__):
@@ -86,15 +86,15 @@ def fails_when_marked(monkeypatch, model, place: str) -> None:
             lambda text, *rest, **more: torn() if text.params.seed == MARKED else whole["end"](text, *rest, **more),
         )
     elif place == "request":
-        build = batcher._asked
-        monkeypatch.setattr(batcher, "_asked", lambda one: torn() if one.text.params.seed == MARKED else build(one))
+        build = replica._asked
+        monkeypatch.setattr(replica, "_asked", lambda one: torn() if one.text.params.seed == MARKED else build(one))
     elif place == "prefix":
-        find = batcher._awaits_another
+        find = replica._awaits_another
         monkeypatch.setattr(
-            batcher, "_awaits_another", lambda one: torn() if one.text.params.seed == MARKED else find(one)
+            replica, "_awaits_another", lambda one: torn() if one.text.params.seed == MARKED else find(one)
         )
     elif place == "deliver":
-        submit = batcher.queue.submit
+        submit = replica.queue.submit
 
         def submit_fragile(text, deliver, **rest):
             def fragile(event):
@@ -104,7 +104,7 @@ def fails_when_marked(monkeypatch, model, place: str) -> None:
 
             return submit(text, fragile, **rest)
 
-        monkeypatch.setattr(batcher.queue, "submit", submit_fragile)
+        monkeypatch.setattr(replica.queue, "submit", submit_fragile)
 
 
 @pytest.mark.parametrize("place", ["detokeniser", "request", "prefix", "deliver"])
@@ -214,9 +214,9 @@ def broken() -> Law:
     def init(state):
         number = jnp.round((state.temperature - 1.0) * 64).astype(jnp.int32)
         later = jnp.where(number < 64, number, 0)
-        return replace(spoil(state, number - 64), memory=state.memory | {"mine": later})
+        return replace(spoil(state, number - 64), notes=state.notes | {"mine": later})
 
-    return Law(lambda signals, state: spoil(state, jnp.where(signals.generated == 3, state.memory["mine"], 0)), init)
+    return Law(lambda signals, state: spoil(state, jnp.where(signals.generated == 3, state.notes["mine"], 0)), init)
 
 
 def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):

@@ -15,7 +15,7 @@ SENTENCE = "It was in the spring of that year that the old house by the river wa
 @pytest.fixture(scope="module")
 def model():
     """Five slots of which three advance, and fewer pages than they may fill."""
-    return engine.load(max_num_seqs=3, max_resident_seqs=5, max_model_len=128, num_pages=20, chunk=32)
+    return engine.load(max_num_seqs=3, max_resident_seqs=5, max_model_len=128, num_pages=20, prefill_batch=32)
 
 
 def everything(tokenizer) -> list[GenerationRequest]:
@@ -42,7 +42,7 @@ def everything(tokenizer) -> list[GenerationRequest]:
 
 def own() -> Controller:
     def law(signals, state):
-        return replace(state, temperature=state.temperature * 0.99, memory=state.memory | {"mine": signals.entropy})
+        return replace(state, temperature=state.temperature * 0.99, notes=state.notes | {"mine": signals.entropy})
 
     def rule(moments_at, signals, state):
         return jnp.minimum(state.temperature, 1.5)
@@ -55,7 +55,7 @@ def own() -> Controller:
 
 
 def _noted(law, state):
-    return law.init(state).memory | {"mine": jnp.zeros_like(state.entropy)}
+    return law.init(state).notes | {"mine": jnp.zeros_like(state.entropy)}
 
 
 @pytest.mark.parametrize(

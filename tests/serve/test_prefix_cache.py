@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from et_jax.serve.prefix_cache import PrefixIndex
+from et_jax.serve.prefix_cache import PrefixCache
 
 SIZE = 2
 prompts = st.lists(st.integers(0, 1), max_size=11)  # few tokens, so that many prompts begin alike
@@ -15,7 +15,7 @@ class Prefixes(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.index = PrefixIndex(SIZE)
+        self.index = PrefixCache(SIZE)
         self.holds: dict[int, tuple[int, ...]] = {}
         self.used: list[list[int]] = []
         self.next_page = 1
@@ -32,7 +32,7 @@ class Prefixes(RuleBasedStateMachine):
     def prompt_comes(self, tokens, most):
         """What an engine does: find, use, compute the rest on fresh pages, keep those, use them."""
         found = self.index.find(tokens, most)
-        self.index.use(found)
+        self.index.lock(found)
         num_fresh = len(tokens) // SIZE - len(found)
         pages = found + list(range(self.next_page, self.next_page + num_fresh))
         self.next_page += num_fresh
@@ -41,18 +41,18 @@ class Prefixes(RuleBasedStateMachine):
         for page in fresh:
             self.holds[page] = tuple(tokens[: SIZE * (pages.index(page) + 1)])
         path = self.index.find(tokens, len(tokens) // SIZE)
-        self.index.use([page for page in path if page not in found])
+        self.index.lock([page for page in path if page not in found])
         self.used.append(path)
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
     def prompt_leaves(self, data):
-        self.index.leave(self.used.pop(data.draw(st.integers(0, len(self.used) - 1))))
+        self.index.unlock(self.used.pop(data.draw(st.integers(0, len(self.used) - 1))))
 
     @rule(count=st.integers(0, 6))
-    def let_go(self, count):
+    def evict(self, count):
         in_use = {page for pages in self.used for page in pages}
-        gone = self.index.let_go(count)
+        gone = self.index.evict(count)
         assert len(gone) == len(set(gone)) == min(count, len(self.holds) - len(in_use))
         assert not set(gone) & in_use
         for page in gone:
@@ -75,29 +75,29 @@ Prefixes.TestCase.settings = settings(max_examples=150, stateful_step_count=30, 
 TestPrefixes = Prefixes.TestCase
 
 
-def kept(index: PrefixIndex, tokens: list[int], pages: list[int]) -> None:
+def kept(index: PrefixCache, tokens: list[int], pages: list[int]) -> None:
     assert index.add(tokens, pages) == pages
 
 
 def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning():
-    index = PrefixIndex(1)
+    index = PrefixCache(1)
     kept(index, [1, 2], [10, 11])
     kept(index, [3], [12])
     assert index.find([1], 9) == [10]
-    assert [index.let_go(1) for _ in range(3)] == [[11], [12], [10]]
+    assert [index.evict(1) for _ in range(3)] == [[11], [12], [10]]
 
 
 def test_what_is_shared_counts_its_users():
-    index = PrefixIndex(1)
+    index = PrefixCache(1)
     kept(index, [1, 2], [10, 11])
-    index.use([10, 11])
-    index.use([10])
-    assert index.num_shared([10, 11]) == 1 and index.let_go(9) == []
-    index.leave([10, 11])
-    assert index.let_go(9) == [11]
+    index.lock([10, 11])
+    index.lock([10])
+    assert index.num_shared([10, 11]) == 1 and index.evict(9) == []
+    index.unlock([10, 11])
+    assert index.evict(9) == [11]
 
 
 def test_a_page_is_told_by_all_that_came_before_it():
-    index = PrefixIndex(2)
+    index = PrefixCache(2)
     kept(index, [1, 2, 3, 4], [5, 6])
     assert index.find([9, 9, 3, 4], 9) == []

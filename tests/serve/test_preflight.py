@@ -45,7 +45,9 @@ def model(folder: Path, values: dict) -> ModelConfig:
 
 
 def serving(model: ModelConfig, **changes) -> DecoderConfig:
-    plain = dict(model=model, num_slots=8, batch=8, page_size=16, num_pages=2, max_length=8192, chunk=64, part=16)
+    plain = dict(
+        model=model, num_slots=8, batch=8, page_size=16, num_pages=2, max_length=8192, prefill_batch=64, chunk=16
+    )
     return DecoderConfig(**plain | dict(max_steps=32, cache_dtype=jnp.bfloat16, backend="xla") | changes)
 
 
@@ -81,8 +83,8 @@ def test_pages_and_state_are_the_whole_decoder(changes: dict) -> None:
     ("vocab_size", "changes"),
     [
         (96, {"num_slots": 16, "batch": 16}),
-        (20_000, {"chunk": 16}),
-        (20_000, {"chunk": 64, "controller": Controller(surprisals=True)}),
+        (20_000, {"prefill_batch": 16}),
+        (20_000, {"prefill_batch": 64, "controller": Controller(surprisals=True)}),
     ],
 )
 def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes: dict) -> None:
@@ -90,9 +92,9 @@ def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes:
     config = configuration(model=replace(MODEL, vocab_size=vocab_size), **changes)
     bound, state = decoder(config), jax.eval_shape(partial(empty, config))
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), describe(config.model))
-    number = config.chunk // config.part
+    number = config.prefill_batch // config.chunk
     rows = jax.ShapeDtypeStruct((number,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((number, config.part), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((number, config.chunk), jnp.int32)
     programs = [
         bound.decode.lower(params, state, jnp.int32(1)),  # type: ignore[attr-defined]
         bound.prefill.lower(params, state, rows, tokens, rows),  # type: ignore[attr-defined]

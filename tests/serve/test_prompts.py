@@ -20,7 +20,7 @@ BRIEF = SamplingParams(max_tokens=2)
 
 @pytest.fixture(scope="module")
 def model():
-    return engine.load(max_num_seqs=3, max_model_len=64, chunk=16)
+    return engine.load(max_num_seqs=3, max_model_len=64, prefill_batch=16)
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def test_a_text_that_fits_is_never_refused_by_its_bytes(model):
         ({"max_model_len": 1.0}, "max_model_len is 1.0; it must be a whole number."),
         ({"num_pages": "x"}, 'num_pages is "x"; it must be a whole number.'),
         ({"max_resident_seqs": []}, "max_resident_seqs is an empty list; it must be a whole number."),
-        ({"chunk": b"1"}, 'chunk is b"1"; it must be a whole number.'),
+        ({"prefill_batch": b"1"}, 'chunk is b"1"; it must be a whole number.'),
         ({"prefix_cache": 1}, "prefix_cache is 1; it must be true or false."),
         ({"preempt_every": None}, "preempt_every is None; it must be a whole number."),
         ({"preempt_every": -1}, "preempt_every is -1; it must be 0 (never) or above."),
@@ -212,7 +212,7 @@ def test_arguments_of_load_are_told_what_is_wanted(arguments, sentence):
 
 
 def test_numbers_of_numpy_are_sizes(model):
-    other = engine.load(max_num_seqs=np.int64(3), max_model_len=np.int32(64), chunk=np.uint8(16))
+    other = engine.load(max_num_seqs=np.int64(3), max_model_len=np.int32(64), prefill_batch=np.uint8(16))
     assert other.decoder_config == model.decoder_config
 
 

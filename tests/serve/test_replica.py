@@ -24,7 +24,12 @@ SENTENCE = "It was in the spring of that year that the old house by the river wa
 def model():
     """Six slots of which four advance, and pages for about a quarter of what they could hold."""
     return engine.load(
-        max_num_seqs=4, max_resident_seqs=6, max_model_len=256, num_pages=28, chunk=64, max_num_batched_tokens=64
+        max_num_seqs=4,
+        max_resident_seqs=6,
+        max_model_len=256,
+        num_pages=28,
+        prefill_batch=64,
+        max_num_batched_tokens=64,
     )
 
 
@@ -64,16 +69,16 @@ def mixture(count: int, tokenizer, seed: int = 0) -> list[GenerationRequest]:
     return requests
 
 
-def balanced(monkeypatch, batcher) -> list[int]:
-    """Have the batcher's count of free pages compared with the device's after every round; return how many so far."""
-    rounds, advance = [0], batcher.advance
+def balanced(monkeypatch, replica) -> list[int]:
+    """Have the replica's count of free pages compared with the device's after every round; return how many so far."""
+    rounds, advance = [0], replica.advance
 
     def advance_and_compare():
         advance()
         rounds[0] += 1
-        assert batcher._num_free == int(batcher.state.table.num_free)
+        assert replica._num_free == int(replica.state.table.num_free)
 
-    monkeypatch.setattr(batcher, "advance", advance_and_compare)
+    monkeypatch.setattr(replica, "advance", advance_and_compare)
     return rounds
 
 
@@ -112,7 +117,7 @@ def alone(model, requests):
 )
 def test_every_text_has_the_bits_it_has_alone(model, requests, alone, settings, monkeypatch):
     busy = opened(model, **settings)
-    rounds = [balanced(monkeypatch, batcher) for batcher in busy.replicas().batchers]
+    rounds = [balanced(monkeypatch, replica) for replica in busy.replicas().replicas]
     together = busy.generate(requests)
     assert all(number[0] > 10 for number in rounds)
     assert [same(*pair) for pair in zip(together, alone, strict=True)] == [True] * len(requests)
@@ -158,13 +163,13 @@ def test_a_company_that_did_leak_would_be_seen(model, requests, alone):
 
 
 def pages_in_use(model) -> list[int]:
-    """The pages that each slot of the only batcher holds, and the kept ones."""
-    [batcher] = model.replicas().batchers
-    table = jax.device_get(batcher.state.table)
+    """The pages that each slot of the only replica holds, and the kept ones."""
+    [replica] = model.replicas().replicas
+    table = jax.device_get(replica.state.table)
     assert table.references.min() >= 0 and table.references[0] == 0
     assert int(table.num_free) == model.decoder_config.num_pages - 1 - int((table.references > 0).sum())
-    assert not table.num_blocks.any() and batcher.idle
-    return [int((table.references > 0).sum()), len(batcher._prefixes)]
+    assert not table.num_blocks.any() and replica.idle
+    return [int((table.references > 0).sum()), len(replica._prefixes)]
 
 
 def test_an_idle_engine_holds_no_page_but_those_kept_for_prompts_to_come(model, requests):
@@ -172,8 +177,8 @@ def test_an_idle_engine_holds_no_page_but_those_kept_for_prompts_to_come(model, 
     busy.generate(requests[:12])
     used, kept = pages_in_use(busy)
     assert used == kept > 0
-    [batcher] = busy.replicas().batchers
-    batcher.forget_prefixes()
+    [replica] = busy.replicas().replicas
+    replica.forget_prefixes()
     assert pages_in_use(busy) == [0, 0]
 
 
@@ -222,9 +227,9 @@ def test_an_hour_of_recorded_traffic_leaves_memory_flat(shared):
     assert len(answered) == 12031
     assert resident_bytes() < bytes_at_a_tenth * 1.05
     assert overtaken < 500 and busy.metrics.preemptions > 100 and busy.metrics.programs_compiled_late == 0
-    for batcher in busy.replicas().batchers:
-        batcher.forget_prefixes()
-        assert int(batcher.state.table.num_free) == busy.decoder_config.num_pages - 1 == batcher._num_free
+    for replica in busy.replicas().replicas:
+        replica.forget_prefixes()
+        assert int(replica.state.table.num_free) == busy.decoder_config.num_pages - 1 == replica._num_free
 
 
 def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
@@ -236,9 +241,9 @@ def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
         for i in range(3)
     ]
     fresh = opened(model)
-    [batcher] = fresh.replicas().batchers
-    calls, prefill = [], batcher._prefill_parts
-    monkeypatch.setattr(batcher, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
+    [replica] = fresh.replicas().replicas
+    calls, prefill = [], replica._prefill_parts
+    monkeypatch.setattr(replica, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
     together = fresh.generate(asked)
     assert fresh.metrics.prompt_tokens == 6 * (shared + 5)
     assert fresh.metrics.cached_prompt_tokens == 5 * shared
@@ -252,16 +257,16 @@ def test_nobody_waits_for_pages_that_are_less_than_a_part(model, monkeypatch):
     size = model.decoder_config.page_size
     fresh = engine.Model(
         name=model.name,
-        config=replace(model.decoder_config, part=2 * size),
+        config=replace(model.decoder_config, chunk=2 * size),
         params=model.params,
         tokenizer=model.tokenizer,
     )
     tokens = model.tokenizer.encode(SENTENCE * 3)
     asked = [GenerationRequest(prompt=(*tokens[:size], *tokens[i : i + size]), params=BRIEF) for i in (1, 2)]
     asked += [GenerationRequest(prompt=(*tokens[: 2 * size], *tokens[i : i + 4]), params=BRIEF) for i in (1, 2)]
-    [batcher] = fresh.replicas().batchers
-    calls, prefill = [], batcher._prefill_parts
-    monkeypatch.setattr(batcher, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
+    [replica] = fresh.replicas().replicas
+    calls, prefill = [], replica._prefill_parts
+    monkeypatch.setattr(replica, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
     fresh.generate(asked[:2])
     assert calls == [2] and fresh.metrics.cached_prompt_tokens == 0
     fresh.generate(asked[2:])
@@ -311,7 +316,7 @@ def test_completions_come_as_they_end_and_a_bad_request_is_an_answer_too(model):
     assert "300 tokens" in by_index[3].error
     ends = [index for index, _ in came]
     assert ends.count(2) == 2 and ends.index(2) < (ends.index(0) if 0 in ends else len(ends))
-    assert not model.replicas().batchers[0].slots  # what was under way has left its slots
+    assert not model.replicas().replicas[0].slots  # what was under way has left its slots
 
 
 def test_streams_open_at_once_share_the_slots_and_keep_their_own_events(model, requests, alone):
@@ -367,12 +372,12 @@ def test_a_model_goes_on_after_a_round_that_was_torn(model, requests, alone, mon
     """An interrupt in mid-round loses the cache, not the model."""
     busy = opened(model)
     busy.generate(requests[0])
-    [batcher] = busy.replicas().batchers
+    [replica] = busy.replicas().replicas
 
     def torn(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(batcher, "_prefill", torn)
+    monkeypatch.setattr(replica, "_prefill", torn)
     with pytest.raises(KeyboardInterrupt):
         busy.generate(requests[1])
     assert same(busy.generate(requests[1])[0], alone[1])

@@ -1,4 +1,4 @@
-"""Several batchers before one queue: who sits where, what a failure or an interrupt leaves, devices of their own."""
+"""Several replicas before one queue: who sits where, what a failure or an interrupt leaves, devices of their own."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from et_jax.serve import engine
 from et_jax.serve.queue import Queue
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
-SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "chunk": 32}
+SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "prefill_batch": 32}
 PROMPTS = [f"In the year {year} the old king" for year in range(1800, 1812)]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=3, temperature=0.9)
 
@@ -25,11 +25,11 @@ jax.config.update("jax_num_cpu_devices", 2)
 settings, prompts, params = json.loads(sys.argv[1])
 model = engine.load(replicas=2, **settings)
 texts = [list(done.token_ids) for done in model.generate(prompts, SamplingParams(**params))]
-batchers = model.replicas().batchers
+replicas = model.replicas().replicas
 print(json.dumps({
     "texts": texts,
-    "devices": [sorted(d.id for x in jax.tree.leaves((b.params, b.state)) for d in x.devices()) for b in batchers],
-    "rounds": [b._rounds for b in batchers],
+    "devices": [sorted(d.id for x in jax.tree.leaves((b.params, b.state)) for d in x.devices()) for b in replicas],
+    "rounds": [b._rounds for b in replicas],
     "late": model.metrics.programs_compiled_late,
 }))
 """
@@ -66,23 +66,23 @@ def test_those_who_wait_are_shared_out_evenly_and_in_order(model):
     [text] = model.continuations(0, GenerationRequest(prompt=(1, 2), params=PARAMS))
     first, *_ = [queue.submit(text, print) for _ in range(7)]
 
-    def seat(seated: list, free: int) -> list[int]:
-        came = queue.seat(len(seated), free, 100, lambda _: 1)
-        seated += came
+    def admit(running: list, free: int) -> list[int]:
+        came = queue.admit(len(running), free, 100, lambda _: 1)
+        running += came
         return [sequence.arrival for sequence in came]
 
-    assert seat(here, 16) == [0, 1, 2, 3]  # half of seven, rounded up
-    assert seat(here, 12) == []
-    assert seat(there, 2) == [4, 5]
+    assert admit(here, 16) == [0, 1, 2, 3]  # half of seven, rounded up
+    assert admit(here, 12) == []
+    assert admit(there, 2) == [4, 5]
     here.remove(first)
-    assert seat(here, 13) == []  # the other has fewer
-    assert seat(there, 1) == [6]
+    assert admit(here, 13) == []  # the other has fewer
+    assert admit(there, 1) == [6]
     assert [sequence.turn for sequence in (*here, *there)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_sequence_moved_out_of_one_replica_goes_on_in_another(model, texts):
     replicas = reopened(model, 2).replicas()
-    queue, [first, second] = replicas.queue, replicas.batchers
+    queue, [first, second] = replicas.queue, replicas.replicas
     first.burst_seconds = 0.0  # one step a round
     events = []
     [text] = model.continuations(0, GenerationRequest(prompt=PROMPTS[0], params=PARAMS))
@@ -91,19 +91,19 @@ def test_a_sequence_moved_out_of_one_replica_goes_on_in_another(model, texts):
         first.advance()
     assert 0 < len(events) < PARAMS.max_tokens
     with queue.lock:
-        first._move_out(sequence)
+        first._preempt(sequence)
     while not replicas.idle:
         second.advance()
     assert list(events[-1].completion.token_ids) == texts[0]
-    for batcher in replicas.batchers:
-        assert int(batcher.state.table.num_free) == batcher._num_free
-        batcher.forget_prefixes()
-        assert int(batcher.state.table.num_free) == model.decoder_config.num_pages - 1
+    for replica in replicas.replicas:
+        assert int(replica.state.table.num_free) == replica._num_free
+        replica.forget_prefixes()
+        assert int(replica.state.table.num_free) == model.decoder_config.num_pages - 1
 
 
 def test_a_replica_that_fails_is_heard_of_and_the_model_goes_on(model, texts, monkeypatch):
     served = reopened(model, 2)
-    last = served.replicas().batchers[1]
+    last = served.replicas().replicas[1]
 
     def torn(*_):
         raise RuntimeError("the device is gone")
@@ -117,7 +117,7 @@ def test_a_replica_that_fails_is_heard_of_and_the_model_goes_on(model, texts, mo
 def test_a_stream_closed_while_a_round_runs_leaves_nothing(model):
     served = reopened(model, 2)
     replicas = served.replicas()
-    [first, second] = replicas.batchers
+    [first, second] = replicas.replicas
     inside, go_on, decode = threading.Event(), threading.Event(), second._decode
 
     def held_up(pending):

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from et_jax.serve.scheduler import AGING_SECONDS, Seated, Waiting, admitted, leaving, rank, urgency
+from et_jax.serve.scheduler import AGING_SECONDS, Running, Waiting, admitted, preempted, rank, urgency
 
 seconds = st.floats(0, 1e4, allow_subnormal=False)
 priorities = st.floats(-5, 5, allow_subnormal=False)
@@ -18,7 +18,7 @@ waiting = st.builds(
     pages=st.integers(1, 12),
     started=st.booleans(),
 )
-seated = st.builds(Seated, arrival=st.integers(0, 1000), priority=priorities, pages=st.integers(0, 12))
+running = st.builds(Running, arrival=st.integers(0, 1000), priority=priorities, pages=st.integers(0, 12))
 
 
 def one(arrival: int = 0, **changes) -> Waiting:
@@ -27,17 +27,17 @@ def one(arrival: int = 0, **changes) -> Waiting:
 
 
 @given(st.lists(waiting, max_size=12), st.integers(0, 6), st.integers(0, 30), st.integers(0, 6))
-def test_the_seated_fit_and_the_first_left_out_does_not(queue, num_slots, num_pages, num_seated):
-    chosen = admitted(queue, num_slots, num_pages, num_seated)
+def test_the_seated_fit_and_the_first_left_out_does_not(queue, num_slots, num_pages, num_running):
+    chosen = admitted(queue, num_slots, num_pages, num_running)
     assert len(chosen) == len(set(chosen)) <= num_slots
     taken = sum(queue[i].pages for i in chosen)
-    assert not chosen or taken + num_seated + len(chosen) - 1 <= num_pages
+    assert not chosen or taken + num_running + len(chosen) - 1 <= num_pages
     ranks = [rank(queue[i]) for i in chosen]
     left = sorted(rank(queue[i]) for i in range(len(queue)) if i not in chosen)
     assert ranks == sorted(ranks) and (not chosen or not left or ranks[-1] <= left[0])
     if left and len(chosen) < num_slots:  # the next in line needs more than there is
         pages = [queue[i].pages for i in range(len(queue)) if i not in chosen and rank(queue[i]) == left[0]]
-        assert min(pages) + taken + num_seated + len(chosen) > num_pages or max(pages) != min(pages)
+        assert min(pages) + taken + num_running + len(chosen) > num_pages or max(pages) != min(pages)
 
 
 def test_equals_are_served_in_the_order_they_came():
@@ -72,9 +72,9 @@ def test_urgency_rises_to_one_more_at_the_deadline_and_no_further():
     assert admitted([one(0), one(1, deadline=10.0, waited=5.0)], 1, 9, 0) == [1]
 
 
-@given(st.lists(seated, min_size=1, max_size=8), st.integers(-3, 40))
+@given(st.lists(running, min_size=1, max_size=8), st.integers(-3, 40))
 def test_the_least_leave_until_it_is_enough_and_the_highest_never(slots, num_pages):
-    chosen = leaving(slots, num_pages)
+    chosen = preempted(slots, num_pages)
     stays = [i for i in range(len(slots)) if i not in chosen]
     assert stays and len(set(chosen)) == len(chosen)
 
@@ -88,5 +88,5 @@ def test_the_least_leave_until_it_is_enough_and_the_highest_never(slots, num_pag
 
 
 def test_of_equals_the_last_to_come_leaves():
-    slots = [Seated(arrival=i, priority=-math.inf, pages=1) for i in (3, 7, 5)]
-    assert leaving(slots, 2) == [1, 2]
+    slots = [Running(arrival=i, priority=-math.inf, pages=1) for i in (3, 7, 5)]
+    assert preempted(slots, 2) == [1, 2]

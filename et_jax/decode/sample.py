@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, truncation, one draw, and what is observed on the way."""
+"""From logits to a token: temperature, truncation, one sampled token, and what is observed on the way."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from et_jax.types import pytree, replace
 
 
 @pytree
-class Drawn:
+class Sampled:
     """A token per row, the temperature it was drawn at, and the signals with those of sampling filled in."""
 
     token: Int[Array, " r"]
@@ -20,7 +20,7 @@ class Drawn:
     signals: Signals
 
 
-def draw(
+def sample(
     rule: TemperatureRule | None,
     logits: Float[Array, "r v"],
     settings: Sampling,
@@ -29,8 +29,8 @@ def draw(
     control: ControlState,
     position: Int[Array, " r"],
     raw: entropy.Moments,
-) -> Drawn:
-    """Set the temperature, truncate, draw.
+) -> Sampled:
+    """Set the temperature, truncate, sample.
 
     `raw` are the moments of the model's own logits, from which `logits` differ in rows that are
     `penalised`. Passes over the vocabulary are skipped where no row needs them; a row that needs none
@@ -50,7 +50,7 @@ def draw(
     greedy = settings.temperature == 0
     heat = jnp.where(greedy, 0.0, heat)
     cut = sampling.threshold(logits, heat, settings, entropy.log_normaliser(raw) - control.surprisal_cap)
-    token = sampling.draw(logits, heat, cut, sampling.uniform(settings, position))
+    token = sampling.sample_token(logits, heat, cut, sampling.uniform(settings, position))
     warm = _tempered(logits, heat, penalised, raw)
     kept = _truncated_entropy(logits, heat, cut, entropy.entropy(warm))
     cold = heat == 0
@@ -60,7 +60,7 @@ def draw(
         tempered_varentropy=jnp.where(cold, 0.0, entropy.varentropy(warm)),
         truncated_entropy=jnp.where(cold, 0.0, kept),
     )
-    return Drawn(token=token, temperature=heat, signals=signals)
+    return Sampled(token=token, temperature=heat, signals=signals)
 
 
 def _tempered(
