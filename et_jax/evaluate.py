@@ -266,7 +266,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
     opening = model.tokenizer.encode("")
     ids = model.tokenizer.encode(text)[len(opening) :]
     bytes_per_token = len(text.encode()) / max(len(ids), 1)
-    decoder = model.decoder(dataclasses.replace(model.decoder_config.controller, surprisals=True))
+    decoder = model.decoder(keep=frozenset({"logits"}))
     report: list[dict[str, Any]] = []
     for length in lengths:
         if length > model.max_model_len:

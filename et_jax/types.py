@@ -1,4 +1,4 @@
-"""The floor everything stands on: axis letters, the pytree dataclass decorator, `replace`, one error.
+"""What everything stands on: axis letters, pytree dataclasses, values that compare by value, `replace`.
 
 Axis letters, the same in every signature: `b` slots or batch rows, `r` the rows a step serves, `t`
 positions, `l` layers, `k` KV heads, `h` query heads, `g` query heads per KV head, `n` blocks per slot
@@ -8,12 +8,39 @@ vocabulary. A *block* is logical, a *page* physical.
 """
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+import math
+import numbers
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey
+from jaxtyping import Array, Float, Int
 
 T = TypeVar("T")
+
+Number = float | int | np.number | Float[Array, "*b"]
+"""A number of a value: a Python one where it is made, an array with a row for each slot inside a step."""
+
+Count = int | np.integer | Int[Array, "*b"]
+"""A whole number of a value, likewise."""
+
+MaybeCount = Count | None
+"""A whole number that may be absent, which is another structure and so another program."""
+
+
+def static(*, default: Any = dataclasses.MISSING) -> Any:
+    """Return a field that is part of a tree's structure, not one of its numbers: it shapes the program."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+def derived(*, init: Literal[False] = False) -> Any:
+    """Return a field that `__post_init__` works out of the others, once and in float64.
+
+    A number worked out inside a program and one worked out before it may differ in the last bit.
+    """
+    return dataclasses.field(init=init, repr=False, default=0.0)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -23,22 +50,103 @@ def pytree(cls: type[T]) -> type[T]:
     Unflattening bypasses `__init__`: JAX rebuilds trees around objects that are no arrays (shape
     structs, sentinels, layouts), which a shape-checking `__init__` would refuse.
     """
-    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    names = tuple(field.name for field in dataclasses.fields(cls))
+    return _registered(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(static, derived))
+def value(cls: type[T]) -> type[T]:
+    """Return `cls` as a frozen dataclass and a pytree that is told by its value: `==`, `hash` and `repr` go by it.
+
+    Fields marked `static()` are its structure and must be hashable; the others are numbers, or values of
+    their own. Numbers are checked where a value is made, never when a tree is put together again. Two
+    values of one `jax.tree.structure` run in one program.
+
+    Raises ValueError for a field that is no number, or is NaN.
+    """
+    worked_out = getattr(cls, "__post_init__", None)
+
+    def check(self: Any) -> None:
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            if field.type is Number or (field.type in (Count, MaybeCount) and given is not None):
+                object.__setattr__(self, field.name, _plain(self, field.name, given, whole=field.type is not Number))
+        if worked_out is not None:
+            worked_out(self)
+
+    for name, method in (("__post_init__", check), ("__eq__", _equal), ("__hash__", _hash)):
+        setattr(cls, name, method)
+    return _registered(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+def _plain(owner: Any, name: str, given: Any, whole: bool) -> Any:
+    """The number as Python's own; arrays with a row for each slot, and those being traced, as they are."""
+    if isinstance(given, jax.Array):
+        if isinstance(given, Tracer) or given.ndim:
+            return given
+        given = given.item()
+    wanted = numbers.Integral if whole else numbers.Real
+    if not isinstance(given, wanted) or isinstance(given, bool | np.bool_) or math.isnan(given):
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{type(owner).__name__}: {name} is {given!r}; it must be {kind}")
+    return int(given) if whole else float(given)
+
+
+def _equal(one: Any, other: object) -> bool:
+    return type(one) is type(other) and _identity(one) == _identity(other)
+
+
+def _hash(one: Any) -> int:
+    return hash(_identity(one))
+
+
+def _identity(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a value is told by: its structure, and its numbers as they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((np.shape(leaf), np.asarray(leaf).tobytes()) for leaf in leaves)
+
+
+def _registered(cls: type[T]) -> type[T]:
+    """`cls`, a dataclass, as a pytree whose static fields are its structure."""
+    fields = dataclasses.fields(cls)
+    names = tuple(field.name for field in fields if not field.metadata.get("static"))
+    fixed = tuple(field.name for field in fields if field.metadata.get("static"))
 
     def flatten(tree):
-        return tuple(map(vars(tree).__getitem__, names)), None
+        known = vars(tree)
+        return tuple(map(known.__getitem__, names)), tuple(map(known.__getitem__, fixed))
 
     def flatten_with_keys(tree):
-        return tuple((GetAttrKey(name), getattr(tree, name)) for name in names), None
+        children, structure = flatten(tree)
+        return tuple(zip(map(GetAttrKey, names), children, strict=True)), structure
 
-    def unflatten(_, children):
+    def unflatten(structure, children):
         tree = object.__new__(cls)
         vars(tree).update(zip(names, children, strict=True))
+        vars(tree).update(zip(fixed, structure, strict=True))
         return tree
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
+
+
+class Table:
+    """An array that is part of a structure: told by its bits, never changed."""
+
+    def __init__(self, rows: Any) -> None:
+        self.array = np.array(rows)
+        self.array.setflags(write=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __repr__(self) -> str:
+        return f"Table({self.array.dtype}{list(self.array.shape)})"
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.array.dtype.str, self.array.shape, self.array.tobytes()
 
 
 def replace(tree: T, **changes) -> T:

@@ -328,7 +328,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     import jax.numpy as jnp
 
     from et_jax.control.controller import Controller
-    from et_jax.control.select import dense, quest
+    from et_jax.control.select import Dense, Quest
     from et_jax.decode.decoder import decode
     from et_jax.decode.prefill import prefill
     from et_jax.decode.state import DecoderConfig, empty
@@ -337,7 +337,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.models.transformer import describe
 
     device = device_of(chip)
-    selector = dense() if decoding.open_blocks is None else quest(decoding.open_blocks)
+    selector = Dense() if decoding.open_blocks is None else Quest(decoding.open_blocks)
     on_chip = partial(on_device, device=device)
     model = ModelConfig(
         architecture="llama",

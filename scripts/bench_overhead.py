@@ -61,13 +61,13 @@ LLAMA_3_8B = ModelConfig(
 
 def laws() -> Law:
     """Return the chain whose cost is measured: one law of every kind."""
-    thermostat = temperature.damped_thermostat(2.0)
+    thermostat = temperature.DampedThermostat(2.0)
     return chain(
-        smoothing.ema_entropy(),
-        clock.paper(),
-        guards.stability(guards.saturation(thermostat, "temperature", 0.1, 2.0), 1.0),
-        guards.floored(tolerance.entropy(), 0.1),
-        priority.entropy_drift(),
+        smoothing.EmaEntropy(),
+        clock.FallClock(),
+        guards.Stability(guards.Saturation(thermostat, "temperature", 0.1, 2.0), 1.0),
+        guards.Floored(tolerance.EntropyTolerance(), 0.1),
+        priority.EntropyDrift(),
     )
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array
 from report import RESULTS, table, write
 
-from et_jax.control.select import Selector, certified, coded_bounds, quest
+from et_jax.control.select import Certified, Quest, Selector, coded_bounds
 from et_jax.decode import cache as kv
 from et_jax.decode.attention import list_blocks
 from et_jax.decode.selection import Blocks, blocks_of, select
@@ -82,8 +82,8 @@ def contestants(num_blocks: int) -> dict[str, Callable[[Array, kv.KVCache, Block
         listed, counts = choose(query, cache, blocks)
         return query + (listed[..., :1].sum(axis=1)[:, None] > num_blocks).astype(query.dtype), counts
 
-    few = partial(chosen, quest(round(SHARE * num_blocks)))
-    sure = partial(chosen, certified(coded_bounds))
+    few = partial(chosen, Quest(round(SHARE * num_blocks)))
+    sure = partial(chosen, Certified(coded_bounds))
     return {
         "dense": partial(attend, every),
         "quest": partial(attend, few),

@@ -26,7 +26,7 @@ from report import RESULTS, table, write
 
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
-from et_jax.control.select import certified
+from et_jax.control.select import Certified
 from et_jax.errors import UsageError
 from et_jax.serve.engine import Model, load
 from et_jax.types import replace
@@ -73,7 +73,7 @@ def choices(blocks: Blocks) -> dict[str, dict[str, Array]]:
     count = jnp.sum(filled, dtype=jnp.float32)
     found = {}
     for name, interval in intervals(blocks).items():
-        selector = certified(lambda _, given=interval: given, slack=0.0 if name == "exact" else 1e-3)
+        selector = Certified(lambda _, given=interval: given, slack=0.0 if name == "exact" else 1e-3)
 
         def at(tolerance: Array, selector=selector) -> tuple[Array, Array]:
             opened = selector(replace(blocks.view, tolerance=tolerance)) & filled

@@ -30,9 +30,9 @@ def estimators() -> dict[str, entropy.Estimator]:
     """Return what is compared, by name."""
     found: dict[str, entropy.Estimator] = {}
     for k in LISTED:
-        found[f"top_k, k = {k}"] = entropy.top_k_estimator(k)
-        found[f"tail_corrected, k = {k}, share 1/2"] = entropy.tail_corrected_estimator(k, 0.5)
-        found[f"tail_corrected, k = {k}, share 1"] = entropy.tail_corrected_estimator(k, 1.0)
+        found[f"top_k, k = {k}"] = entropy.TopKEstimator(k)
+        found[f"tail_corrected, k = {k}, share 1/2"] = entropy.TailCorrectedEstimator(k, 0.5)
+        found[f"tail_corrected, k = {k}, share 1"] = entropy.TailCorrectedEstimator(k, 1.0)
     return found
 
 

@@ -66,10 +66,10 @@ def measure(
         spans = [span(model, one) for _, one in asked]
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         ways = {
-            "all open": select.dense(),
+            "all open": select.Dense(),
             "the needle's blocks closed": closed(begin, end),
             "as many others closed": closed(length - end, length - begin),
-            f"4 sinks and the last {WINDOW} tokens open": select.sinks_window(4, WINDOW),
+            f"4 sinks and the last {WINDOW} tokens open": select.SinksWindow(4, WINDOW),
         }
         for way, selector in ways.items():
             answers = evaluate(model, asked, control=Controller(selector=selector))

@@ -23,7 +23,7 @@ from report import RESULTS, table, write
 from et_jax.control import clock, priority
 from et_jax.control.base import PriorityRule, chain
 from et_jax.control.controller import Controller
-from et_jax.control.smoothing import ema_entropy
+from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -45,16 +45,16 @@ class Rule:
 def rules() -> list[Rule]:
     """Return the rules compared."""
     aged = [
-        ("paper_linear, aged", priority.paper_linear(), CEILING),
-        ("paper_ratio, aged", priority.paper_ratio(), NATS_PER_BYTE),
+        ("paper_linear, aged", priority.LinearPriority(), CEILING),
+        ("paper_ratio, aged", priority.RatioPriority(), NATS_PER_BYTE),
     ]
     return [
-        Rule(name="fcfs", rule=priority.fcfs()),
-        Rule(name="srpt (oracle)", rule=priority.srpt()),
-        Rule(name="paper_linear", rule=priority.paper_linear()),
-        Rule(name="paper_ratio", rule=priority.paper_ratio()),
+        Rule(name="fcfs", rule=priority.FCFS()),
+        Rule(name="srpt (oracle)", rule=priority.SRPT()),
+        Rule(name="paper_linear", rule=priority.LinearPriority()),
+        Rule(name="paper_ratio", rule=priority.RatioPriority()),
         *(
-            Rule(name=name, rule=priority.aged(rule, ceiling, ceiling * RATE), aging=(ceiling, ceiling * RATE))
+            Rule(name=name, rule=priority.Aged(rule, ceiling, ceiling * RATE), aging=(ceiling, ceiling * RATE))
             for name, rule, ceiling in aged
         ),
     ]
@@ -102,7 +102,7 @@ def requests(model: Model, trace: list[Arrival], text: str) -> list[GenerationRe
 
 def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[GenerationRequest]) -> dict[str, Any]:
     """Serve the trace under one rule; return latencies in steps and the course of entropic time."""
-    law = chain(ema_entropy(), clock.paper(), priority.entropy_drift())
+    law = chain(EmaEntropy(), clock.FallClock(), priority.EntropyDrift())
     [replica] = model.replicas(Controller(law=law, priority=rule.rule)).replicas
     replica.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
     now = 0.0

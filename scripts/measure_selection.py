@@ -36,11 +36,11 @@ from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.select import AnySelector
-from et_jax.control.smoothing import ema_entropy
+from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import BlockView
 from et_jax.decode import slots
 from et_jax.decode.prefill import prefill
-from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, request
+from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, request, slot_laws
 from et_jax.decode.step import step
 from et_jax.errors import UsageError
 from et_jax.serve import chunks
@@ -56,7 +56,7 @@ BISECTIONS = 10
 
 def _quest_share(view: BlockView) -> Bool[Array, " n"]:
     num_held = jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
-    return select.quest(jnp.round(view.tolerance * num_held))(view)
+    return select.Quest(jnp.round(view.tolerance * num_held))(view)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,26 +76,28 @@ class Case:
 
 SELECTORS = {
     "sinks and window": Case(
-        selector=lambda view: select.sinks_window(16, view.tolerance * view.length)(view),
+        selector=lambda view: select.SinksWindow(16, view.tolerance * view.length)(view),
         most=1.0,
         least=0.0,
         by_log=False,
     ),
     "quest": Case(selector=_quest_share, most=1.0, least=0.0, by_log=False),
     "quest, residual": Case(selector=_quest_share, most=1.0, least=0.0, by_log=False, residual=True),
-    "top_mass": Case(selector=select.top_mass(), most=1e-6, least=1.0),
-    "top_mass, residual": Case(selector=select.top_mass(), most=1e-6, least=1.0, residual=True),
-    "paper, mass": Case(selector=select.paper(contribution.mass), most=1e-7, least=1.0),
-    "paper, influence": Case(selector=select.paper(contribution.influence), most=1e-7, least=10.0),
-    "paper, relative influence": Case(selector=select.paper(contribution.relative_influence), most=1e-7, least=10.0),
-    "paper, value_gauss": Case(selector=select.paper(contribution.value_gauss), most=1e-7, least=1e3),
-    "paper, token_nll": Case(selector=select.paper(contribution.token_nll), most=1e-7, least=10.0),
-    "certified, int8": Case(selector=select.certified(select.coded_bounds), most=1e-6, least=0.999),
-    "certified, int8, residual": Case(
-        selector=select.certified(select.coded_bounds), most=1e-6, least=0.999, residual=True
+    "top_mass": Case(selector=select.TopMass(), most=1e-6, least=1.0),
+    "top_mass, residual": Case(selector=select.TopMass(), most=1e-6, least=1.0, residual=True),
+    "paper, mass": Case(selector=select.ActiveSet(contribution.mass), most=1e-7, least=1.0),
+    "paper, influence": Case(selector=select.ActiveSet(contribution.influence), most=1e-7, least=10.0),
+    "paper, relative influence": Case(
+        selector=select.ActiveSet(contribution.relative_influence), most=1e-7, least=10.0
     ),
-    "certified, chord": Case(selector=select.certified(select.chord_bounds), most=1e-6, least=0.999),
-    "certified, box": Case(selector=select.certified(select.box_bounds), most=1e-6, least=0.999),
+    "paper, value_gauss": Case(selector=select.ActiveSet(contribution.value_gauss), most=1e-7, least=1e3),
+    "paper, token_nll": Case(selector=select.ActiveSet(contribution.token_nll), most=1e-7, least=10.0),
+    "certified, int8": Case(selector=select.Certified(select.coded_bounds), most=1e-6, least=0.999),
+    "certified, int8, residual": Case(
+        selector=select.Certified(select.coded_bounds), most=1e-6, least=0.999, residual=True
+    ),
+    "certified, chord": Case(selector=select.Certified(select.chord_bounds), most=1e-6, least=0.999),
+    "certified, box": Case(selector=select.Certified(select.box_bounds), most=1e-6, least=0.999),
 }
 CONTROLLED = ("top_mass", "certified, int8", "paper, relative influence")
 
@@ -121,21 +123,19 @@ class Bench:
         length = tokens.shape[1]
         self.prefilled = max(length - MEASURED, length // 2) // page_size * page_size
         self.programs: dict[Any, Callable] = {}
-        config = self.config(Case(selector=select.dense(), most=0.0, least=0.0), ema_entropy())
+        config = self.config(Case(selector=select.Dense(), most=0.0, least=0.0), EmaEntropy())
         self.started = jax.jit(lambda: self._start(config))()
         forced = jnp.asarray(tokens[:, self.prefilled + 1 :].T)  # the token that follows each, "t b"
         self.forced = forced
         self.dense = jax.jit(partial(self._logits, config))(model.params, self.started, forced)
 
     def config(self, case: Case, law: Any) -> DecoderConfig:
-        """Return a decoder of this model; surprisals are kept so that the state holds the logits."""
+        """Return a decoder of this model, which keeps all that any selector needs, and the logits."""
         b, length = self.tokens.shape
         controller = Controller(
             law=chain(law),
-            selector=select.guarded(case.selector, sinks=1, window=1, min_blocks=0),
+            selector=select.Guarded(case.selector, sinks=1, window=1, min_blocks=0),
             residual=case.residual,
-            key_codes=True,
-            surprisals=True,
         )
         return DecoderConfig(
             model=self.model.config,
@@ -150,6 +150,7 @@ class Bench:
             cache_dtype=jnp.float32,
             backend=self.model.decoder_config.backend,
             controller=controller,
+            keep=frozenset({"codes", "surprisals", "logits"}),
         )
 
     def _start(self, config: DecoderConfig) -> DecodeState:
@@ -171,7 +172,7 @@ class Bench:
 
     def run(self, name: str, law: Any = None, given: jax.Array | float | None = None) -> Score:
         """Return the scores of a selector under a law of tolerance, or at a given tolerance, one for each token."""
-        config = self.config(SELECTORS[name], law or ema_entropy())
+        config = self.config(SELECTORS[name], law or EmaEntropy())
 
         def scores(params: Any, state: DecodeState, dense: jax.Array, forced: jax.Array, given: jax.Array) -> Score:
             def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Score]:
@@ -198,9 +199,10 @@ class Bench:
         key = name if law is None else (name, law)
         if key not in self.programs:
             self.programs[key] = jax.jit(scores)
-        state = self.started
+        laws = slot_laws(config)
+        state = replace(self.started, laws=laws)
         if law is not None:
-            state = replace(state, control=jax.vmap(lambda _: fresh_control(config, jnp.float32(0)))(state.length))
+            state = replace(state, control=jax.vmap(lambda own: fresh_control(config, own, jnp.float32(0)))(laws))
         given = jnp.broadcast_to(jnp.asarray(0.0 if given is None else given, jnp.float32), self.forced.shape)
         return jax.device_get(self.programs[key](self.model.params, state, self.dense, self.forced, given))
 
@@ -259,11 +261,11 @@ def compare_tolerances(bench: Bench, entropies: np.ndarray, dense_loss: float, s
         for spread in SPREADS:
             least, greatest = middle / spread, min(middle * spread, 0.999)
             if name.startswith("paper"):
-                laws = {"entropy": tolerance.paper(greatest, high)}
+                laws = {"entropy": tolerance.EntropyThreshold(greatest, high)}
             else:
                 laws = {
-                    "entropy": tolerance.entropy(least, greatest, low, high, rise=np.inf),
-                    "reversed": tolerance.entropy(greatest, least, low, high, rise=np.inf),
+                    "entropy": tolerance.EntropyTolerance(least, greatest, low, high, rise=np.inf),
+                    "reversed": tolerance.EntropyTolerance(greatest, least, low, high, rise=np.inf),
                 }
             found = {way: bench.run(name, law=law) for way, law in laws.items()}
             driven = found["entropy"]

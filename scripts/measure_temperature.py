@@ -39,7 +39,7 @@ class Case:
     """A law or a rule to run. `gain` is a thermostat's; `bounds` are where its temperature is clipped."""
 
     name: str
-    law: Law = dataclasses.field(default_factory=temperature.fixed)
+    law: Law = dataclasses.field(default_factory=temperature.Fixed)
     rule: TemperatureRule | None = None
     gain: float | None = None
     bounds: tuple[float, float] | None = None
@@ -47,24 +47,24 @@ class Case:
 
 def untargeted() -> list[Case]:
     """Return the cases that know no target."""
-    return [Case(name="fixed"), Case(name="edt 1.0", rule=temperature_rules.edt(1.0))]
+    return [Case(name="fixed"), Case(name="edt 1.0", rule=temperature_rules.EDT(1.0))]
 
 
 def targeted(target: float, gains: dict[str, float]) -> list[Case]:
     """Return the cases that aim at `target` nats, with a thermostat for each of `gains`."""
     clip = {"low": LOW, "high": HIGH}
     thermostats = [
-        Case(name=name, law=temperature.thermostat(target, gain, **clip), gain=gain, bounds=(LOW, HIGH))
+        Case(name=name, law=temperature.Thermostat(target, gain, **clip), gain=gain, bounds=(LOW, HIGH))
         for name, gain in gains.items()
     ]
-    solve = temperature_rules.solve(target, **clip)
+    solve = temperature_rules.Solve(target, **clip)
     return [
         *thermostats,
-        Case(name="damped thermostat", law=temperature.damped_thermostat(target, **clip), bounds=(LOW, HIGH)),
-        Case(name="mirostat2", law=temperature.mirostat2(target)),
-        Case(name="newton", rule=temperature_rules.newton(target, **clip), bounds=(LOW, HIGH)),
+        Case(name="damped thermostat", law=temperature.DampedThermostat(target, **clip), bounds=(LOW, HIGH)),
+        Case(name="mirostat2", law=temperature.Mirostat2(target)),
+        Case(name="newton", rule=temperature_rules.Newton(target, **clip), bounds=(LOW, HIGH)),
         Case(name="solve", rule=solve, bounds=(LOW, HIGH)),
-        Case(name="cool only, solve", rule=temperature_rules.cool_only(solve), bounds=(LOW, 1.0)),
+        Case(name="cool only, solve", rule=temperature_rules.CoolOnly(solve), bounds=(LOW, 1.0)),
     ]
 
 
@@ -72,9 +72,9 @@ def controller(case: Case) -> Controller:
     """Return the controller of a case, its law under the guards that count."""
     law = case.law
     if case.bounds is not None:
-        law = guards.saturation(law, "temperature", *case.bounds)
+        law = guards.Saturation(law, "temperature", *case.bounds)
     if case.gain is not None:
-        law = guards.stability(law, case.gain)
+        law = guards.Stability(law, case.gain)
     return Controller(law=law, temperature_rule=case.rule)
 
 

@@ -56,10 +56,10 @@ def clocks() -> Figure:
     jitter = np.random.default_rng(0).uniform(-0.15, 0.15, token.size)
     h = np.maximum(3.0 * np.exp(-token / 50) + 0.5 + 0.4 * np.sin(token / 7) * np.exp(-token / 80) + jitter, 0.0)
     laws = {
-        "chain_rule": clock.chain_rule(),
-        "paper": clock.paper(),
-        "deadband(0.05)": clock.deadband(0.05),
-        "record": clock.record(),
+        "chain_rule": clock.ChainRuleClock(),
+        "paper": clock.FallClock(),
+        "deadband(0.05)": clock.FallClock(0.05),
+        "record": clock.RecordClock(),
     }
     figure, axes = plt.subplots(2, 1, figsize=(6.4, 4), sharex=True, layout="constrained", height_ratios=[2, 3])
     axes[0].plot(token, h, color="black", linewidth=0.8)
@@ -79,11 +79,11 @@ def contraction() -> Figure:
         moments = entropy.moments(logits, heat)
         return entropy.entropy(moments), entropy.varentropy(moments)
 
-    settled = temperature_rules.solve(target, low=0.01, high=10.0)(moments_at, blank_signals(()), start())
+    settled = temperature_rules.Solve(target, low=0.01, high=10.0)(moments_at, blank_signals(()), start())
     slope = float(moments_at(settled)[1])
 
     def errors(product: float) -> Array:
-        law = temperature.thermostat(target, product / slope, low=0.01, high=10.0)
+        law = temperature.Thermostat(target, product / slope, low=0.01, high=10.0)
 
         def step(state: ControlState, _: None) -> tuple[ControlState, Array]:
             seen = replace(blank_signals(()), tempered_entropy=moments_at(state.temperature)[0])
@@ -104,8 +104,8 @@ def tolerances() -> Figure:
     """Draw the tolerance that each entropy-driven law settles at, against the raw entropy."""
     h = jnp.linspace(0.0, 3.0, 301)
     laws = {
-        "entropy(), a share of mass": tolerance.entropy(rise=jnp.inf),
-        "paper(0.05, 2.0), a threshold": tolerance.paper(0.05, 2.0),
+        "entropy(), a share of mass": tolerance.EntropyTolerance(rise=jnp.inf),
+        "paper(0.05, 2.0), a threshold": tolerance.EntropyThreshold(0.05, 2.0),
     }
     figure, axis = plt.subplots(figsize=(6.4, 3), layout="constrained")
     for name, law in laws.items():
@@ -118,7 +118,7 @@ def tolerances() -> Figure:
 
 def waits(rate: float, ceiling: float, runnable: int, served: int, steps: int) -> Array:
     """Return the wait of sequence 0 after each step, all others always scoring the ceiling and it 0."""
-    rule = priority.aged(lambda signals, state: signals.urgency, ceiling, rate)
+    rule = priority.Aged(lambda signals, state: signals.urgency, ceiling, rate)
     signals = replace(blank_signals((runnable,)), urgency=jnp.where(jnp.arange(runnable) > 0, ceiling, 0.0))
 
     def step(wait: Array, _: None) -> tuple[Array, Array]:

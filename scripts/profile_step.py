@@ -81,6 +81,7 @@ def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState
             fresh=run,
             block_mask=state.control.block_mask,
             kept_mass=state.signals.kept_mass,
+            selectors=state.laws.selectors(config.model.num_layers),
         )
         attend = decode_attend(config.read_policy, row)
     memory = LayerCarry(cache=state.cache, stats=no_reads(config.batch))

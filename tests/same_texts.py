@@ -65,7 +65,7 @@ def written() -> Iterator[tuple[str, list[Completion]]]:
         yield name, model.generate(asked, control=name)
     for name, knobs in (("guarded", {"target_entropy": 2.0}), ("certified", {"tolerance": 0.2, "window": 32})):
         yield f"{name} {knobs}", model.generate(asked[2:4] + asked[6:7], control=preset(name, **knobs))
-    own = Controller(law=chain(clock.paper(), warm))
+    own = Controller(law=chain(clock.FallClock(), warm))
     yield "a law of one's own", model.generate(asked[1:3], control=own)
     yield "beginnings found", model.generate([asked[6], asked[7], asked[6]])
     moved = et_jax.load(max_num_seqs=4, max_model_len=512, num_pages=40, preempt_every=3)

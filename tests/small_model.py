@@ -1,4 +1,4 @@
-"""A small model with random weights, driven through the hall, and the dense model it must agree with."""
+"""A small model with random weights, driven through the decoder, and the dense model it must agree with."""
 
 import dataclasses
 import functools
@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from et_jax.control.controller import Controller
 from et_jax.decode import sampling
-from et_jax.decode.state import DecoderConfig, Request
+from et_jax.decode.state import DecoderConfig, Request, law_numbers
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import pack
 
+DEFAULT = Controller()
 VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
 POOL = 25  # 24 pages for three slots of up to sixteen blocks
 MODEL = ModelConfig(
@@ -61,7 +63,17 @@ def prompt(number: int, length: int) -> list[int]:
     return np.random.default_rng(number).integers(1, VOCABULARY, length).tolist()
 
 
-def request(token: int, *, seed: int = 0, limit: int = 12, index: int = 0, arrival: int = 0, stop=(), **settings):
+def request(
+    token: int,
+    *,
+    seed: int = 0,
+    limit: int = 12,
+    index: int = 0,
+    arrival: int = 0,
+    stop=(),
+    control=DEFAULT,
+    **settings,
+):
     plain = dict(temperature=1.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     plain |= dict(presence_penalty=0.0, frequency_penalty=0.0)
     top_k = jnp.int32(settings.pop("top_k", 0))
@@ -72,6 +84,7 @@ def request(token: int, *, seed: int = 0, limit: int = 12, index: int = 0, arriv
         arrival=jnp.int32(arrival),
         urgency=jnp.float32(0),
         index=jnp.int32(index),
+        laws=law_numbers(control),
         stop_ids=jnp.asarray([*stop, *[-1] * (8 - len(stop))], jnp.int32),
         logprobs=jnp.bool_(False),
         sampling=sampling.Sampling(**fields, top_k=top_k, key=jax.random.key_data(jax.random.key(seed))),
@@ -90,7 +103,7 @@ def fill(d, params, state, slot: int, tokens: list[int]):
 
 def start(d, params, state, slot: int, tokens: list[int], **asked):
     state = fill(d, params, state, slot, tokens)
-    return d.insert(state, slot, request(tokens[-1], **asked))
+    return d.insert(state, slot, request(tokens[-1], control=d.config.controller, **asked))
 
 
 def run(d, params, state, steps: int = 32):

@@ -5,16 +5,26 @@ same seed gives the same text whoever shares the batch:
 
     def my_law(signals: Signals, state: ControlState) -> ControlState:
         return replace(state, temperature=0.5 + 0.1 * signals.entropy)
+
+A law with numbers is a value, so that every sequence of a batch may bring its own in one program:
+
+    @value
+    class Warm(Law):
+        slope: Number = 0.1
+
+        def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+            return replace(state, temperature=0.5 + self.slope * signals.entropy)
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from et_jax.types import pytree
+from et_jax.types import pytree, replace, static, value
 
 
 @pytree
@@ -63,7 +73,7 @@ class ControlState:
     `entropy` is filtered, in nats; `entropic_time` in nats; `total_cost` in bytes, nominal; `surprisal_cap`
     in nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
     since the last token. `block_mask` packs, 32 to a word, the blocks each layer and KV head read last
-    (see `unpack_blocks`). `notes` holds what a law keeps for itself under its own name.
+    (see `unpack_blocks`). `notes` is what laws keep for themselves from token to token, each under one name.
 
     A temperature must be finite and at least 0, the entropic time finite, the other numbers not NaN: a law
     that breaks this ends its sequence with an error that names the field.
@@ -99,51 +109,145 @@ def num_words(num_blocks: int) -> int:
     return -(-num_blocks // 32)
 
 
-def _unchanged(state: ControlState) -> ControlState:
-    return state
-
-
-@dataclasses.dataclass(frozen=True)
 class Law:
-    """A rule run after every token: `update` sets the next step, `init` the starting values of a sequence.
+    """A rule run after every token: calling it sets the next step, `init` the starting values of a sequence.
 
-    Both change only the fields they are named for. Any plain function `(Signals, ControlState) ->
-    ControlState` serves where a law is wanted; it is a law with nothing to start.
+    Both change only the fields they are named for. Derive from it, as a `value`, for a law with numbers; a
+    plain function `(Signals, ControlState) -> ControlState` is a law with none and nothing to start.
     """
 
-    update: Callable[[Signals, ControlState], ControlState]
-    init: Callable[[ControlState], ControlState] = _unchanged
+    def init(self, state: ControlState) -> ControlState:
+        """Return the state of a sequence before its first token."""
+        return state
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Return the state after one token."""
-        return self.update(signals, state)
+        raise NotImplementedError
 
 
 AnyLaw = Law | Callable[[Signals, ControlState], ControlState]
-
-
-def chain(*laws: AnyLaw) -> Law:
-    """Return the law that runs `laws` in order, each seeing what those before it decided."""
-    members = tuple(law if isinstance(law, Law) else Law(law) for law in laws)
-
-    def init(state: ControlState) -> ControlState:
-        for law in members:
-            state = law.init(state)
-        return state
-
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        for law in members:
-            state = law.update(signals, state)
-        return state
-
-    return Law(update, init)
-
 
 Moments = Callable[[Float[Array, ""] | float], tuple[Float[Array, ""], Float[Array, ""]]]
 """Entropy (nats) and varentropy (nats^2) of this very step's distribution at a given temperature."""
 
 TemperatureRule = Callable[[Moments, Signals, ControlState], Float[Array, ""]]
-"""The temperature for this very token, decided before it is drawn; may probe other temperatures."""
+"""The temperature for this very token, decided before it is sampled; may probe other temperatures."""
 
 PriorityRule = Callable[[Signals, ControlState], Float[Array, ""]]
-"""How soon a sequence should be served, higher first; `priority.aged` keeps a rule from starving anybody."""
+"""How soon a sequence should be served, higher first; `priority.Aged` keeps a rule from starving any."""
+
+
+@value
+class Function(Law):
+    """A plain function as a value: it has no numbers, and equals itself alone."""
+
+    function: Callable = static()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the function does."""
+        return self.function(*arguments)
+
+
+def as_value(given: Any) -> Any:
+    """Return a value as it is, and a plain function as a value."""
+    return Function(given) if jax.tree_util.all_leaves([given]) else given
+
+
+def name_of(given: Any) -> str:
+    """Return what to call a law, a rule or a selector in a sentence."""
+    if isinstance(given, Function):
+        given = given.function
+    return getattr(given, "__qualname__", type(given).__name__)
+
+
+@value
+class Chain(Law):
+    """Laws run in order, each seeing what those before it decided."""
+
+    laws: tuple[Law, ...]
+
+    def init(self, state: ControlState) -> ControlState:
+        """Return the state as every law starts it."""
+        for law in self.laws:
+            state = started(law, state)
+        return state
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Return the state after every law."""
+        for law in self.laws:
+            state = updated(law, signals, state)
+        return state
+
+
+def chain(*laws: AnyLaw) -> Chain:
+    """Return the law that runs `laws` in order, each seeing what those before it decided; chains among them open up."""
+    members = (law.laws if isinstance(law, Chain) else (as_value(law),) for law in laws)
+    return Chain(tuple(law for each in members for law in each))
+
+
+def started(law: Law, state: ControlState) -> ControlState:
+    """Return the state as `law` starts it. Raises ValueError, naming the law, where it is not of the right form."""
+    return _checked(law, state, law.init(state))
+
+
+def updated(law: Law, signals: Signals, state: ControlState) -> ControlState:
+    """Return the state after `law`. Raises ValueError, naming the law, where it is not of the right form."""
+    after = _checked(law, state, law(signals, state))
+    if described(after.notes) != described(state.notes):
+        raise ValueError(
+            f"The law {name_of(law)} leaves notes of {described(after.notes)} where {described(state.notes)} stood; "
+            "what a law keeps has one form, that of its init."
+        )
+    return after
+
+
+def _checked(law: Law, before: ControlState, after: Any) -> ControlState:
+    """The state with Python numbers as arrays, and every field of the shape and dtype it had."""
+    if not isinstance(after, ControlState):
+        raise ValueError(
+            f"The law {name_of(law)} returns {type(after).__name__}; it must return the ControlState it is given, "
+            "with fields changed by replace."
+        )
+    changed = {}
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if field.name != "notes" and new is not old:
+            changed[field.name] = one_like(old, new, f"The law {name_of(law)} sets {field.name} to")
+    return replace(after, **changed) if changed else after
+
+
+def one_like(wanted: Array, given: Any, said: str) -> Array:
+    """Return `given`, a Python number as an array. Raises ValueError where shape or dtype are not those of `wanted`."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return jnp.full_like(wanted, given)
+    if described(given) != described(wanted):
+        raise ValueError(f"{said} {described(given)}; it must be {described(wanted)}.")
+    return jnp.asarray(given)
+
+
+def described(tree: Any) -> str:
+    """Return dtypes and shapes, for a sentence."""
+    if isinstance(tree, dict | list | tuple) or not jax.tree_util.all_leaves([tree]):
+        named = ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree))
+        return "{" + ", ".join(f"{name} {described(leaf)}" for name, leaf in named) + "}"
+    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        return f"{tree.dtype}{list(tree.shape)}"
+    return type(tree).__name__
+
+
+def claim(law: Law, state: ControlState, name: str, note: Any) -> ControlState:
+    """Return the state with a note of its own for `law`, as `init` starts it.
+
+    Raises ValueError where another law keeps one of that name: the two would overwrite each other.
+    """
+    if name in state.notes:
+        raise ValueError(
+            f"The law {name_of(law)} keeps the note {name!r}, which another law of the chain keeps already; "
+            "leave one of them out."
+        )
+    return replace(state, notes=state.notes | {name: note})
+
+
+def noted(state: ControlState, name: str, note: Any) -> ControlState:
+    """Return the state with the note `name` changed."""
+    return replace(state, notes=state.notes | {name: note})

@@ -1,87 +1,106 @@
 """Clocks: how much entropic time a token is worth. Each reads the raw entropy, never the tempered one."""
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from et_jax.control.base import ControlState, Law, Signals
-from et_jax.types import replace
+from et_jax.control.base import ControlState, Law, Signals, claim, noted, started, updated
+from et_jax.types import Number, derived, pytree, replace, static, value
+
+_NOTE = "clock"  # one clock drives a sequence
 
 
-def paper() -> Law:
+@pytree
+class EntropyNote:
+    """The raw entropy a clock measures the next one by, in nats."""
+
+    entropy: Float[Array, "*b"]
+
+
+@value
+class FallClock(Law):
     """Entropic time as printed: the sum of the falls max(0, H_{t-1} - H_t) of the raw entropy, in nats.
 
     The first token resolves nothing. Mostly counts jitter: the sum is half of total variation plus
-    H_0 - H_n. Source: Entropic-Time Inference, section 2.
+    H_0 - H_n. With `noise`, a bound on |estimate - H| in nats, a fall counts beyond 2 noise, so that an
+    entropy which only seems to move adds nothing. Source: Entropic-Time Inference, section 2.
     """
-    return _falls(0.0)
+
+    noise: Number = 0.0
+    deadband: Number = derived()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deadband", 2.0 * self.noise)
+
+    def init(self, state: ControlState) -> ControlState:
+        """Note an entropy from which nothing falls."""
+        return claim(self, state, _NOTE, EntropyNote(entropy=jnp.zeros_like(state.entropic_time)))
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Add the fall."""
+        fall = jnp.maximum(0.0, state.notes[_NOTE].entropy - signals.entropy - self.deadband)
+        state = replace(state, entropic_time=state.entropic_time + fall)
+        return noted(state, _NOTE, EntropyNote(entropy=signals.entropy))
 
 
-def deadband(noise: float) -> Law:
-    """The sum of the falls beyond what an estimator's error explains: max(0, H_{t-1} - H_t - 2 noise), in nats.
-
-    `noise` bounds |estimate - H|, in nats, so that an entropy which only seems to move adds nothing.
-    """
-    return _falls(2.0 * noise)
-
-
-def _falls(dead: float) -> Law:
-    def init(state: ControlState) -> ControlState:
-        notes = {"previous_entropy": jnp.zeros_like(state.entropic_time)}
-        return replace(state, notes=state.notes | {"clock": notes})
-
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        fall = jnp.maximum(0.0, state.notes["clock"]["previous_entropy"] - signals.entropy - dead)
-        notes = {"previous_entropy": signals.entropy}
-        return replace(state, entropic_time=state.entropic_time + fall, notes=state.notes | {"clock": notes})
-
-    return Law(update, init)
-
-
-def record() -> Law:
+@value
+class RecordClock(Law):
     """H_0 - min_s H_s: how far below its first value the raw entropy has ever been, in nats.
 
     Never more than log V, whatever the jitter: time passes only when a new low is reached.
     """
 
-    def init(state: ControlState) -> ControlState:
-        notes = {"least_entropy": jnp.full_like(state.entropic_time, jnp.inf)}
-        return replace(state, notes=state.notes | {"clock": notes})
+    def init(self, state: ControlState) -> ControlState:
+        """Note that there is no low yet."""
+        return claim(self, state, _NOTE, EntropyNote(entropy=jnp.full_like(state.entropic_time, jnp.inf)))
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        least = state.notes["clock"]["least_entropy"]
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Add the fall below the least so far."""
+        least = state.notes[_NOTE].entropy
         fall = jnp.where(jnp.isinf(least), 0.0, jnp.maximum(0.0, least - signals.entropy))
-        notes = {"least_entropy": jnp.minimum(least, signals.entropy)}
-        return replace(state, entropic_time=state.entropic_time + fall, notes=state.notes | {"clock": notes})
-
-    return Law(update, init)
+        state = replace(state, entropic_time=state.entropic_time + fall)
+        return noted(state, _NOTE, EntropyNote(entropy=jnp.minimum(least, signals.entropy)))
 
 
-def chain_rule(realised: bool = False) -> Law:
-    """The sum of H_t, the uncertainty each token resolves when it is drawn, in nats.
+@value
+class ChainRuleClock(Law):
+    """The sum of H_t, the uncertainty each token resolves when it is sampled, in nats.
 
     By the chain rule of entropy it is the uncertainty of the text itself, where the paper's differences
-    compare entropies of different variables. `realised` sums the surprisals -log p(x_t) of the tokens
-    drawn instead of their expectation.
+    compare entropies of different variables. `realised` sums the surprisals -log p(x_t) of the sampled
+    tokens instead of their expectation.
     """
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        resolved = signals.surprisal if realised else signals.entropy
+    realised: bool = static(default=False)
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Add what the token resolves."""
+        resolved = signals.surprisal if self.realised else signals.entropy
         return replace(state, entropic_time=state.entropic_time + resolved)
 
-    return Law(update)
+
+@pytree
+class BesideNote:
+    """The time of a second clock, in nats, and what it keeps for itself."""
+
+    entropic_time: Float[Array, "*b"]
+    notes: dict
 
 
-def beside(clock: Law, name: str) -> Law:
-    """The same clock, its time and notes kept in `notes[name]`: a second reading that drives nothing."""
+@value
+class Beside(Law):
+    """The same clock, its time and notes kept in the note `name`: a second reading that drives nothing."""
 
-    def init(state: ControlState) -> ControlState:
-        own = clock.init(replace(state, entropic_time=jnp.zeros_like(state.entropic_time), notes={}))
-        notes = {"entropic_time": own.entropic_time, "notes": own.notes}
-        return replace(state, notes=state.notes | {name: notes})
+    clock: Law
+    name: str = static()
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        notes = state.notes[name]
-        own = clock.update(signals, replace(state, entropic_time=notes["entropic_time"], notes=notes["notes"]))
-        notes = {"entropic_time": own.entropic_time, "notes": own.notes}
-        return replace(state, notes=state.notes | {name: notes})
+    def init(self, state: ControlState) -> ControlState:
+        """Start the second clock at 0."""
+        own = replace(state, entropic_time=jnp.zeros_like(state.entropic_time), notes={})
+        own = started(self.clock, own)
+        return claim(self, state, self.name, BesideNote(entropic_time=own.entropic_time, notes=own.notes))
 
-    return Law(update, init)
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Let the second clock run."""
+        note = state.notes[self.name]
+        own = updated(self.clock, signals, replace(state, entropic_time=note.entropic_time, notes=note.notes))
+        return noted(state, self.name, BesideNote(entropic_time=own.entropic_time, notes=own.notes))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from et_jax.control.view import BlockView, held_values
+from et_jax.control.view import BlockView, held_values, needing
 from et_jax.control.view import mass as mass
 
 Contribution = Callable[[BlockView], Float[Array, "g n"]]
@@ -57,11 +57,12 @@ def value_gauss(view: BlockView) -> Float[Array, "g n"]:
     return mass(view) * (0.5 * jnp.sum(ratio, axis=-1))
 
 
+@needing("surprisals")
 def token_nll(view: BlockView) -> Float[Array, "g n"]:
     """Return mass times the mean of -log p(x_i | x_<i) of the block's tokens, in nats.
 
     The cache must keep surprisals, and the prompt then passes through the language-model head.
     """
     if view.mean_surprisal is None:
-        raise ValueError("token_nll: the cache keeps no surprisals; set surprisals=True in the Controller")
+        raise ValueError("token_nll: this view has no surprisals; a selector that reads them says so by `needing`.")
     return mass(view) * view.mean_surprisal

@@ -2,41 +2,58 @@
 
 import dataclasses
 
-from et_jax.control.base import AnyLaw, PriorityRule, TemperatureRule, chain
-from et_jax.control.clock import paper
-from et_jax.control.entropy import Estimator, exact_estimator
-from et_jax.control.priority import fcfs
-from et_jax.control.select import AnySelector, dense
-from et_jax.control.smoothing import ema_entropy
+from et_jax.control.base import AnyLaw, PriorityRule, TemperatureRule, as_value, chain
+from et_jax.control.clock import FallClock
+from et_jax.control.entropy import Estimator, ExactEstimator
+from et_jax.control.priority import FCFS
+from et_jax.control.select import AnySelector, Dense, Selector, as_selector
+from et_jax.control.smoothing import EmaEntropy
+from et_jax.types import static, value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@value
 class Controller:
-    """The three doors and the queue: what runs the decoder beside the model.
+    """Laws, rules and selectors, and the order of service: what runs the decoder beside the model.
 
     `estimator` measures the raw entropy. `law` runs after every token. `temperature_rule` decides the
-    temperature of the very token about to be drawn; None leaves it to the law. `priority` orders the
+    temperature of the very token about to be sampled; None leaves it to the law. `priority` orders the
     sequences when more are resident than a step serves.
 
     `selector` is one for all layers, or one per layer; the first `dense_layers` layers read everything
     whatever it says. Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
-    unread count as their mean value. The cache keeps 8-bit `key_codes` for `select.coded_bounds`, and
-    `surprisals` of all tokens, the prompt's included, for `contribution.token_nll`.
+    unread count as their mean value.
+
+    Two controllers of one `jax.tree.structure` differ in numbers alone: one program runs both, for
+    different sequences of one batch. Plain functions serve everywhere, and equal themselves alone.
     """
 
-    estimator: Estimator = dataclasses.field(default_factory=exact_estimator)
-    law: AnyLaw = dataclasses.field(default_factory=lambda: chain(ema_entropy(), paper()))
+    _: dataclasses.KW_ONLY
+    estimator: Estimator = ExactEstimator()
+    law: AnyLaw = chain(EmaEntropy(), FallClock())
     temperature_rule: TemperatureRule | None = None
-    selector: AnySelector | tuple[AnySelector, ...] = dataclasses.field(default_factory=dense)
-    priority: PriorityRule = dataclasses.field(default_factory=fcfs)
-    dense_layers: int = 0
-    refresh_every: int = 1
-    residual: bool = False
-    key_codes: bool = False
-    surprisals: bool = False
+    selector: AnySelector | tuple[AnySelector, ...] = Dense()
+    priority: PriorityRule = FCFS()
+    dense_layers: int = static(default=0)
+    refresh_every: int = static(default=1)
+    residual: bool = static(default=False)
 
     def __post_init__(self) -> None:
         if self.refresh_every < 1:
             raise ValueError(f"refresh_every: got {self.refresh_every}, wanted at least 1")
         if self.residual and self.refresh_every > 1:
             raise ValueError("residual: unread blocks are weighed by this token's query; use it with refresh_every=1")
+        several = isinstance(self.selector, tuple)
+        made = {
+            "estimator": as_value(self.estimator),
+            "law": chain(self.law),
+            "temperature_rule": None if self.temperature_rule is None else as_value(self.temperature_rule),
+            "selector": tuple(map(as_selector, self.selector)) if several else as_selector(self.selector),
+            "priority": as_value(self.priority),
+        }
+        for name, one in made.items():
+            object.__setattr__(self, name, one)
+
+    def selectors(self, num_layers: int) -> tuple[Selector, ...]:
+        """Return the selector of every layer."""
+        each = self.selector if isinstance(self.selector, tuple) else (self.selector,) * num_layers
+        return tuple(Dense() if i < self.dense_layers else as_selector(one) for i, one in enumerate(each))

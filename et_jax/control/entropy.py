@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jaxtyping import Array, Float, Int
 
-from et_jax.types import pytree
+from et_jax.types import Number, pytree, static, value
 
 
 @pytree
@@ -123,7 +123,7 @@ def top_k(log_prob: Float[Array, "*b k"], num_tokens: int) -> Estimate:
     return _widened(truncated, low, high, log_prob.shape[-1], num_tokens)
 
 
-def tail_corrected(log_prob: Float[Array, "*b k"], num_tokens: int, upper_share: float = 1.0) -> Estimate:
+def tail_corrected(log_prob: Float[Array, "*b k"], num_tokens: int, upper_share: Number = 1.0) -> Estimate:
     """Return low + `upper_share` * (high - low) of the interval that the k likeliest tokens allow, in nats.
 
     Share 1 is the paper's H_UB = P_k H^(k) + h_b(eps) + eps log(V - k), the tail spread evenly: cautious,
@@ -177,19 +177,33 @@ Estimator = Callable[[Float[Array, "*b v"], Moments], Estimate]
 """Entropy from the log-probabilities of the whole vocabulary, or from the moments they were normalised by."""
 
 
-def exact_estimator() -> Estimator:
+@value
+class ExactEstimator:
     """The entropy itself."""
-    return lambda log_prob, m: exact(m)
+
+    def __call__(self, log_prob: Float[Array, "*b v"], m: Moments) -> Estimate:
+        return exact(m)
 
 
-def top_k_estimator(k: int = 64) -> Estimator:
+@value
+class TopKEstimator:
     """`top_k` of the k likeliest tokens."""
-    return lambda log_prob, m: top_k(_likeliest(log_prob, k), log_prob.shape[-1])
+
+    k: int = static(default=64)
+
+    def __call__(self, log_prob: Float[Array, "*b v"], m: Moments) -> Estimate:
+        return top_k(_likeliest(log_prob, self.k), log_prob.shape[-1])
 
 
-def tail_corrected_estimator(k: int = 64, upper_share: float = 1.0) -> Estimator:
+@value
+class TailCorrectedEstimator:
     """`tail_corrected` from the k likeliest tokens. The paper names no k; 64 of 50,000 hold most of the mass."""
-    return lambda log_prob, m: tail_corrected(_likeliest(log_prob, k), log_prob.shape[-1], upper_share)
+
+    k: int = static(default=64)
+    upper_share: Number = 1.0
+
+    def __call__(self, log_prob: Float[Array, "*b v"], m: Moments) -> Estimate:
+        return tail_corrected(_likeliest(log_prob, self.k), log_prob.shape[-1], self.upper_share)
 
 
 def _likeliest(log_prob: Float[Array, "*b v"], k: int) -> Float[Array, "*b k"]:

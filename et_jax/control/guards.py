@@ -5,127 +5,193 @@ Each wraps one law and is left out to reproduce a paper as printed. `field` name
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.base import AnyLaw, ControlState, Law, Signals, chain
-from et_jax.types import replace
+from et_jax.control.base import AnyLaw, ControlState, Law, Signals, as_value, claim, noted, started, updated
+from et_jax.types import Number, pytree, replace, static, value
 
-_COUNTS = frozenset({"events", "tokens"})
+_NUMBERS = ("entropy", "entropic_time", "total_cost", "temperature", "surprisal_cap", "tolerance", "priority")
 
 
-def clipped(law: AnyLaw, field: str, low: float, high: float) -> Law:
+class _Guard(Law):
+    """A law around another, `law`, which may be a plain function."""
+
+    law: AnyLaw
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "law", as_value(self.law))
+        field = getattr(self, "field", _NUMBERS[0])
+        if field not in _NUMBERS:
+            raise ValueError(f"{type(self).__name__}: field is {field!r}; it must be one of {', '.join(_NUMBERS)}")
+
+    def init(self, state: ControlState) -> ControlState:
+        """Start the law within."""
+        return started(self.law, state)
+
+
+@value
+class Clipped(_Guard):
     """The law with what it decides kept in [low, high], in the units of `field`, from the start.
 
     The clipped value is what the law sees next, so an integrator does not wind up.
     """
-    inner = chain(law)
 
-    def clip(state: ControlState) -> ControlState:
-        return replace(state, **{field: jnp.clip(getattr(state, field), low, high)})
+    law: AnyLaw
+    field: str = static()
+    low: Number
+    high: Number
 
-    return Law(lambda signals, state: clip(inner.update(signals, state)), lambda state: clip(inner.init(state)))
+    def init(self, state: ControlState) -> ControlState:
+        """Start the law within bounds."""
+        return self._clip(started(self.law, state))
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Keep what the law decides in bounds."""
+        return self._clip(updated(self.law, signals, state))
+
+    def _clip(self, state: ControlState) -> ControlState:
+        return replace(state, **{self.field: jnp.clip(getattr(state, self.field), self.low, self.high)})
 
 
-def never_above_start(law: AnyLaw, field: str) -> Law:
+@value
+class NeverAboveStart(_Guard):
     """The law with `field` never above what the sequence started with: a temperature law then only cools.
 
     Holding entropy at a target heats tokens of which the model is certain; a one-sided law does not. The
-    start is kept in `notes[field + "_start"]`.
+    start is kept in the note `field + "_start"`.
     """
-    inner, name = chain(law), field + "_start"
 
-    def init(state: ControlState) -> ControlState:
-        started = inner.init(state)
-        return replace(started, notes=started.notes | {name: getattr(started, field)})
+    law: AnyLaw
+    field: str = static()
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        decided = inner.update(signals, state)
-        return replace(decided, **{field: jnp.minimum(getattr(decided, field), decided.notes[name])})
+    def init(self, state: ControlState) -> ControlState:
+        """Note the start."""
+        state = started(self.law, state)
+        return claim(self, state, self._note, getattr(state, self.field))
 
-    return Law(update, init)
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Keep what the law decides at or below the start."""
+        decided = updated(self.law, signals, state)
+        return replace(decided, **{self.field: jnp.minimum(getattr(decided, self.field), decided.notes[self._note])})
+
+    @property
+    def _note(self) -> str:
+        return self.field + "_start"
 
 
-def rate_limited(law: AnyLaw, field: str, rise: float, fall: float = jnp.inf) -> Law:
+@value
+class RateLimited(_Guard):
     """The law with `field` rising by at most `rise` and falling by at most `fall` a token, in its own units.
 
     Source: Entropic-Time Inference, section 5, bounded rate of change of thresholds and temperatures.
     """
-    inner = chain(law)
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        old, decided = getattr(state, field), inner.update(signals, state)
-        return replace(decided, **{field: jnp.clip(getattr(decided, field), old - fall, old + rise)})
+    law: AnyLaw
+    field: str = static()
+    rise: Number
+    fall: Number = jnp.inf
 
-    return Law(update, inner.init)
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Keep what the law decides near what was."""
+        old, decided = getattr(state, self.field), updated(self.law, signals, state)
+        limited = jnp.clip(getattr(decided, self.field), old - self.fall, old + self.rise)
+        return replace(decided, **{self.field: limited})
 
 
-def floored(law: AnyLaw, floor: float) -> Law:
+@value
+class Floored(_Guard):
     """The law shown raw entropies of at least `floor` nats: H~ = max(H^, H_min).
 
     Keeps an entropy that is underestimated from looking like certainty. Source: Entropic-Time Inference,
     section 3.3.
     """
-    inner = chain(law)
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        raised = {
-            name: jnp.maximum(getattr(signals, name), floor) for name in ("entropy", "entropy_low", "entropy_high")
-        }
-        return inner.update(replace(signals, **raised), state)
+    law: AnyLaw
+    floor: Number
 
-    return Law(update, inner.init)
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Let the law decide by raised entropies."""
+        names = ("entropy", "entropy_low", "entropy_high")
+        raised = {name: jnp.maximum(getattr(signals, name), self.floor) for name in names}
+        return updated(self.law, replace(signals, **raised), state)
 
 
-def saturation(law: AnyLaw, field: str, low: float, high: float) -> Law:
+@pytree
+class CountNote:
+    """How many tokens a counting guard has flagged, and how many it has seen."""
+
+    events: Int[Array, "*b"]
+    tokens: Int[Array, "*b"]
+
+
+class _Counting(_Guard):
+    """A guard that changes nothing and counts the tokens after which `_happened` holds."""
+
+    _note: str
+
+    def init(self, state: ControlState) -> ControlState:
+        """Start counting."""
+        state = started(self.law, state)
+        zero = jnp.zeros(state.temperature.shape, jnp.int32)
+        return claim(self, state, self._note, CountNote(events=zero, tokens=zero))
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Count the token."""
+        state = updated(self.law, signals, state)
+        old = state.notes[self._note]
+        happened = self._happened(signals, state).astype(jnp.int32)
+        return noted(state, self._note, CountNote(events=old.events + happened, tokens=old.tokens + 1))
+
+    def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
+        raise NotImplementedError
+
+
+@value
+class Saturation(_Counting):
     """The law, with the tokens counted after which `field` stands at `low` or `high` (see `rate`).
 
     A thermostat whose target no temperature in its range can reach sits at a bound: its share of
-    tokens says that the target, not the gain, is wrong. Notes: `notes[field + "_saturation"]`.
+    tokens says that the target, not the gain, is wrong. The note is `field + "_saturation"`.
     """
-    inner = chain(law)
 
-    def stuck(_: Signals, state: ControlState) -> Bool[Array, "*b"]:
-        value = getattr(state, field)
-        return (value <= low) | (value >= high)
+    law: AnyLaw
+    field: str = static()
+    low: Number
+    high: Number
 
-    return _counted(inner, field + "_saturation", stuck)
+    @property
+    def _note(self) -> str:
+        return self.field + "_saturation"
+
+    def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
+        decided = getattr(state, self.field)
+        return (decided <= self.low) | (decided >= self.high)
 
 
-def stability(law: AnyLaw, gain: float) -> Law:
+@value
+class Stability(_Counting):
     """The law, with the tokens counted at which gain * V >= 2, V the tempered varentropy in nats^2 (see `rate`).
 
-    There the thermostat overshoots by more than it was off, and may cycle. Notes: `notes["stability"]`.
+    There the thermostat overshoots by more than it was off, and may cycle. The note is "stability".
     """
 
-    def overshoots(signals: Signals, _: ControlState) -> Bool[Array, "*b"]:
-        return gain * signals.tempered_varentropy >= 2.0
+    law: AnyLaw
+    gain: Number
 
-    return _counted(chain(law), "stability", overshoots)
+    @property
+    def _note(self) -> str:
+        return "stability"
 
-
-def _counted(law: Law, name: str, event) -> Law:
-    def init(state: ControlState) -> ControlState:
-        state = law.init(state)
-        zero = jnp.zeros(state.temperature.shape, jnp.int32)
-        return replace(state, notes=state.notes | {name: dict.fromkeys(_COUNTS, zero)})
-
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        state = law.update(signals, state)
-        old = state.notes[name]
-        happened = event(signals, state).astype(jnp.int32)
-        notes = {"events": old["events"] + happened, "tokens": old["tokens"] + 1}
-        return replace(state, notes=state.notes | {name: notes})
-
-    return Law(update, init)
+    def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
+        return self.gain * signals.tempered_varentropy >= 2.0
 
 
 def rate(state: ControlState, name: str) -> Float[Array, "*b"]:
-    """Return the share of tokens flagged by the counting guard whose notes are `notes[name]`, 0 before the first."""
-    notes = state.notes[name]
-    return notes["events"].astype(jnp.float32) / jnp.maximum(notes["tokens"], 1).astype(jnp.float32)
+    """Return the share of tokens flagged by the counting guard whose note is `name`, 0 before the first."""
+    note = state.notes[name]
+    return note.events.astype(jnp.float32) / jnp.maximum(note.tokens, 1).astype(jnp.float32)
 
 
 def rates(state: ControlState) -> dict[str, Float[Array, "*b"]]:
     """Return `rate` of every counting guard in the chain, by name."""
-    counted = [name for name, notes in state.notes.items() if isinstance(notes, dict) and set(notes) == _COUNTS]
-    return {name: rate(state, name) for name in counted}
+    return {name: rate(state, name) for name, note in state.notes.items() if isinstance(note, CountNote)}

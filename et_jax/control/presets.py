@@ -1,6 +1,5 @@
 """Controllers by name: what `--control` and `control="..."` mean."""
 
-import functools
 import math
 
 from et_jax.control import clock, guards, priority, select, temperature
@@ -8,18 +7,18 @@ from et_jax.control import tolerance as tolerances
 from et_jax.control.base import Law, PriorityRule, chain
 from et_jax.control.contribution import relative_influence
 from et_jax.control.controller import Controller
-from et_jax.control.entropy import tail_corrected_estimator
-from et_jax.control.smoothing import ema_entropy
+from et_jax.control.entropy import TailCorrectedEstimator
+from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 
 NAMES = ("off", "paper", "guarded", "certified")
+SETTINGS = ("target_entropy", "tolerance", "min_blocks", "window")
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.thermostat
 _FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as uncertain
 
 
-@functools.cache
 def preset(
     name: str,
     *,
@@ -81,22 +80,22 @@ def _check(name: str, given: dict[str, int | float]) -> None:
 def _paper(
     target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 0
 ) -> Controller:
-    laws = (*_thermostat(target_entropy), _threshold(tolerance))
+    active = select.ActiveSet(relative_influence)
     return Controller(
-        estimator=tail_corrected_estimator(),
-        law=_chained(*laws),
-        selector=select.guarded(select.paper(relative_influence), sinks=0, window=window, min_blocks=min_blocks),
-        priority=priority.paper_linear(),
+        estimator=TailCorrectedEstimator(),
+        law=_chained(*_thermostat(target_entropy), _threshold(tolerance)),
+        selector=select.Guarded(active, sinks=0, window=window, min_blocks=min_blocks),
+        priority=priority.LinearPriority(),
     )
 
 
 def _guarded(
     target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 64
 ) -> Controller:
-    laws = (*_cooling(target_entropy), _threshold(tolerance))
+    active = select.ActiveSet(relative_influence)
     return Controller(
-        law=_chained(*laws),
-        selector=select.guarded(select.paper(relative_influence), window=window, min_blocks=min_blocks),
+        law=_chained(*_cooling(target_entropy), _threshold(tolerance)),
+        selector=select.Guarded(active, window=window, min_blocks=min_blocks),
         priority=_aged(),
     )
 
@@ -104,35 +103,34 @@ def _guarded(
 def _certified(
     target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 64
 ) -> Controller:
+    proved = select.Certified(select.coded_bounds)
     return Controller(
-        law=_chained(*_cooling(target_entropy), tolerances.constant(tolerance)),
-        selector=select.guarded(select.certified(select.coded_bounds), window=window, min_blocks=min_blocks),
+        law=_chained(*_cooling(target_entropy), tolerances.Constant(tolerance)),
+        selector=select.Guarded(proved, window=window, min_blocks=min_blocks),
         priority=_aged(),
         residual=True,
-        key_codes=True,
     )
 
 
 def _chained(*laws: Law) -> Law:
-    return chain(ema_entropy(), clock.paper(), *laws, priority.entropy_drift())
+    return chain(EmaEntropy(), clock.FallClock(), *laws, priority.EntropyDrift())
 
 
 def _thermostat(target_entropy: float | None) -> tuple[Law, ...]:
     if target_entropy is None:
         return ()
-    law = guards.rate_limited(temperature.thermostat(target_entropy, _GAIN, _LOW, _HIGH), "temperature", 0.1, 0.1)
-    return (guards.stability(guards.saturation(law, "temperature", _LOW, _HIGH), _GAIN),)
+    law = guards.RateLimited(temperature.Thermostat(target_entropy, _GAIN, _LOW, _HIGH), "temperature", 0.1, 0.1)
+    return (guards.Stability(guards.Saturation(law, "temperature", _LOW, _HIGH), _GAIN),)
 
 
 def _cooling(target_entropy: float | None) -> tuple[Law, ...]:
-    return tuple(guards.never_above_start(law, "temperature") for law in _thermostat(target_entropy))
+    return tuple(guards.NeverAboveStart(law, "temperature") for law in _thermostat(target_entropy))
 
 
 def _threshold(greatest: float) -> Law:
-    return guards.rate_limited(
-        guards.floored(tolerances.paper(greatest, _REFERENCE), _FLOOR), "tolerance", rise=0.25 * greatest
-    )
+    floored = guards.Floored(tolerances.EntropyThreshold(greatest, _REFERENCE), _FLOOR)
+    return guards.RateLimited(floored, "tolerance", rise=0.25 * greatest)
 
 
 def _aged() -> PriorityRule:
-    return priority.aged(priority.paper_linear(), ceiling=2.0, rate=0.05)
+    return priority.Aged(priority.LinearPriority(), ceiling=2.0, rate=0.05)

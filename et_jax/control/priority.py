@@ -1,7 +1,7 @@
-"""Who is served next when more sequences are resident than a step serves.
+"""Which sequences are served next when more sequences are resident than a step serves.
 
 A priority rule scores one sequence; the step serves the highest scores. The printed rules can starve a
-sequence for ever: `aged` wraps any of them so that it cannot, for `waiting_bound` steps at most.
+sequence for ever: `Aged` wraps any of them so that it cannot, for `waiting_bound` steps at most.
 """
 
 import math
@@ -10,61 +10,75 @@ import jax.numpy as jnp
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float
 
-from et_jax.control.base import ControlState, Law, PriorityRule, Signals
-from et_jax.types import replace
+from et_jax.control.base import ControlState, Law, PriorityRule, Signals, as_value, claim, noted
+from et_jax.types import Number, derived, pytree, value
+
+_DRIFT = "entropy_drift"
 
 
-def fcfs() -> PriorityRule:
+@value
+class FCFS:
     """First come, first served: the negated arrival number."""
 
-    def priority(signals: Signals, state: ControlState) -> Float[Array, ""]:
+    def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
         return -signals.arrival.astype(state.priority.dtype)
 
-    return priority
 
-
-def srpt() -> PriorityRule:
+@value
+class SRPT:
     """Shortest remaining first, by the tokens still allowed: 1 / (1 + remaining), in (0, 1].
 
-    The limit stands in for the length, which nobody knows before the end (Schrage 1968 proves mean
-    latency least where it is known).
+    The limit stands in for the length, which is not known before the end (Schrage 1968 proves mean
+    latency least where it is).
     """
 
-    def priority(signals: Signals, state: ControlState) -> Float[Array, ""]:
+    def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
         return 1.0 / (1.0 + signals.remaining.astype(state.priority.dtype))
 
-    return priority
+
+@pytree
+class DriftNote:
+    """The last raw entropy in nats, and the running mean (nats) and variance (nats^2) of its falls."""
+
+    entropy: Float[Array, "*b"]
+    mean: Float[Array, "*b"]
+    variance: Float[Array, "*b"]
 
 
-def entropy_drift(decay: float = 0.9, prior_deviation: float = 1.0) -> Law:
+@value
+class EntropyDrift(Law):
     """Keep the running mean (nats) and variance (nats^2) of the fall H_{t-1} - H_t of the raw entropy.
 
-    Exponentially weighted, in `notes["entropy_drift"]`, from mean 0 and the variance of
+    Exponentially weighted, in the note "entropy_drift", from mean 0 and the variance of
     `prior_deviation` (nats), so that a sequence of which nothing is known is expected to resolve
     something. The entropy profile of Entropic-Time Inference, section 3.1, whose form is not stated.
     """
 
-    def init(state: ControlState) -> ControlState:
-        notes = {
-            "previous_entropy": jnp.full_like(state.priority, jnp.inf),
-            "mean": jnp.zeros_like(state.priority),
-            "variance": jnp.full_like(state.priority, prior_deviation * prior_deviation),
-        }
-        return replace(state, notes=state.notes | {"entropy_drift": notes})
+    decay: Number = 0.9
+    prior_deviation: Number = 1.0
+    weight: Number = derived()
+    prior_variance: Number = derived()
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        old = state.notes["entropy_drift"]
-        first = jnp.isinf(old["previous_entropy"])
-        surprise = jnp.where(first, 0.0, old["previous_entropy"] - signals.entropy - old["mean"])
-        variance = decay * (old["variance"] + (1.0 - decay) * surprise * surprise)
-        notes = {
-            "previous_entropy": signals.entropy,
-            "mean": old["mean"] + (1.0 - decay) * surprise,
-            "variance": jnp.where(first, old["variance"], variance),
-        }
-        return replace(state, notes=state.notes | {"entropy_drift": notes})
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", 1.0 - self.decay)
+        object.__setattr__(self, "prior_variance", self.prior_deviation * self.prior_deviation)
 
-    return Law(update, init)
+    def init(self, state: ControlState) -> ControlState:
+        zero = jnp.zeros_like(state.priority)
+        variance = jnp.full_like(state.priority, self.prior_variance)
+        return claim(self, state, _DRIFT, DriftNote(entropy=zero + jnp.inf, mean=zero, variance=variance))
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        old: DriftNote = state.notes[_DRIFT]
+        first = jnp.isinf(old.entropy)
+        surprise = jnp.where(first, 0.0, old.entropy - signals.entropy - old.mean)
+        variance = self.decay * (old.variance + self.weight * surprise * surprise)
+        note = DriftNote(
+            entropy=signals.entropy,
+            mean=old.mean + self.weight * surprise,
+            variance=jnp.where(first, old.variance, variance),
+        )
+        return noted(state, _DRIFT, note)
 
 
 def expected_fall(mean: Float[Array, "*b"], deviation: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -79,60 +93,75 @@ def expected_fall(mean: Float[Array, "*b"], deviation: Float[Array, "*b"]) -> Fl
 
 
 def _drift_fall(state: ControlState) -> Float[Array, ""]:
-    if "entropy_drift" not in state.notes:
-        raise ValueError("this priority reads notes['entropy_drift']: add the law entropy_drift() to the chain")
-    notes = state.notes["entropy_drift"]
-    return expected_fall(notes["mean"], jnp.sqrt(notes["variance"]))
+    if _DRIFT not in state.notes:
+        raise ValueError(f"This priority reads the note {_DRIFT!r}; add the law EntropyDrift() to the chain.")
+    note = state.notes[_DRIFT]
+    return expected_fall(note.mean, jnp.sqrt(note.variance))
 
 
-def paper_linear(fall: float = 1.0, cost: float = 0.0, memory: float = 0.0, urgency: float = 1.0) -> PriorityRule:
+@value
+class LinearPriority:
     """The paper's four terms, summed: fall E[dH^+] - cost C - memory M + urgency L.
 
-    E[dH^+] in nats from the law `entropy_drift`, which must be in the chain; C the bytes of the last
+    E[dH^+] in nats from the law `EntropyDrift`, which must be in the chain; C the bytes of the last
     step, M the pages held, L the caller's urgency. Coefficients are per nat, byte, page and unit of
     urgency. The paper gives no values: bytes and pages cost nothing until a price is set. Source:
     Entropic-Time Inference, section 3.1.
     """
 
-    def priority(signals: Signals, state: ControlState) -> Float[Array, ""]:
+    fall: Number = 1.0
+    cost: Number = 0.0
+    memory: Number = 0.0
+    urgency: Number = 1.0
+
+    def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
         pages = signals.pages_held.astype(state.priority.dtype)
-        return fall * _drift_fall(state) - cost * signals.cost - memory * pages + urgency * signals.urgency
+        spent = self.cost * signals.cost
+        return self.fall * _drift_fall(state) - spent - self.memory * pages + self.urgency * signals.urgency
 
-    return priority
 
-
-def paper_ratio(fall: float = 1.0, memory: float = 0.0, urgency: float = 1.0) -> PriorityRule:
+@value
+class RatioPriority:
     """Expected nats per byte, the reading of "per unit cost": fall E[dH^+] / (C + memory M) + urgency L.
 
-    Terms as in `paper_linear`; `memory` is in bytes per page. A sequence that has cost nothing yet
+    Terms as in `LinearPriority`; `memory` is in bytes per page. A sequence that has cost nothing yet
     counts as one byte. Source: Entropic-Time Inference, section 6.6.
     """
 
-    def priority(signals: Signals, state: ControlState) -> Float[Array, ""]:
-        spent = signals.cost + memory * signals.pages_held.astype(state.priority.dtype)
-        return fall * _drift_fall(state) / jnp.maximum(spent, 1.0) + urgency * signals.urgency
+    fall: Number = 1.0
+    memory: Number = 0.0
+    urgency: Number = 1.0
 
-    return priority
+    def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
+        spent = signals.cost + self.memory * signals.pages_held.astype(state.priority.dtype)
+        return self.fall * _drift_fall(state) / jnp.maximum(spent, 1.0) + self.urgency * signals.urgency
 
 
-def aged(rule: PriorityRule, ceiling: float, rate: float) -> PriorityRule:
+@value
+class Aged:
     """clip(rule, 0, ceiling) + rate * wait: no sequence waits longer than `waiting_bound`.
 
     `ceiling` is in the rule's own units, `rate` in those units per step waited. Where the rule exceeds
-    the ceiling or falls below 0 its order is lost, `fcfs` being below 0 throughout.
+    the ceiling or falls below 0 its order is lost, `FCFS` being below 0 throughout.
     """
 
-    def priority(signals: Signals, state: ControlState) -> Float[Array, ""]:
-        return jnp.clip(rule(signals, state), 0.0, ceiling) + rate * state.wait.astype(state.priority.dtype)
+    rule: PriorityRule
+    ceiling: Number
+    rate: Number
 
-    return priority
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", as_value(self.rule))
+
+    def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
+        score = jnp.clip(self.rule(signals, state), 0.0, self.ceiling)
+        return score + self.rate * state.wait.astype(state.priority.dtype)
 
 
 def waiting_bound(ceiling: float, rate: float, num_runnable: int, served_per_step: int) -> int:
-    """Return the most steps a runnable sequence waits under `aged`: floor(R / a) + 1 + floor((N - 1) / K).
+    """Return the most steps a runnable sequence waits under `Aged`: floor(R / a) + 1 + floor((N - 1) / K).
 
     R is the ceiling, a the rate, N the most sequences runnable at once, K those served in every step.
-    Once a w > R nobody served since can pass again, and newcomers start at 0. It needs K sequences that
+    Once a w > R none served since can pass again, and newcomers start at 0. It needs K sequences that
     memory can hold at every step.
     """
     slack = 1e-6  # relative: float32 priorities may tie where the formula has a winner

@@ -1,6 +1,5 @@
 """Which blocks of the cache a query reads."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -8,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from et_jax.control import bounds
+from et_jax.control.base import name_of, one_like
 from et_jax.control.bisect import above_threshold
 from et_jax.control.contribution import Contribution, influence
-from et_jax.control.view import BlockView, log_mass, mass
-from et_jax.types import pytree, replace
+from et_jax.control.view import BlockView, Need, log_mass, mass, needing, needs_of
+from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, value
 
 
 @pytree
@@ -26,16 +26,30 @@ class Selection:
     upper: Float[Array, "*b g n"] | None
 
 
-@dataclasses.dataclass(frozen=True)
+SUMMARIES: frozenset[Need] = frozenset({"summaries"})
+
+
 class Selector:
-    """Chooses blocks from a `BlockView`.
+    """Chooses blocks from a `BlockView`. Derive from it, as a `value`, for a selector with numbers.
 
     The block being written is read whatever a selector says, and blocks a sequence does not hold never
-    are. `reads_all` promises that every block is opened, which lets the step skip the summaries.
+    are. `needs` says what the cache must keep for it; `reads_all` promises that every block is opened,
+    which lets the step skip the summaries.
     """
 
-    choose: Callable[[BlockView], Selection]
-    reads_all: bool = False
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the cache must keep."""
+        return SUMMARIES
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether every block is opened."""
+        return False
+
+    def choose(self, view: BlockView) -> Selection:
+        """Return the blocks to read, and what is thought of their masses."""
+        raise NotImplementedError
 
     def __call__(self, view: BlockView) -> Bool[Array, " n"]:
         """Return the blocks to read: True means read."""
@@ -47,30 +61,79 @@ AnySelector = Selector | Mask
 """A plain function from a view to a mask, True meaning read, serves where a selector is wanted."""
 
 
+class _Opens(Selector):
+    """A selector that knows which blocks to open and nothing of their masses."""
+
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return the blocks to read."""
+        raise NotImplementedError
+
+    def choose(self, view: BlockView) -> Selection:
+        """Return the blocks to read, their masses estimated by their mean keys."""
+        return Selection(opened=self.opened(view), estimate=log_mass(view), upper=None)
+
+
+@value
+class MaskSelector(_Opens):
+    """Opens what a plain function answers, which says by `view.needing` what it reads beside the summaries."""
+
+    mask: Mask = static()
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the function needs, and the summaries."""
+        return SUMMARIES | needs_of(self.mask)
+
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return the function's mask. Raises ValueError where it is none over the blocks."""
+        return one_like(
+            jnp.zeros(view.start.shape, bool), self.mask(view), f"The selector {name_of(self.mask)} returns"
+        )
+
+
 def as_selector(selector: AnySelector) -> Selector:
     """Return a selector as it is, or the one that opens what a plain function answers."""
-    if isinstance(selector, Selector):
-        return selector
-    return Selector(lambda view: Selection(opened=selector(view), estimate=log_mass(view), upper=None))
+    return selector if isinstance(selector, Selector) else MaskSelector(selector)
 
 
-def dense() -> Selector:
+@value
+class Dense(_Opens):
     """Every block."""
-    every = as_selector(lambda view: jnp.ones(view.start.shape, bool))
-    return dataclasses.replace(every, reads_all=True)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Nothing."""
+        return frozenset()
+
+    @property
+    def reads_all(self) -> bool:
+        """Always."""
+        return True
+
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return all of them."""
+        return jnp.ones(view.start.shape, bool)
 
 
-def sinks_window(sinks: int = 4, window: int = 256) -> Selector:
+@value
+class SinksWindow(_Opens):
     """The blocks of the first `sinks` and of the last `window` tokens (StreamingLLM, Xiao et al. 2023)."""
 
-    def mask(view: BlockView) -> Bool[Array, " n"]:
-        end = view.start + view.num_tokens
-        return (view.start < sinks) | (end > view.length - window)
+    sinks: Count = 4
+    window: Count = 256
 
-    return as_selector(mask)
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return both ends."""
+        return _ends(view, self.sinks, self.window)
 
 
-def guarded(selector: AnySelector, sinks: int = 16, window: int = 64, min_blocks: int = 3) -> Selector:
+def _ends(view: BlockView, sinks: Count, window: Count) -> Bool[Array, " n"]:
+    end = view.start + view.num_tokens
+    return (view.start < sinks) | (end > view.length - window)
+
+
+@value
+class Guarded(Selector):
     """The blocks `selector` opens, those of the first `sinks` and last `window` tokens, and `min_blocks` at least.
 
     A minimum is filled with the blocks of the greatest estimated mass (see `view.mass`), ties together. 0
@@ -78,49 +141,69 @@ def guarded(selector: AnySelector, sinks: int = 16, window: int = 64, min_blocks
     defaults are a starting point; three blocks are Quest's least. Source: Entropic-Time Inference,
     section 3.3 (minimum active-block budget).
     """
-    inner, kept = as_selector(selector), sinks_window(sinks, window)
-    if inner.reads_all:
-        return inner
 
-    def choose(view: BlockView) -> Selection:
-        chosen = inner.choose(view)
-        opened = (chosen.opened | kept(view)) & (view.num_tokens > 0)
-        if min_blocks:
+    selector: AnySelector
+    sinks: Count = 16
+    window: Count = 64
+    min_blocks: MaybeCount = 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "selector", as_selector(self.selector))
+        if isinstance(self.min_blocks, int) and self.min_blocks == 0:
+            object.__setattr__(self, "min_blocks", None)  # a guard that is off costs nothing
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the selector within needs."""
+        return self.selector.needs
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the selector within reads all."""
+        return self.selector.reads_all
+
+    def choose(self, view: BlockView) -> Selection:
+        """Return what the selector within opens, and more."""
+        chosen = self.selector.choose(view)
+        opened = (chosen.opened | _ends(view, self.sinks, self.window)) & (view.num_tokens > 0)
+        if self.min_blocks is not None:
             likely = jnp.max(jax.nn.log_softmax(log_mass(view), axis=-1), axis=0)
-            opened |= _most(jnp.where(opened, jnp.inf, likely), min_blocks, view)
+            opened |= _most(jnp.where(opened, jnp.inf, likely), self.min_blocks, view)
         return replace(chosen, opened=opened)
 
-    return Selector(choose)
 
-
-def quest(num_blocks: int) -> Selector:
+@value
+class Quest(_Opens):
     """The `num_blocks` blocks with the greatest possible score: max over the group of sum_c max(q_c min_c, q_c max_c).
 
     A fixed budget: it certifies nothing and ignores the tolerance. Ties at the last place are all read.
     Source: Quest (Tang et al. 2024).
     """
 
-    def mask(view: BlockView) -> Bool[Array, " n"]:
-        return _most(jnp.max(view.score.high, axis=0), num_blocks, view)
+    num_blocks: Count
 
-    return as_selector(mask)
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return the blocks of the greatest upper ends."""
+        return _most(jnp.max(view.score.high, axis=0), self.num_blocks, view)
 
 
-def _most(score: Float[Array, " n"], num_blocks: int, view: BlockView) -> Bool[Array, " n"]:
+def _most(score: Float[Array, " n"], num_blocks: Count, view: BlockView) -> Bool[Array, " n"]:
     """Return the `num_blocks` held blocks with the greatest score, or all where fewer are held; ties together."""
     held = view.num_tokens > 0
     score = jnp.where(held, score, -jnp.inf)[None]
     return above_threshold(score, lambda opened: jnp.sum(opened & held, axis=-1) >= num_blocks)[0] & held
 
 
-def top_mass() -> Selector:
+@value
+class TopMass(_Opens):
     """The fewest blocks that leave at most the tolerance of the estimated mass unread, for every query head.
 
     The estimate takes a block's keys for their mean, so nothing is certified. Ties open together;
     tolerance 0 opens everything. Source: the top-p of Twilight (Lin et al. 2025), over blocks.
     """
 
-    def mask(view: BlockView) -> Bool[Array, " n"]:
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return the blocks of the greatest estimated mass."""
         share = mass(view)
 
         def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
@@ -128,20 +211,25 @@ def top_mass() -> Selector:
 
         return jnp.any(above_threshold(share, allowed), axis=0) | (view.tolerance <= 0)
 
-    return as_selector(mask)
 
-
-def paper(contribution: Contribution = influence) -> Selector:
+@value
+class ActiveSet(_Opens):
     """The blocks with E_b > theta for some query head, theta = `tolerance`: the active set as printed.
 
     `contribution` chooses what stands in for the surprisal in E_b = sum_{i in b} alpha_i s(v_i), and so
     the unit of theta. theta 0 opens everything. Source: Entropic-Time Inference, section 3.2.
     """
 
-    def mask(view: BlockView) -> Bool[Array, " n"]:
-        return jnp.any(contribution(view) > view.tolerance, axis=0) | (view.tolerance <= 0)
+    contribution: Contribution = static(default=influence)
 
-    return as_selector(mask)
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the contribution needs, and the summaries."""
+        return SUMMARIES | needs_of(self.contribution)
+
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return the blocks above the threshold."""
+        return jnp.any(self.contribution(view) > view.tolerance, axis=0) | (view.tolerance <= 0)
 
 
 MassBounds = Callable[[BlockView], bounds.Interval]
@@ -158,17 +246,16 @@ def chord_bounds(view: BlockView) -> bounds.Interval:
     return bounds.log_mass(view.score, view.middle, view.num_tokens)
 
 
+@needing("codes")
 def coded_bounds(view: BlockView) -> bounds.Interval:
-    """Return the bounds that 8-bit copies of the keys allow, nearly the truth, at half the bytes of bfloat16 keys.
-
-    The cache must keep key codes.
-    """
+    """Return the bounds that 8-bit copies of the keys allow, nearly the truth, at half the bytes of bfloat16 keys."""
     if view.coded is None:
-        raise ValueError("coded_bounds: the cache keeps no key codes; set key_codes=True in the Controller")
+        raise ValueError("coded_bounds: this view has no key codes; a selector that reads them says so by `needing`.")
     return view.coded
 
 
-def certified(mass_bounds: MassBounds = chord_bounds, slack: float = 1e-3) -> Selector:
+@value
+class Certified(Selector):
     """Blocks that provably hold all but the tolerance of every query head's attention mass.
 
     Opens blocks by their upper bound U_b until U_D <= eps / (1 - eps) L_S, with U_D the sum over closed
@@ -178,8 +265,17 @@ def certified(mass_bounds: MassBounds = chord_bounds, slack: float = 1e-3) -> Se
     for the query and the stored keys of this head and step, and says nothing of the step's output.
     """
 
-    def choose(view: BlockView) -> Selection:
-        log = mass_bounds(view)
+    mass_bounds: MassBounds = static(default=chord_bounds)
+    slack: Number = 1e-3
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the bounds need, and the summaries."""
+        return SUMMARIES | needs_of(self.mass_bounds)
+
+    def choose(self, view: BlockView) -> Selection:
+        """Return blocks enough for the proof, and the bounds it rests on."""
+        log, slack = self.mass_bounds(view), self.slack
         # Both are taken over the greatest lower bound: over the greatest upper one, which may be 100 nats above
         # anything provable, they would round to 0, and 0 left against 0 read would pass for a proof.
         least = jnp.max(log.low, axis=-1, keepdims=True)
@@ -193,5 +289,3 @@ def certified(mass_bounds: MassBounds = chord_bounds, slack: float = 1e-3) -> Se
 
         opened = jnp.any(above_threshold(log.high, allowed), axis=0) | (view.tolerance <= 0)
         return Selection(opened=opened, estimate=0.5 * (log.low + log.high), upper=log.high + slack)
-
-    return Selector(choose)

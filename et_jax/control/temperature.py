@@ -1,4 +1,4 @@
-"""How warm the next token is drawn: laws, which act on the token after the one they measured.
+"""How warm the next token is sampled: laws, which act on the token after the one they measured.
 
 See `temperature_rules.py` for rules, which act on the very token they measure.
 """
@@ -6,15 +6,20 @@ See `temperature_rules.py` for rules, which act on the very token they measure.
 import jax.numpy as jnp
 
 from et_jax.control.base import ControlState, Law, Signals
-from et_jax.types import replace
+from et_jax.types import Number, derived, replace, value
 
 
-def fixed() -> Law:
+@value
+class Fixed(Law):
     """The request's own temperature, unchanged."""
-    return Law(lambda signals, state: state)
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Change nothing."""
+        return state
 
 
-def thermostat(target_entropy: float, gain: float = 0.05, low: float = 0.1, high: float = 2.0) -> Law:
+@value
+class Thermostat(Law):
     """T_{t+1} = clip(T_t exp(-gain (H_T - target)), low, high), H_T the tempered entropy in nats.
 
     The sign is negative: above the target it cools. With x = log T the slope dH/dx is the varentropy V,
@@ -24,16 +29,19 @@ def thermostat(target_entropy: float, gain: float = 0.05, low: float = 0.1, high
     it only ever cools. Source: Entropic-Time Inference, section 3.3, equation (1).
     """
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        step = jnp.exp(-gain * (signals.tempered_entropy - target_entropy))
-        return replace(state, temperature=jnp.clip(state.temperature * step, low, high))
+    target_entropy: Number
+    gain: Number = 0.05
+    low: Number = 0.1
+    high: Number = 2.0
 
-    return Law(update)
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Move the temperature against the error."""
+        step = jnp.exp(-self.gain * (signals.tempered_entropy - self.target_entropy))
+        return replace(state, temperature=jnp.clip(state.temperature * step, self.low, self.high))
 
 
-def damped_thermostat(
-    target_entropy: float, gain: float = 1.0, least_varentropy: float = 1.0, low: float = 0.1, high: float = 2.0
-) -> Law:
+@value
+class DampedThermostat(Law):
     """The thermostat with gain min(gain, 1 / max(V_T, least_varentropy)), V_T the tempered varentropy in nats^2.
 
     A Newton step on log T, never past the target by linear prediction, so gain * V <= 1 at every token
@@ -41,27 +49,41 @@ def damped_thermostat(
     answers to temperature.
     """
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        damped = jnp.minimum(gain, 1.0 / jnp.maximum(signals.tempered_varentropy, least_varentropy))
-        step = jnp.exp(-damped * (signals.tempered_entropy - target_entropy))
-        return replace(state, temperature=jnp.clip(state.temperature * step, low, high))
+    target_entropy: Number
+    gain: Number = 1.0
+    least_varentropy: Number = 1.0
+    low: Number = 0.1
+    high: Number = 2.0
 
-    return Law(update)
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Move the temperature against the error."""
+        damped = jnp.minimum(self.gain, 1.0 / jnp.maximum(signals.tempered_varentropy, self.least_varentropy))
+        step = jnp.exp(-damped * (signals.tempered_entropy - self.target_entropy))
+        return replace(state, temperature=jnp.clip(state.temperature * step, self.low, self.high))
 
 
-def mirostat2(target_surprisal: float, rate: float = 0.1) -> Law:
+@value
+class Mirostat2(Law):
     """Mirostat's second version: cap_{t+1} = cap_t - rate (S_t - target), S_t the raw surprisal in nats.
 
-    Tokens whose surprisal exceeds the cap are not drawn; the cap starts at twice the target. As printed
+    Tokens whose surprisal exceeds the cap are not sampled; the cap starts at twice the target. As printed
     nothing bounds the cap, and while even the likeliest token surprises more than the target it falls
-    below zero; wrap it in `guards.clipped` to keep it within reach. `rate` is a pure number and 0.1 the
+    below zero; wrap it in `guards.Clipped` to keep it within reach. `rate` is a pure number and 0.1 the
     authors' value; their target of 5 bits is 3.47 nats. Source: Basu et al., Mirostat, ICLR 2021.
     """
 
-    def init(state: ControlState) -> ControlState:
-        return replace(state, surprisal_cap=jnp.full_like(state.surprisal_cap, 2.0 * target_surprisal))
+    target_surprisal: Number
+    rate: Number = 0.1
+    first_cap: Number = derived()
 
-    def update(signals: Signals, state: ControlState) -> ControlState:
-        return replace(state, surprisal_cap=state.surprisal_cap - rate * (signals.surprisal - target_surprisal))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first_cap", 2.0 * self.target_surprisal)
 
-    return Law(update, init)
+    def init(self, state: ControlState) -> ControlState:
+        """Start the cap."""
+        return replace(state, surprisal_cap=jnp.full_like(state.surprisal_cap, self.first_cap))
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        """Move the cap against the error."""
+        error = signals.surprisal - self.target_surprisal
+        return replace(state, surprisal_cap=state.surprisal_cap - self.rate * error)

@@ -1,11 +1,41 @@
 """What a selector may see of one sequence's blocks, and what may be guessed from it."""
 
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from et_jax.control.bounds import Interval
 from et_jax.types import pytree
+
+Need = Literal["summaries", "codes", "surprisals"]
+"""What a selector may look at, which costs bytes: boxes and means of blocks, 8-bit keys, the tokens' surprisals."""
+
+F = TypeVar("F", bound=Callable)
+
+
+def needing(*needs: Need) -> Callable[[F], F]:
+    """Return a decorator that says what a function of a `BlockView` reads beside the summaries.
+
+    The cache keeps exactly what the selectors of its layers need: "codes" is what `BlockView.coded` is
+    made of, "surprisals" what `mean_surprisal` is made of.
+    """
+    unknown = set(needs) - set(get_args(Need))
+    if unknown:
+        raise ValueError(f"needing: got {sorted(unknown)}, wanted some of {', '.join(get_args(Need))}")
+
+    def mark(function: F) -> F:
+        function.needs = frozenset(needs)
+        return function
+
+    return mark
+
+
+def needs_of(given: Any) -> frozenset[Need]:
+    """Return what a function or a selector needs."""
+    return getattr(given, "needs", frozenset())
 
 
 @pytree
@@ -16,11 +46,11 @@ class BlockView:
     the scores of a block's keys by its box, and `middle` is that of its mean key.
     `value_radius` is the greatest distance of a value from the block's mean value. Blocks cover
     positions `start` to `start + num_tokens - 1`; `num_tokens` is 0 where the sequence holds no block,
-    and where a sliding window hides part of one, for then its summary speaks of tokens nobody sees.
+    and where a sliding window hides part of one, for then its summary speaks of tokens that are not seen.
     `length` counts the sequence's tokens. `tolerance` is the attention mass that may be left unread.
     `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
     `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats; each is
-    None unless the cache keeps what it is made of.
+    None unless the selector needs what it is made of (see `needing`).
     """
 
     query: Float[Array, "g d"]

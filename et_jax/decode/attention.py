@@ -64,7 +64,7 @@ class Row:
 
     Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
     `block_mask`, those last read, are read again and nothing is chosen anew; `kept_mass` is what was
-    kept then.
+    kept then. `selectors` are those of every layer, their numbers with a row each.
     """
 
     table: Int[Array, "b n"]
@@ -74,11 +74,12 @@ class Row:
     fresh: Bool[Array, " b"]
     block_mask: UInt32[Array, "b l k n32"]
     kept_mass: Float[Array, " b"]
+    selectors: tuple[Selector, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadPolicy:
-    """How attention reads the cache: the model's shape, the page size, a selector per layer, the backend.
+    """How attention reads the cache: the model's shape, the page size, the backend.
 
     `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
     tokens. `residual` lets unread blocks count as their mean.
@@ -86,7 +87,6 @@ class ReadPolicy:
 
     model: ModelConfig
     page_size: int
-    selectors: tuple[Selector, ...]
     backend: str
     scores_backend: str
     refresh_every: int = 1
@@ -114,7 +114,7 @@ def decode_attend(reading: ReadPolicy, row: Row) -> Attend:
         cache = _with_layer(memory.cache, layer, cached)
         queries = q[:, 0]
         blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
-        if reading.selectors[layer].reads_all:
+        if row.selectors[layer].reads_all:
             listed, counts = _every_block(lengths, reading, row.table.shape[1], layer)
             out, _ = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
             opened = jnp.broadcast_to(blocks.readable[:, None], (*counts.shape, row.table.shape[1]))
@@ -235,7 +235,7 @@ def _choose(
     """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
 
     def choose() -> Selection:
-        return select(reading.selectors[layer], query, cache, layer, blocks, row.tolerance, reading.scores_backend)
+        return select(row.selectors[layer], query, cache, layer, blocks, row.tolerance, reading.scores_backend)
 
     if reading.refresh_every == 1:
         return choose()

@@ -41,11 +41,12 @@ def prefill(
     logits, cache = forward(params, config.model, tokens, positions, attend, state.cache)
     last = state.logits
     if last is not None:
-        final = logits[index, jnp.maximum(count - 1, 0)]
-        first = jnp.where((before > 0)[:, None], jnp.roll(final, 1, axis=0), last[slot])
-        given = jnp.concatenate([first[:, None], logits[:, :-1]], axis=1)
-        surprisal = jnp.where(positions == 0, 0.0, entropy.surprisal(given, tokens))
-        cache = kv.write_surprisal(cache, surprisal, table.pages[slot], start, written)
         ends = (written > 0) & (before + count == total)
+        final = logits[index, jnp.maximum(count - 1, 0)]
+        if cache.surprisal is not None:
+            first = jnp.where((before > 0)[:, None], jnp.roll(final, 1, axis=0), last[slot])
+            given = jnp.concatenate([first[:, None], logits[:, :-1]], axis=1)
+            surprisal = jnp.where(positions == 0, 0.0, entropy.surprisal(given, tokens))
+            cache = kv.write_surprisal(cache, surprisal, table.pages[slot], start, written)
         last = last.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
     return replace(state, table=table, cache=cache, logits=last, length=state.length.at[slot].add(written)), granted

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
-from et_jax.control.base import ControlState, Signals, TemperatureRule
+from et_jax.control.base import ControlState, Signals, TemperatureRule, name_of, one_like
 from et_jax.decode import sampling
 from et_jax.decode.sampling import Sampling
 from et_jax.types import pytree, replace
@@ -39,14 +39,17 @@ def sample(
     heat = control.temperature
     if rule is not None:
 
-        def decide(row: Float[Array, " v"], signals: Signals, control: ControlState) -> Float[Array, ""]:
+        def decide(
+            rule: TemperatureRule, row: Float[Array, " v"], signals: Signals, control: ControlState
+        ) -> Float[Array, ""]:
             def moments_at(temperature: Float[Array, ""] | float) -> tuple[Float[Array, ""], Float[Array, ""]]:
                 m = entropy.moments(row, temperature)
                 return entropy.entropy(m), entropy.varentropy(m)
 
-            return rule(moments_at, signals, control)
+            decided = rule(moments_at, signals, control)
+            return one_like(control.temperature, decided, f"The temperature rule {name_of(rule)} returns")
 
-        heat = jax.vmap(decide)(logits, signals, control)
+        heat = jax.vmap(decide)(rule, logits, signals, control)
     greedy = settings.temperature == 0
     heat = jnp.where(greedy, 0.0, heat)
     cut = sampling.threshold(logits, heat, settings, entropy.log_normaliser(raw) - control.surprisal_cap)

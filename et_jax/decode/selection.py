@@ -75,7 +75,8 @@ def select(
 ) -> Selection:
     """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
 
-    `query` is float32 and scaled. `backend` names the kernels that score the blocks.
+    The selector's numbers have a row each. `query` is float32 and scaled. `backend` names the kernels that score
+    the blocks.
     """
     d, stored = query.shape[-1], cache.layers[layer].summary
     if stored is None:
@@ -84,7 +85,9 @@ def select(
     box, mean = (x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.key_box, stored.mean))
     radius = stored.value_radius[:, blocks.table].swapaxes(0, 1)
 
-    def of_head(query, score, middle, coded, box, mean, radius, num_tokens, length, tolerance, surprisal) -> Selection:
+    def of_head(
+        selector, query, score, middle, coded, box, mean, radius, num_tokens, length, tolerance, surprisal
+    ) -> Selection:
         view = BlockView(
             query=query,
             score=score,
@@ -103,8 +106,9 @@ def select(
         )
         return selector.choose(view)
 
-    of_row = jax.vmap(of_head, in_axes=(0,) * 7 + (None,) * 4)
+    of_row = jax.vmap(of_head, in_axes=(None,) + (0,) * 7 + (None,) * 4)
     chosen = jax.vmap(of_row)(
+        selector,
         query,
         score,
         middle,

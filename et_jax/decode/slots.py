@@ -44,8 +44,9 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         logprobs=state.logprobs.at[slot].set(request.logprobs),
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
+        laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),
-        control=put(state.control, fresh_control(config, request.sampling.temperature)),
+        control=put(state.control, fresh_control(config, request.laws, request.sampling.temperature)),
     )
 
 

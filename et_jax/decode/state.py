@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,18 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.base import ControlState, Law, Signals, chain, num_words
+from et_jax.control.base import ControlState, Signals, num_words, started
 from et_jax.control.controller import Controller
-from et_jax.control.select import Selector, as_selector, dense
+from et_jax.control.select import Selector
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.attention import ReadPolicy, scoring_backend
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.config import ModelConfig
 from et_jax.types import pytree
+
+Keep = Literal["codes", "surprisals", "logits"]
+"""What a state may hold beyond what selectors need: 8-bit keys, every token's surprisal, every slot's last logits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,9 @@ class DecoderConfig:
     `page_size`, so that a chunk may hold parts of several prompts. `max_steps` is the most one `decode`
     call can run. At most `num_logprobs` alternatives are reported with a token. `penalties` keeps token
     counts. `backend` names the attention kernels. `calibration` is the temperature at which the raw
-    entropy is measured: 1, or the one fitted to the model.
+    entropy is measured: 1, or the one fitted to the model. `controller` gives the structure of all laws, and
+    the numbers of requests that bring none of their own. `keep` names what the state holds beyond what the
+    controller's selectors need: "codes", "surprisals", "logits", the last ones of every slot.
     """
 
     model: ModelConfig
@@ -49,6 +55,7 @@ class DecoderConfig:
     penalties: bool = False
     calibration: float = 1.0
     controller: Controller = dataclasses.field(default_factory=Controller)
+    keep: frozenset[Keep] = frozenset()
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -71,22 +78,22 @@ class DecoderConfig:
         return -(-self.max_length // self.page_size)
 
     @property
-    def law(self) -> Law:
-        """The controller's law, with its starting values."""
-        return chain(self.controller.law)
+    def keeps(self) -> frozenset[str]:
+        """What the state holds beside keys and values: needs of selectors, `keep`, and what those rest on."""
+        needed = self.keep.union(*(selector.needs for selector in self.selectors))
+        codes, surprisals = "codes" in needed, "surprisals" in needed
+        return needed | ({"summaries"} if codes else set()) | ({"logits"} if surprisals else set())
 
     @property
     def scoring(self) -> tuple[str, tuple[str, ...]]:
         """The backend that scores blocks, and why no better one does: that of attention if it can."""
-        codes = self.controller.key_codes
+        codes = "codes" in self.keeps
         return scoring_backend(self.model, self.page_size, self.cache_dtype, codes, self.backend)
 
     @property
     def selectors(self) -> tuple[Selector, ...]:
         """The selector of every layer."""
-        control, given = self.controller, self.controller.selector
-        each = given if isinstance(given, tuple) else (given,) * self.model.num_layers
-        return tuple(dense() if i < control.dense_layers else as_selector(s) for i, s in enumerate(each))
+        return self.controller.selectors(self.model.num_layers)
 
     @property
     def read_policy(self) -> ReadPolicy:
@@ -95,7 +102,6 @@ class DecoderConfig:
         return ReadPolicy(
             model=self.model,
             page_size=self.page_size,
-            selectors=self.selectors,
             backend=self.backend,
             scores_backend=self.scoring[0],
             refresh_every=control.refresh_every,
@@ -105,7 +111,7 @@ class DecoderConfig:
 
 @pytree
 class Request:
-    """One sequence about to start: the last token of its prompt, and what was asked for.
+    """One sequence about to start: the last token of its prompt, what was asked for, and the numbers of its laws.
 
     `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
     prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
@@ -120,6 +126,7 @@ class Request:
     stop_ids: Int[Array, " i"]
     logprobs: Bool[Array, ""]
     sampling: Sampling
+    laws: Controller
     in_prompt: Bool[Array, " v"] | None
 
 
@@ -128,8 +135,9 @@ class DecodeState:
     """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
 
     `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
-    tokens were produced of at most `limit`. `signals` is what was last observed of each slot. `logits`
-    are the last ones, None unless the cache keeps the tokens' surprisals.
+    tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
+    selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
+    are kept (`DecoderConfig.keeps`).
     """
 
     token: Int[Array, " b"]
@@ -143,6 +151,7 @@ class DecodeState:
     logprobs: Bool[Array, " b"]
     sampling: Sampling
     counts: TokenCounts | None
+    laws: Controller
     signals: Signals
     logits: Float[Array, "b v"] | None
     control: ControlState
@@ -183,11 +192,22 @@ def blank_signals(shape: tuple[int, ...]) -> Signals:
     return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
 
 
-def fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> ControlState:
-    """Return the control state of one sequence before its first token."""
+def law_numbers(controller: Controller) -> Controller:
+    """Return a controller with its numbers as arrays of 32 bits, as a state holds them."""
+    return jax.tree.map(lambda x: np.asarray(x, np.int32 if isinstance(x, int) else np.float32), controller)
+
+
+def slot_laws(config: DecoderConfig) -> Controller:
+    """Return the numbers of the configuration's own controller, for every slot."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_slots, *x.shape)), law_numbers(config.controller))
+
+
+def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Array, ""]) -> ControlState:
+    """Return the control state of one sequence under `laws` before its first token."""
     zero = jnp.zeros((), jnp.float32)
     shape = (config.model.num_layers, config.model.num_kv_heads, num_words(config.blocks_per_slot))
-    return config.law.init(
+    return started(
+        laws.law,
         ControlState(
             entropy=zero,
             entropic_time=zero,
@@ -199,13 +219,14 @@ def fresh_control(config: DecoderConfig, temperature: Float[Array, ""]) -> Contr
             wait=jnp.zeros((), jnp.int32),
             block_mask=jnp.zeros(shape, jnp.uint32),
             notes={},
-        )
+        ),
     )
 
 
 def empty(config: DecoderConfig) -> DecodeState:
     """Return the state of a decoder that holds no sequence."""
-    b, v, model, control = config.num_slots, config.model.vocab_size, config.model, config.controller
+    b, v, model, keeps = config.num_slots, config.model.vocab_size, config.model, config.keeps
+    laws = slot_laws(config)
 
     def integers(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
@@ -226,9 +247,10 @@ def empty(config: DecoderConfig) -> DecodeState:
         logprobs=jnp.zeros(b, bool),
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
+        laws=laws,
         signals=blank_signals((b,)),
-        logits=jnp.zeros((b, v), jnp.float32) if control.surprisals else None,
-        control=jax.vmap(partial(fresh_control, config))(numbers()),
+        logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,
+        control=jax.vmap(partial(fresh_control, config))(laws, numbers()),
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
         cache=kv.empty(
             model.num_layers,
@@ -237,9 +259,9 @@ def empty(config: DecoderConfig) -> DecodeState:
             config.num_pages,
             config.page_size,
             config.cache_dtype,
-            summaries=control.key_codes or not all(selector.reads_all for selector in config.selectors),
-            key_codes=control.key_codes,
-            surprisals=control.surprisals,
+            summaries="summaries" in keeps,
+            key_codes="codes" in keeps,
+            surprisals="surprisals" in keeps,
         ),
     )
 
@@ -262,12 +284,17 @@ def request(
     logprobs: bool = False,
     arrival: int = 0,
     urgency: float = 0.0,
+    control: Controller | None = None,
 ) -> Request:
     """Return the request to continue `prompt`, whose tokens but the last are prefilled, by `limit` tokens.
 
-    The settings are those of `sampling.Sampling`. Stop ids beyond the vocabulary can never be drawn and
-    are left out; more than the decoder keeps raise ValueError.
+    The settings are those of `sampling.Sampling`. Stop ids beyond the vocabulary can never be sampled and
+    are left out; more than the decoder keeps raise ValueError. `control` brings numbers of its own, those of
+    `config.controller` by default; one of another structure raises ValueError.
     """
+    laws = config.controller if control is None else control
+    if jax.tree.structure(laws) != jax.tree.structure(config.controller):
+        raise ValueError("control: got another structure than that of the decoder, wanted other numbers alone")
     size = config.model.vocab_size
     stops = [token for token in stop_ids if 0 <= token < size]
     if len(stops) > config.num_stop_ids:
@@ -292,6 +319,7 @@ def request(
         "index": np.int32(index),
         "stop_ids": np.array([*stops, *[-1] * (config.num_stop_ids - len(stops))], np.int32),
         "logprobs": np.bool_(logprobs),
+        "laws": law_numbers(laws),
         "in_prompt": in_prompt if config.penalties else None,
     }
     fields, settings = jax.device_put((fields, settings))  # one transfer for all

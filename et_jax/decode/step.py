@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy, guards
-from et_jax.control.base import ControlState, Signals
+from et_jax.control.base import ControlState, Signals, name_of, one_like, updated
+from et_jax.control.controller import Controller
 from et_jax.decode import cache as kv
 from et_jax.decode import cost, faults, pages, sampling
 from et_jax.decode.attention import LayerCarry, ReadStats, Row, decode_attend, no_reads
@@ -32,7 +33,7 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
     table, granted = pages.reserve(state.table, _scatter(jnp.zeros_like(state.length), rows, wanted), 1)
     run = served & _take(granted, rows)
 
-    token = _take(state.token, rows)
+    token, laws = _take(state.token, rows), _take(state.laws, rows)
     row = Row(
         table=_take(table.pages, rows),
         length=length,
@@ -41,9 +42,10 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
         fresh=_take(state.generated, rows) % config.controller.refresh_every == 0,
         block_mask=_take(state.control.block_mask, rows),
         kept_mass=_take(state.signals.kept_mass, rows),
+        selectors=laws.selectors(config.model.num_layers),
     )
     cache = state.cache
-    if state.logits is not None:
+    if cache.surprisal is not None:
         surprisal = jnp.where(length == 0, 0.0, entropy.surprisal(_take(state.logits, rows), token))
         cache = kv.write_surprisal(cache, surprisal[:, None], row.table, length, run.astype(jnp.int32))
     attend = decode_attend(config.read_policy, row)
@@ -54,16 +56,16 @@ def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[Dec
     with jax.named_scope("control"):
         control = _take(state.control, rows)
         settings = _take(state.sampling, rows)
-        signals, raw = _measure(config, params, state, rows, run, logits, memory.stats)
+        signals, raw = _measure(config, params, state, rows, run, logits, memory.stats, laws)
         normaliser = entropy.log_normaliser(raw)
-        rule = config.controller.temperature_rule
+        rule = laws.temperature_rule
         penalised = run & sampling.penalises(settings)
         altered = _penalise(state.counts, rows, logits, settings, penalised)
         sampled = sample(rule, altered, settings, penalised, signals, control, length + 1, raw)
         logit = jnp.take_along_axis(logits, sampled.token[:, None], axis=1)[:, 0]
         signals = replace(sampled.signals, surprisal=normaliser - logit)
         masks = jnp.stack(memory.stats.block_masks, axis=1)
-        decided = _decide(config, settings, signals, replace(control, block_mask=masks))
+        decided = _decide(laws, settings, signals, replace(control, block_mask=masks))
         fault = jnp.where(run, faults.fault(raw.s0, sampled.temperature, _cold(settings, control), decided), 0)
         failed = fault > 0
         produced = run & ~failed
@@ -149,7 +151,12 @@ def _prioritise(config: DecoderConfig, state: DecodeState) -> DecodeState:
         pages_held=state.table.num_blocks,
         urgency=state.urgency,
     )
-    score = jax.vmap(config.controller.priority)(signals, state.control)
+
+    def priority(laws: Controller, signals: Signals, control: ControlState) -> Float[Array, ""]:
+        score = laws.priority(signals, control)
+        return one_like(control.priority, score, f"The priority rule {name_of(laws.priority)} returns")
+
+    score = jax.vmap(priority)(state.laws, signals, state.control)
     return replace(state, control=replace(state.control, priority=score))
 
 
@@ -201,13 +208,14 @@ def _measure(
     run: Bool[Array, " r"],
     logits: Float[Array, "r v"],
     stats: ReadStats,
+    laws: Controller,
 ) -> tuple[Signals, entropy.Moments]:
     """The raw signals of this step, before sampling, and the moments of the logits as they are."""
     raw = entropy.moments(logits)
     at = config.calibration
     calibrated = raw if at == 1.0 else entropy.moments(logits, at)
     log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
-    estimate = config.controller.estimator(log_prob, calibrated)
+    estimate = laws.estimator(log_prob, calibrated)
     generated = _take(state.generated, rows) + 1
     length = _take(state.length, rows) + run.astype(jnp.int32)
     signals = replace(
@@ -231,10 +239,14 @@ def _measure(
     return signals, raw
 
 
-def _decide(config: DecoderConfig, settings: Sampling, signals: Signals, control: ControlState) -> ControlState:
+def _decide(laws: Controller, settings: Sampling, signals: Signals, control: ControlState) -> ControlState:
     """Run the laws on every row; greedy requests stay greedy under every law."""
     control = replace(control, total_cost=control.total_cost + signals.cost)
-    return _cold(settings, jax.vmap(config.law)(signals, control))
+    return _cold(settings, jax.vmap(_after_token)(laws, signals, control))
+
+
+def _after_token(laws: Controller, signals: Signals, control: ControlState) -> ControlState:
+    return updated(laws.law, signals, control)
 
 
 def _cold(settings: Sampling, control: ControlState) -> ControlState:

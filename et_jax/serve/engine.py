@@ -14,7 +14,7 @@ from et_jax.control.controller import Controller
 from et_jax.decode import cost
 from et_jax.decode.attention import serving_backend
 from et_jax.decode.decoder import Decoder, decoder
-from et_jax.decode.state import DecoderConfig
+from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.models.bundled import bundled_folder
@@ -41,6 +41,7 @@ from et_jax.types import replace
 
 PROGRAMS = "~/.cache/et_jax/programs"  # where compiled programs are kept unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
+_MOST_DECODERS = 4  # kept compiled; each takes some 50 MB of a host
 _AHEAD = 256  # continuations a caller may have waiting: enough for their priorities to matter
 
 Prompt = str | Sequence[int] | GenerationRequest
@@ -196,7 +197,7 @@ class Model:
         self._max_num_batched_tokens, self._prefix_cache = max_num_batched_tokens, prefix_cache
         self._preempt_every, self._num_replicas, self._plan = preempt_every, replicas, plan
         self._tell = progress or (lambda _: None)
-        self._decoders: dict[Controller, Decoder] = {}
+        self._decoders: dict[Any, Decoder] = {}
         self._replicas: dict[Controller, Replicas] = {}
         self._lock = threading.Lock()
 
@@ -443,25 +444,32 @@ class Model:
 
     def _replica(self, chosen: Controller, queue: Queue, number: int) -> Replica:
         """A replica, on the devices in turn, beginning where the weights are."""
-        [home] = self.params.embedding.devices()
+        own, [home] = self.decoder(chosen), self.params.embedding.devices()
         devices = [home, *(device for device in jax.local_devices() if device != home)]
         return Replica(
             jax.device_put(self.params, devices[number % len(devices)]),
-            self.decoder(chosen),
+            own,
             queue,
             metrics=self.metrics,
             batched_tokens=self._max_num_batched_tokens,
             # The surprisal of the first token after a kept page needs logits that nobody keeps.
-            prefix_cache=self._prefix_cache and not chosen.surprisals,
+            prefix_cache=self._prefix_cache
+            and "surprisals" not in replace(self.decoder_config, controller=chosen).keeps,
             preempt_every=self._preempt_every,
         )
 
-    def decoder(self, control: Control | None = None) -> Decoder:
-        """Return the pure functions underneath, bound to this model; compiled once for each controller."""
-        chosen = self._controller(control)
-        if chosen not in self._decoders:
-            self._decoders[chosen] = decoder(replace(self.decoder_config, controller=chosen))
-        return self._decoders[chosen]
+    def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:
+        """Return the pure functions underneath, bound to this model; compiled once for each structure of controllers.
+
+        `keep` is that of `DecoderConfig`. The last few are kept.
+        """
+        config = replace(self.decoder_config, controller=self._controller(control), keep=keep)
+        key = (jax.tree.structure(config.controller), keep)
+        found = self._decoders.pop(key, None) or decoder(config)
+        self._decoders[key] = found  # the last to be used
+        while len(self._decoders) > _MOST_DECODERS:
+            del self._decoders[next(iter(self._decoders))]
+        return replace(found, config=config)
 
     def _controller(self, control: Control | None) -> Controller:
         return self.decoder_config.controller if control is None else controller(control)

@@ -128,7 +128,7 @@ def step_bytes(config: DecoderConfig) -> int:
     c, rows = config.model, config.batch
     tokens = max(rows, config.prefill_batch)
     logits = c.vocab_size * max(
-        _STEP_LOGITS * rows, _PREFILL_LOGITS * config.prefill_batch * config.controller.surprisals
+        _STEP_LOGITS * rows, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps)
     )
     heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     token = 3 * c.intermediate_size + 6 * c.hidden_size + heads + 2 * c.num_heads * GROUP_TOKENS

@@ -55,7 +55,7 @@ class Burst:
         read, looked = signals.blocks_read[step][slot], signals.summaries_read[step][slot]
         length = signals.length[step][slot]
         tokens_read = min(read * config.page_size, length * heads)
-        codes = config.page_size if config.controller.key_codes else 0
+        codes = config.page_size if "codes" in config.keeps else 0
         looking = cost.selection_flops(looked, model.group_size, model.head_dim, codes)
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:

@@ -31,8 +31,8 @@ def position_losses(decoder: Decoder, params: Any, tokens: Integer[np.ndarray, "
     """Return -log p of every token but the first of each row given those before it, nats.
 
     Every token passes one by one through the decoder's own step, so that its selector chooses what is
-    read; rows are taken as many at a time as it has slots. Its controller must keep surprisals, which is
-    what makes the state hold the logits.
+    read; rows are taken as many at a time as it has slots. It must keep the logits
+    (`DecoderConfig.keep`).
     """
     slots = decoder.config.num_slots
     parts = []
@@ -54,7 +54,7 @@ def _losses(decoder: Decoder, params: Any, tokens: np.ndarray) -> np.ndarray:
         if not output.produced.all():
             raise ValueError("decoder: got a pool without pages for all rows, wanted one that holds them whole")
         if state.logits is None:
-            raise ValueError("decoder: got a controller without surprisals, wanted one that keeps them")
+            raise ValueError("decoder: got one that keeps no logits, wanted keep={'logits'}")
         logits = np.asarray(state.logits, np.float64)
         top = logits.max(axis=1)
         normaliser = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.control.base import ControlState, Signals
+from et_jax.control.base import ControlState, Signals, as_value, updated
 from et_jax.control.bounds import Interval
 from et_jax.control.view import BlockView
 from et_jax.types import replace
@@ -65,14 +65,12 @@ def state():
 @pytest.fixture(scope="session")
 def run():
     """Return a function that runs a law over signals with a leading axis of tokens: every state, in order."""
-    compiled = {}
 
-    def walk(law, start: ControlState, seen: Signals) -> ControlState:
-        if law not in compiled:
-            compiled[law] = jax.jit(lambda start, seen: jax.lax.scan(lambda s, x: (law(x, s),) * 2, start, seen)[1])
-        return compiled[law](start, seen)
+    @jax.jit
+    def over(law, start: ControlState, seen: Signals) -> ControlState:
+        return jax.lax.scan(lambda state, one: (updated(law, one, state),) * 2, start, seen)[1]
 
-    return walk
+    return lambda law, start, seen: over(as_value(law), start, seen)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from et_jax.control.base import ControlState, Law, Signals, chain, pack_blocks, unpack_blocks
+from et_jax.control.base import (
+    Chain,
+    ControlState,
+    Law,
+    Signals,
+    chain,
+    noted,
+    pack_blocks,
+    started,
+    unpack_blocks,
+    updated,
+)
 from et_jax.control.bounds import Interval
-from et_jax.control.clock import paper
-from et_jax.control.select import dense, sinks_window
-from et_jax.control.temperature import fixed, thermostat
+from et_jax.control.clock import FallClock, RecordClock
+from et_jax.control.guards import Saturation
+from et_jax.control.priority import EntropyDrift
+from et_jax.control.select import Dense, MaskSelector, SinksWindow
+from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.temperature import Fixed, Thermostat
 from et_jax.control.view import BlockView
-from et_jax.types import replace
+from et_jax.types import Number, replace, value
 
 INTEGERS = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held", "wait"}
 
@@ -52,23 +66,30 @@ def test_packing_keeps_the_leading_axes():
     np.testing.assert_array_equal(unpack_blocks(words)[..., :70], mask)
 
 
-def write_down(name: str) -> Law:
-    """A law that adds its name to a list that every law sees."""
+class WriteDown(Law):
+    """Adds its name to a list whenever it starts or runs."""
 
-    def update(_: Signals, state: ControlState) -> ControlState:
-        return replace(state, notes=state.notes | {"ran": (*state.notes["ran"], name)})
+    def __init__(self, name: str, ran: list[str]) -> None:
+        self.name, self.ran = name, ran
 
-    def init(state: ControlState) -> ControlState:
-        return replace(state, notes=state.notes | {"ran": (*state.notes.get("ran", ()), f"start {name}")})
+    def init(self, state: ControlState) -> ControlState:
+        self.ran.append(f"start {self.name}")
+        return state
 
-    return Law(update, init)
+    def __call__(self, _: Signals, state: ControlState) -> ControlState:
+        self.ran.append(self.name)
+        return state
 
 
 def test_a_chain_starts_and_runs_its_laws_in_order_and_a_chain_is_a_law():
-    law = chain(write_down("a"), chain(write_down("b"), write_down("c")), write_down("d"))
+    ran: list[str] = []
+    a, b, c, d = (WriteDown(name, ran) for name in "abcd")
+    law = Chain((a, Chain((b, c)), d))
     state = control(law)
-    assert state.notes["ran"] == ("start a", "start b", "start c", "start d")
-    assert law(signals(), state).notes["ran"][4:] == ("a", "b", "c", "d")
+    assert ran == ["start a", "start b", "start c", "start d"]
+    law(signals(), state)
+    assert ran[4:] == ["a", "b", "c", "d"]
+    assert chain(EmaEntropy(), chain(Fixed(), FallClock())) == chain(chain(EmaEntropy(), Fixed()), FallClock())
 
 
 def test_each_law_of_a_chain_sees_what_those_before_it_decided():
@@ -87,14 +108,14 @@ def test_a_plain_function_has_nothing_to_start_and_an_empty_chain_changes_nothin
     start = control(temperature=0.7)
     assert chain(lambda signals, state: replace(state, tolerance=signals.entropy)).init(start) is start
     assert chain().init(start) is start and chain()(signals(), start) is start
-    assert fixed()(signals(entropy=3.0), start) is start
+    assert Fixed()(signals(entropy=3.0), start) is start
 
 
 @settings(max_examples=30)
 @given(st.lists(st.floats(0, 12, width=32), min_size=1, max_size=30))
 def test_the_papers_clock_is_half_the_total_variation_plus_the_net_fall(entropies):
     """The sum of falls is (sum |dH| + H_0 - H_n) / 2, whatever the series."""
-    law = paper()
+    law = FallClock()
     state = control(law)
     times = []
     for entropy in entropies:
@@ -114,7 +135,7 @@ def test_the_papers_clock_is_half_the_total_variation_plus_the_net_fall(entropie
     gain=st.floats(0.001, 0.5),
 )
 def test_the_thermostat_is_its_formula_and_cools_above_the_target(temperature, entropy, target, gain):
-    law = thermostat(target, gain=gain, low=0.1, high=2.0)
+    law = Thermostat(target, gain=gain, low=0.1, high=2.0)
     state = law(signals(tempered_entropy=entropy, entropy=99.0), control(temperature=temperature))
     expected = min(max(temperature * math.exp(-gain * (entropy - target)), 0.1), 2.0)
     assert float(state.temperature) == pytest.approx(expected, rel=1e-5)
@@ -122,7 +143,7 @@ def test_the_thermostat_is_its_formula_and_cools_above_the_target(temperature, e
 
 
 def test_a_law_changes_only_the_fields_it_is_named_for():
-    for law, own in ((paper(), {"entropic_time", "notes"}), (thermostat(1.0), {"temperature"})):
+    for law, own in ((FallClock(), {"entropic_time", "notes"}), (Thermostat(1.0), {"temperature"})):
         start = control(law, temperature=1.0)
         end = law(signals(entropy=2.0, tempered_entropy=3.0), start)
         kept = [f.name for f in dataclasses.fields(ControlState) if f.name not in own]
@@ -154,18 +175,18 @@ def view(length: int, num_blocks: int, page_size: int) -> BlockView:
 )
 def test_sinks_and_window_open_the_blocks_that_hold_such_a_token(length, sinks, window, page_size):
     num_blocks = 64 // page_size
-    opened = sinks_window(sinks, window)(view(length, num_blocks, page_size)).tolist()
+    opened = SinksWindow(sinks, window)(view(length, num_blocks, page_size)).tolist()
     held = range(-(-length // page_size))
     wanted = {at // page_size for at in range(length) if at < sinks or at >= length - window}
     assert {block for block in held if opened[block]} == wanted
 
 
 def test_dense_opens_every_block_and_says_so():
-    assert dense()(view(5, 8, 4)).all() and dense().reads_all and not sinks_window().reads_all
+    assert Dense()(view(5, 8, 4)).all() and Dense().reads_all and not SinksWindow().reads_all
 
 
 def test_laws_run_under_vmap_row_by_row():
-    law = chain(paper(), thermostat(1.0))
+    law = chain(FallClock(), Thermostat(1.0))
     rows = [signals(entropy=h, tempered_entropy=h) for h in (0.5, 1.0, 4.0)]
     start = control(law, temperature=1.0)
     one_by_one = [law(row, start) for row in rows]
@@ -177,3 +198,83 @@ def test_laws_run_under_vmap_row_by_row():
     for row in range(3):
         alone = jax.tree.leaves(one_by_one[row])
         assert all(np.array_equal(a, b[row]) for a, b in zip(alone, jax.tree.leaves(together), strict=True))
+
+
+def seen(signals: Signals, state: ControlState) -> ControlState:
+    """Set the temperature to a list of numbers."""
+    return replace(state, temperature=jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("law", "sentence"),
+    [
+        (seen, "The law seen sets temperature to float32[3]; it must be float32[]."),
+        (
+            lambda signals, state: replace(state, wait=signals.entropy),
+            "sets wait to float32[]; it must be int32[].",
+        ),
+        (lambda signals, state: replace(state, tolerance="much"), "sets tolerance to str; it must be float32[]."),
+        (lambda signals, state: signals.entropy, "must return the ControlState it is given, with fields changed"),
+        (lambda signals, state: noted(state, "mine", signals.entropy), "leaves notes of {['mine'] float32[]} where {}"),
+    ],
+)
+def test_what_a_law_may_not_return_is_told_in_a_sentence_that_names_it(law, sentence):
+    with pytest.raises(ValueError) as told:
+        chain(FallClock(), law)
+        updated(chain(law), signals(), control())
+    assert sentence in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_python_number_stands_for_an_array_of_the_fields_dtype():
+    after = updated(chain(lambda signals, state: replace(state, temperature=1, wait=2)), signals(), control())
+    assert (after.temperature.dtype, after.wait.dtype) == (jnp.float32, jnp.int32)
+    assert (float(after.temperature), int(after.wait)) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        chain(FallClock(), RecordClock()),
+        Saturation(Saturation(Thermostat(1.0), "temperature", 0.1, 2.0), "temperature", 0.5, 1.0),
+        chain(EntropyDrift(), EntropyDrift(0.5)),
+    ],
+)
+def test_a_second_claim_to_a_note_is_refused(law):
+    with pytest.raises(ValueError, match="which another law of the chain keeps already; leave one of them out"):
+        started(law, control())
+
+
+def test_a_selector_that_returns_no_mask_is_named():
+    def few(view: BlockView):
+        return view.start[:2] > 0
+
+    with pytest.raises(ValueError, match=r"few returns bool\[2\]; it must be bool\[8\]"):
+        MaskSelector(few)(view(5, 8, 4))
+
+
+@value
+class Warm(Law):
+    """A law of one's own with a number."""
+
+    slope: Number = 0.1
+
+    def __call__(self, signals: Signals, state: ControlState) -> ControlState:
+        return replace(state, temperature=0.5 + self.slope * signals.entropy)
+
+
+def test_a_law_of_ones_own_with_numbers_is_a_value():
+    assert Warm(0.1) == Warm() and Warm(0.2) != Warm() and hash(Warm()) == hash(Warm(0.1))
+    assert repr(chain(Warm(0.25))) == "Chain(laws=(Warm(slope=0.25),))"
+    assert jax.tree.structure(Warm(0.3)) == jax.tree.structure(Warm(0.1))
+    slopes = Warm(jnp.asarray([0.0, 1.0, 2.0]))
+    rows = jax.tree.map(lambda x: jnp.full(3, x), signals(entropy=2.0))
+    got = jax.vmap(lambda law, s: law(s, control()))(slopes, rows)
+        slopes, jax.tree.map(lambda x: jnp.full(3, x), signals(entropy=2.0))
+    )
+    np.testing.assert_allclose(got.temperature, [0.5, 2.5, 4.5])
+
+
+@pytest.mark.parametrize("slope", [None, "much", float("nan"), True])
+def test_a_number_that_is_none_is_refused_where_a_law_is_made(slope):
+    with pytest.raises((ValueError, TypeError)):
+        Warm(slope)

@@ -145,8 +145,8 @@ def certified(bound, guarded):
             "chord": select.chord_bounds,
             "codes": lambda view: bounds.coded_mass(view.query, codes, scale, offset, view.num_tokens),
         }[bound]
-        selector = select.certified(mass_bounds)
-        return (select.guarded(selector) if guarded else selector)(view)
+        selector = select.Certified(mass_bounds)
+        return (select.Guarded(selector) if guarded else selector)(view)
 
     return jax.jit(mask)
 
@@ -169,7 +169,7 @@ def test_a_tolerance_just_missed_is_kept(blocks, seed, spread, closed):
 
 @jax.jit
 def certified_by(view, low, high):
-    return select.certified(lambda _: bounds.Interval(low=low, high=high))(view)
+    return select.Certified(lambda _: bounds.Interval(low=low, high=high))(view)
 
 
 @many

@@ -10,9 +10,9 @@ from et_jax.control import clock
 LENGTH = 24
 ENTROPIES = hnp.arrays(np.float32, LENGTH, elements=st.floats(0, 12, width=32))
 NOISE = 0.25
-PAPER, DEADBAND, RECORD = clock.paper(), clock.deadband(NOISE), clock.record()
-EXPECTED, REALISED = clock.chain_rule(), clock.chain_rule(realised=True)
-BESIDE = clock.beside(clock.record(), "second_clock")
+PAPER, DEADBAND, RECORD = clock.FallClock(), clock.FallClock(NOISE), clock.RecordClock()
+EXPECTED, REALISED = clock.ChainRuleClock(), clock.ChainRuleClock(realised=True)
+BESIDE = clock.Beside(clock.RecordClock(), "second_clock")
 quick = settings(max_examples=30, deadline=None)
 
 

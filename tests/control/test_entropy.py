@@ -178,14 +178,14 @@ def test_estimators_pick_the_likeliest_from_the_whole_vocabulary():
     given = jnp.asarray(log_p, jnp.float32), e.moments(jnp.asarray(z, jnp.float32))
     truth = -(np.exp(log_p) * log_p).sum(-1)
     listed = jnp.asarray(-np.sort(-log_p)[:, :16], jnp.float32)
-    np.testing.assert_allclose(e.exact_estimator()(*given).entropy, truth, atol=1e-4)
-    np.testing.assert_allclose(e.top_k_estimator(16)(*given).entropy, e.top_k(listed, 300).entropy, atol=1e-5)
+    np.testing.assert_allclose(e.ExactEstimator()(*given).entropy, truth, atol=1e-4)
+    np.testing.assert_allclose(e.TopKEstimator(16)(*given).entropy, e.top_k(listed, 300).entropy, atol=1e-5)
     for share in (0.5, 1.0):
         expected = e.tail_corrected(listed, 300, share)
-        got = e.tail_corrected_estimator(16, share)(*given)
+        got = e.TailCorrectedEstimator(16, share)(*given)
         np.testing.assert_allclose(got.entropy, expected.entropy, atol=1e-5)
         assert np.all((got.low <= truth + 1e-4) & (truth <= got.high + 1e-4))
-    np.testing.assert_allclose(e.tail_corrected_estimator(999)(*given).entropy, truth, atol=1e-3)
+    np.testing.assert_allclose(e.TailCorrectedEstimator(999)(*given).entropy, truth, atol=1e-3)
 
 
 def test_the_margin_is_the_lead_of_the_likeliest():

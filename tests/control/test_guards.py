@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from et_jax.control import guards
 from et_jax.control.base import Law, chain
-from et_jax.control.clock import paper
-from et_jax.control.temperature import mirostat2, thermostat
-from et_jax.control.tolerance import constant
+from et_jax.control.clock import FallClock
+from et_jax.control.temperature import Mirostat2, Thermostat
+from et_jax.control.tolerance import Constant
 from et_jax.types import replace
 
 
@@ -18,9 +18,9 @@ def follow(signals, state):
     return replace(state, temperature=signals.entropy, tolerance=signals.entropy_high + signals.entropy_low)
 
 
-CLIPPED = guards.clipped(mirostat2(3.0, 1.0), "surprisal_cap", 1.0, 5.0)
-LIMITED = guards.rate_limited(follow, "temperature", rise=0.5, fall=2.0)
-FLOORED = guards.floored(follow, 1.0)
+CLIPPED = guards.Clipped(Mirostat2(3.0, 1.0), "surprisal_cap", 1.0, 5.0)
+LIMITED = guards.RateLimited(follow, "temperature", rise=0.5, fall=2.0)
+FLOORED = guards.Floored(follow, 1.0)
 PATHS = hnp.arrays(np.float32, 20, elements=st.floats(0, 10, width=32))
 quick = settings(max_examples=25, deadline=None)
 
@@ -56,7 +56,7 @@ def test_floored_raises_every_raw_entropy(signals, state, run, path):
 
 
 def test_counters_count_tokens_and_events(signals, state, run):
-    law = guards.saturation(guards.stability(follow, gain=0.5), "temperature", 0.5, 2.0)
+    law = guards.Saturation(guards.Stability(follow, gain=0.5), "temperature", 0.5, 2.0)
     start = state(law)
     assert guards.rate(start, "temperature_saturation") == 0
     seen = signals(entropy=np.array([0.5, 1.0, 2.0, 3.0]), tempered_varentropy=np.array([3.9, 4.0, 9.0, 0.0]))
@@ -66,13 +66,13 @@ def test_counters_count_tokens_and_events(signals, state, run):
 
 
 def test_an_unreachable_target_shows_as_saturation(signals, state, run):
-    law = guards.saturation(thermostat(50.0, 0.05, 0.1, 2.0), "temperature", 0.1, 2.0)
+    law = guards.Saturation(Thermostat(50.0, 0.05, 0.1, 2.0), "temperature", 0.1, 2.0)
     states = run(law, state(law), signals(tempered_entropy=np.full(40, 3.0)))
     assert guards.rate(states, "temperature_saturation")[-1] > 0.9
 
 
 def test_guards_keep_the_notes_and_starting_values_of_the_law_within(state):
-    law = chain(guards.rate_limited(constant(0.3), "tolerance", 0.1), guards.floored(mirostat2(2.0), 0.1))
+    law = chain(guards.RateLimited(Constant(0.3), "tolerance", 0.1), guards.Floored(Mirostat2(2.0), 0.1))
     assert isinstance(law, Law)
     start = state(law)
     np.testing.assert_allclose([start.tolerance, start.surprisal_cap], [0.3, 4.0])
@@ -87,14 +87,14 @@ def test_never_above_start_only_lowers(signals, state, run, path, first):
     np.testing.assert_array_equal(got, np.minimum(path, np.float32(first)))
 
 
-CAPPED = guards.never_above_start(follow, "temperature")
+CAPPED = guards.NeverAboveStart(follow, "temperature")
 
 
 def test_rates_lists_every_counting_guard_and_nothing_else(signals, state, run):
     law = chain(
-        paper(),
-        guards.stability(
-            guards.saturation(guards.never_above_start(follow, "temperature"), "temperature", 1.0, 5.0), 2.0
+        FallClock(),
+        guards.Stability(
+            guards.Saturation(guards.NeverAboveStart(follow, "temperature"), "temperature", 1.0, 5.0), 2.0
         ),
     )
     end = run(law, law.init(state(temperature=9.0)), signals(entropy=np.array([0.5, 2.0, 3.0, 7.0])))

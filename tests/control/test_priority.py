@@ -30,7 +30,7 @@ def test_expected_fall_without_spread_is_the_positive_mean():
     assert priority.expected_fall(jnp.float32(0.0), jnp.float32(0.1)) > 0
 
 
-DRIFT = priority.entropy_drift(0.8, prior_deviation=0.5)
+DRIFT = priority.EntropyDrift(0.8, prior_deviation=0.5)
 
 
 def test_drift_keeps_the_running_mean_and_variance_of_the_falls(signals, state, run):
@@ -52,23 +52,23 @@ def test_paper_priorities_by_hand(signals, state, run):
     start = state(DRIFT)  # mean 0, deviation 1/2: E = deviation / sqrt(2 pi)
     seen = signals(cost=4e6, pages_held=3, urgency=0.25)
     fall = 0.5 / np.sqrt(2 * np.pi)
-    linear = priority.paper_linear(fall=2.0, cost=1e-7, memory=0.01, urgency=3.0)
+    linear = priority.LinearPriority(fall=2.0, cost=1e-7, memory=0.01, urgency=3.0)
     np.testing.assert_allclose(linear(seen, start), 2 * fall - 0.4 - 0.03 + 0.75, rtol=1e-5)
-    ratio = priority.paper_ratio(fall=2.0, memory=1e6, urgency=3.0)
+    ratio = priority.RatioPriority(fall=2.0, memory=1e6, urgency=3.0)
     np.testing.assert_allclose(ratio(seen, start), 2 * fall / 7e6 + 0.75, rtol=1e-6)
-    new = priority.paper_ratio()(signals(cost=0.0), start)
+    new = priority.RatioPriority()(signals(cost=0.0), start)
     np.testing.assert_allclose(new, fall, rtol=1e-5)
 
 
 def test_a_priority_without_its_law_says_so(signals, state):
     with pytest.raises(ValueError, match="add the law entropy_drift"):
-        priority.paper_linear()(signals(cost=0.0), state())
+        priority.LinearPriority()(signals(cost=0.0), state())
 
 
 def test_orders(signals, state):
     rows = signals(arrival=np.array([4, 2, 9]), remaining=np.array([100_000, 7, 99_999]))
-    first = jax.vmap(priority.fcfs())(rows, state(shape=(3,)))
-    short = jax.vmap(priority.srpt())(rows, state(shape=(3,)))
+    first = jax.vmap(priority.FCFS())(rows, state(shape=(3,)))
+    short = jax.vmap(priority.SRPT())(rows, state(shape=(3,)))
     np.testing.assert_array_equal(np.argsort(-first), [1, 0, 2])
     np.testing.assert_array_equal(np.argsort(-short), [1, 2, 0])
     assert np.all((short > 0) & (short <= 1))
@@ -101,7 +101,7 @@ def scored(signals, state):
 
     def of(ceiling, rate):
         if (ceiling, rate) not in compiled:
-            rule = priority.aged(lambda s, _: s.urgency, ceiling, rate)
+            rule = priority.Aged(lambda s, _: s.urgency, ceiling, rate)
 
             def whole(raw, wait):
                 return jax.vmap(rule)(signals(urgency=raw), state(shape=(SLOTS,), wait=wait))
@@ -163,9 +163,9 @@ def test_without_aging_the_papers_priority_starves(signals, state, run):
     settled = run(law, state(law), signals(entropy=np.full(60, 0.1)))
     lively = run(law, state(law), signals(entropy=np.tile([3.0, 0.0], 30)))
     last = [jax.tree.map(lambda x: x[-1], states) for states in (settled, lively)]
-    rule = priority.paper_linear()
+    rule = priority.LinearPriority()
     waiting = replace(last[0], wait=jnp.int32(10**6))
     seen = signals(cost=0.0)
     assert rule(seen, waiting) < rule(seen, last[1])
-    aged = priority.aged(rule, ceiling=2.0, rate=0.1)
+    aged = priority.Aged(rule, ceiling=2.0, rate=0.1)
     assert aged(seen, waiting) > aged(seen, last[1])

@@ -21,12 +21,12 @@ drawn = given(
     tolerance=st.floats(1e-3, 0.8),
 )
 PROPORTIONAL = {
-    "top_mass": select.top_mass(),
-    "certified": select.certified(),
-    "certified box": select.certified(select.box_bounds),
-    "paper influence": select.paper(),
-    "paper mass": select.paper(contribution.mass),
-    "paper value_gauss": select.paper(contribution.value_gauss),
+    "top_mass": select.TopMass(),
+    "certified": select.Certified(),
+    "certified box": select.Certified(select.box_bounds),
+    "paper influence": select.ActiveSet(),
+    "paper mass": select.ActiveSet(contribution.mass),
+    "paper value_gauss": select.ActiveSet(contribution.value_gauss),
 }
 compiled = {name: jax.jit(selector) for name, selector in PROPORTIONAL.items()}
 
@@ -132,7 +132,7 @@ def test_quest_opens_the_highest_possible_scores(blocks, seed, family, num_block
         assert score[opened].min() > score[closed].max() - 1e-4
 
 
-QUEST = {n: jax.jit(select.quest(n)) for n in (1, 3, 10, 20)}
+QUEST = {n: jax.jit(select.Quest(n)) for n in (1, 3, 10, 20)}
 
 
 def nothing(view):
@@ -164,7 +164,7 @@ def test_guards_open_sinks_window_and_a_minimum_and_nothing_else(blocks, seed, s
 
 
 GUARDED = {
-    (sinks, window, least): jax.jit(select.guarded(nothing, sinks, window, least))
+    (sinks, window, least): jax.jit(select.Guarded(nothing, sinks, window, least))
     for sinks in (0, 6)
     for window in (0, 7)
     for least in (0, 4)
@@ -173,14 +173,14 @@ GUARDED = {
 
 def test_guards_only_add(blocks):
     b = blocks(11, tolerance=0.4)
-    guarded = jax.jit(select.guarded(PROPORTIONAL["certified"]))
+    guarded = jax.jit(select.Guarded(PROPORTIONAL["certified"]))
     assert np.all(np.asarray(guarded(b.view)) >= np.asarray(compiled["certified"](b.view)) & held_of(b))
 
 
 def test_dense_reads_all_guarded_or_not(blocks):
-    assert select.guarded(select.dense()).reads_all
-    assert np.all(select.dense()(blocks(0).view))
-    assert not select.guarded(select.quest(2)).reads_all
+    assert select.Guarded(select.Dense()).reads_all
+    assert np.all(select.Dense()(blocks(0).view))
+    assert not select.Guarded(select.Quest(2)).reads_all
 
 
 def test_token_nll_weighs_what_is_stored_by_the_mass(blocks):
@@ -204,4 +204,4 @@ def test_a_bound_far_above_all_that_is_proved_proves_nothing(blocks, far):
     view = replace(blocks(0).view, num_tokens=jnp.full(NUM_BLOCKS, 4, jnp.int32), tolerance=jnp.float32(0.1))
     low = jnp.zeros((2, NUM_BLOCKS)).at[:, 1].set(5.0)
     given = bounds.Interval(low=low, high=low.at[:, 0].set(far))  # block 1 holds more than all others
-    assert np.asarray(select.certified(lambda _: given)(view))[1]
+    assert np.asarray(select.Certified(lambda _: given)(view))[1]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from et_jax.control.base import ControlState, Signals
-from et_jax.control.smoothing import ema_entropy
+from et_jax.control.smoothing import EmaEntropy
 
 WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held", "wait"}
 TOKENS = 20
@@ -28,7 +28,7 @@ def rows(cls, **given):
 @partial(jax.jit, static_argnums=2)
 def walk(state: ControlState, seen: Signals, decay: float) -> jax.Array:
     def one(state, token):
-        state = ema_entropy(decay)(token, state)
+        state = EmaEntropy(decay)(token, state)
         return state, state.entropy
 
     return jax.lax.scan(one, state, seen)[1]
@@ -72,4 +72,4 @@ def test_it_lies_between_the_least_and_the_greatest_and_stays_on_a_constant():
 def test_each_row_has_its_own():
     seen = rows(Signals, entropy=np.float32([1, 3]), generated=np.int32([2, 1]))
     state = rows(ControlState, entropy=np.float32([3, 5]))
-    np.testing.assert_array_equal(jax.vmap(ema_entropy(0.5))(seen, state).entropy, [2, 3])
+    np.testing.assert_array_equal(jax.vmap(EmaEntropy(0.5))(seen, state).entropy, [2, 3])

@@ -67,7 +67,7 @@ def test_thermostat_contracts_while_gain_times_varentropy_is_below_two(loop, see
     least, most = slopes.min() * 0.999, slopes.max() * 1.001
     gain, goal = share / most, 0.1
     rho = max(abs(1 - gain * least), abs(1 - gain * most))
-    law = temperature.thermostat(float(entropy_at(z, goal)[0]), gain, LOW, HIGH)
+    law = temperature.Thermostat(float(entropy_at(z, goal)[0]), gain, LOW, HIGH)
     off = np.abs(loop(law, [z] * 30, np.zeros(30), start) - goal)
     assert rho < 1
     assert np.all(off[1:] <= rho * off[:-1] + 2e-6)
@@ -78,7 +78,7 @@ def test_thermostat_contracts_while_gain_times_varentropy_is_below_two(loop, see
 def test_thermostat_never_settles_above_the_limit(loop, seed, spread):
     z = logits(seed, spread)
     h, v = entropy_at(z, 0.0)
-    off = loop(temperature.thermostat(float(h), float(2.2 / v), 0.1, 10.0), [z] * 80, np.zeros(80), 0.01)
+    off = loop(temperature.Thermostat(float(h), float(2.2 / v), 0.1, 10.0), [z] * 80, np.zeros(80), 0.01)
     assert np.all(np.abs(off[-20:]) > 0.01)
     assert np.all(np.sign(off[-19:]) == -np.sign(off[-20:-1]))
 
@@ -88,17 +88,17 @@ def test_thermostat_never_settles_above_the_limit(loop, seed, spread):
 def test_damped_thermostat_settles_at_any_gain(loop, seed, spread):
     z = logits(seed, spread)
     h, _ = entropy_at(z, 0.0)
-    law = temperature.damped_thermostat(float(h), gain=1e3, least_varentropy=1e-3, low=LOW, high=HIGH)
+    law = temperature.DampedThermostat(float(h), gain=1e3, least_varentropy=1e-3, low=LOW, high=HIGH)
     assert np.abs(loop(law, [z] * 60, np.zeros(60), 0.3)[-1]) < 1e-3
 
 
 def test_damped_thermostat_is_the_thermostat_at_small_gain(signals, state):
     seen = signals(tempered_entropy=2.5, tempered_varentropy=3.0)
-    plain = temperature.thermostat(1.0, 0.1)(seen, state())
-    damped = temperature.damped_thermostat(1.0, 0.1)(seen, state())
+    plain = temperature.Thermostat(1.0, 0.1)(seen, state())
+    damped = temperature.DampedThermostat(1.0, 0.1)(seen, state())
     np.testing.assert_allclose(plain.temperature, np.exp(-0.1 * 1.5), rtol=1e-6)
     np.testing.assert_allclose(damped.temperature, plain.temperature, rtol=1e-6)
-    steep = temperature.damped_thermostat(1.0, 0.5)(seen, state())
+    steep = temperature.DampedThermostat(1.0, 0.5)(seen, state())
     np.testing.assert_allclose(steep.temperature, np.exp(-1.5 / 3.0), rtol=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_error_stays_within_what_noise_and_drift_add(loop, seed, share, noise, d
     gain = share / most
     rho = max(abs(1 - gain * least), abs(1 - gain * most))
     wrong = rng.uniform(-noise, noise, size=steps)
-    xs = loop(temperature.thermostat(target, gain, LOW, HIGH), rows, wrong, 0.5)
+    xs = loop(temperature.Thermostat(target, gain, LOW, HIGH), rows, wrong, 0.5)
     off = np.abs(xs[:-1] - aims)
     moved = np.abs(np.diff(aims))
     assert np.all((aims > np.log(LOW)) & (aims < np.log(HIGH)))
@@ -127,7 +127,7 @@ def test_error_stays_within_what_noise_and_drift_add(loop, seed, share, noise, d
 
 
 def test_thermostat_cools_above_its_target_and_keeps_to_its_range(signals, state):
-    law = temperature.thermostat(2.0, 0.5, 0.5, 1.5)
+    law = temperature.Thermostat(2.0, 0.5, 0.5, 1.5)
     assert law(signals(tempered_entropy=3.0), state()).temperature < 1
     assert law(signals(tempered_entropy=1.0), state()).temperature > 1
     assert law(signals(tempered_entropy=12.0), state()).temperature == 0.5
@@ -138,7 +138,7 @@ def test_thermostat_cools_above_its_target_and_keeps_to_its_range(signals, state
 
 def test_fixed_changes_nothing(signals, state):
     before = state(temperature=0.7)
-    after = temperature.fixed()(signals(tempered_entropy=9.0), before)
+    after = temperature.Fixed()(signals(tempered_entropy=9.0), before)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), before, after))
 
 
@@ -153,4 +153,4 @@ def test_mirostat_moves_the_cap_against_the_surprisal(signals, state, run, surpr
     assert np.all(states.temperature == 1.0)
 
 
-MIROSTAT = temperature.mirostat2(3.0, 0.2)
+MIROSTAT = temperature.Mirostat2(3.0, 0.2)

@@ -47,9 +47,9 @@ LOGITS = st.tuples(st.integers(0, 10_000), st.floats(0.2, 12.0)).map(
     lambda drawn: drawn[1] * np.random.default_rng(drawn[0]).standard_t(3, size=40)
 )
 BASE = st.floats(0.05, 4.0)
-SOLVE = rules.solve(TARGET, low=LOW, high=HIGH)
-NEWTON, MANY = rules.newton(TARGET, low=LOW, high=HIGH), rules.newton(TARGET, num_steps=60, low=LOW, high=HIGH)
-COOL, EDT = rules.cool_only(SOLVE), rules.edt(1.5)
+SOLVE = rules.Solve(TARGET, low=LOW, high=HIGH)
+NEWTON, MANY = rules.Newton(TARGET, low=LOW, high=HIGH), rules.Newton(TARGET, num_steps=60, low=LOW, high=HIGH)
+COOL, EDT = rules.CoolOnly(SOLVE), rules.EDT(1.5)
 
 
 @quick
@@ -84,9 +84,9 @@ def test_newton_steps_towards_the_target_without_passing_far(decide, z, base):
 def test_newton_by_hand(decide):
     z = np.log([0.5, 0.25, 0.125, 0.125])
     h, v = 1.75 * np.log(2), 0.6875 * np.log(2) ** 2  # at T = 1, by hand
-    rule = rules.newton(1.0, least_varentropy=0.1)
+    rule = rules.Newton(1.0, least_varentropy=0.1)
     assert decide(rule, z, 1.0) == pytest.approx(np.exp(-min(1.0, 1 / v) * (h - 1.0)), rel=1e-5)
-    steep = rules.newton(1.0, gain=50.0, least_varentropy=0.1)
+    steep = rules.Newton(1.0, gain=50.0, least_varentropy=0.1)
     assert decide(steep, z, 1.0) == pytest.approx(np.exp(-(h - 1.0) / v), rel=1e-5)
 
 

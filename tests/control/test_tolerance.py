@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from et_jax.control import guards, tolerance
 
 ENTROPIES = hnp.arrays(np.float32, 24, elements=st.floats(0, 6, width=32))
-PAPER = tolerance.paper(0.3, 2.0)
-ENTROPY = tolerance.entropy(varentropy_limit=9.0)
-FLOORED = guards.floored(PAPER, 1.5)
+PAPER = tolerance.EntropyThreshold(0.3, 2.0)
+ENTROPY = tolerance.EntropyTolerance(varentropy_limit=9.0)
+FLOORED = guards.Floored(PAPER, 1.5)
 quick = settings(max_examples=30, deadline=None)
 
 
@@ -48,19 +48,19 @@ def test_entropy_sets_the_tolerance_and_loosens_slowly(signals, state, run, entr
 
 
 def test_a_narrow_lead_counts_as_doubt(signals, state, run):
-    law = tolerance.entropy(rise=np.inf, least_margin=0.5)
+    law = tolerance.EntropyTolerance(rise=np.inf, least_margin=0.5)
     got = run(law, state(law), signals(entropy_high=np.zeros(2), margin=np.array([0.4, 0.6]))).tolerance
     np.testing.assert_allclose(got, [1e-3, 5e-2], rtol=1e-5)
 
 
 def test_constant_stays(signals, state, run):
-    law = tolerance.constant(0.02)
+    law = tolerance.Constant(0.02)
     np.testing.assert_allclose(run(law, state(law), signals(entropy=np.arange(3.0))).tolerance, 0.02)
 
 
 def test_shuffled_replays_by_tokens_generated_whatever_the_entropy(signals, state, run):
     given = np.array([[0.3, 0.1, 0.2], [0.6, 0.4, 0.5]], np.float32)
-    law = tolerance.shuffled(jnp.asarray(given), first=0.7)
+    law = tolerance.Shuffled(jnp.asarray(given), first=0.7)
     start = state(law, shape=(2,))
     np.testing.assert_array_equal(start.tolerance, np.float32([0.7, 0.7]))
     generated = np.array([[1, 2], [2, 3], [3, 4]])  # the second sequence is one token ahead

@@ -9,13 +9,13 @@ import pytest
 from small_model import MODEL, configuration, same_bits
 
 from et_jax.control.controller import Controller
-from et_jax.control.select import certified, coded_bounds
+from et_jax.control.select import Certified, coded_bounds
 from et_jax.decode.attention import LayerCarry, Row, decode_attend, no_reads, scoring_backend, serving_backend
 from et_jax.decode.state import empty
 
 
 def test_rows_that_do_not_run_read_and_write_nothing():
-    config = configuration(controller=Controller(selector=certified(coded_bounds), key_codes=True))
+    config = configuration(controller=Controller(selector=Certified(coded_bounds)))
     state, nobody = empty(config), jnp.zeros(3, bool)
     row = Row(
         table=state.table.pages,
@@ -25,6 +25,7 @@ def test_rows_that_do_not_run_read_and_write_nothing():
         fresh=~nobody,
         block_mask=state.control.block_mask,
         kept_mass=state.signals.kept_mass,
+        selectors=state.laws.selectors(MODEL.num_layers),
     )
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)

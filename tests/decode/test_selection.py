@@ -26,7 +26,7 @@ from small_model import (
 from et_jax.control import bounds, contribution, select, tolerance
 from et_jax.control.base import chain, unpack_blocks
 from et_jax.control.controller import Controller
-from et_jax.control.smoothing import ema_entropy
+from et_jax.control.smoothing import EmaEntropy
 from et_jax.decode import decoder as decoding
 from et_jax.decode import selection
 from et_jax.models.transformer import initialise
@@ -38,9 +38,9 @@ BOUNDS = {"box": select.box_bounds, "chord": select.chord_bounds, "coded": selec
 @functools.cache
 def made(name: str = "dense", model=MODEL, share: float = 0.2, page_size: int = PAGE, **control) -> decoding.Decoder:
     """A decoder that prunes by a certificate, or reads everything."""
-    law = chain(ema_entropy(), tolerance.constant(share))
+    law = chain(EmaEntropy(), tolerance.Constant(share))
     if name in BOUNDS:
-        control |= {"selector": select.certified(BOUNDS[name]), "key_codes": name == "coded"}
+        control |= {"selector": select.Certified(BOUNDS[name])}
     controller = Controller(**{"law": law} | control)
     num_pages = 3 * LENGTH // page_size + 1
     return decoding.decoder(configuration(model=model, controller=controller, page_size=page_size, num_pages=num_pages))
@@ -111,7 +111,7 @@ def test_tolerance_zero_is_dense_bit_for_bit(name):
 
 def test_with_one_token_a_page_the_residual_makes_up_for_all_that_was_left_out():
     """Every page is then its own mean, so pruned attention with the residual is dense attention."""
-    pruned = select.sinks_window(1, 2)
+    pruned = select.SinksWindow(1, 2)
     _, written, signals, _ = walk(made(), TOKENS)
     _, same, close, masks = walk(made(page_size=1, selector=pruned, residual=True), TOKENS)
     _, other, _, _ = walk(made(page_size=1, selector=pruned), TOKENS)
@@ -174,7 +174,7 @@ def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound():
 
 
 def test_between_two_refreshes_the_blocks_last_read_are_read_again():
-    d = made(selector=select.quest(2), refresh_every=3)
+    d = made(selector=select.Quest(2), refresh_every=3)
     _, _, signals, masks = walk(d, TOKENS, steps=10)
     at = len(TOKENS) - 1
     changed = 0
@@ -194,7 +194,7 @@ def test_between_two_refreshes_the_blocks_last_read_are_read_again():
 
 
 def test_the_first_layers_may_read_everything():
-    _, _, _, masks = walk(made(selector=select.quest(1), dense_layers=1), TOKENS, steps=4)
+    _, _, _, masks = walk(made(selector=select.Quest(1), dense_layers=1), TOKENS, steps=4)
     for t, mask in enumerate(masks):
         newest = (len(TOKENS) - 1 + t) // PAGE
         assert mask[0, :, : newest + 1].all() and not mask[1].all(axis=-1).any()
@@ -203,7 +203,7 @@ def test_the_first_layers_may_read_everything():
 
 def test_the_surprisal_of_every_token_is_kept_with_its_page():
     """Three chunks of prompt, sixteen tokens written, and a fork: all as the dense model says."""
-    d = made(selector=select.paper(contribution.token_nll), share=1e-9, surprisals=True)
+    d = made(selector=select.ActiveSet(contribution.token_nll), share=1e-9)
     state, written, _, _ = walk(d, TOKENS)
     tokens = TOKENS + written
     logits, _ = dense(weights(), MODEL, tokens)
@@ -221,15 +221,15 @@ def test_the_surprisal_of_every_token_is_kept_with_its_page():
 
 
 def test_the_papers_reading_by_token_surprisal_opens_what_its_formula_says():
-    d = made(selector=select.paper(contribution.token_nll), share=0.5, surprisals=True)
+    d = made(selector=select.ActiveSet(contribution.token_nll), share=0.5)
     _, _, _, masks = walk(d, TOKENS, steps=4)
     assert 0 < masks[..., : len(TOKENS) // PAGE].mean() < 1
 
 
-def test_what_a_selector_needs_and_does_not_get_is_named():
+def test_what_a_selector_reads_and_does_not_say_that_it_needs_is_named():
     for selector, wanted in (
-        (select.certified(select.coded_bounds), "key_codes=True"),
-        (select.paper(contribution.token_nll), "surprisals=True"),
+        (select.Certified(lambda view: select.coded_bounds(view)), "coded_bounds: .* by `needing`"),
+        (select.ActiveSet(lambda view: contribution.token_nll(view)), "token_nll: .* by `needing`"),
     ):
         with pytest.raises(ValueError, match=wanted):
             jax.eval_shape(made(selector=selector).step, weights(), jax.eval_shape(made(selector=selector).empty))

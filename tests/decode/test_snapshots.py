@@ -12,7 +12,7 @@ import pytest
 
 from et_jax.decode import decoder as decoding
 from et_jax.decode import sampling, snapshots
-from et_jax.decode.state import DecoderConfig, DecodeState, Request
+from et_jax.decode.state import DecoderConfig, DecodeState, Request, law_numbers
 from et_jax.errors import UsageError
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise
@@ -65,6 +65,7 @@ def begin(d: decoding.Decoder, seed: int) -> DecodeState:
         index=jnp.int32(0),
         stop_ids=jnp.full(8, -1, jnp.int32),
         logprobs=jnp.bool_(False),
+        laws=law_numbers(d.config.controller),
         sampling=sampling.Sampling(
             **{name: jnp.float32(value) for name, value in numbers.items()},
             top_k=jnp.int32(50),

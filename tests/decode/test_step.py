@@ -30,10 +30,10 @@ from small_model import (
 )
 
 from et_jax.control.base import chain
-from et_jax.control.clock import paper
+from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
-from et_jax.control.priority import aged
-from et_jax.control.select import sinks_window
+from et_jax.control.priority import Aged
+from et_jax.control.select import SinksWindow
 from et_jax.decode import decoder as decoding
 from et_jax.models.transformer import initialise
 from et_jax.serve.chunks import pack
@@ -62,9 +62,9 @@ def even_blocks(view):
 @functools.cache
 def made(name: str) -> decoding.Decoder:
     """The decoders of this module, each compiled once."""
-    own = Controller(law=chain(paper(), by_entropy), temperature_rule=a_little_warmer)
-    sparse = Controller(selector=(sinks_window(2, 6), even_blocks))
-    queue = Controller(priority=aged(first_come, ceiling=1000.0, rate=0.5))
+    own = Controller(law=chain(FallClock(), by_entropy), temperature_rule=a_little_warmer)
+    sparse = Controller(selector=(SinksWindow(2, 6), even_blocks))
+    queue = Controller(priority=Aged(first_come, ceiling=1000.0, rate=0.5))
     changes = {
         "plain": {},
         "narrow": {"model": NARROW},

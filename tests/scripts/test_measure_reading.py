@@ -53,7 +53,7 @@ def test_an_answer_is_lost_with_its_blocks_and_comes_back_with_them(reading, mod
     def accuracy(selector):
         return np.mean([answer.right for answer in evaluate(model, asked, control=Controller(selector=selector))])
 
-    assert accuracy(select.dense()) >= 0.9
+    assert accuracy(select.Dense()) >= 0.9
     assert accuracy(reading.closed(begin, end)) <= 0.15
-    assert accuracy(select.sinks_window(4, 64)) <= 0.15
+    assert accuracy(select.SinksWindow(4, 64)) <= 0.15
     assert accuracy(reading.closed(512 - 64 - (end - begin), 512 - 64)) >= 0.9  # as many blocks, of others

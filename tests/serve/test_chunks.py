@@ -10,7 +10,7 @@ from small_model import PAGE, PROMPTS, configuration, prompt, request, run, same
 
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
-from et_jax.control.select import sinks_window
+from et_jax.control.select import SinksWindow
 from et_jax.decode import decoder as decoding
 from et_jax.serve import chunks
 
@@ -20,8 +20,10 @@ LONG = prompt(3, 22)  # five parts of a page and one of two tokens
 @functools.cache
 def decoder() -> decoding.Decoder:
     """One that keeps all it can of a page: summaries, codes and surprisals."""
-    controller = Controller(law=chain(), selector=sinks_window(2, 6), key_codes=True, surprisals=True)
-    return decoding.decoder(configuration(chunk=PAGE, prefill_batch=16 * PAGE, controller=controller))
+    controller = Controller(law=chain(), selector=SinksWindow(2, 6))
+    keep = frozenset({"codes", "surprisals"})
+    config = configuration(chunk=PAGE, prefill_batch=16 * PAGE, controller=controller, keep=keep)
+    return decoding.decoder(config)
 
 
 def prefilled(state, rows: list[tuple[int, list[int]]]):
@@ -82,7 +84,7 @@ def test_a_text_goes_on_the_same_after_a_call_of_many_parts():
     def texts(calls):
         d, state = decoder(), filled(calls)
         for slot, tokens in ((0, PROMPTS[0]), (1, LONG)):
-            state = d.insert(state, slot, request(tokens[-1], seed=slot, limit=10))
+            state = d.insert(state, slot, request(tokens[-1], seed=slot, limit=10, control=d.config.controller))
         return {slot: rows.token.tolist() for slot, rows in run(d, weights(), state)[1].items()}
 
     ends = [(0, PROMPTS[0][:-1]), (1, LONG[:-1])]

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.control.base import Law, chain
+from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
 from et_jax.serve import engine
 from et_jax.serve.continuation import Continuation
 from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams
-from et_jax.types import replace
+from et_jax.types import replace, value
 
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
 MARKED = 77  # the seed of the request that something happens to
@@ -202,21 +202,22 @@ BAD = [
 ]
 
 
-def broken() -> Law:
-    """A law that does BAD[i] to requests of temperature 1 + (i + 1) / 64, after the third token, from 2 on at once."""
+@value
+class Broken(Law):
+    """Does BAD[i] to requests of temperature 1 + (i + 1) / 64, after the third token, from 2 on at once."""
 
-    def spoil(state, chosen):
-        for number, (field, value) in enumerate(BAD, 1):
-            bad = jnp.where(chosen == number, jnp.float32(value), getattr(state, field))
-            state = replace(state, **{field: bad})
-        return state
-
-    def init(state):
+    def init(self, state):
         number = jnp.round((state.temperature - 1.0) * 64).astype(jnp.int32)
-        later = jnp.where(number < 64, number, 0)
-        return replace(spoil(state, number - 64), notes=state.notes | {"mine": later})
+        return claim(self, self._spoil(state, number - 64), "mine", jnp.where(number < 64, number, 0))
 
-    return Law(lambda signals, state: spoil(state, jnp.where(signals.generated == 3, state.notes["mine"], 0)), init)
+    def __call__(self, signals, state):
+        return self._spoil(state, jnp.where(signals.generated == 3, state.notes["mine"], 0))
+
+    def _spoil(self, state, chosen):
+        for number, (field, bad) in enumerate(BAD, 1):
+            spoiled = jnp.where(chosen == number, jnp.float32(bad), getattr(state, field))
+            state = replace(state, **{field: spoiled})
+        return state
 
 
 def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
@@ -227,7 +228,7 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
         bad = (signals.generated == 3) & (state.temperature > 2.9)
         return jnp.where(bad, worst, state.temperature)
 
-    control = Controller(law=chain(Controller().law, broken()), temperature_rule=rule)
+    control = Controller(law=chain(Controller().law, Broken()), temperature_rule=rule)
     numbers = range(1, len(BAD) + 1)
     heats = [0.0, 1.0, *(1 + i / 64 for i in numbers), *(2 + i / 64 for i in numbers), 3.0, 3.2, 3.4, 0.0, 1.0]
     tokens = model.tokenizer.encode(SENTENCE)

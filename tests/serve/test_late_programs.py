@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import pytest
 
-from et_jax.control.base import chain
+from et_jax.control.base import Law, chain, claim, noted
 from et_jax.control.controller import Controller
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from et_jax.types import replace
+from et_jax.types import replace, value
 
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
 
@@ -40,22 +40,22 @@ def everything(tokenizer) -> list[GenerationRequest]:
     ]
 
 
-def own() -> Controller:
-    def law(signals, state):
-        return replace(state, temperature=state.temperature * 0.99, notes=state.notes | {"mine": signals.entropy})
+@value
+class Own(Law):
+    def init(self, state):
+        return claim(self, state, "mine", jnp.zeros_like(state.entropy))
 
+    def __call__(self, signals, state):
+        return noted(replace(state, temperature=state.temperature * 0.99), "mine", signals.entropy)
+
+
+def own() -> Controller:
     def rule(moments_at, signals, state):
         return jnp.minimum(state.temperature, 1.5)
 
-    start = chain(Controller().law)
-    law = replace(
-        start, update=chain(start, law).update, init=lambda s: replace(start.init(s), memory=_noted(start, s))
+    return Controller(
+        law=chain(Controller().law, Own()), temperature_rule=rule, priority=lambda signals, state: signals.urgency
     )
-    return Controller(law=law, temperature_rule=rule, priority=lambda signals, state: signals.urgency)
-
-
-def _noted(law, state):
-    return law.init(state).notes | {"mine": jnp.zeros_like(state.entropy)}
 
 
 @pytest.mark.parametrize(

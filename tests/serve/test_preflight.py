@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from small_model import MODEL, configuration
 
-from et_jax.control.controller import Controller
 from et_jax.decode.decoder import decoder
 from et_jax.decode.state import DecoderConfig, empty
 from et_jax.errors import UsageError
@@ -62,7 +61,7 @@ def test_weights_have_the_published_size(tmp_path: Path, values: dict, count: in
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_page_is_what_its_parts_are(dtype, kept: bool) -> None:
     """Per layer and KV head: tokens in the cache's dtype; where kept also their box, mean and radius, and codes."""
-    config = configuration(cache_dtype=dtype, controller=Controller(key_codes=kept, surprisals=kept))
+    config = configuration(cache_dtype=dtype, keep=frozenset({"codes", "surprisals"} if kept else ()))
     c, s, e, size = config.model, config.page_size, 128, jnp.dtype(dtype).itemsize
     head = s * e * size + kept * (e * size + e * 4 + 4 + s * c.head_dim)
     table = 4 + 4  # its reference count, its place among the free pages
@@ -84,7 +83,7 @@ def test_pages_and_state_are_the_whole_decoder(changes: dict) -> None:
     [
         (96, {"num_slots": 16, "batch": 16}),
         (20_000, {"prefill_batch": 16}),
-        (20_000, {"prefill_batch": 64, "controller": Controller(surprisals=True)}),
+        (20_000, {"prefill_batch": 64, "keep": frozenset({"surprisals"})}),
     ],
 )
 def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes: dict) -> None:

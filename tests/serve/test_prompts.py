@@ -10,7 +10,7 @@ import pytest
 from jaxtyping import config
 
 from et_jax.control.controller import Controller
-from et_jax.control.temperature import thermostat
+from et_jax.control.temperature import Thermostat
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -104,7 +104,7 @@ def test_prompts_of_another_kind_are_told_what_is_wanted(model, prompts, sentenc
         ({"params": 5}, "params is 5; it must be SamplingParams"),
         ({"params": {"max_tokens": 1}}, "params is an object of type dict; it must be SamplingParams"),
         ({"control": 5}, "control is 5; it must be one of off, paper, guarded, certified or a Controller."),
-        ({"control": lambda: thermostat(1.0)}, "or a Controller; write Controller(law=...) for a law."),
+        ({"control": lambda: Thermostat(1.0)}, "or a Controller; write Controller(law=...) for a law."),
         ({"control": lambda: Controller(selector=[])}, "control cannot be told from others"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number."),
     ],

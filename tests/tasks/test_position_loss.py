@@ -13,8 +13,8 @@ from et_jax.tasks import position_loss
 
 
 def bound(selector=None, num_pages=3 * LENGTH // PAGE + 1):
-    controller = Controller(selector=selector or select.dense(), surprisals=True)
-    return decoder(configuration(controller=controller, num_pages=num_pages))
+    controller = Controller(selector=selector or select.Dense())
+    return decoder(configuration(controller=controller, num_pages=num_pages, keep=frozenset({"logits"})))
 
 
 def test_every_token_costs_what_the_dense_model_says():
@@ -31,7 +31,7 @@ def test_every_token_costs_what_the_dense_model_says():
 def test_what_the_decoder_does_not_read_changes_the_loss():
     tokens = np.array([prompt(number, LENGTH) for number in range(3)])
     whole = position_loss.position_losses(bound(), weights(), tokens)
-    little = position_loss.position_losses(bound(select.sinks_window(0, 1)), weights(), tokens)
+    little = position_loss.position_losses(bound(select.SinksWindow(0, 1)), weights(), tokens)
     assert not np.allclose(whole[:, LENGTH // 2 :], little[:, LENGTH // 2 :], atol=1e-2)
 
 
@@ -43,7 +43,7 @@ def test_a_pool_too_small_for_the_rows_is_refused():
 
 def test_a_decoder_that_holds_no_logits_is_refused():
     plain = decoder(configuration())
-    with pytest.raises(ValueError, match="surprisals"):
+    with pytest.raises(ValueError, match="logits"):
         position_loss.position_losses(plain, weights(), np.array([prompt(0, 4)]))
 
 
