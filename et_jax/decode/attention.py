@@ -59,7 +59,7 @@ class LayerCarry:
 
 
 @pytree
-class Row:
+class ReadRow:
     """What attention must know of each row of a decode step, whose new token sits at position `length`.
 
     Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
@@ -104,7 +104,7 @@ def no_reads(batch: int) -> ReadStats:
     return ReadStats(blocks_read=zeros, summaries_read=zeros, kept_mass=jnp.ones(batch, jnp.float32), block_masks=())
 
 
-def decode_attend(reading: ReadPolicy, row: Row) -> Attend:
+def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
     """Return the `attend` of one decode step."""
     count = row.run.astype(jnp.int32)
     lengths = jnp.where(row.run, row.length + 1, 0)
@@ -230,7 +230,7 @@ def _every_block(
 
 
 def _choose(
-    reading: ReadPolicy, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: Row
+    reading: ReadPolicy, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: ReadRow
 ) -> Selection:
     """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
 
