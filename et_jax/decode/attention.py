@@ -22,7 +22,7 @@ from et_jax.decode.selection import (
     blocks_of,
     first_block,
     held_blocks,
-    kept_mass,
+    least_share_read,
     select,
     trace_scores,
     with_residual,
@@ -132,7 +132,7 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
                 whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
                 out = whole.astype(out.dtype).reshape(out.shape)
             stats = _note(memory.stats, counts, chosen.opened)
-            kept = jnp.where(row.fresh, kept_mass(chosen, blocks, log_read), row.kept_mass)
+            kept = jnp.where(row.fresh, least_share_read(chosen, blocks, log_read), row.kept_mass)
             looked = jnp.where(row.fresh, held_blocks(lengths, reading.page_size), 0) * reading.model.num_kv_heads
             stats = replace(
                 stats,
