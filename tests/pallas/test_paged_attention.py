@@ -33,39 +33,30 @@ def assert_equals_reference(got, arguments, shape: Shape):
 
 
 def dense_float64(arguments, shape: Shape):
-    """The formula of the docstring, token by token, in float64 numpy."""
+    """The formula of the docstring, block by block, in float64 numpy."""
     arrays, sinks = numbers(arguments), arguments["softmax"].sink_logits
     table, blocks, counts = (np.asarray(arguments[name]) for name in ("page_table", "blocks", "counts"))
     b, h, d = arrays["q"].shape
-    group = h // shape.num_kv_heads
+    group, s = h // shape.num_kv_heads, shape.page_size
     out, block_lse = np.zeros((b, h, d)), np.full((b, h, blocks.shape[2]), -np.inf)
-    for row, length in enumerate(shape.lengths):
-        for head in range(h):
-            kv_head, exponents, values = head // group, [], []
-            for entry in range(counts[row, head // group]):
-                block = blocks[row, kv_head, entry]
-                inside = []
-                for offset in range(shape.page_size):
-                    position = block * shape.page_size + offset
-                    behind = length - 1 - position
-                    if behind < 0 or (shape.window is not None and behind >= shape.window):
-                        continue
-                    page = table[row, block]
-                    token = arrays["pages"][kv_head, page, offset]
-                    if arrays["kv_scales"] is not None:
-                        token = token * np.repeat(arrays["kv_scales"][kv_head, page], [d, token.size - d])
-                    z = shape.head_dim**-0.5 * (arrays["q"][row, head] @ token[:d])
-                    if shape.soft_cap is not None:
-                        z = shape.soft_cap * np.tanh(z / shape.soft_cap)
-                    inside.append(z)
-                    values.append(token[d : 2 * d])
-                exponents += inside
-                if inside:
-                    block_lse[row, head, entry] = np.log(np.sum(np.exp(inside)))
-            if exponents:
-                weights = np.exp(exponents)
-                sink = 0.0 if sinks is None else np.exp(np.float64(sinks[head]))
-                out[row, head] = weights @ np.array(values) / (weights.sum() + sink)
+    for row, head in np.ndindex(b, h):
+        kv_head, length = head // group, shape.lengths[row]
+        mixed, total = np.zeros(d), 0.0 if sinks is None else np.exp(np.float64(sinks[head]))
+        for entry, block in enumerate(blocks[row, kv_head, : counts[row, kv_head]]):
+            page = table[row, block]
+            behind = length - 1 - (block * s + np.arange(s))
+            seen = (behind >= 0) & (behind < (shape.window or length))
+            token = arrays["pages"][kv_head, page, seen]
+            if arrays["kv_scales"] is not None:
+                token = token * np.repeat(arrays["kv_scales"][kv_head, page], [d, shape.width - d])
+            z = d**-0.5 * (token[:, :d] @ arrays["q"][row, head])
+            if shape.soft_cap is not None:
+                z = shape.soft_cap * np.tanh(z / shape.soft_cap)
+            mixed += np.exp(z) @ token[:, d : 2 * d]
+            total += np.exp(z).sum()
+            if seen.any():
+                block_lse[row, head, entry] = np.log(np.exp(z).sum())
+        out[row, head] = mixed / total if total else 0.0
     return out, block_lse
 
 
