@@ -1,6 +1,7 @@
 """What a decoder holds: what cannot work is refused, and a request says what was asked."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import even_blocks, made
@@ -36,7 +37,7 @@ def test_a_request_keeps_the_stop_ids_that_can_be_drawn_and_marks_its_prompt():
 
 def test_every_leaf_of_control_leads_with_the_slots_and_starts_as_one_sequence_does():
     config = made("own").config
-    control, one = empty(config).control, fresh_control(config, np.float32(0))
+    control, one = empty(config).control, fresh_control(config, jnp.float32(0))
     for many, single in zip(jax.tree.leaves(control), jax.tree.leaves(one), strict=True):
         assert many.shape == (config.num_slots, *single.shape)
         np.testing.assert_array_equal(many, np.broadcast_to(single, many.shape))

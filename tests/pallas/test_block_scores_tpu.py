@@ -28,14 +28,17 @@ def served(name: str, shapes: tuple[Shape, ...]) -> list[Shape]:
     return [shape for shape in shapes if shape.num_kv_heads == 4 or shape.num_kv_heads % 8 == 0]
 
 
-@pytest.mark.parametrize(("name", "count"), [("block", 20), ("code", 7)])
+@pytest.mark.parametrize(("name", "count"), [("block", 16), ("code", 5)])
 def test_equals_reference(name, count, rung):
+    """What is raced is not interpreted a second time."""
+
     def check(shape: Shape):
         arguments = example(shape)
         got = results(KERNELS[name], arguments, config=SMALL, interpret=True, **shape.settings)
         assert_equals_reference(got, name, arguments, shape)
 
-    rung(f"{name}_scores tpu = reference", served(name, TESTED), count, check)
+    shapes = [shape for shape in served(name, TESTED) if shape not in PATHS[name]]
+    rung(f"{name}_scores tpu = reference", shapes, count, check)
 
 
 def is_right(name: str, shape: Shape, arguments, config: RingConfig | None = SMALL):

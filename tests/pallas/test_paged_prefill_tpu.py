@@ -15,7 +15,6 @@ from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 
 KERNEL = tpu.paged_prefill
-BREADTH = [shape for shape in TESTED if not shape.name.startswith("hopper")]  # the others: see the slow test
 # several tiles a chunk, few buffers of few pages: the keys go round the ring several times
 SMALL = Config(tile=16, ring=RingConfig(group=4, depth=3))
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; what changes
@@ -23,6 +22,8 @@ SMALL = Config(tile=16, ring=RingConfig(group=4, depth=3))
 PATHS = [
     NAMED[name] for name in ("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them", "sparse_all_of_them")
 ]
+# What is raced is not interpreted a second time; those for Hopper: see the slow test.
+BREADTH = [shape for shape in TESTED if not shape.name.startswith("hopper") and shape not in PATHS]
 
 
 def plain(arguments, shape: Shape):
@@ -49,7 +50,7 @@ def test_equals_reference(rung):
         arguments = example(shape)
         assert_equals_reference(plain(arguments, shape), arguments, shape)
 
-    rung("paged_prefill tpu = reference", BREADTH, 23, check)
+    rung("paged_prefill tpu = reference", BREADTH, 17, check)
 
 
 def has_no_race(shape: Shape, config: Config | None = SMALL):
