@@ -204,6 +204,7 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     from et_jax.pallas.checks import LANES
     from et_jax.pallas.paged_attention import paged_attention
     from et_jax.pallas.paged_prefill import paged_prefill
+    from et_jax.pallas.softmax import Softmax
 
     device = device_of(chip)
     h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
@@ -218,7 +219,7 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
 
     num_pages = slots * n + 1
     pages = floats(k, num_pages, s, -(-2 * d // LANES) * LANES, dtype=jnp.int8 if kernel == "int8" else jnp.bfloat16)
-    settings = {"scale": d**-0.5, "window": attention.window, "backend": chip.backend}
+    settings = {"softmax": Softmax(scale=d**-0.5, window=attention.window), "backend": chip.backend}
     if decoding:
         scales = {"kv_scales": floats(k, num_pages, 2, dtype=jnp.float32)} if kernel == "int8" else {}
         arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b), scales)

@@ -29,6 +29,7 @@ from report import RESULTS, write
 
 from et_jax.pallas.backend import resolve
 from et_jax.pallas.paged_attention.api import BACKENDS, paged_attention
+from et_jax.pallas.softmax import Softmax
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 
@@ -119,8 +120,9 @@ def paged_contestants(case: Case, spread: int, backends: list[str]) -> list[Cont
 
     def chain(backend: str, query: Array, pages: Array, tables: Array, blocks: Array, counts: Array) -> Array:
         def call(i: Array, query: Array) -> Array:
-            settings = {"scale": case.head_dim**-0.5, "backend": backend}
-            return paged_attention(query, pages, tables[i], blocks, counts, lengths, **settings)[0]
+            softmax = Softmax(scale=case.head_dim**-0.5)
+            out, _ = paged_attention(query, pages, tables[i], blocks, counts, lengths, softmax=softmax, backend=backend)
+            return out
 
         return lax.fori_loop(0, num_chains, call, query)
 

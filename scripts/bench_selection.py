@@ -33,6 +33,7 @@ from et_jax.decode.attention import list_blocks
 from et_jax.decode.selection import Blocks, blocks_of, select
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
+from et_jax.pallas.softmax import Softmax
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHARE = 1 / 8
@@ -75,7 +76,8 @@ def contestants(num_blocks: int) -> dict[str, Callable[[Array, kv.KVCache, Block
     def attend(choose: Callable, query: Array, cache: kv.KVCache, blocks: Blocks) -> tuple[Array, Array]:
         listed, counts = choose(query, cache, blocks)
         pages = cache.layers[0].pages
-        out, _ = paged_attention(query, pages, blocks.table, listed, counts, blocks.length, scale=DIM**-0.5)
+        softmax = Softmax(scale=DIM**-0.5)
+        out, _ = paged_attention(query, pages, blocks.table, listed, counts, blocks.length, softmax=softmax)
         return out, counts
 
     def only(choose: Callable, query: Array, cache: kv.KVCache, blocks: Blocks) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from et_jax.decode import cache, pages, slots
-from et_jax.decode.attention import LayerCarry, Row, decode_attend, no_reads
+from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads
 from et_jax.decode.state import DecoderConfig, DecodeState, empty, request
 from et_jax.decode.step import step
 from et_jax.models.config import ModelConfig
@@ -73,7 +73,7 @@ def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState
     table, length, run = state.table.pages, state.length, state.active
     attend = without_attention(kind == "+ cache write", table, length, run)
     if kind == "+ attention":
-        row = Row(
+        row = ReadRow(
             table=table,
             length=length,
             run=run,

@@ -50,23 +50,24 @@ class BlockView:
     `length` counts the sequence's tokens. `tolerance` is the attention mass that may be left unread.
     `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
     `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats; each is
-    None unless the selector needs what it is made of (see `needing`).
+    None unless the selector needs what it is made of (see `needing`). A selector sees one view; `*b` is many
+    at once.
     """
 
-    query: Float[Array, "g d"]
+    query: Float[Array, "*b g d"]
     score: Interval
-    middle: Float[Array, "g n"]
-    key_min: Float[Array, "n d"]
-    key_max: Float[Array, "n d"]
-    key_mean: Float[Array, "n d"]
-    value_mean: Float[Array, "n d"]
-    value_radius: Float[Array, " n"]
-    start: Int[Array, " n"]
-    num_tokens: Int[Array, " n"]
-    length: Int[Array, ""]
-    tolerance: Float[Array, ""]
+    middle: Float[Array, "*b g n"]
+    key_min: Float[Array, "*b n d"]
+    key_max: Float[Array, "*b n d"]
+    key_mean: Float[Array, "*b n d"]
+    value_mean: Float[Array, "*b n d"]
+    value_radius: Float[Array, "*b n"]
+    start: Int[Array, "*b n"]
+    num_tokens: Int[Array, "*b n"]
+    length: Int[Array, "*b"]
+    tolerance: Float[Array, "*b"]
     coded: Interval | None = None
-    mean_surprisal: Float[Array, " n"] | None = None
+    mean_surprisal: Float[Array, "*b n"] | None = None
 
 
 def log_mass(view: BlockView) -> Float[Array, "g n"]:

@@ -22,7 +22,7 @@ from et_jax.decode.selection import (
     blocks_of,
     first_block,
     held_blocks,
-    kept_mass,
+    least_share_read,
     select,
     trace_scores,
     with_residual,
@@ -32,6 +32,7 @@ from et_jax.models.transformer import Attend
 from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.pallas.softmax import Softmax
 from et_jax.types import pytree, replace
 
 
@@ -59,7 +60,7 @@ class LayerCarry:
 
 
 @pytree
-class Row:
+class ReadRow:
     """What attention must know of each row of a decode step, whose new token sits at position `length`.
 
     Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
@@ -92,10 +93,9 @@ class ReadPolicy:
     refresh_every: int = 1
     residual: bool = False
 
-    @property
-    def scale(self) -> float:
-        """Factor on query . key."""
-        return self.model.head_dim**-0.5
+    def softmax(self, layer: int) -> Softmax:
+        """Return the softmax of a layer."""
+        return Softmax(scale=self.model.head_dim**-0.5, window=self.model.windows[layer])
 
 
 def no_reads(batch: int) -> ReadStats:
@@ -104,7 +104,7 @@ def no_reads(batch: int) -> ReadStats:
     return ReadStats(blocks_read=zeros, summaries_read=zeros, kept_mass=jnp.ones(batch, jnp.float32), block_masks=())
 
 
-def decode_attend(reading: ReadPolicy, row: Row) -> Attend:
+def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
     """Return the `attend` of one decode step."""
     count = row.run.astype(jnp.int32)
     lengths = jnp.where(row.run, row.length + 1, 0)
@@ -120,7 +120,7 @@ def decode_attend(reading: ReadPolicy, row: Row) -> Attend:
             opened = jnp.broadcast_to(blocks.readable[:, None], (*counts.shape, row.table.shape[1]))
             stats = _note(memory.stats, counts, opened)
         else:
-            grouped = _grouped(queries, reading)
+            grouped = _grouped(queries, reading, layer)
             chosen = _choose(reading, layer, grouped, cache, blocks, row)
             listed, counts = list_blocks(chosen.opened)
             out, block_lse = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
@@ -132,7 +132,7 @@ def decode_attend(reading: ReadPolicy, row: Row) -> Attend:
                 whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
                 out = whole.astype(out.dtype).reshape(out.shape)
             stats = _note(memory.stats, counts, chosen.opened)
-            kept = jnp.where(row.fresh, kept_mass(chosen, blocks, log_read), row.kept_mass)
+            kept = jnp.where(row.fresh, least_share_read(chosen, blocks, log_read), row.kept_mass)
             looked = jnp.where(row.fresh, held_blocks(lengths, reading.page_size), 0) * reading.model.num_kv_heads
             stats = replace(
                 stats,
@@ -158,15 +158,8 @@ def prefill_attend(
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache) -> tuple[Array, KVCache]:
         cached = write(memory.layers[layer], k, v, table, start, count, end)
-        out = paged_prefill(
-            q,
-            cached.pages,
-            table,
-            start,
-            scale=reading.scale,
-            window=reading.model.windows[layer],
-            backend=reading.backend,
-        )
+        softmax, backend = reading.softmax(layer), reading.backend
+        out, _ = paged_prefill(q, cached.pages, table, start, softmax=softmax, backend=backend)
         return out, _with_layer(memory, layer, cached)
 
     return attend
@@ -202,10 +195,13 @@ def _trace_attention(model: ModelConfig, page_size: int, dtype: DTypeLike, backe
     integers = partial(jnp.zeros, dtype=jnp.int32)
     pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), dtype)
     queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)
-    settings = {"scale": 1.0, "window": next(iter(model.windows)), "backend": backend}
+    softmax = Softmax(scale=1.0, window=next(iter(model.windows)))
     lists = integers((1, model.num_kv_heads, 1)), integers((1, model.num_kv_heads))
-    decoded, _ = paged_attention(queries[:, 0], pages, integers((1, 1)), *lists, integers(1), **settings)
-    return decoded, paged_prefill(queries, pages, integers((1, 1)), integers(1), **settings)
+    decoded, _ = paged_attention(
+        queries[:, 0], pages, integers((1, 1)), *lists, integers(1), softmax=softmax, backend=backend
+    )
+    chunk, _ = paged_prefill(queries, pages, integers((1, 1)), integers(1), softmax=softmax, backend=backend)
+    return decoded, chunk
 
 
 def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
@@ -230,7 +226,7 @@ def _every_block(
 
 
 def _choose(
-    reading: ReadPolicy, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: Row
+    reading: ReadPolicy, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: ReadRow
 ) -> Selection:
     """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
 
@@ -269,8 +265,7 @@ def _read(
         listed,
         counts,
         lengths,
-        scale=reading.scale,
-        window=reading.model.windows[layer],
+        softmax=reading.softmax(layer),
         backend=reading.backend,
     )
 
@@ -283,10 +278,10 @@ def _note(stats: ReadStats, counts: Int[Array, "b k"], opened: Bool[Array, "b k 
     )
 
 
-def _grouped(queries: Float[Array, "b h d"], reading: ReadPolicy) -> Float[Array, "b k g d"]:
+def _grouped(queries: Float[Array, "b h d"], reading: ReadPolicy, layer: int) -> Float[Array, "b k g d"]:
     """Queries by KV head, float32, scaled so that query . key is the score."""
     b, _, d = queries.shape
-    return queries.astype(jnp.float32).reshape(b, reading.model.num_kv_heads, -1, d) * reading.scale
+    return queries.astype(jnp.float32).reshape(b, reading.model.num_kv_heads, -1, d) * reading.softmax(layer).scale
 
 
 def _with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+from et_jax.pallas.checks import SUBLANES, padded_width
 from et_jax.types import pytree, replace
-
-_TILE_ROWS = 8  # rows of a register on a TPU
-_LANE = 128  # the last axis is padded to whole lanes, so that a page is one transfer on every chip
 
 
 @pytree
@@ -53,8 +51,8 @@ class KVCache:
 
 
 def token_width(head_dim: int) -> int:
-    """Return `e`: key and value of one head, padded to a multiple of 128."""
-    return -(-2 * head_dim // _LANE) * _LANE
+    """Return `e`: key and value of one head, padded to whole lanes, so that a page is one transfer on every chip."""
+    return padded_width(head_dim)
 
 
 def empty(
@@ -79,7 +77,7 @@ def empty(
     """
     if key_codes and not summaries:
         raise ValueError("key_codes: got True without summaries, in whose boxes the codes lie")
-    num_pages += num_pages % _TILE_ROWS == 0
+    num_pages += num_pages % SUBLANES == 0
     e = token_width(head_dim)
 
     def summary() -> PageSummary:

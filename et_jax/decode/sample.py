@@ -7,7 +7,9 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import entropy
 from et_jax.control.base import ControlState, Signals, TemperatureRule, name_of, one_like
 from et_jax.decode import sampling
+from et_jax.decode.rows import Rows
 from et_jax.decode.sampling import Sampling
+from et_jax.decode.state import DecodeState
 from et_jax.types import pytree, replace
 
 
@@ -20,22 +22,62 @@ class Sampled:
     signals: Signals
 
 
+@jax.named_scope("sample")
 def sample(
+    state: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    signals: Signals,
+    raw: entropy.Moments,
+) -> Sampled:
+    """Penalise, set the temperature, truncate, sample; measure what was sampled.
+
+    `raw` are the moments of the model's own `logits`. Passes over the vocabulary are skipped where no row needs
+    them; a row that needs none has the same bits whether its neighbours do or not.
+    """
+    settings, control = rows.take(state.sampling), rows.take(state.control)
+    penalised = rows.run & sampling.penalises(settings)
+    altered = _penalise(state, rows, logits, settings, penalised)
+    heat = _heat(rows.take(state.laws).temperature_rule, altered, settings, signals, control)
+    normaliser = entropy.log_normaliser(raw)
+    cut = sampling.threshold(altered, heat, settings, normaliser - control.surprisal_cap)
+    token = sampling.sample_token(altered, heat, cut, sampling.uniform(settings, rows.position + 1))
+    warm = _tempered(altered, heat, penalised, raw)
+    kept = _truncated_entropy(altered, heat, cut, entropy.entropy(warm))
+    logit = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    cold = heat == 0
+    signals = replace(
+        signals,
+        tempered_entropy=jnp.where(cold, 0.0, entropy.entropy(warm)),
+        tempered_varentropy=jnp.where(cold, 0.0, entropy.varentropy(warm)),
+        truncated_entropy=jnp.where(cold, 0.0, kept),
+        surprisal=normaliser - logit,
+    )
+    return Sampled(token=token, temperature=heat, signals=signals)
+
+
+def _penalise(
+    state: DecodeState, rows: Rows, logits: Float[Array, "r v"], settings: Sampling, penalised: Bool[Array, " r"]
+) -> Float[Array, "r v"]:
+    """The logits after penalties; the counts are looked at only where a row asks for one."""
+    counts = state.counts
+    if counts is None:
+        return logits
+    return jax.lax.cond(
+        jnp.any(penalised),
+        lambda: sampling.penalise(logits, settings, rows.take(counts)),
+        lambda: logits,
+    )
+
+
+def _heat(
     rule: TemperatureRule | None,
     logits: Float[Array, "r v"],
     settings: Sampling,
-    penalised: Bool[Array, " r"],
     signals: Signals,
     control: ControlState,
-    position: Int[Array, " r"],
-    raw: entropy.Moments,
-) -> Sampled:
-    """Set the temperature, truncate, sample.
-
-    `raw` are the moments of the model's own logits, from which `logits` differ in rows that are
-    `penalised`. Passes over the vocabulary are skipped where no row needs them; a row that needs none
-    has the same bits whether its neighbours do or not.
-    """
+) -> Float[Array, " r"]:
+    """The temperature of every row: that of the laws or of the temperature rule, 0 where the request is greedy."""
     heat = control.temperature
     if rule is not None:
 
@@ -50,20 +92,7 @@ def sample(
             return one_like(control.temperature, decided, f"The temperature rule {name_of(rule)} returns")
 
         heat = jax.vmap(decide)(rule, logits, signals, control)
-    greedy = settings.temperature == 0
-    heat = jnp.where(greedy, 0.0, heat)
-    cut = sampling.threshold(logits, heat, settings, entropy.log_normaliser(raw) - control.surprisal_cap)
-    token = sampling.sample_token(logits, heat, cut, sampling.uniform(settings, position))
-    warm = _tempered(logits, heat, penalised, raw)
-    kept = _truncated_entropy(logits, heat, cut, entropy.entropy(warm))
-    cold = heat == 0
-    signals = replace(
-        signals,
-        tempered_entropy=jnp.where(cold, 0.0, entropy.entropy(warm)),
-        tempered_varentropy=jnp.where(cold, 0.0, entropy.varentropy(warm)),
-        truncated_entropy=jnp.where(cold, 0.0, kept),
-    )
-    return Sampled(token=token, temperature=heat, signals=signals)
+    return jnp.where(settings.temperature == 0, 0.0, heat)
 
 
 def _tempered(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.types import pytree, replace
 
-_TILE_ROWS = 4  # rows of logits that a CPU truncates together: it passes over those rows alone that ask for it
+_ROWS_TOGETHER = 4  # rows of logits that a CPU truncates together: it passes over those rows alone that ask for it
 _LANES = 256  # vocabulary entries per partial sum of the draw: about the square root of a large vocabulary
 
 
@@ -136,7 +136,7 @@ def _among(wanted: Bool[Array, " b"], find: Callable[[Int[Array, " t"]], Float[A
         found = jax.lax.fori_loop(0, tiles, ask, jnp.full(b, -jnp.inf, jnp.float32))
         return jnp.where(wanted, found, -jnp.inf)
 
-    return jax.lax.platform_dependent(cpu=lambda: search(min(_TILE_ROWS, b)), default=lambda: search(b))
+    return jax.lax.platform_dependent(cpu=lambda: search(min(_ROWS_TOGETHER, b)), default=lambda: search(b))
 
 
 def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[Array, " b"]) -> Float[Array, " b"]:

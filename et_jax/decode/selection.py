@@ -7,7 +7,7 @@ one is made of the other.
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
@@ -78,51 +78,48 @@ def select(
     The selector's numbers have a row each. `query` is float32 and scaled. `backend` names the kernels that score
     the blocks.
     """
-    d, stored = query.shape[-1], cache.layers[layer].summary
+    view = _view(query, cache, layer, blocks, tolerance, backend)
+    over_heads = jax.vmap(lambda one, view: one.choose(view), in_axes=(None, 0))
+    chosen = jax.vmap(over_heads)(selector, view)
+    opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
+    return replace(chosen, opened=opened)
+
+
+def _view(
+    query: Float[Array, "b k g d"],
+    cache: KVCache,
+    layer: int,
+    blocks: Blocks,
+    tolerance: Float[Array, " b"],
+    backend: str,
+) -> BlockView:
+    """What selectors see of every row and KV head, "b k" in front of every field."""
+    (b, k, _, d), stored = query.shape, cache.layers[layer].summary
     if stored is None:
         raise ValueError("cache: got one that keeps no summaries, by which selectors choose")
     score, middle, coded = _scores(query, cache.layers[layer], blocks, backend)
     box, mean = (x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.key_box, stored.mean))
-    radius = stored.value_radius[:, blocks.table].swapaxes(0, 1)
 
-    def of_head(
-        selector, query, score, middle, coded, box, mean, radius, num_tokens, length, tolerance, surprisal
-    ) -> Selection:
-        view = BlockView(
-            query=query,
-            score=score,
-            middle=middle,
-            key_min=box[:, :d],
-            key_max=box[:, d : 2 * d],
-            key_mean=mean[:, :d],
-            value_mean=mean[:, d : 2 * d],
-            value_radius=radius,
-            start=blocks.start,
-            num_tokens=num_tokens,
-            length=length,
-            tolerance=tolerance,
-            coded=coded,
-            mean_surprisal=surprisal,
-        )
-        return selector.choose(view)
+    def for_heads(x: Shaped[Array, "b *rest"]) -> Shaped[Array, "b k *rest"]:
+        return jnp.broadcast_to(x[:, None], (b, k, *x.shape[1:]))
 
-    of_row = jax.vmap(of_head, in_axes=(None,) + (0,) * 7 + (None,) * 4)
-    chosen = jax.vmap(of_row)(
-        selector,
-        query,
-        score,
-        middle,
-        coded,
-        box,
-        mean,
-        radius,
-        blocks.num_tokens,
-        blocks.length,
-        tolerance,
-        _mean_surprisal(cache, blocks),
+    surprisal = _mean_surprisal(cache, blocks)
+    return BlockView(
+        query=query,
+        score=score,
+        middle=middle,
+        key_min=box[..., :d],
+        key_max=box[..., d : 2 * d],
+        key_mean=mean[..., :d],
+        value_mean=mean[..., d : 2 * d],
+        value_radius=stored.value_radius[:, blocks.table].swapaxes(0, 1),
+        start=jnp.broadcast_to(blocks.start, (b, k, *blocks.start.shape)),
+        num_tokens=for_heads(blocks.num_tokens),
+        length=for_heads(blocks.length),
+        tolerance=for_heads(tolerance),
+        coded=coded,
+        mean_surprisal=None if surprisal is None else for_heads(surprisal),
     )
-    opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
-    return replace(chosen, opened=opened)
 
 
 def trace_scores(model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
@@ -151,8 +148,8 @@ def _scores(
     if layer.key_codes is None:
         return Interval(low=low, high=high), middle, None
     found = code_scores(queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, **at)
-    log_mass, error = map(grouped, found)
-    known = jnp.where((blocks.num_tokens > 0)[:, None, None], log_mass, -jnp.inf)
+    coded_lse, error = map(grouped, found)
+    known = jnp.where((blocks.num_tokens > 0)[:, None, None], coded_lse, -jnp.inf)
     return Interval(low=low, high=high), middle, Interval(low=known - error, high=known + error)
 
 
@@ -165,15 +162,15 @@ def _mean_surprisal(cache: KVCache, blocks: Blocks) -> Float[Array, "b n"] | Non
     return total / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
 
 
-def kept_mass(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Float[Array, " b"]:
+def least_share_read(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Float[Array, " b"]:
     """Return the least share of attention mass read, over heads: certain where the selector bounds the rest.
 
     Otherwise unread blocks count as the selector guesses them. `log_read` is the log-sum-exp over what
     was read, in nats.
     """
-    log_mass = chosen.estimate if chosen.upper is None else chosen.upper
+    thought = chosen.estimate if chosen.upper is None else chosen.upper
     read = chosen.opened | ~blocks.readable[:, None]
-    each = jax.vmap(jax.vmap(bounds.kept_mass))(log_mass, read, log_read)
+    each = jax.vmap(jax.vmap(bounds.kept_mass))(thought, read, log_read)
     return jnp.min(each, axis=(1, 2))
 
 

@@ -4,7 +4,7 @@ Like the functions of `decode`, each takes a state and returns one.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from et_jax.decode.sampling import TokenCounts
 from et_jax.decode.state import DecoderConfig, DecodeState, Request, blank_signals, fresh_control
 from et_jax.types import replace
 
+T = TypeVar("T")
 Row = dict[str, Any]
 """All that a state knows of one slot but its pages, by the names of `DecodeState`."""
 
@@ -23,7 +24,7 @@ Row = dict[str, Any]
 def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
     """Start a sequence in `slot`, whose prompt but for the last token has been prefilled."""
 
-    def put(tree: Any, row: Any) -> Any:
+    def put(tree: T, row: T) -> T:
         return jax.tree.map(lambda x, y: x.at[slot].set(y), tree, row)
 
     counts = state.counts

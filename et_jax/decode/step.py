@@ -1,6 +1,4 @@
-"""One token for every sequence served: choose, reserve, forward, measure, sample, control, scatter."""
-
-from typing import Any
+"""One token for every sequence served: choose, reserve, extend, measure, sample, control, commit."""
 
 import jax
 import jax.numpy as jnp
@@ -11,102 +9,224 @@ from et_jax.control.base import ControlState, Signals, name_of, one_like, update
 from et_jax.control.controller import Controller
 from et_jax.decode import cache as kv
 from et_jax.decode import cost, faults, pages, sampling
-from et_jax.decode.attention import LayerCarry, ReadStats, Row, decode_attend, no_reads
-from et_jax.decode.sample import sample
-from et_jax.decode.sampling import Sampling, TokenCounts
+from et_jax.decode.attention import LayerCarry, ReadRow, ReadStats, decode_attend, no_reads
+from et_jax.decode.rows import Rows, at_slots
+from et_jax.decode.sample import Sampled, sample
+from et_jax.decode.sampling import Sampling
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
 from et_jax.models.transformer import Params, forward
-from et_jax.types import replace
+from et_jax.types import pytree, replace
 
 
 def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[DecodeState, StepOutput]:
     """Advance the sequences served by one token.
 
-    choose -> reserve -> forward -> measure -> sample -> control -> scatter. A slot that got no page is
+    choose -> reserve -> extend -> measure -> sample -> control -> commit. A slot that got no page is
     refused: no token, and its clock, key and control are unchanged.
     """
-    state = _prioritise(config, state)
-    rows = _choose(config, state)
-    served = _take(state.active, rows)
-    length = _take(state.length, rows)
-    wanted = jnp.where(served, length // config.page_size + 1, 0)
-    table, granted = pages.reserve(state.table, _scatter(jnp.zeros_like(state.length), rows, wanted), 1)
-    run = served & _take(granted, rows)
+    state, chosen = choose(config, state)
+    table, rows = reserve(config, state, chosen)
+    logits, memory = extend(config, params, state, rows, table)
+    signals, raw = measure(config, params, state, rows, logits, memory.stats)
+    sampled = sample(state, rows, logits, signals, raw)
+    verdict = control(state, rows, sampled, raw, memory.stats)
+    after = commit(replace(state, table=table, cache=memory.cache), rows, logits, sampled, verdict)
+    return after, report(config, state, after, rows, logits, raw, sampled, verdict)
 
-    token, laws = _take(state.token, rows), _take(state.laws, rows)
-    row = Row(
-        table=_take(table.pages, rows),
-        length=length,
-        run=run,
-        tolerance=_take(state.control.tolerance, rows),
-        fresh=_take(state.generated, rows) % config.controller.refresh_every == 0,
-        block_mask=_take(state.control.block_mask, rows),
-        kept_mass=_take(state.signals.kept_mass, rows),
-        selectors=laws.selectors(config.model.num_layers),
+
+@pytree
+class Verdict:
+    """What becomes of every row: what the laws decide, and whether its token stands.
+
+    `fault` is above 0 where the row failed; a row that runs and does not fail has `produced` a token.
+    """
+
+    control: ControlState
+    fault: Int[Array, " r"]
+    produced: Bool[Array, " r"]
+    finished: Bool[Array, " r"]
+
+
+@jax.named_scope("choose")
+def choose(config: DecoderConfig, state: DecodeState) -> tuple[DecodeState, Rows]:
+    """Score every slot, and take the `batch` runnable ones of highest priority.
+
+    A priority that is no number comes first, and ends its sequence; the lowest stays above idle slots.
+    """
+    signals = replace(
+        state.signals,
+        length=state.length,
+        generated=state.generated,
+        remaining=state.limit - state.generated,
+        arrival=state.arrival,
+        pages_held=state.table.num_blocks,
+        urgency=state.urgency,
+    )
+    priority = jax.vmap(_priority)(state.laws, signals, state.control)
+    slot = None
+    if config.batch < config.num_slots:
+        score = jnp.where(jnp.isnan(priority), jnp.inf, priority)
+        score = jnp.where(state.active, jnp.maximum(score, jnp.finfo(score.dtype).min), -jnp.inf)
+        slot = jax.lax.top_k(score, config.batch)[1]
+    token, position, active = at_slots(slot, (state.token, state.length, state.active))
+    rows = Rows(slot=slot, token=token, position=position, run=active)
+    return replace(state, control=replace(state.control, priority=priority)), rows
+
+
+@jax.named_scope("reserve")
+def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[pages.PageTable, Rows]:
+    """Find a page for every token to be written; a row that got none does not run."""
+    wanted = jnp.where(rows.run, rows.position // config.page_size + 1, 0)
+    table, granted = pages.reserve(state.table, rows.spread(config.num_slots, wanted), 1)
+    return table, replace(rows, run=rows.run & rows.take(granted))
+
+
+@jax.named_scope("extend")
+def extend(
+    config: DecoderConfig, params: Params, state: DecodeState, rows: Rows, table: pages.PageTable
+) -> tuple[Float[Array, "r v"], LayerCarry]:
+    """Write the rows' tokens into the cache and read it: the logits of what comes next, and what was read."""
+    control = rows.take(state.control)
+    row = ReadRow(
+        table=rows.take(table.pages),
+        length=rows.position,
+        run=rows.run,
+        tolerance=control.tolerance,
+        fresh=rows.take(state.generated) % config.controller.refresh_every == 0,
+        block_mask=control.block_mask,
+        kept_mass=rows.take(state.signals.kept_mass),
+        selectors=rows.take(state.laws).selectors(config.model.num_layers),
     )
     cache = state.cache
     if cache.surprisal is not None:
-        surprisal = jnp.where(length == 0, 0.0, entropy.surprisal(_take(state.logits, rows), token))
-        cache = kv.write_surprisal(cache, surprisal[:, None], row.table, length, run.astype(jnp.int32))
+        surprisal = jnp.where(rows.position == 0, 0.0, entropy.surprisal(rows.take(state.logits), rows.token))
+        cache = kv.write_surprisal(cache, surprisal[:, None], row.table, row.length, row.run.astype(jnp.int32))
     attend = decode_attend(config.read_policy, row)
     memory = LayerCarry(cache=cache, stats=no_reads(config.batch))
-    logits, memory = forward(params, config.model, token[:, None], length[:, None], attend, memory)
-    logits = logits[:, 0]
+    logits, memory = forward(params, config.model, rows.token[:, None], rows.position[:, None], attend, memory)
+    return logits[:, 0], memory
 
-    with jax.named_scope("control"):
-        control = _take(state.control, rows)
-        settings = _take(state.sampling, rows)
-        signals, raw = _measure(config, params, state, rows, run, logits, memory.stats, laws)
-        normaliser = entropy.log_normaliser(raw)
-        rule = laws.temperature_rule
-        penalised = run & sampling.penalises(settings)
-        altered = _penalise(state.counts, rows, logits, settings, penalised)
-        sampled = sample(rule, altered, settings, penalised, signals, control, length + 1, raw)
-        logit = jnp.take_along_axis(logits, sampled.token[:, None], axis=1)[:, 0]
-        signals = replace(sampled.signals, surprisal=normaliser - logit)
-        masks = jnp.stack(memory.stats.block_masks, axis=1)
-        decided = _decide(laws, settings, signals, replace(control, block_mask=masks))
-        fault = jnp.where(run, faults.fault(raw.s0, sampled.temperature, _cold(settings, control), decided), 0)
-        failed = fault > 0
-        produced = run & ~failed
 
-    stopped = jnp.any(sampled.token[:, None] == _take(state.stop_ids, rows), axis=1)
-    finished = produced & (stopped | (signals.generated >= _take(state.limit, rows)))
-
-    def put(tree: Any, new: Any) -> Any:
-        return jax.tree.map(lambda old, x: _scatter(old, rows, _where(produced, x, _take(old, rows))), tree, new)
-
-    waited = jnp.where(state.active, state.control.wait + 1, 0)
-    every = jnp.zeros(config.num_slots, bool)
-    after = replace(
-        state,
-        token=put(state.token, sampled.token),
-        length=put(state.length, length + 1),
-        generated=put(state.generated, signals.generated),
-        active=_scatter(state.active, rows, _take(state.active, rows) & ~finished & ~failed),
-        counts=None if state.counts is None else sampling.count(state.counts, rows, sampled.token, produced),
-        signals=put(state.signals, signals),
-        logits=put(state.logits, None if state.logits is None else logits),
-        control=put(replace(state.control, wait=waited), replace(decided, wait=jnp.zeros_like(decided.wait))),
-        table=table,
-        cache=memory.cache,
+@jax.named_scope("measure")
+def measure(
+    config: DecoderConfig,
+    params: Params,
+    state: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    stats: ReadStats,
+) -> tuple[Signals, entropy.Moments]:
+    """Return the raw signals of this step, before sampling, and the moments of the logits as they are."""
+    raw = entropy.moments(logits)
+    at = config.calibration
+    calibrated = raw if at == 1.0 else entropy.moments(logits, at)
+    log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
+    estimate = rows.take(state.laws).estimator(log_prob, calibrated)
+    generated = rows.take(state.generated) + 1
+    length = rows.position + rows.run.astype(jnp.int32)
+    signals = replace(
+        rows.take(state.signals),
+        entropy=estimate.entropy,
+        varentropy=entropy.varentropy(calibrated),
+        entropy_low=estimate.low,
+        entropy_high=estimate.high,
+        margin=entropy.margin(logits, raw),
+        kept_mass=stats.kept_mass,
+        blocks_read=stats.blocks_read,
+        summaries_read=stats.summaries_read,
+        cost=cost.nominal_bytes(traffic(params, state.cache), config.batch, stats.blocks_read, stats.summaries_read),
+        length=length,
+        generated=generated,
+        remaining=rows.take(state.limit) - generated,
+        arrival=rows.take(state.arrival),
+        pages_held=-(-length // config.page_size),
+        urgency=rows.take(state.urgency),
     )
-    top = _alternatives(config, logits, run & _take(state.logprobs, rows))
-    output = StepOutput(
+    return signals, raw
+
+
+@jax.named_scope("control")
+def control(state: DecodeState, rows: Rows, sampled: Sampled, raw: entropy.Moments, stats: ReadStats) -> Verdict:
+    """Run the laws on every row, and judge it; greedy requests stay greedy under every law."""
+    before, settings, signals = rows.take(state.control), rows.take(state.sampling), sampled.signals
+    read = replace(before, block_mask=jnp.stack(stats.block_masks, axis=1), total_cost=before.total_cost + signals.cost)
+    decided = _cold(settings, jax.vmap(_after_token)(rows.take(state.laws), signals, read))
+    found = faults.fault(raw.s0, sampled.temperature, _cold(settings, before), decided)
+    fault = jnp.where(rows.run, found, 0)
+    produced = rows.run & (fault == 0)
+    stopped = jnp.any(sampled.token[:, None] == rows.take(state.stop_ids), axis=1)
+    ended = stopped | (signals.generated >= rows.take(state.limit))
+    return Verdict(control=decided, fault=fault, produced=produced, finished=produced & ended)
+
+
+@jax.named_scope("commit")
+def commit(
+    state: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    sampled: Sampled,
+    verdict: Verdict,
+) -> DecodeState:
+    """Put what the rows came to back into their slots, where a token was produced; the others wait on."""
+    waited = jnp.where(state.active, state.control.wait + 1, 0)
+    slots = (state.token, state.length, state.generated, state.signals, state.logits)
+    new = (
+        sampled.token,
+        rows.position + 1,
+        sampled.signals.generated,
+        sampled.signals,
+        None if state.logits is None else logits,
+    )
+    token, length, generated, signals, last = rows.put_where(verdict.produced, slots, new)
+    decided = replace(verdict.control, wait=jnp.zeros_like(verdict.control.wait))
+    stays = rows.take(state.active) & ~verdict.finished & (verdict.fault == 0)
+    counts = state.counts
+    if counts is not None:
+        counts = sampling.count(counts, rows.slot, sampled.token, verdict.produced)
+    return replace(
+        state,
+        token=token,
+        length=length,
+        generated=generated,
+        active=rows.put(state.active, stays),
+        counts=counts,
+        signals=signals,
+        logits=last,
+        control=rows.put_where(verdict.produced, replace(state.control, wait=waited), decided),
+    )
+
+
+def report(
+    config: DecoderConfig,
+    before: DecodeState,
+    after: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    raw: entropy.Moments,
+    sampled: Sampled,
+    verdict: Verdict,
+) -> StepOutput:
+    """Return what the step did, slot by slot."""
+    refused = rows.take(before.active) & ~rows.run
+    top = _alternatives(config, logits, rows.run & rows.take(before.logprobs))
+    if top is not None:
+        top = rows.spread(config.num_slots, (top[0] - entropy.log_normaliser(raw)[:, None], top[1]))
+    told = (verdict.produced, verdict.finished, verdict.fault, refused, sampled.temperature)
+    produced, finished, fault, refused, temperature = rows.spread(config.num_slots, told)
+    return StepOutput(
         token=after.token,
-        produced=_scatter(every, rows, produced),
-        finished=_scatter(every, rows, finished),
-        fault=_scatter(jnp.zeros_like(state.length), rows, fault),
-        refused=_scatter(every, rows, served & ~run),
-        temperature=_scatter(jnp.zeros_like(state.control.temperature), rows, sampled.temperature),
+        produced=produced,
+        finished=finished,
+        fault=fault,
+        refused=refused,
+        temperature=temperature,
         entropic_time=after.control.entropic_time,
         total_cost=after.control.total_cost,
         guard_rates=guards.rates(after.control),
         signals=after.signals,
-        top_tokens=None if top is None else _spread(config, rows, top[1]),
-        top_logprobs=None if top is None else _spread(config, rows, top[0] - normaliser[:, None]),
+        top_tokens=None if top is None else top[1],
+        top_logprobs=None if top is None else top[0],
     )
-    return after, output
 
 
 def traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
@@ -117,75 +237,6 @@ def traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
         weights=cost.num_bytes(params),
         block=cost.num_bytes(layer.pages) // num_blocks,
         summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks,
-    )
-
-
-# The parts of a step.
-
-
-def _take(tree: Any, rows: Int[Array, " r"] | None) -> Any:
-    """The rows a step serves; None is all of them, in place."""
-    return tree if rows is None else jax.tree.map(lambda x: x[rows], tree)
-
-
-def _scatter(x: Array, rows: Int[Array, " r"] | None, new: Array) -> Array:
-    return new if rows is None else x.at[rows].set(new)
-
-
-def _spread(config: DecoderConfig, rows: Int[Array, " r"] | None, new: Array) -> Array:
-    return _scatter(jnp.zeros((config.num_slots, *new.shape[1:]), new.dtype), rows, new)
-
-
-def _where(keep: Bool[Array, " r"], new: Array, old: Array) -> Array:
-    return jnp.where(keep.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-
-def _prioritise(config: DecoderConfig, state: DecodeState) -> DecodeState:
-    """Score every slot."""
-    signals = replace(
-        state.signals,
-        length=state.length,
-        generated=state.generated,
-        remaining=state.limit - state.generated,
-        arrival=state.arrival,
-        pages_held=state.table.num_blocks,
-        urgency=state.urgency,
-    )
-
-    def priority(laws: Controller, signals: Signals, control: ControlState) -> Float[Array, ""]:
-        score = laws.priority(signals, control)
-        return one_like(control.priority, score, f"The priority rule {name_of(laws.priority)} returns")
-
-    score = jax.vmap(priority)(state.laws, signals, state.control)
-    return replace(state, control=replace(state.control, priority=score))
-
-
-def _choose(config: DecoderConfig, state: DecodeState) -> Int[Array, " r"] | None:
-    """The `batch` runnable slots of highest priority, or None when every slot advances.
-
-    A priority that is no number comes first, and ends its sequence; the lowest stays above idle slots.
-    """
-    if config.batch == config.num_slots:
-        return None
-    score = jnp.where(jnp.isnan(state.control.priority), jnp.inf, state.control.priority)
-    priority = jnp.where(state.active, jnp.maximum(score, jnp.finfo(score.dtype).min), -jnp.inf)
-    return jax.lax.top_k(priority, config.batch)[1]
-
-
-def _penalise(
-    counts: TokenCounts | None,
-    rows: Int[Array, " r"] | None,
-    logits: Float[Array, "r v"],
-    settings: Sampling,
-    penalised: Bool[Array, " r"],
-) -> Float[Array, "r v"]:
-    """The logits after penalties; the counts are looked at only where a row asks for one."""
-    if counts is None:
-        return logits
-    return jax.lax.cond(
-        jnp.any(penalised),
-        lambda: sampling.penalise(logits, settings, _take(counts, rows)),
-        lambda: logits,
     )
 
 
@@ -200,49 +251,9 @@ def _alternatives(
     return jax.lax.cond(jnp.any(asked), lambda: tuple(jax.lax.top_k(logits, config.num_logprobs)), lambda: nothing)
 
 
-def _measure(
-    config: DecoderConfig,
-    params: Params,
-    state: DecodeState,
-    rows: Int[Array, " r"] | None,
-    run: Bool[Array, " r"],
-    logits: Float[Array, "r v"],
-    stats: ReadStats,
-    laws: Controller,
-) -> tuple[Signals, entropy.Moments]:
-    """The raw signals of this step, before sampling, and the moments of the logits as they are."""
-    raw = entropy.moments(logits)
-    at = config.calibration
-    calibrated = raw if at == 1.0 else entropy.moments(logits, at)
-    log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
-    estimate = laws.estimator(log_prob, calibrated)
-    generated = _take(state.generated, rows) + 1
-    length = _take(state.length, rows) + run.astype(jnp.int32)
-    signals = replace(
-        _take(state.signals, rows),
-        entropy=estimate.entropy,
-        varentropy=entropy.varentropy(calibrated),
-        entropy_low=estimate.low,
-        entropy_high=estimate.high,
-        margin=entropy.margin(logits, raw),
-        kept_mass=stats.kept_mass,
-        blocks_read=stats.blocks_read,
-        summaries_read=stats.summaries_read,
-        cost=cost.nominal_bytes(traffic(params, state.cache), config.batch, stats.blocks_read, stats.summaries_read),
-        length=length,
-        generated=generated,
-        remaining=_take(state.limit, rows) - generated,
-        arrival=_take(state.arrival, rows),
-        pages_held=-(-length // config.page_size),
-        urgency=_take(state.urgency, rows),
-    )
-    return signals, raw
-
-
-def _decide(laws: Controller, settings: Sampling, signals: Signals, control: ControlState) -> ControlState:
-    """Run the laws on every row; greedy requests stay greedy under every law."""
-    control = replace(control, total_cost=control.total_cost + signals.cost)
-    return _cold(settings, jax.vmap(_after_token)(laws, signals, control))
+def _priority(laws: Controller, signals: Signals, control: ControlState) -> Float[Array, ""]:
+    score = laws.priority(signals, control)
+    return one_like(control.priority, score, f"The priority rule {name_of(laws.priority)} returns")
 
 
 def _after_token(laws: Controller, signals: Signals, control: ControlState) -> ControlState:

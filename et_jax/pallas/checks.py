@@ -6,7 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 FLOATS = (jnp.float32, jnp.bfloat16)
+# A register of a TPU holds so many columns, and so many rows of them.
 LANES = 128
+SUBLANES = 8
+
+
+def padded_width(head_dim: int) -> int:
+    """Return the columns of a cached token: its key and its value, padded to whole lanes."""
+    return -(-2 * head_dim // LANES) * LANES
 
 
 def require(holds: bool, argument: str, got: object, wanted: str) -> None:
@@ -51,14 +58,3 @@ def require_counts(config: Any) -> None:
     """Raise ValueError unless every whole number among a configuration's fields is at least 1."""
     for name, value in vars(config).items():
         require(not isinstance(value, int) or value is False or value >= 1, name, value, "at least 1")
-
-
-def require_softmax(
-    num_heads: int, scale: float, soft_cap: float | None, window: int | None, sink_logits: Array | None
-) -> None:
-    """Raise ValueError unless the settings of the softmax make sense."""
-    require(scale > 0, "scale", scale, "a positive number")
-    require(soft_cap is None or soft_cap > 0, "soft_cap", soft_cap, "a positive number or None")
-    require(window is None or window >= 1, "window", window, "at least 1 token, or None")
-    if sink_logits is not None:
-        require_shape("sink_logits", sink_logits, (num_heads,), "h")

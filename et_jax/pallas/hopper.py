@@ -58,11 +58,6 @@ def load(ref: Any) -> Array:
     return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
-def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
-
-
 def refuse_unserved(q: Float[Array, "*b d"], pages: Array, int8: bool = False) -> None:
     """Raise NotImplementedError for queries and pages that the kernel does not serve. int8: it reads such pages too."""
     d = q.shape[-1]

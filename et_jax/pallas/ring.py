@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from et_jax.pallas.checks import LANES, require
 
@@ -118,7 +118,7 @@ class Ring:
         """Buffers in the ring."""
         return self.buffers_ref.shape[0]
 
-    def buffer(self, i: Any) -> Any:
+    def buffer(self, i: Any) -> Int[Array, ""]:
         """Return the buffer of group i, counted from this list's first."""
         return lax.rem(self.first_ref[0] + i, self.depth)
 
@@ -133,7 +133,7 @@ class Ring:
         fetched = jnp.where(first_step, 0, jnp.minimum(self.own.num_groups, self.depth - 1))
         lax.fori_loop(fetched, self.depth - 1, lambda i, _: self._fetch(i), None)
 
-    def next(self, i: Any) -> Any:
+    def next(self, i: Any) -> Int[Array, ""]:
         """Return the buffer of group i, arrived; set off the group that is depth - 1 further on."""
         self._fetch(i + self.depth - 1)  # into the buffer of group i - 1, which is done with
         buffer, count = self.buffer(i), self.own.count(i)

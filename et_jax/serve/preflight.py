@@ -12,14 +12,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from et_jax.decode.cache import token_width
 from et_jax.decode.state import DecoderConfig, empty
 from et_jax.errors import UsageError
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import num_weights
-from et_jax.pallas.backend import platform
-from et_jax.pallas.paged_attention.xla import heuristic
-from et_jax.pallas.paged_prefill.xla import GROUP_TOKENS
+from et_jax.pallas.paged_attention import api as paged_attention
+from et_jax.pallas.paged_prefill import api as paged_prefill
 from et_jax.types import replace
 
 _STEP_LOGITS, _PREFILL_LOGITS = 10, 3  # float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2
@@ -121,9 +119,8 @@ def step_bytes(config: DecoderConfig) -> int:
 
     In float32: ten copies of a step's logits, or three of a chunk's where the cache keeps surprisals; for
     each token three rows of the feed-forward, six of the residual stream, two of queries, keys and
-    values, and two of the attention scores of a group of cached tokens, as attention without a kernel
-    reads them; the cached tokens of such a group for each row it walks at once, or each part of a prompt;
-    four numbers per row, query head and block for a choice of blocks.
+    values; four numbers per row, query head and block for a choice of blocks. Beside them what attention
+    sets aside, as its kernels tell.
     """
     c, rows = config.model, config.batch
     tokens = max(rows, config.prefill_batch)
@@ -131,13 +128,19 @@ def step_bytes(config: DecoderConfig) -> int:
         _STEP_LOGITS * rows, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps)
     )
     heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    token = 3 * c.intermediate_size + 6 * c.hidden_size + heads + 2 * c.num_heads * GROUP_TOKENS
-    walk = heuristic(config.page_size, c.head_dim, jnp.dtype(config.cache_dtype), platform())
-    width = token_width(c.head_dim) if walk.joint else 2 * c.head_dim
-    decoding = min(rows, walk.rows or rows) * walk.group * config.page_size
-    gathered = max(decoding, config.prefill_batch // config.chunk * GROUP_TOKENS) * c.num_kv_heads * width
+    token = 3 * c.intermediate_size + 6 * c.hidden_size + heads
     choice = 4 * rows * c.num_heads * config.blocks_per_slot
-    return 4 * (logits + tokens * token + gathered + choice)
+    return 4 * (logits + tokens * token + choice) + _attention_bytes(config)
+
+
+def _attention_bytes(config: DecoderConfig) -> int:
+    """Return what attention sets aside in a step or in a chunk of prefill, the larger of each kind."""
+    c = config.model
+    shape = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+    shape |= {"page_size": config.page_size}
+    decoding = paged_attention.workspace(rows=config.batch, **shape, dtype=config.cache_dtype)
+    prefill = paged_prefill.workspace(rows=config.prefill_batch // config.chunk, chunk=config.chunk, **shape)
+    return max(decoding.scores, prefill.scores) + max(decoding.gathered, prefill.gathered)
 
 
 def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:

@@ -269,8 +269,6 @@ def test_a_law_of_ones_own_with_numbers_is_a_value():
     slopes = Warm(jnp.asarray([0.0, 1.0, 2.0]))
     rows = jax.tree.map(lambda x: jnp.full(3, x), signals(entropy=2.0))
     got = jax.vmap(lambda law, s: law(s, control()))(slopes, rows)
-        slopes, jax.tree.map(lambda x: jnp.full(3, x), signals(entropy=2.0))
-    )
     np.testing.assert_allclose(got.temperature, [0.5, 2.5, 4.5])
 
 

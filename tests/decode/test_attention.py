@@ -10,14 +10,14 @@ from small_model import MODEL, configuration, same_bits
 
 from et_jax.control.controller import Controller
 from et_jax.control.select import Certified, coded_bounds
-from et_jax.decode.attention import LayerCarry, Row, decode_attend, no_reads, scoring_backend, serving_backend
+from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads, scoring_backend, serving_backend
 from et_jax.decode.state import empty
 
 
 def test_rows_that_do_not_run_read_and_write_nothing():
     config = configuration(controller=Controller(selector=Certified(coded_bounds)))
     state, nobody = empty(config), jnp.zeros(3, bool)
-    row = Row(
+    row = ReadRow(
         table=state.table.pages,
         length=state.length,
         run=nobody,

@@ -3,12 +3,28 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_model
+from decoders import made, row_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from small_model import CHUNK, PAGE, configuration, prompt, request, same_bits, weights
+from small_model import (
+    CHUNK,
+    PAGE,
+    configuration,
+    fill,
+    prompt,
+    request,
+    run,
+    same_bits,
+    start,
+    text_of,
+    texts,
+    weights,
+)
 
 from et_jax.decode import decoder as decoding
 from et_jax.serve.chunks import pack
@@ -234,3 +250,88 @@ def test_a_burst_may_stop_when_a_sequence_ends(until_end):
     state = d.insert(state, 1, request(6, limit=9))
     _, _, ran = d.decode(weights(), state, 4, np.bool_(until_end))
     assert int(ran) == (2 if until_end else 4)
+
+
+def test_a_refused_fork_changes_nothing_and_full_pages_need_none():
+    d, params = made("plain"), weights()
+    state = fill(d, params, d.empty(), 0, prompt(4, 60))
+    state = start(d, params, state, 1, prompt(5, 36))  # 35 tokens: the last of nine pages is partial
+    assert int(state.table.num_free) == 0
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.fork(state, 1, 2)
+    assert not granted and same_bits(state, before)
+    state = d.release(state, 1)
+    state = start(d, params, state, 1, prompt(5, 33))  # 32 tokens: eight full pages
+    state, granted = d.fork(state, 1, 2)
+    assert granted and state.table.pages[2].tolist() == state.table.pages[1].tolist()
+
+
+def test_every_page_comes_back():
+    d, params = made("plain"), weights()
+    state = d.empty()
+    for slot, tokens in small_model.PROMPTS.items():
+        state = start(d, params, state, slot, tokens)
+    state = d.release(state, 1)
+    state, _ = run(d, params, state, 7)
+    state, granted = d.fork(state, 0, 1)
+    assert granted
+    state, _ = run(d, params, state, 3)
+    for slot in (0, 2, 1):
+        state = d.release(state, slot)
+    assert int(state.table.num_free) == small_model.POOL - 1 and not state.table.references.any()
+    assert sorted(state.table.free[: small_model.POOL - 1].tolist()) == list(range(1, small_model.POOL))
+    assert not state.active.any() and not state.length.any() and not state.table.pages.any()
+
+
+def test_text_on_pages_used_before_is_the_text_on_fresh_ones():
+    d, params = made("plain"), weights()
+    fresh = text_of(d, params, 0, small_model.PROMPTS[0], seed=4)
+    state = start(d, params, d.empty(), 0, prompt(6, 50), seed=1)
+    state, _ = run(d, params, state)
+    state = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim > 2 and x.dtype == jnp.float32 else x, state)
+    state = d.release(state, 0)
+    _, rows = run(d, params, start(d, params, state, 0, small_model.PROMPTS[0], seed=4))
+    assert texts(rows)[0] == fresh
+
+
+@pytest.mark.parametrize("moved", [2, 4], ids=["partial page", "full pages"])
+def test_a_fork_shares_pages_has_its_own_future_and_leaves_its_source_alone(moved):
+    """Of a prompt of 9 the cache holds 8 tokens; with 2 more the third page is half full, with 4 it is full."""
+    d, params = made("plain"), weights()
+    asked = dict(seed=8, limit=16)
+    tokens = prompt(7, 9)
+    undisturbed = text_of(d, params, 0, tokens, **asked)
+    state = start(d, params, d.empty(), 0, tokens, **asked)
+    state, before = run(d, params, state, moved)
+    source = row_of(state, 0)
+    length = int(state.length[0])
+    state, granted = d.fork(state, 0, 2)
+    assert granted and same_bits(row_of(state, 0), source)
+    full = length // PAGE
+    pages = np.asarray(state.table.pages)
+    assert (pages[2, :full] == pages[0, :full]).all()
+    assert np.asarray(state.table.references)[pages[0, :full]].tolist() == [2] * full
+    if length % PAGE:
+        assert pages[2, full] not in (0, pages[0, full])
+        for layer in state.cache.layers:
+            used = slice(0, length % PAGE)
+            np.testing.assert_array_equal(layer.pages[:, pages[2, full], used], layer.pages[:, pages[0, full], used])
+            for leaf in jax.tree.leaves(layer.summary):
+                np.testing.assert_array_equal(leaf[:, pages[2, full]], leaf[:, pages[0, full]])
+    assert same_bits(jax.tree.map(lambda x: x[2], state.control), jax.tree.map(lambda x: x[0], state.control))
+    state, rows = run(d, params, state)
+    done = texts(before)[0]
+    assert done + texts(rows)[0] == undisturbed
+    assert len(texts(rows)[2]) == 16 - moved and texts(rows)[2] != texts(rows)[0]
+
+
+def test_a_greedy_fork_writes_the_same_text_and_outlives_its_source():
+    d, params = made("plain"), weights()
+    expected = text_of(d, params, 0, small_model.PROMPTS[2], temperature=0.0)
+    state = start(d, params, d.empty(), 0, small_model.PROMPTS[2], temperature=0.0)
+    state, before = run(d, params, state, 3)
+    state, _ = d.fork(state, 0, 1)
+    state = d.release(state, 0)
+    state = start(d, params, state, 0, prompt(9, 17))  # on the pages that came free
+    state, rows = run(d, params, state)
+    assert texts(before)[0] + texts(rows)[1] == expected

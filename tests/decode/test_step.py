@@ -1,6 +1,5 @@
-"""The hall: paged text equals dense text, neighbours do not matter, what is refused changes nothing."""
+"""A step: paged text equals dense text, neighbours do not matter, what is refused changes nothing."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -8,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import made, row_of
 from small_model import (
-    CHUNK,
     MODEL,
     NARROW,
     PAGE,
-    POOL,
     PROMPTS,
     VOCABULARY,
-    configuration,
     dense,
     fill,
     paged_texts,
@@ -29,56 +26,7 @@ from small_model import (
     weights,
 )
 
-from et_jax.control.base import chain
-from et_jax.control.clock import FallClock
-from et_jax.control.controller import Controller
-from et_jax.control.priority import Aged
-from et_jax.control.select import SinksWindow
-from et_jax.decode import decoder as decoding
-from et_jax.models.transformer import initialise
-from et_jax.serve.chunks import pack
 from et_jax.types import replace
-
-# A user's own doors, five lines or fewer each.
-
-
-def by_entropy(signals, state):
-    return replace(state, temperature=0.5 + 0.1 * signals.entropy)
-
-
-def a_little_warmer(moments_at, signals, state):
-    entropy, _ = moments_at(jnp.float32(1.0))
-    return state.temperature + 0.01 * entropy
-
-
-def first_come(signals, state):
-    return 1000.0 - signals.arrival.astype(jnp.float32)
-
-
-def even_blocks(view):
-    return (view.start // PAGE) % 2 == 0
-
-
-@functools.cache
-def made(name: str) -> decoding.Decoder:
-    """The decoders of this module, each compiled once."""
-    own = Controller(law=chain(FallClock(), by_entropy), temperature_rule=a_little_warmer)
-    sparse = Controller(selector=(SinksWindow(2, 6), even_blocks))
-    queue = Controller(priority=Aged(first_come, ceiling=1000.0, rate=0.5))
-    changes = {
-        "plain": {},
-        "narrow": {"model": NARROW},
-        "bfloat16": {"cache_dtype": jnp.bfloat16},
-        "sparse": {"controller": sparse},
-        "own": {"controller": own},
-        "queue": {
-            "num_slots": 5,
-            "batch": 2,
-            "num_pages": 41,
-            "controller": queue,
-        },
-    }
-    return decoding.decoder(configuration(**changes[name]))
 
 
 @pytest.mark.parametrize(("name", "model"), [("plain", MODEL), ("narrow", NARROW)])
@@ -221,16 +169,6 @@ def test_a_key_and_an_index_decide_the_text():
     assert text_of(*args, seed=2) != first and text_of(*args, seed=1, index=1) != first
 
 
-def row_of(state, slot: int):
-    """Everything of one slot but the count of its waiting and the score that waiting changes."""
-    fields = ("token", "length", "generated", "limit", "active", "arrival", "sampling", "signals")
-    rows = {name: getattr(state, name) for name in fields}
-    rows |= {name: x for name, x in vars(state.control).items() if name not in ("wait", "priority")}
-    return jax.tree.map(
-        lambda x: np.array(x[slot]), rows | {"pages": state.table.pages, "blocks": state.table.num_blocks}
-    )
-
-
 def test_a_refused_step_changes_nothing_and_the_text_goes_on_when_a_page_is_free():
     """15 + 9 pages are all there are. The last slot's sequence stands at the end of a page and needs another."""
     d, params = made("plain"), weights()
@@ -250,115 +188,6 @@ def test_a_refused_step_changes_nothing_and_the_text_goes_on_when_a_page_is_free
     state, rows = run(d, params, state)
     assert texts(rows)[2] == expected
     assert int(state.control.wait[2]) == 0
-
-
-def test_a_refused_chunk_changes_nothing():
-    d, params = made("plain"), weights()
-    state = fill(d, params, d.empty(), 0, prompt(4, 60))
-    state = fill(d, params, state, 1, prompt(5, 33))
-    before = jax.tree.map(np.asarray, state)
-    state, granted = d.prefill(params, state, *pack(d.config, [(2, range(CHUNK))]))
-    assert not granted.any() and same_bits(state, before)
-
-
-def test_a_refused_fork_changes_nothing_and_full_pages_need_none():
-    d, params = made("plain"), weights()
-    state = fill(d, params, d.empty(), 0, prompt(4, 60))
-    state = start(d, params, state, 1, prompt(5, 36))  # 35 tokens: the last of nine pages is partial
-    assert int(state.table.num_free) == 0
-    before = jax.tree.map(np.asarray, state)
-    state, granted = d.fork(state, 1, 2)
-    assert not granted and same_bits(state, before)
-    state = d.release(state, 1)
-    state = start(d, params, state, 1, prompt(5, 33))  # 32 tokens: eight full pages
-    state, granted = d.fork(state, 1, 2)
-    assert granted and state.table.pages[2].tolist() == state.table.pages[1].tolist()
-
-
-def test_every_page_comes_back():
-    d, params = made("plain"), weights()
-    state = d.empty()
-    for slot, tokens in PROMPTS.items():
-        state = start(d, params, state, slot, tokens)
-    state = d.release(state, 1)
-    state, _ = run(d, params, state, 7)
-    state, granted = d.fork(state, 0, 1)
-    assert granted
-    state, _ = run(d, params, state, 3)
-    for slot in (0, 2, 1):
-        state = d.release(state, slot)
-    assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
-    assert sorted(state.table.free[: POOL - 1].tolist()) == list(range(1, POOL))
-    assert not state.active.any() and not state.length.any() and not state.table.pages.any()
-
-
-def test_text_on_pages_used_before_is_the_text_on_fresh_ones():
-    d, params = made("plain"), weights()
-    fresh = text_of(d, params, 0, PROMPTS[0], seed=4)
-    state = start(d, params, d.empty(), 0, prompt(6, 50), seed=1)
-    state, _ = run(d, params, state)
-    state = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim > 2 and x.dtype == jnp.float32 else x, state)
-    state = d.release(state, 0)
-    _, rows = run(d, params, start(d, params, state, 0, PROMPTS[0], seed=4))
-    assert texts(rows)[0] == fresh
-
-
-@pytest.mark.parametrize("moved", [2, 4], ids=["partial page", "full pages"])
-def test_a_fork_shares_pages_has_its_own_future_and_leaves_its_source_alone(moved):
-    """Of a prompt of 9 the cache holds 8 tokens; with 2 more the third page is half full, with 4 it is full."""
-    d, params = made("plain"), weights()
-    asked = dict(seed=8, limit=16)
-    tokens = prompt(7, 9)
-    undisturbed = text_of(d, params, 0, tokens, **asked)
-    state = start(d, params, d.empty(), 0, tokens, **asked)
-    state, before = run(d, params, state, moved)
-    source = row_of(state, 0)
-    length = int(state.length[0])
-    state, granted = d.fork(state, 0, 2)
-    assert granted and same_bits(row_of(state, 0), source)
-    full = length // PAGE
-    pages = np.asarray(state.table.pages)
-    assert (pages[2, :full] == pages[0, :full]).all()
-    assert np.asarray(state.table.references)[pages[0, :full]].tolist() == [2] * full
-    if length % PAGE:
-        assert pages[2, full] not in (0, pages[0, full])
-        for layer in state.cache.layers:
-            used = slice(0, length % PAGE)
-            np.testing.assert_array_equal(layer.pages[:, pages[2, full], used], layer.pages[:, pages[0, full], used])
-            for leaf in jax.tree.leaves(layer.summary):
-                np.testing.assert_array_equal(leaf[:, pages[2, full]], leaf[:, pages[0, full]])
-    assert same_bits(jax.tree.map(lambda x: x[2], state.control), jax.tree.map(lambda x: x[0], state.control))
-    state, rows = run(d, params, state)
-    done = texts(before)[0]
-    assert done + texts(rows)[0] == undisturbed
-    assert len(texts(rows)[2]) == 16 - moved and texts(rows)[2] != texts(rows)[0]
-
-
-def test_a_greedy_fork_writes_the_same_text_and_outlives_its_source():
-    d, params = made("plain"), weights()
-    expected = text_of(d, params, 0, PROMPTS[2], temperature=0.0)
-    state = start(d, params, d.empty(), 0, PROMPTS[2], temperature=0.0)
-    state, before = run(d, params, state, 3)
-    state, _ = d.fork(state, 0, 1)
-    state = d.release(state, 0)
-    state = start(d, params, state, 0, prompt(9, 17))  # on the pages that came free
-    state, rows = run(d, params, state)
-    assert texts(before)[0] + texts(rows)[1] == expected
-
-
-def test_a_snapshot_survives_a_donating_step_and_continues_the_same_text():
-    d, params = made("plain"), weights()
-    state = start(d, params, d.empty(), 1, PROMPTS[0], seed=6)
-    state, before = run(d, params, state, 4)
-    kept = decoding.snapshot(state)
-    held = state.token
-    state, rows = run(d, params, state)
-    with pytest.raises(RuntimeError, match="deleted"):
-        np.asarray(held)
-    first = texts(rows)[1]
-    assert len(texts(before)[1] + first) == 12
-    _, rows = run(d, params, kept)
-    assert texts(rows)[1] == first
 
 
 def test_logits_that_are_no_numbers_end_their_row_alone():
@@ -434,95 +263,9 @@ def test_with_aging_everybody_is_served():
         assert np.diff(served, prepend=-1).max() <= 8 + 2 + 1
 
 
-def test_many_steps_on_the_device_are_as_many_single_steps():
-    """Two programs may round differently; what they count and draw is the same."""
-
-    def close(a, b):
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            exact = not jnp.issubdtype(x.dtype, jnp.floating)
-            np.testing.assert_allclose(x, y, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
-
-    d, params = made("plain"), weights()
-
-    def begin():
-        state = d.empty()
-        for slot, limit in ((0, 3), (2, 6)):
-            state = start(d, params, state, slot, PROMPTS[slot], seed=slot, limit=limit)
-        return state
-
-    together, stacked, ran = d.decode(params, begin(), 5)
-    assert int(ran) == 5
-    state = begin()
-    for i in range(5):
-        state, output = d.step(params, state)
-        close(output, jax.tree.map(lambda x, i=i: x[i], stacked))
-    close(state, together)
-    assert not any(x[5:].any() for x in jax.tree.leaves(stacked))
-
-
-def test_decoding_stops_when_nobody_is_active():
-    d, params = made("plain"), weights()
-    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=5)
-    state, output, ran = d.decode(params, state, 32)
-    assert int(ran) == 5 and output.finished[:, 1].tolist()[:5] == [False] * 4 + [True]
-    _, _, ran = d.decode(params, state, 32)
-    assert int(ran) == 0
-    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=0)
-    assert not state.active.any()
-
-
 def test_a_stop_id_ends_the_text_with_itself():
     d, params = made("plain"), weights()
     whole = text_of(d, params, 0, PROMPTS[0], seed=2)
     stop = whole[4]
     written = text_of(d, params, 0, PROMPTS[0], seed=2, stop=(95 if stop != 95 else 94, stop))
     assert written == whole[: whole.index(stop) + 1]
-
-
-def test_whatever_is_asked_each_function_compiles_once():
-    d, params = made("plain"), weights()
-    settings = (
-        {},
-        {"temperature": 0.0},
-        {"top_k": 3, "stop": (4,)},
-        {"top_p": 0.5, "min_p": 0.1, "limit": 2, "index": 3},
-    )
-    state = d.empty()
-    for number, asked in enumerate(settings):
-        slot = number % 3
-        state = d.release(state, slot)
-        state = start(d, params, state, slot, prompt(30 + number, 1 + 9 * number), seed=number, **asked)
-        state, _ = d.step(params, state)
-        state, _ = run(d, params, state, number)
-    state, _ = d.fork(d.release(state, 2), 0, 2)
-    functions = ("empty", "prefill", "insert", "step", "decode", "release", "fork")
-    assert {name: getattr(d, name)._cache_size() for name in functions} == dict.fromkeys(functions, 1)
-
-
-def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_grow_with_the_pool():
-    model = dataclasses.replace(MODEL, num_layers=1, windows=(None,))
-
-    def analysed(num_pages: int):
-        d = decoding.decoder(configuration(model=model, num_pages=num_pages))
-        params = jax.eval_shape(functools.partial(initialise, model), jax.random.key(0))
-        state = jax.eval_shape(d.empty)
-        memory = d.step.lower(params, state).compile().memory_analysis()
-        size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
-        assert memory.alias_size_in_bytes >= size
-        return memory.temp_size_in_bytes, size
-
-    (small, _), (large, pool) = analysed(25), analysed(1025)
-    assert large - small < 0.01 * pool
-
-
-def test_what_cannot_work_is_refused_while_configuring():
-    with pytest.raises(ValueError, match="batch: got 1, wanted 2 to num_slots = 3"):
-        configuration(batch=1)
-    with pytest.raises(ValueError, match="batch: got 4"):
-        configuration(batch=4)
-    with pytest.raises(ValueError, match="prefill_batch: got 6, wanted a multiple of chunk = 8"):
-        configuration(prefill_batch=6)
-    with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of page_size = 4"):
-        configuration(chunk=6)
-    with pytest.raises(ValueError, match="got 1 selectors, wanted one per layer: 2"):
-        configuration(controller=Controller(selector=(even_blocks,)))

@@ -1,13 +1,12 @@
 """Laws of the pass over page summaries: what bounds a block's scores does, what its codes say is as near as told."""
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
+from ladder import numbers, results, taken
 
 from et_jax.decode import cache
 from et_jax.pallas.block_scores import block_scores, code_scores
@@ -16,27 +15,16 @@ from et_jax.pallas.block_scores.shapes import SHAPES, TESTED, Shape, example
 # sums of up to 256 products of size one, in float32 whatever the inputs' dtype
 TOLERANCE = 5e-5
 NAMED = {shape.name: shape for shape in SHAPES}
-FUNCTIONS = {
-    "block": (block_scores, ("q", "key_box", "mean", "page_table", "lengths")),
-    "code": (code_scores, ("q", "key_codes", "key_box", "page_table", "lengths")),
-}
-
-
-def arguments_of(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments of an example that this function takes."""
-    return {key: arguments[key] for key in FUNCTIONS[name][1]}
-
-
-@functools.cache
-def compiled(name: str, backend: str, **settings):
-    """The function with its settings bound, compiled once for each shape of its arrays."""
-    return jax.jit(lambda arrays: FUNCTIONS[name][0](**arrays, **settings, backend=backend))
+FUNCTIONS = {"block": block_scores, "code": code_scores}
 
 
 def run(name: str, arguments, shape: Shape, backend: str):
     """What a function returns, as float64 numpy, by a backend."""
-    results = compiled(name, backend, **shape.settings)(arguments_of(name, arguments))
-    return [np.asarray(x, np.float64) for x in results]
+    return numbers(results(FUNCTIONS[name], arguments, backend=backend, **shape.settings))
+
+
+def assert_equals_reference(got, name: str, arguments, shape: Shape):
+    assert_close(got, run(name, arguments, shape, "reference"))
 
 
 def formula(name: str, arguments, shape: Shape):
@@ -70,7 +58,7 @@ def formula(name: str, arguments, shape: Shape):
 
 
 def assert_close(got, expected):
-    for one, other in zip(got, expected, strict=True):
+    for one, other in zip(numbers(got), expected, strict=True):
         assert not np.isnan(one).any()
         np.testing.assert_array_equal(np.isinf(one), np.isinf(other))
         np.testing.assert_allclose(one, other, atol=TOLERANCE, rtol=TOLERANCE)
@@ -88,23 +76,21 @@ def poisoned(arguments, shape: Shape):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_reference_equals_the_formula(name, capsys):
-    for shape in TESTED:
+def test_reference_equals_the_formula(name, rung):
+    def check(shape: Shape):
         arguments = example(shape)
         assert_close(run(name, arguments, shape, "reference"), formula(name, arguments, shape))
-    with capsys.disabled():
-        print(f"\n{name}_scores reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 20
+
+    rung(f"{name}_scores reference = formula", TESTED, 20, check)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_xla_equals_reference(name, capsys):
-    for shape in TESTED:
+def test_xla_equals_reference(name, rung):
+    def check(shape: Shape):
         arguments = example(shape)
-        assert_close(run(name, arguments, shape, "xla"), run(name, arguments, shape, "reference"))
-    with capsys.disabled():
-        print(f"\n{name}_scores xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 20
+        assert_equals_reference(run(name, arguments, shape, "xla"), name, arguments, shape)
+
+    rung(f"{name}_scores xla = reference", TESTED, 20, check)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -181,14 +167,14 @@ def zeros(shapes):
 
 
 def calls(name, arguments, **settings):
-    return FUNCTIONS[name][0](**arguments_of(name, arguments), **({"scale": 1.0, "page_size": 16} | settings))
+    return FUNCTIONS[name](**taken(FUNCTIONS[name], arguments), **({"scale": 1.0, "page_size": 16} | settings))
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_shape_is_named(case):
     change, argument = WRONG[case]
-    for name, (_, taken) in FUNCTIONS.items():
-        if not change.keys() & set(taken):
+    for name, function in FUNCTIONS.items():
+        if not taken(function, change):
             continue
         with pytest.raises((ValueError, TypeCheckError)) as caught:
             calls(name, zeros(RIGHT | change))

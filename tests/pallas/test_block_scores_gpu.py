@@ -1,69 +1,50 @@
 """The Hopper kernels of the pass over page summaries, without a GPU: simulated, lowered for CUDA, what they refuse."""
 
 import dataclasses
-import functools
 
-import jax
-import numpy as np
 import pytest
-from jax import export
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
+from absent_gpu import finds_the_race, lower, races_raise, simulate
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_block_scores import NAMED, arguments_of, assert_close, poisoned, run
+from ladder import taken
+from test_block_scores import NAMED, assert_equals_reference, poisoned
 
 from et_jax.pallas.block_scores import gpu
 from et_jax.pallas.block_scores.shapes import Shape, example
 
 KERNELS = {"block": gpu.block_scores, "code": gpu.code_scores}
 SIMULATED = {
-    "block": ("page_64", "empty_slots", "hopper_dim_128"),
-    "code": ("page_64", "hopper_dim_128", "page_128"),
+    "block": [NAMED[name] for name in ("page_64", "empty_slots", "hopper_dim_128")],
+    "code": [NAMED[name] for name in ("page_64", "hopper_dim_128", "page_128")],
 }
-RACES_RAISE = hasattr(plgpu.InterpretGPUParams(), "on_race")
-
-
-def simulate(name: str, arguments, shape: Shape):
-    """What a kernel returns on the CPU, as float64 numpy; it raises on a race, memory begins as NaN."""
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    score = jax.jit(lambda arrays: KERNELS[name](**arrays, **shape.settings, interpret=interpret))
-    return [np.asarray(x, np.float64) for x in score(arguments_of(name, arguments))]
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_simulated_equals_reference(name, capsys):
-    for case in SIMULATED[name]:
-        shape = NAMED[case]
+def test_simulated_equals_reference(name, rung):
+    def check(shape: Shape):
         arguments = poisoned(example(shape), shape)
-        assert_close(simulate(name, arguments, shape), run(name, arguments, shape, "reference"))
-    with capsys.disabled():
-        print(f"\n{name}_scores gpu, simulated = reference: {len(SIMULATED[name])} shapes")
+        assert_equals_reference(simulate(KERNELS[name], arguments, **shape.settings), name, arguments, shape)
+
+    rung(f"{name}_scores gpu, simulated = reference", SIMULATED[name], 3, check)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_lowers_for_cuda(name):
-    for case in SIMULATED[name]:
-        function = jax.jit(functools.partial(KERNELS[name], **NAMED[case].settings))
-        module = export.export(function, platforms=["cuda"])(**arguments_of(name, example(NAMED[case]))).mlir_module()
-        assert "mosaic_gpu" in module
+def test_lowers_for_cuda(name, rung):
+    def check(shape: Shape):
+        lower(KERNELS[name], example(shape), **shape.settings)
+
+    rung(f"{name}_scores gpu lowers for cuda", SIMULATED[name], 3, check)
 
 
-@pytest.fixture
-def broken(monkeypatch):
-    """Replace a primitive of the kernel; the simulation starts afresh after the failure."""
-    yield functools.partial(monkeypatch.setattr, gpu.plgpu)
-    reset_gpu_interpret_mode_state()
-
-
-@pytest.mark.skipif(not RACES_RAISE, reason="JAX 0.11 prints a race and goes on")
+@races_raise
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_missing_wait_is_found(name, broken):
-    broken("barrier_wait", lambda barrier: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-        simulate(name, example(NAMED["hopper_dim_128"]), NAMED["hopper_dim_128"])
+def test_a_missing_wait_is_found(name, broken_gpu):
+    shape = NAMED["hopper_dim_128"]
+    broken_gpu("barrier_wait", lambda barrier: None)
+    finds_the_race(KERNELS[name], example(shape), **shape.settings)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_wrong_page_is_found(name, broken):
+def test_a_wrong_page_is_found(name, broken_gpu):
     shape = NAMED["hopper_dim_128"]
     copy = plgpu.copy_gmem_to_smem
     whole = {"block": (1, 2 * shape.head_dim), "code": (shape.page_size, shape.head_dim)}[name]
@@ -72,10 +53,10 @@ def test_a_wrong_page_is_found(name, broken):
         wrong = source.ref.at[0, :1] if name == "block" else source.ref.at[0, 0]
         copy(wrong if source.shape == whole else source, target, barrier)
 
-    broken("copy_gmem_to_smem", copy_the_null_page)
+    broken_gpu("copy_gmem_to_smem", copy_the_null_page)
     arguments = example(shape)
     with pytest.raises(AssertionError):
-        assert_close(simulate(name, arguments, shape), run(name, arguments, shape, "reference"))
+        assert_equals_reference(simulate(KERNELS[name], arguments, **shape.settings), name, arguments, shape)
 
 
 @pytest.mark.parametrize(
@@ -89,5 +70,5 @@ def test_a_wrong_page_is_found(name, broken):
 def test_what_is_not_served_is_refused_with_the_reason(name, change, reason):
     shape = dataclasses.replace(NAMED["hopper_dim_128"], **change)
     with pytest.raises(NotImplementedError) as caught:
-        KERNELS[name](**arguments_of(name, example(shape)), **shape.settings)
+        KERNELS[name](**taken(KERNELS[name], example(shape)), **shape.settings)
     assert str(caught.value) == f'backend "gpu" {reason}: use "xla"'

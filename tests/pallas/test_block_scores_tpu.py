@@ -1,15 +1,12 @@
 """The TPU kernels of the pass over page summaries, interpreted on a CPU and lowered for a TPU that is not here."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
-from jax.experimental.pallas import tpu as pltpu
-from test_block_scores import FUNCTIONS, NAMED, arguments_of, assert_close, poisoned, run
+from ladder import results, taken
+from test_block_scores import NAMED, assert_equals_reference, poisoned
 
-from et_jax.pallas import ring
 from et_jax.pallas.block_scores import tpu
 from et_jax.pallas.block_scores.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.ring import RingConfig
@@ -18,11 +15,10 @@ from et_jax.pallas.ring import RingConfig
 SMALL = RingConfig(group=4, depth=3)
 KERNELS = {"block": tpu.block_scores, "code": tpu.code_scores}
 # A shape for each path: whole heads and heads beside others, empty rows, more than a row of lanes.
-PATHS = {"block": ("heads_8", "group_3", "dim_96", "empty_slots"), "code": ("codes_group_3", "codes_dim_96")}
-
-
-def kernel(name: str, shape: Shape, config: RingConfig | None = SMALL, **how):
-    return partial(KERNELS[name], **shape.settings, config=config, **how)
+PATHS = {
+    "block": [NAMED[name] for name in ("heads_8", "group_3", "dim_96", "empty_slots")],
+    "code": [NAMED[name] for name in ("codes_group_3", "codes_dim_96")],
+}
 
 
 def served(name: str, shapes: tuple[Shape, ...]) -> list[Shape]:
@@ -32,45 +28,40 @@ def served(name: str, shapes: tuple[Shape, ...]) -> list[Shape]:
     return [shape for shape in shapes if shape.num_kv_heads == 4 or shape.num_kv_heads % 8 == 0]
 
 
-def numbers(results):
-    return [np.asarray(x, np.float64) for x in results]
+@pytest.mark.parametrize(("name", "count"), [("block", 16), ("code", 5)])
+def test_equals_reference(name, count, rung):
+    """What is raced is not interpreted a second time."""
 
-
-def assert_right(name, results, arguments, shape: Shape):
-    assert_close(numbers(results), run(name, arguments, shape, "reference"))
-
-
-@pytest.mark.parametrize(("name", "count"), [("block", 20), ("code", 7)])
-def test_equals_reference(name, count, capsys):
-    shapes = served(name, TESTED)
-    for shape in shapes:
+    def check(shape: Shape):
         arguments = example(shape)
-        score = kernel(name, shape, interpret=True)
-        results = jax.jit(lambda arrays, score=score: score(**arrays))(arguments_of(name, arguments))
-        assert_right(name, results, arguments, shape)
-    with capsys.disabled():
-        print(f"\n{name}_scores tpu = reference: {len(shapes)} shapes")
-    assert len(shapes) == count
+        got = results(KERNELS[name], arguments, config=SMALL, interpret=True, **shape.settings)
+        assert_equals_reference(got, name, arguments, shape)
+
+    shapes = [shape for shape in served(name, TESTED) if shape not in PATHS[name]]
+    rung(f"{name}_scores tpu = reference", shapes, count, check)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_has_no_race(name, capsys):
-    for case in PATHS[name]:
-        shape = NAMED[case]
-        arguments = poisoned(example(shape), shape)
-        assert_right(name, strictly(kernel(name, shape), arguments_of(name, arguments)), arguments, shape)
-    with capsys.disabled():
-        print(f"\n{name}_scores tpu without races: {len(PATHS[name])} shapes")
+def is_right(name: str, shape: Shape, arguments, config: RingConfig | None = SMALL):
+    got = strictly(KERNELS[name], arguments, config=config, **shape.settings)
+    assert_equals_reference(got, name, arguments, shape)
+
+
+@pytest.mark.parametrize(("name", "count"), [("block", 4), ("code", 2)])
+def test_has_no_race(name, count, rung):
+    def check(shape: Shape):
+        is_right(name, shape, poisoned(example(shape), shape))
+
+    rung(f"{name}_scores tpu without races", PATHS[name], count, check)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
-def test_has_no_race_in_any_shape(name):
-    for shape in served(name, TESTED):
-        arguments = poisoned(example(shape), shape)
+@pytest.mark.parametrize(("name", "count"), [("block", 20), ("code", 7)])
+def test_has_no_race_in_any_shape(name, count, rung):
+    def check(shape: Shape):
         for config in (SMALL, None):
-            results = strictly(kernel(name, shape, config), arguments_of(name, arguments))
-            assert_right(name, results, arguments, shape)
+            is_right(name, shape, poisoned(example(shape), shape), config)
+
+    rung(f"{name}_scores tpu without races, two rings", served(name, TESTED), count, check)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -81,40 +72,16 @@ def test_pages_that_hold_no_block_are_not_copied(name):
     table = np.array(arguments["page_table"])
     past = np.arange(table.shape[1]) * shape.page_size >= np.asarray(shape.lengths)[:, None]
     faulty = arguments | {"page_table": np.where(past, 2 * table.size, table).astype(np.int32)}
-    assert_right(name, strictly(kernel(name, shape), arguments_of(name, faulty)), arguments, shape)
+    got = strictly(KERNELS[name], faulty, config=SMALL, **shape.settings)
+    assert_equals_reference(got, name, arguments, shape)
 
 
-class Broken:
-    """A copy with something wrong in it."""
-
-    def __init__(self, copy, start=None, wait=None):
-        self.start, self.wait = start or copy.start, wait or copy.wait
-
-
-def assert_caught(name: str):
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_broken_copy_is_found(name, broken_ring):
     """The kernel races or is wrong."""
     shape = NAMED["codes_group_3"]
-    arguments = example(shape)
     with pytest.raises(AssertionError):
-        assert_right(name, strictly(kernel(name, shape), arguments_of(name, arguments)), arguments, shape)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_missing_wait_is_found(name, monkeypatch):
-    copy = pltpu.make_async_copy
-    monkeypatch.setattr(ring.pltpu, "make_async_copy", lambda *refs: Broken(copy(*refs), wait=lambda: None))
-    assert_caught(name)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_wrong_page_is_found(name, monkeypatch):
-    copy = pltpu.make_async_copy
-    monkeypatch.setattr(
-        ring.pltpu,
-        "make_async_copy",
-        lambda source, *refs: Broken(copy(source, *refs), start=copy(source.ref.at[0, 1], *refs).start),
-    )
-    assert_caught(name)
+        is_right(name, shape, example(shape))
 
 
 def shapes_of(name: str, shape: Shape):
@@ -129,17 +96,18 @@ def shapes_of(name: str, shape: Shape):
         "page_table": ((b, n), np.int32),
         "lengths": ((b,), np.int32),
     }
-    return {key: jax.ShapeDtypeStruct(*arrays[key]) for key in FUNCTIONS[name][1]}
+    return {key: jax.ShapeDtypeStruct(*arrays[key]) for key in taken(KERNELS[name], arrays)}
 
 
 @pytest.mark.parametrize(("name", "count"), [("block", 4), ("code", 2)])
-def test_lowers_for_a_tpu(name, count, capsys):
+def test_lowers_for_a_tpu(name, count, rung):
     shapes = served(name, tuple(shape for shape in SHAPES if not shape.tested))
-    for shape in shapes:
-        lower(kernel(name, shape, config=None), shapes_of(name, shape))
-    with capsys.disabled():
-        print(f"\n{name}_scores tpu lowers: {len(shapes)} shapes")
-    assert len(shapes) == count
+    rung(
+        f"{name}_scores tpu lowers",
+        shapes,
+        count,
+        lambda shape: lower(KERNELS[name], shapes_of(name, shape), **shape.settings),
+    )
 
 
 @pytest.mark.parametrize(

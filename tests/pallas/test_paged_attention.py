@@ -1,101 +1,79 @@
 """Laws of decode attention over pages."""
 
 import dataclasses
-import functools
 import importlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
+from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results
 
 from et_jax.pallas.paged_attention import paged_attention, xla
 from et_jax.pallas.paged_attention.shapes import SHAPES, TESTED, Shape, example
+from et_jax.pallas.softmax import Softmax
 
-# rounding of one value, times a few for the sums: relative to outputs of size one
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
-LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
 NAMED = {shape.name: shape for shape in SHAPES}
+SOFTMAX = Softmax(scale=1.0)
 
 
-@functools.cache
-def compiled(backend: str, **settings):
-    """The op with its settings bound, compiled once for each shape of its arrays."""
-    return jax.jit(lambda arrays: paged_attention(**arrays, **settings, backend=backend))
-
-
-def run(arguments, shape: Shape, backend: str):
+def run(arguments, backend: str):
     """Attention and block sums as float64 numpy, by a backend."""
-    return [np.asarray(x, np.float64) for x in compiled(backend, **shape.settings)(arguments)]
+    return numbers(results(paged_attention, arguments, backend=backend))
 
 
-def bits(arguments, shape: Shape):
+def bits(arguments):
     """Attention and block sums as bytes."""
-    return [np.asarray(x).view(np.uint8) for x in compiled("xla", **shape.settings)(arguments)]
+    return as_bytes(results(paged_attention, arguments, backend="xla"))
+
+
+def assert_equals_reference(got, arguments, shape: Shape):
+    assert_attention_close(got, run(arguments, "reference"), shape.dtype)
 
 
 def dense_float64(arguments, shape: Shape):
-    """The formula of the docstring, token by token, in float64 numpy."""
-    arrays: dict[str, Any] = {name: None if x is None else np.asarray(x, np.float64) for name, x in arguments.items()}
+    """The formula of the docstring, block by block, in float64 numpy."""
+    arrays, sinks = numbers(arguments), arguments["softmax"].sink_logits
     table, blocks, counts = (np.asarray(arguments[name]) for name in ("page_table", "blocks", "counts"))
     b, h, d = arrays["q"].shape
-    group = h // shape.num_kv_heads
+    group, s = h // shape.num_kv_heads, shape.page_size
     out, block_lse = np.zeros((b, h, d)), np.full((b, h, blocks.shape[2]), -np.inf)
-    for row, length in enumerate(shape.lengths):
-        for head in range(h):
-            kv_head, exponents, values = head // group, [], []
-            for entry in range(counts[row, head // group]):
-                block = blocks[row, kv_head, entry]
-                inside = []
-                for offset in range(shape.page_size):
-                    position = block * shape.page_size + offset
-                    behind = length - 1 - position
-                    if behind < 0 or (shape.window is not None and behind >= shape.window):
-                        continue
-                    page = table[row, block]
-                    token = arrays["pages"][kv_head, page, offset]
-                    if arrays["kv_scales"] is not None:
-                        token = token * np.repeat(arrays["kv_scales"][kv_head, page], [d, token.size - d])
-                    z = shape.head_dim**-0.5 * (arrays["q"][row, head] @ token[:d])
-                    if shape.soft_cap is not None:
-                        z = shape.soft_cap * np.tanh(z / shape.soft_cap)
-                    inside.append(z)
-                    values.append(token[d : 2 * d])
-                exponents += inside
-                if inside:
-                    block_lse[row, head, entry] = np.log(np.sum(np.exp(inside)))
-            if exponents:
-                weights = np.exp(exponents)
-                sink = 0.0 if arrays["sink_logits"] is None else np.exp(arrays["sink_logits"][head])
-                out[row, head] = weights @ np.array(values) / (weights.sum() + sink)
+    for row, head in np.ndindex(b, h):
+        kv_head, length = head // group, shape.lengths[row]
+        mixed, total = np.zeros(d), 0.0 if sinks is None else np.exp(np.float64(sinks[head]))
+        for entry, block in enumerate(blocks[row, kv_head, : counts[row, kv_head]]):
+            page = table[row, block]
+            behind = length - 1 - (block * s + np.arange(s))
+            seen = (behind >= 0) & (behind < (shape.window or length))
+            token = arrays["pages"][kv_head, page, seen]
+            if arrays["kv_scales"] is not None:
+                token = token * np.repeat(arrays["kv_scales"][kv_head, page], [d, shape.width - d])
+            z = d**-0.5 * (token[:, :d] @ arrays["q"][row, head])
+            if shape.soft_cap is not None:
+                z = shape.soft_cap * np.tanh(z / shape.soft_cap)
+            mixed += np.exp(z) @ token[:, d : 2 * d]
+            total += np.exp(z).sum()
+            if seen.any():
+                block_lse[row, head, entry] = np.log(np.exp(z).sum())
+        out[row, head] = mixed / total if total else 0.0
     return out, block_lse
 
 
-def assert_close(got, expected, dtype):
-    assert not any(np.isnan(x).any() for x in got)
-    np.testing.assert_allclose(got[0], expected[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    np.testing.assert_array_equal(np.isinf(got[1]), np.isinf(expected[1]))
-    np.testing.assert_allclose(got[1], expected[1], atol=LSE_TOLERANCE, rtol=LSE_TOLERANCE)
-
-
-def test_reference_equals_the_formula(capsys):
-    for shape in TESTED:
+def test_reference_equals_the_formula(rung):
+    def check(shape: Shape):
         arguments = example(shape)
-        assert_close(run(arguments, shape, "reference"), dense_float64(arguments, shape), shape.dtype)
-    with capsys.disabled():
-        print(f"\npaged_attention reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 49
+        assert_attention_close(run(arguments, "reference"), dense_float64(arguments, shape), shape.dtype)
+
+    rung("paged_attention reference = formula", TESTED, 49, check)
 
 
-def test_xla_equals_reference(capsys):
-    for shape in TESTED:
+def test_xla_equals_reference(rung):
+    def check(shape: Shape):
         arguments = example(shape)
-        assert_close(run(arguments, shape, "xla"), run(arguments, shape, "reference"), shape.dtype)
-    with capsys.disabled():
-        print(f"\npaged_attention xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 49
+        assert_equals_reference(run(arguments, "xla"), arguments, shape)
+
+    rung("paged_attention xla = reference", TESTED, 49, check)
 
 
 def poisoned(arguments, shape: Shape):
@@ -128,7 +106,7 @@ def poisoned(arguments, shape: Shape):
 def test_what_is_not_seen_may_be_nan(name, backend):
     shape = NAMED[name]
     arguments = example(shape)
-    clean, dirty = run(arguments, shape, backend), run(poisoned(arguments, shape), shape, backend)
+    clean, dirty = run(arguments, backend), run(poisoned(arguments, shape), backend)
     for got, expected in zip(dirty, clean, strict=True):
         np.testing.assert_array_equal(got, expected)
 
@@ -139,13 +117,13 @@ def test_nothing_seen_gives_zero_and_minus_infinity(backend):
         shape = NAMED[name]
         arguments = example(shape)
         arguments["counts"] = np.zeros(arguments["counts"].shape, np.int32)
-        out, block_lse = run(arguments, shape, backend)
+        out, block_lse = run(arguments, backend)
         assert (out == 0).all() and (block_lse == -np.inf).all()
 
 
 def test_a_block_behind_the_window_is_empty():
     shape = NAMED["window"]
-    _, block_lse = run(example(shape), shape, "xla")
+    _, block_lse = run(example(shape), "xla")
     blocks_behind = (300 - 50) // 16
     assert (block_lse[0, :, :blocks_behind] == -np.inf).all()
     assert np.isfinite(block_lse[0, :, blocks_behind : -(-300 // 16)]).all()
@@ -156,7 +134,7 @@ def test_block_sums_add_up_to_attention(name):
     """Attention to each block alone, weighted by its share of the total, is attention to all."""
     shape = NAMED[name]
     arguments = example(shape)
-    out, block_lse = run(arguments, shape, "xla")
+    out, block_lse = run(arguments, "xla")
     alone = np.zeros(out.shape)
     with np.errstate(divide="ignore"):
         total = np.log(np.exp(block_lse).sum(-1))
@@ -165,7 +143,7 @@ def test_block_sums_add_up_to_attention(name):
             "blocks": np.asarray(arguments["blocks"])[:, :, entry : entry + 1],
             "counts": (entry < np.asarray(arguments["counts"])).astype(np.int32),
         }
-        part, lse = run(single, shape, "xla")
+        part, lse = run(single, "xla")
         np.testing.assert_array_equal(lse[..., 0], block_lse[..., entry])
         alone += np.exp(lse - total[..., None]) * part
     np.testing.assert_allclose(alone, out, atol=2 * TOLERANCE[shape.dtype])
@@ -181,8 +159,7 @@ def test_rows_walked_in_tiles_have_the_bits_of_rows_walked_at_once(dtype):
 
     def walked(rows: int | None):
         config = dataclasses.replace(rule, rows=rows)
-        walk = jax.jit(functools.partial(xla.paged_attention, **shape.settings, config=config))
-        return jax.tree.map(np.asarray, walk(**arguments))
+        return results(xla.paged_attention, arguments, config=config)
 
     expected = walked(None)
     for rows in (1, 2, 4, 11, 12):
@@ -194,12 +171,10 @@ def test_rows_walked_in_tiles_have_the_bits_of_rows_walked_at_once(dtype):
 def test_a_row_does_not_depend_on_its_neighbours(name):
     """Longer, emptied or NaN neighbours leave a row's bits as they are."""
     shape = NAMED[name]
-    own: dict[str, Any] = {key: None if x is None else np.array(x) for key, x in example(shape).items()}
+    own = jax.tree.map(np.array, example(shape))
     n, rows = own["page_table"].shape[1] + 50, len(shape.lengths)
     long_shape = dataclasses.replace(shape, lengths=(n * shape.page_size,) * rows, open_share=1.0)
-    company: dict[str, Any] = {
-        key: None if x is None else np.array(x) for key, x in example(long_shape, seed=1).items()
-    }
+    company = jax.tree.map(np.array, example(long_shape, seed=1))
 
     # row 0 keeps its query, list, length and tokens; its pages move into the larger pool
     held = own["page_table"].shape[1]
@@ -211,7 +186,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     faulty = company | {"pages": company["pages"].copy()}
     faulty["pages"][:, company["page_table"][1:]] = np.nan
 
-    expected, *others = [bits(case, shape) for case in (company, alone, faulty)]
+    expected, *others = [bits(case) for case in (company, alone, faulty)]
     for result in others:
         for got, wanted in zip(result, expected, strict=True):
             np.testing.assert_array_equal(got[0], wanted[0])
@@ -221,10 +196,10 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
 def test_padding_the_list_changes_no_bit(name):
     shape = NAMED[name]
     arguments = example(shape)
-    out, block_lse = bits(arguments, shape)
+    out, block_lse = bits(arguments)
     m = arguments["blocks"].shape[2]
     blocks = np.pad(arguments["blocks"], ((0, 0), (0, 0), (0, 41)), constant_values=7)
-    wide_out, wide_lse = bits(arguments | {"blocks": blocks}, shape)
+    wide_out, wide_lse = bits(arguments | {"blocks": blocks})
     np.testing.assert_array_equal(wide_out, out)
     np.testing.assert_array_equal(wide_lse[..., : 4 * m], block_lse)
 
@@ -242,18 +217,18 @@ def test_all_blocks_listed_is_dense_attention():
         key_value_seq_lengths=arguments["lengths"],
         implementation="xla",
     )
-    out, _ = run(arguments, shape, "xla")
+    out, _ = run(arguments, "xla")
     np.testing.assert_allclose(out, np.asarray(expected[:, 0]), atol=TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("name", ["group_4", "dim_256"])
 def test_temporaries_do_not_grow_with_the_pool(name):
     shape = NAMED[name]
-    arguments = {key: x for key, x in example(shape).items() if x is not None}
+    arguments = example(shape)
 
     def temporaries(num_pages):
         pool = jax.ShapeDtypeStruct((shape.num_kv_heads, num_pages, shape.page_size, shape.width), shape.dtype)
-        lowered = compiled("xla", **shape.settings).lower(arguments | {"pages": pool})
+        lowered = compiled(paged_attention, backend="xla").lower(arguments | {"pages": pool})
         analysis = lowered.compile().memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes, pool.size * pool.dtype.itemsize
@@ -267,7 +242,7 @@ def test_temporaries_do_not_grow_with_the_pool(name):
 def test_the_number_of_steps_is_read_from_the_counts():
     """A step count known to the compiler would be that of the whole list, however little is listed."""
     shape = NAMED["group_3"]
-    text = compiled("xla", **shape.settings).lower(example(shape)).compile().as_text() or ""
+    text = compiled(paged_attention, backend="xla").lower(example(shape)).compile().as_text() or ""
     assert " while(" in text and "known_trip_count" not in text
 
 
@@ -299,31 +274,21 @@ def zeros(shapes):
 def test_a_wrong_shape_is_named(case):
     change, argument = WRONG[case]
     with pytest.raises((ValueError, TypeCheckError)) as caught:
-        paged_attention(**zeros(RIGHT | change), scale=1.0)
+        paged_attention(**zeros(RIGHT | change), softmax=SOFTMAX)
     if isinstance(caught.value, ValueError):
         assert str(caught.value).startswith(f"{argument}: got ") and "wanted" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"window": 0}, "window: got 0, wanted at least 1"),
-        ({"scale": 0.0}, "scale: got 0.0, wanted a positive number"),
-        ({"soft_cap": -1.0}, "soft_cap: got -1.0"),
-        ({"backend": "cuda"}, 'backend: got "cuda", wanted one of'),
-    ],
-)
-def test_a_wrong_setting_is_named(change, message):
-    with pytest.raises(ValueError) as caught:
-        paged_attention(**zeros(RIGHT), **({"scale": 1.0} | change))
-    assert str(caught.value).startswith(message)
+def test_an_unknown_backend_is_named():
+    with pytest.raises(ValueError, match='backend: got "cuda", wanted one of'):
+        paged_attention(**zeros(RIGHT), softmax=SOFTMAX, backend="cuda")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("q", jnp.float16), ("pages", jnp.float16), ("blocks", jnp.int16)])
 def test_a_wrong_dtype_is_named(name, dtype):
     arguments = zeros(RIGHT)
     with pytest.raises(ValueError) as caught:
-        paged_attention(**(arguments | {name: arguments[name].astype(dtype)}), scale=1.0)
+        paged_attention(**(arguments | {name: arguments[name].astype(dtype)}), softmax=SOFTMAX)
     assert str(caught.value).startswith(f"{name}: got {jnp.dtype(dtype)}, wanted")
 
 
@@ -336,7 +301,7 @@ def test_an_int8_pool_needs_scales_and_scales_an_int8_pool():
         ({"pages": integers, "kv_scales": jnp.ones((2, 4, 2))}, "kv_scales: got shape"),
     ):
         with pytest.raises((ValueError, TypeCheckError)) as caught:
-            paged_attention(**(arguments | wrong), scale=1.0)
+            paged_attention(**(arguments | wrong), softmax=SOFTMAX)
         if isinstance(caught.value, ValueError):
             assert str(caught.value).startswith(words)
 
@@ -346,4 +311,4 @@ def test_a_chip_whose_kernel_reads_no_such_int8_pages_says_which_backend_does(ba
     shape = NAMED["int8"]
     module = importlib.import_module(f"et_jax.pallas.paged_attention.{backend}")
     with pytest.raises(NotImplementedError, match='use "xla"'):
-        module.paged_attention(**example(shape), **shape.settings)
+        module.paged_attention(**example(shape))

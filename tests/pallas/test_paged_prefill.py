@@ -1,58 +1,45 @@
 """Laws of prefill attention over pages."""
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
+from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results
 
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_prefill import paged_prefill
 from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
+from et_jax.pallas.softmax import Softmax
 
-# rounding of one value, times a few for the sums: relative to outputs of size one
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
-LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
 NAMED = {shape.name: shape for shape in SHAPES}
+SOFTMAX = Softmax(scale=1.0)
 
 
-@functools.cache
-def compiled(backend: str, **settings):
-    """The op with its settings bound, compiled once for each shape of its arrays."""
-    return jax.jit(lambda arrays: paged_prefill(**arrays, **settings, backend=backend))
-
-
-def pair(result, shape: Shape) -> tuple[Any, Any]:
-    """Attention and block sums, None where none were asked for."""
-    return result if shape.block_lse else (result, None)
+def both(arguments, shape: Shape, backend: str):
+    """Attention and block sums, None where none are asked for, by a backend."""
+    return results(paged_prefill, arguments, backend=backend, **shape.settings)
 
 
 def run(arguments, shape: Shape, backend: str):
     """Attention as float64 numpy, by a backend."""
-    return np.asarray(pair(compiled(backend, **shape.settings)(arguments), shape)[0], np.float64)
+    return numbers(both(arguments, shape, backend)[0])
 
 
 def bits(arguments, shape: Shape, backend: str = "xla"):
     """Attention as bytes."""
-    return np.asarray(pair(compiled(backend, **shape.settings)(arguments), shape)[0]).view(np.uint8)
+    return as_bytes(both(arguments, shape, backend)[0])
 
 
-def assert_close(got, expected, shape: Shape):
-    """Compare attention, and block sums where they were asked for."""
-    for array, want, tolerance in zip(got, expected, (TOLERANCE[shape.dtype], LSE_TOLERANCE), strict=True):
-        assert (array is None) == (want is None)
-        if array is not None:
-            array, want = np.asarray(array, np.float64), np.asarray(want, np.float64)
-            np.testing.assert_allclose(array, want, atol=tolerance, rtol=tolerance)
+def assert_equals_reference(got, arguments, shape: Shape):
+    assert_attention_close(got, both(arguments, shape, "reference"), shape.dtype)
 
 
 def dense_float64(arguments, shape: Shape):
     """The formula of the docstring, query by query, in float64 numpy."""
-    arrays: dict[str, Any] = {name: None if x is None else np.asarray(x, np.float64) for name, x in arguments.items()}
+    arrays, sinks = numbers(arguments), arguments["softmax"].sink_logits
     table, b, t, h = np.asarray(arguments["page_table"]), *arrays["q"].shape[:3]
     d, s, k = shape.head_dim, shape.page_size, shape.num_kv_heads
     every = np.broadcast_to(np.arange(shape.num_blocks), (b, k, shape.num_blocks))
@@ -62,7 +49,7 @@ def dense_float64(arguments, shape: Shape):
     for row, head, i in np.ndindex(b, h, t):
         kv_head, position = head // (h // k), shape.starts[row] + i
         first = 0 if shape.window is None else max(0, position + 1 - shape.window)
-        sink = 0.0 if arrays["sink_logits"] is None else np.exp(arrays["sink_logits"][head])
+        sink = 0.0 if sinks is None else np.exp(np.float64(sinks[head]))
         mixed, total = np.zeros(d), sink
         for entry, block in enumerate(blocks[row, kv_head, : counts[row, kv_head]]):
             inside = slice(max(0, first - block * s), max(0, position + 1 - block * s))
@@ -77,26 +64,20 @@ def dense_float64(arguments, shape: Shape):
     return out, lse if shape.block_lse else None
 
 
-def test_reference_equals_the_formula(capsys):
-    for shape in TESTED:
+def test_reference_equals_the_formula(rung):
+    def check(shape: Shape):
         arguments = example(shape)
-        got = pair(compiled("reference", **shape.settings)(arguments), shape)
-        assert_close(got, dense_float64(arguments, shape), shape)
-    with capsys.disabled():
-        print(f"\npaged_prefill reference = formula: {len(TESTED)} shapes")
-    assert len(TESTED) == 36
+        assert_attention_close(both(arguments, shape, "reference"), dense_float64(arguments, shape), shape.dtype)
+
+    rung("paged_prefill reference = formula", TESTED, 36, check)
 
 
-def test_xla_equals_reference(capsys):
-    for shape in TESTED:
+def test_xla_equals_reference(rung):
+    def check(shape: Shape):
         arguments = example(shape)
-        got, expected = (
-            pair(compiled(backend, **shape.settings)(arguments), shape) for backend in ("xla", "reference")
-        )
-        assert_close(got, expected, shape)
-    with capsys.disabled():
-        print(f"\npaged_prefill xla = reference: {len(TESTED)} shapes")
-    assert len(TESTED) == 36
+        assert_equals_reference(both(arguments, shape, "xla"), arguments, shape)
+
+    rung("paged_prefill xla = reference", TESTED, 36, check)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -150,8 +131,7 @@ def test_dense_is_listing_every_block(name, backend):
     for block_lse in (False, True):
         asked = dataclasses.replace(shape, block_lse=block_lse)
         (out, lse), (listed_out, listed_lse) = (
-            pair(compiled(backend, **asked.settings)(case), asked)
-            for case in (arguments, listing_every_block(arguments, shape))
+            both(case, asked, backend) for case in (arguments, listing_every_block(arguments, shape))
         )
         np.testing.assert_array_equal(np.asarray(out).view(np.uint8), expected)
         np.testing.assert_array_equal(np.asarray(listed_out).view(np.uint8), expected)
@@ -178,10 +158,9 @@ def test_pages_that_are_not_listed_may_be_nan(name, backend):
     shape = NAMED[name]
     arguments = example(shape)
     longer = np.pad(np.asarray(arguments["blocks"]), ((0, 0), (0, 0), (0, 20)), constant_values=1)
-    attend = compiled(backend, **shape.settings)
-    out, lse = pair(attend(arguments), shape)
+    out, lse = both(arguments, shape, backend)
     for case in (with_nan_beyond_the_lists(arguments, shape), arguments | {"blocks": longer}):
-        other_out, other_lse = pair(attend(case), shape)
+        other_out, other_lse = both(case, shape, backend)
         np.testing.assert_array_equal(np.asarray(other_out, np.float64), np.asarray(out, np.float64))
         if shape.block_lse:
             np.testing.assert_array_equal(other_lse[..., : shape.num_blocks], lse)
@@ -194,13 +173,12 @@ def test_block_sums_recombine(name):
     shape = NAMED[name]
     arguments = example(shape) if shape.open_share else listing_every_block(example(shape), shape)
     blocks, counts = np.asarray(arguments["blocks"]), np.asarray(arguments["counts"])
-    attend = compiled("xla", **shape.settings)
-    whole, whole_lse = (np.asarray(x, np.float64) for x in attend(arguments))
+    whole, whole_lse = numbers(both(arguments, shape, "xla"))
     half = counts // 2
     after = np.take_along_axis(blocks, np.minimum(np.arange(blocks.shape[2]) + half[..., None], blocks.shape[2] - 1), 2)
     mixed, weight = 0.0, 0.0
     for part in ({"counts": half}, {"blocks": after, "counts": counts - half}):
-        out, lse = (np.asarray(x, np.float64) for x in attend(arguments | part))
+        out, lse = numbers(both(arguments | part, shape, "xla"))
         share = np.exp(lse).sum(-1, keepdims=True)
         mixed, weight = mixed + share * out, weight + share
     np.testing.assert_allclose(weight, np.exp(whole_lse).sum(-1, keepdims=True), rtol=1e-4)
@@ -214,9 +192,9 @@ def test_nothing_listed_gives_zeros(backend):
     every = listing_every_block(example(shape), shape)
     empty = every | {"counts": jnp.zeros_like(every["counts"])}
     ahead = every | {"blocks": every["blocks"] + 1, "counts": jnp.ones_like(every["counts"])}
-    out, lse = compiled(backend, **shape.settings)(empty)
-    assert not np.asarray(out).any() and np.isneginf(lse).all()
-    out, lse = (np.asarray(x) for x in compiled(backend, **shape.settings)(ahead))
+    out, lse = both(empty, shape, backend)
+    assert not out.any() and np.isneginf(lse).all()
+    out, lse = both(ahead, shape, backend)
     assert not out[1, :32].any() and np.isneginf(lse[1, :32]).all()
     assert out[1, 32:].all() and np.isfinite(lse[1, 32:, :, 0]).all()
 
@@ -225,7 +203,7 @@ def test_nothing_listed_gives_zeros(backend):
 def test_a_row_does_not_depend_on_how_long_the_loop_runs(name):
     """A neighbour far ahead, far behind or NaN leaves a row's bits as they are."""
     shape = dataclasses.replace(NAMED[name], starts=(300, 1900))
-    arguments: dict[str, Any] = {key: None if x is None else np.array(x) for key, x in example(shape).items()}
+    arguments = jax.tree.map(np.array, example(shape))
     expected = bits(arguments, shape)
     near, first = (arguments | {"starts": np.array([300, start], np.int32)} for start in (300, 0))
     faulty = arguments | {"pages": arguments["pages"].copy()}
@@ -248,10 +226,7 @@ def test_one_query_is_a_decode_step(name):
         jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, shape.num_kv_heads, n)),
         jnp.full((b, shape.num_kv_heads), n, jnp.int32),
         arguments["starts"] + shape.chunk,
-        sink_logits=arguments["sink_logits"],
-        scale=shape.settings["scale"],
-        soft_cap=shape.soft_cap,
-        window=shape.window,
+        softmax=arguments["softmax"],
     )
     np.testing.assert_allclose(out, np.asarray(decoded, np.float64), atol=TOLERANCE[shape.dtype])
 
@@ -259,11 +234,11 @@ def test_one_query_is_a_decode_step(name):
 @pytest.mark.parametrize("name", ["group_3", "group_4_bfloat16"])
 def test_temporaries_do_not_grow_with_the_pool(name):
     shape = NAMED[name]
-    arguments = {key: x for key, x in example(shape).items() if x is not None}
+    arguments = example(shape)
 
     def temporaries(num_pages):
         pool = jax.ShapeDtypeStruct((shape.num_kv_heads, num_pages, shape.page_size, shape.width), shape.dtype)
-        lowered = compiled("xla", **shape.settings).lower(arguments | {"pages": pool})
+        lowered = compiled(paged_prefill, backend="xla", **shape.settings).lower(arguments | {"pages": pool})
         analysis = lowered.compile().memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes, pool.size * pool.dtype.itemsize
@@ -278,7 +253,7 @@ def test_the_number_of_steps_is_read_from_the_starts_or_the_lists():
     """A step count known to the compiler would be that of the whole table, however short the sequence."""
     shape = NAMED["group_3"]
     for arguments in (example(shape), listing_every_block(example(shape), shape)):
-        text = compiled("xla", **shape.settings).lower(arguments).compile().as_text() or ""
+        text = compiled(paged_prefill, backend="xla", **shape.settings).lower(arguments).compile().as_text() or ""
         assert " while(" in text and "known_trip_count" not in text
 
 
@@ -303,17 +278,15 @@ def zeros(shapes):
 def test_a_wrong_shape_is_named(case):
     change, argument = WRONG[case]
     with pytest.raises((ValueError, TypeCheckError)) as caught:
-        paged_prefill(**zeros(RIGHT | change), scale=1.0)
+        paged_prefill(**zeros(RIGHT | change), softmax=SOFTMAX)
     if isinstance(caught.value, ValueError):
         assert str(caught.value).startswith(f"{argument}: got ") and "wanted" in str(caught.value)
 
 
 def test_a_wrong_setting_is_named():
-    with pytest.raises(ValueError, match="window: got 0, wanted at least 1"):
-        paged_prefill(**zeros(RIGHT), scale=1.0, window=0)
     with pytest.raises(ValueError, match="counts: got None, wanted the lengths of the lists in blocks"):
-        paged_prefill(**zeros(RIGHT | {"blocks": (2, 2, 4)}), scale=1.0)
+        paged_prefill(**zeros(RIGHT | {"blocks": (2, 2, 4)}), softmax=SOFTMAX)
     with pytest.raises(ValueError, match="blocks: got None, wanted lists of blocks beside counts"):
-        paged_prefill(**zeros(RIGHT | {"counts": (2, 2)}), scale=1.0)
+        paged_prefill(**zeros(RIGHT | {"counts": (2, 2)}), softmax=SOFTMAX)
     with pytest.raises(NotImplementedError, match=r'backend "tpu" .*: use "xla"'):
-        paged_prefill(**zeros(RIGHT), scale=1.0, backend="tpu")
+        paged_prefill(**zeros(RIGHT), softmax=SOFTMAX, backend="tpu")

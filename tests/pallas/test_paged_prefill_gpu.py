@@ -1,62 +1,61 @@
-"""The Hopper kernel of prefill attention, without a GPU: simulated on the CPU, and lowered for CUDA.
-
-The simulation has copies, barriers and a detector of races. It has no wgmma: the products are plain ones here.
-"""
+"""The Hopper kernel of prefill attention, without a GPU: simulated on the CPU, and lowered for CUDA."""
 
 import dataclasses
-import functools
 
-import jax
 import numpy as np
 import pytest
-from jax import export
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
+from absent_gpu import finds_the_race, lower, races_raise
+from absent_gpu import simulate as simulated
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_paged_prefill import NAMED, assert_close, compiled, listing_every_block, pair, with_nan_beyond_the_lists
+from ladder import as_bytes, assert_attention_close
+from test_paged_prefill import NAMED, assert_equals_reference, both, listing_every_block, with_nan_beyond_the_lists
 
 from et_jax.pallas import hopper
 from et_jax.pallas.paged_prefill import gpu
 from et_jax.pallas.paged_prefill.shapes import TESTED, Shape, example
 
+KERNEL = gpu.paged_prefill
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper")]
-
-RACES_RAISE = hasattr(plgpu.InterpretGPUParams(), "on_race")
-
-
-@functools.cache
-def simulated(**settings):
-    """The kernel on the CPU, raising on a race and on a read out of bounds; memory begins as NaN."""
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return jax.jit(lambda arrays: gpu.paged_prefill(**arrays, **settings, interpret=interpret))
+# A shape for each path, raced: one tile a page and two, each head dim, rows far apart, several blocks of queries, a
+# window, block sums, lists with all that changes the scores.
+PATHS = [
+    NAMED[name]
+    for name in (
+        "hopper_group_3",
+        "hopper_dim_256",
+        "hopper_ragged",
+        "hopper_long_chunk",
+        "hopper_window",
+        "hopper_block_sums",
+        "hopper_sparse_all_of_them",
+    )
+]
 
 
 def simulate(arguments, shape: Shape):
     """Attention and block sums."""
-    return simulated(**shape.settings)(arguments)
+    return simulated(KERNEL, arguments, **shape.settings)
 
 
-def reference(arguments, shape: Shape):
-    """Attention and block sums by the definition."""
-    return pair(compiled("reference", **shape.settings)(arguments), shape)
+def is_right(shape: Shape):
+    arguments = example(shape)
+    assert_equals_reference(simulate(arguments, shape), arguments, shape)
 
 
-def test_simulated_equals_reference(capsys):
-    for shape in SERVED:
-        arguments = example(shape)
-        assert_close(simulate(arguments, shape), reference(arguments, shape), shape)
-    with capsys.disabled():
-        print(f"\npaged_prefill gpu, simulated = reference: {len(SERVED)} shapes")
-    assert len(SERVED) == 13
+def test_simulated_equals_reference(rung):
+    rung("paged_prefill gpu, simulated = reference", PATHS, 7, is_right)
 
 
-def test_lowers_for_cuda(capsys):
-    for shape in SERVED:
-        function = jax.jit(functools.partial(gpu.paged_prefill, **shape.settings))
-        module = export.export(function, platforms=["cuda"])(**example(shape)).mlir_module()
-        assert "mosaic_gpu" in module
-    with capsys.disabled():
-        print(f"\npaged_prefill gpu lowers for cuda: {len(SERVED)} shapes")
-    assert len(SERVED) == 13
+@pytest.mark.slow
+def test_simulated_equals_reference_in_any_shape(rung):
+    rung("paged_prefill gpu, simulated = reference", SERVED, 13, is_right)
+
+
+def test_lowers_for_cuda(rung):
+    def check(shape: Shape):
+        lower(KERNEL, example(shape), **shape.settings)
+
+    rung("paged_prefill gpu lowers for cuda", SERVED, 13, check)
 
 
 @pytest.mark.parametrize("name", ["hopper_group_3", "hopper_window"])
@@ -71,15 +70,15 @@ def test_tokens_past_a_query_may_be_nan(name):
         place = np.arange(start + real)
         unused[np.asarray(arguments["page_table"])[row, place // shape.page_size], place % shape.page_size] = False
     pages[:, unused] = np.nan
-    (dirty, _), (expected, _) = simulate(arguments | {"pages": pages}, shape), reference(arguments, shape)
-    assert_close((dirty[:, :real], None), (expected[:, :real], None), shape)
+    (dirty, _), (expected, _) = simulate(arguments | {"pages": pages}, shape), both(arguments, shape, "reference")
+    assert_attention_close((dirty[:, :real], None), (expected[:, :real], None), shape.dtype)
 
 
 @pytest.mark.parametrize("name", ["hopper_sparse", "hopper_sparse_all_of_them"])
 def test_pages_that_are_not_listed_may_be_nan(name):
     shape = NAMED[name]
     arguments = example(shape)
-    assert_close(simulate(with_nan_beyond_the_lists(arguments, shape), shape), reference(arguments, shape), shape)
+    assert_equals_reference(simulate(with_nan_beyond_the_lists(arguments, shape), shape), arguments, shape)
 
 
 @pytest.mark.parametrize("name", ["hopper_block_sums", "hopper_window"])
@@ -89,10 +88,10 @@ def test_dense_is_listing_every_block(name):
     arguments = example(shape)
     listed = listing_every_block(arguments, shape)
     asked, unasked = (dataclasses.replace(shape, block_lse=block_lse) for block_lse in (True, False))
-    out, lse = (np.asarray(x) for x in simulate(arguments, asked))
+    out, lse = simulate(arguments, asked)
     listed_out, listed_lse = simulate(listed, asked)
     for other in (listed_out, simulate(arguments, unasked)[0], simulate(listed, unasked)[0]):
-        np.testing.assert_array_equal(np.asarray(other).view(np.uint8), out.view(np.uint8))
+        np.testing.assert_array_equal(as_bytes(other), as_bytes(out))
     np.testing.assert_array_equal(listed_lse, lse)
 
 
@@ -110,24 +109,15 @@ def test_a_fault_that_is_seen_shows(column, token):
     assert not np.isnan(out[:first]).any() and not np.isnan(out[:, 1:]).any()
 
 
-@pytest.fixture
-def broken(monkeypatch):
-    """Replace a primitive of the kernel; the simulation starts afresh after the failure."""
-    simulated.cache_clear()
-    yield functools.partial(monkeypatch.setattr, gpu.plgpu)
-    simulated.cache_clear()
-    reset_gpu_interpret_mode_state()
-
-
-@pytest.mark.skipif(not RACES_RAISE, reason="JAX 0.11 prints a race and goes on")
+@races_raise
 @pytest.mark.parametrize("primitive", ["barrier_wait", "commit_smem"])
-def test_a_missing_wait_or_fence_is_found(broken, primitive):
-    broken(primitive, lambda *barrier: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-        simulate(example(NAMED["hopper_long_chunk"]), NAMED["hopper_long_chunk"])
+def test_a_missing_wait_or_fence_is_found(broken_gpu, primitive):
+    shape = NAMED["hopper_long_chunk"]
+    broken_gpu(primitive, lambda *barrier: None)
+    finds_the_race(KERNEL, example(shape), **shape.settings)
 
 
-def test_a_wrong_page_is_found(broken):
+def test_a_wrong_page_is_found(broken_gpu):
     shape = NAMED["hopper_group_1"]
     copy = plgpu.copy_gmem_to_smem
 
@@ -135,10 +125,10 @@ def test_a_wrong_page_is_found(broken):
         is_tile = source.shape == (hopper.TILE, shape.width)
         copy(source.ref.at[0, 0] if is_tile else source, target, barrier)
 
-    broken("copy_gmem_to_smem", copy_the_null_page)
+    broken_gpu("copy_gmem_to_smem", copy_the_null_page)
     arguments = example(shape)
     with pytest.raises(AssertionError):
-        assert_close(simulate(arguments, shape), reference(arguments, shape), shape)
+        assert_equals_reference(simulate(arguments, shape), arguments, shape)
 
 
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)

@@ -1,47 +1,34 @@
 """The TPU kernel of prefill attention, interpreted on a CPU and lowered for a TPU that is not here."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
-from test_paged_prefill import (
-    NAMED,
-    assert_close,
-    compiled,
-    listing_every_block,
-    pair,
-    with_nan_beyond_the_lists,
-)
+from ladder import as_bytes, results
+from test_paged_prefill import NAMED, assert_equals_reference, listing_every_block, with_nan_beyond_the_lists
 
 from et_jax.pallas.paged_prefill import tpu
 from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 
-BREADTH = [shape for shape in TESTED if not shape.name.startswith("hopper")]  # the others: see the slow test
+KERNEL = tpu.paged_prefill
 # several tiles a chunk, few buffers of few pages: the keys go round the ring several times
 SMALL = Config(tile=16, ring=RingConfig(group=4, depth=3))
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; what changes
 # the scores; rows far apart; lists and block sums; both dtypes.
-PATHS = ("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them", "sparse_all_of_them")
-
-
-def kernel(shape: Shape, config: Config | None = SMALL, **how):
-    return partial(tpu.paged_prefill, **shape.settings, config=config, **how)
+PATHS = [
+    NAMED[name] for name in ("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them", "sparse_all_of_them")
+]
+# What is raced is not interpreted a second time; those for Hopper: see the slow test.
+BREADTH = [shape for shape in TESTED if not shape.name.startswith("hopper") and shape not in PATHS]
 
 
 def plain(arguments, shape: Shape):
     """Attention and block sums, interpreted without checks."""
-    attend = kernel(shape, interpret=True)
-    return jax.tree.map(np.asarray, jax.jit(lambda arrays: attend(**arrays))(arguments))
-
-
-def reference(arguments, shape: Shape):
-    """Attention and block sums by the definition."""
-    return pair(compiled("reference", **shape.settings)(arguments), shape)
+    return results(KERNEL, arguments, config=SMALL, interpret=True, **shape.settings)
 
 
 def poisoned(arguments, shape: Shape):
@@ -58,34 +45,31 @@ def poisoned(arguments, shape: Shape):
     return arguments | {"pages": pages}
 
 
-def test_equals_reference(capsys):
-    for shape in BREADTH:
+def test_equals_reference(rung):
+    def check(shape: Shape):
         arguments = example(shape)
-        assert_close(plain(arguments, shape), reference(arguments, shape), shape)
-    with capsys.disabled():
-        print(f"\npaged_prefill tpu = reference: {len(BREADTH)} shapes")
-    assert len(BREADTH) == 23
+        assert_equals_reference(plain(arguments, shape), arguments, shape)
+
+    rung("paged_prefill tpu = reference", BREADTH, 17, check)
 
 
-def test_has_no_race(capsys):
-    for name in PATHS:
-        shape = NAMED[name]
-        arguments = poisoned(example(shape), shape)
-        assert_close(strictly(kernel(shape), arguments), reference(arguments, shape), shape)
-    with capsys.disabled():
-        print(f"\npaged_prefill tpu without races: {len(PATHS)} shapes")
-    assert len(PATHS) == 6
+def has_no_race(shape: Shape, config: Config | None = SMALL):
+    arguments = poisoned(example(shape), shape)
+    got = strictly(KERNEL, arguments, config=config, **shape.settings)
+    assert_equals_reference(got, arguments, shape)
+
+
+def test_has_no_race(rung):
+    rung("paged_prefill tpu without races", PATHS, 6, has_no_race)
 
 
 @pytest.mark.slow
-def test_has_no_race_in_any_shape(capsys):
-    for shape in TESTED:
-        arguments = poisoned(example(shape), shape)
+def test_has_no_race_in_any_shape(rung):
+    def check(shape: Shape):
         for config in (SMALL, None):
-            assert_close(strictly(kernel(shape, config), arguments), reference(arguments, shape), shape)
-    with capsys.disabled():
-        print(f"\npaged_prefill tpu without races: {len(TESTED)} shapes, two rings")
-    assert len(TESTED) == 36
+            has_no_race(shape, config)
+
+    rung("paged_prefill tpu without races, two rings", TESTED, 36, check)
 
 
 @pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 3), ("dim_128", 200)])
@@ -123,8 +107,8 @@ def test_pages_no_query_sees_are_not_copied():
     for row, start in enumerate(shape.starts):
         table[row, : max(start - 50 + 1, 0) // (shape.page_size * group) * group] = 2 * table.size
         table[row, -(-(start + shape.chunk) // shape.page_size) :] = 2 * table.size
-    got = strictly(kernel(shape), arguments | {"page_table": table})
-    assert_close(got, reference(arguments, shape), shape)
+    got = strictly(KERNEL, arguments | {"page_table": table}, config=SMALL, **shape.settings)
+    assert_equals_reference(got, arguments, shape)
 
 
 def test_pages_that_are_not_listed_are_not_copied():
@@ -136,8 +120,8 @@ def test_pages_that_are_not_listed_are_not_copied():
     for row, count in enumerate(counts[:, 0]):
         table[row, np.setdiff1d(np.arange(shape.num_blocks), blocks[row, 0, :count])] = 2 * table.size
         blocks[row, 0, count:] = 3 * table.size
-    got = strictly(kernel(shape), arguments | {"page_table": table, "blocks": blocks})
-    assert_close(got, reference(arguments, shape), shape)
+    got = strictly(KERNEL, arguments | {"page_table": table, "blocks": blocks}, config=SMALL, **shape.settings)
+    assert_equals_reference(got, arguments, shape)
 
 
 @pytest.mark.parametrize("name", ["block_sums", "window"])
@@ -150,7 +134,7 @@ def test_dense_is_listing_every_block(name):
     out, lse = plain(arguments, asked)
     listed_out, listed_lse = plain(listed, asked)
     for other in (listed_out, plain(arguments, unasked)[0], plain(listed, unasked)[0]):
-        np.testing.assert_array_equal(other.view(np.uint8), out.view(np.uint8))
+        np.testing.assert_array_equal(as_bytes(other), as_bytes(out))
     np.testing.assert_array_equal(listed_lse, lse)
 
 
@@ -162,6 +146,7 @@ def shapes_of(shape: Shape):
         "pages": jax.ShapeDtypeStruct((k, 1 + b * n, shape.page_size, shape.width), shape.dtype),
         "page_table": jax.ShapeDtypeStruct((b, n), np.int32),
         "starts": jax.ShapeDtypeStruct((b,), np.int32),
+        "softmax": shape.softmax(),
     }
     if shape.open_share is None:
         return arrays
@@ -169,13 +154,9 @@ def shapes_of(shape: Shape):
     return arrays | lists
 
 
-def test_lowers_for_a_tpu(capsys):
+def test_lowers_for_a_tpu(rung):
     chip_shapes = [shape for shape in SHAPES if not shape.tested]
-    for shape in chip_shapes:
-        lower(kernel(shape, config=None), shapes_of(shape))
-    with capsys.disabled():
-        print(f"\npaged_prefill tpu lowers: {len(chip_shapes)} shapes")
-    assert len(chip_shapes) == 6
+    rung("paged_prefill tpu lowers", chip_shapes, 6, lambda shape: lower(KERNEL, shapes_of(shape), **shape.settings))
 
 
 @pytest.mark.parametrize(
@@ -190,4 +171,4 @@ def test_lowers_for_a_tpu(capsys):
 def test_what_it_cannot_serve_is_refused(change, reason):
     shape = dataclasses.replace(NAMED["sinks"], **change)
     with pytest.raises(NotImplementedError, match=reason):
-        jax.eval_shape(lambda arrays: tpu.paged_prefill(**arrays, **shape.settings), shapes_of(shape))
+        jax.eval_shape(lambda arrays: KERNEL(**arrays, **shape.settings), shapes_of(shape))

@@ -32,7 +32,7 @@ def settings_used(monkeypatch):
     groups = []
     page_rows = xla.page_rows
     monkeypatch.setattr(xla, "page_rows", lambda table, ids, p: groups.append(ids.shape[2]) or page_rows(table, ids, p))
-    jax.eval_shape(lambda arrays: xla.paged_attention(**arrays, **SHAPE.settings), example(SHAPE))
+    jax.eval_shape(lambda arrays: xla.paged_attention(**arrays), example(SHAPE))
     return set(groups)
 
 
@@ -74,7 +74,7 @@ def test_settings_within_settings_are_read(recorded):
 def test_settings_the_kernel_refuses_are_refused_in_a_sentence(recorded, entry, reason):
     recorded({KEY: entry})
     with pytest.raises(UsageError) as caught:
-        xla.paged_attention(**example(SHAPE), **SHAPE.settings)
+        xla.paged_attention(**example(SHAPE))
     message = str(caught.value)
     assert reason in message and KEY in message and "scripts/tune_kernels.py" in message
 

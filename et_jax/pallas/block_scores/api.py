@@ -62,8 +62,8 @@ def code_scores(
     A key is taken for code * s_c + o_c, rounded to the nearest, with s_c = (max_c - min_c) / 255 and
     o_c = min_c + 128 s_c of its page's box:
 
-        log_mass = log sum_(j in block) exp(scale q . key_j)      in nats, float32
-        error    = scale sum_c |q_c| s_c / 2                      log_mass is within it of the stored keys' own
+        block_lse = log sum_(j in block) exp(scale q . key_j)     in nats, float32
+        error     = scale sum_c |q_c| s_c / 2                     block_lse is within it of the stored keys' own
 
     key_codes: a page's tokens side by side, c = page_size * d. The rest is as in `block_scores`. Tokens at or
     past the length do not count; blocks there are -inf with error 0.

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8
 
-from et_jax.pallas.hopper import HEAD_DIMS, TILE, finite, store, unserved
+from et_jax.pallas.hopper import HEAD_DIMS, TILE, store, unserved
+from et_jax.pallas.softmax import finite
 
 COLUMNS = 8  # the fewest an accumulator has; the queries of a group that share a read of the codes
 
@@ -90,12 +91,12 @@ def code_scores(
     )(q.astype(jnp.float32) * scale, key_codes.reshape(k, p, s, d), key_box, page_table, lengths)
     seen_mask = jnp.arange(n * tiles, dtype=jnp.int32).reshape(n, tiles) * TILE < lengths[:, None, None]
     lse = jnp.where(seen_mask[:, None, ..., None], lse, -jnp.inf)
-    log_mass = functools.reduce(jnp.logaddexp, (lse[:, :, :, tile, :g] for tile in range(tiles)))
+    block_lse = functools.reduce(jnp.logaddexp, (lse[:, :, :, tile, :g] for tile in range(tiles)))
     # sum_c |q_c| (max_c - min_c) is the width of the block's range
     at = {"page_size": page_size, "scale": scale, "interpret": interpret}
     low, high, _ = block_scores(q, key_box, key_box, page_table, lengths, **at)
     error = jnp.where(seen_mask[:, None, :, 0], (high - low) / (2 * 255.0), 0.0)
-    return log_mass.swapaxes(2, 3).reshape(b, h, n), error
+    return block_lse.swapaxes(2, 3).reshape(b, h, n), error
 
 
 def _refuse_unserved(d: int) -> None:

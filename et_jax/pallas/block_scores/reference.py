@@ -54,10 +54,10 @@ def code_scores(
     scores = jnp.einsum("bkgd,bknsd->bkgns", query, key, precision="highest")
     position = jnp.arange(n * s, dtype=jnp.int32).reshape(n, s)
     seen_mask = position < lengths[:, None, None]
-    log_mass = jax.nn.logsumexp(jnp.where(seen_mask[:, None, None], scores, -jnp.inf), axis=-1)
+    block_lse = jax.nn.logsumexp(jnp.where(seen_mask[:, None, None], scores, -jnp.inf), axis=-1)
     error = jnp.einsum("bkgd,bknd->bkgn", jnp.abs(query), step / 2, precision="highest")
     error = jnp.where(seen_mask[:, None, None, :, 0], error, 0.0)
-    return log_mass.reshape(b, h, n), error.reshape(b, h, n)
+    return block_lse.reshape(b, h, n), error.reshape(b, h, n)
 
 
 def _of_blocks(summary: Array, page_table: Int[Array, "b n"]) -> Array:

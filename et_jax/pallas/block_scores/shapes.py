@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-LANES = 128
+from et_jax.pallas.checks import padded_width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Shape:
     @property
     def width(self) -> int:
         """Width of a page's summary: two keys, padded to whole lanes."""
-        return -(-2 * self.head_dim // LANES) * LANES
+        return padded_width(self.head_dim)
 
     @property
     def num_blocks(self) -> int:

@@ -20,10 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import ring, tuned
-from et_jax.pallas.checks import LANES
+from et_jax.pallas.checks import LANES, SUBLANES
 from et_jax.pallas.ring import PageList, RingConfig
 
-TILE_ROWS = 8
 SUBTILE = 4  # rows of the smallest tile of int8, which packs four into a register's word
 
 
@@ -34,7 +33,7 @@ def heuristic(*pools: Array) -> RingConfig:
 
 def _page_bytes(pools: tuple[Array, ...]) -> int:
     """Return the vector memory of one page's parts, heads filled up to whole registers."""
-    return sum((k + -k % TILE_ROWS) * e * pool.dtype.itemsize for pool in pools for k, _, e in [pool.shape])
+    return sum((k + -k % SUBLANES) * e * pool.dtype.itemsize for pool in pools for k, _, e in [pool.shape])
 
 
 def block_scores(
@@ -76,13 +75,13 @@ def code_scores(
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
     d, (k, p, c) = q.shape[2], key_codes.shape
-    if k != SUBTILE and k % TILE_ROWS:
+    if k != SUBTILE and k % SUBLANES:
         raise NotImplementedError(
-            f'backend "tpu" reads codes of {SUBTILE} or a multiple of {TILE_ROWS} KV heads, not {k}: use "xla"'
+            f'backend "tpu" reads codes of {SUBTILE} or a multiple of {SUBLANES} KV heads, not {k}: use "xla"'
         )
-    if p % TILE_ROWS == 0:
+    if p % SUBLANES == 0:
         raise NotImplementedError(
-            f'backend "tpu" reads codes in a pool of no multiple of {TILE_ROWS} pages, not {p}: add one, or use "xla"'
+            f'backend "tpu" reads codes in a pool of no multiple of {SUBLANES} pages, not {p}: add one, or use "xla"'
         )
     # codes are cut into pieces of whole lanes and whole tokens
     width = math.lcm(d, LANES)
@@ -117,8 +116,8 @@ def code_scores(
         return offset + top + jnp.log(total), 0.5 * _sum(jnp.abs(stepped))
 
     pass_over = partial(_pass_over, page_size=page_size, scale=scale, config=config, interpret=interpret)
-    log_mass, error = pass_over(score, "code_scores", q, (key_box, key_codes), page_table, lengths, [-jnp.inf, 0.0])
-    return log_mass, error
+    block_lse, error = pass_over(score, "code_scores", q, (key_box, key_codes), page_table, lengths, [-jnp.inf, 0.0])
+    return block_lse, error
 
 
 def _sum(each: Float[Array, "x d"]) -> Float[Array, "x 1"]:
@@ -195,11 +194,11 @@ def _pass_over(
 def footprint(config: RingConfig, pools: tuple[Array, ...], b: int, h: int, n: int, num_results: int) -> ring.Footprint:
     """Return the memories taken by b rows of h query heads, page tables of n entries and so many results."""
     k, widths = pools[0].shape[0], [pool.shape[2] for pool in pools]
-    padded, rows = n + -n % LANES, h + -h % TILE_ROWS
+    padded, rows = n + -n % LANES, h + -h % SUBLANES
     # counts and lengths; the tables of this row and of the next, twice for the copy that runs ahead
     scalar = 4 * (2 * b + 1 + 2 * 2 * n)
     # twice: results and queries; once for the page at hand: its parts as float32, and what each query meets
-    vector = 2 * 4 * rows * (num_results * padded + LANES) + 4 * (2 * (k + -k % TILE_ROWS) + rows) * max(widths)
+    vector = 2 * 4 * rows * (num_results * padded + LANES) + 4 * (2 * (k + -k % SUBLANES) + rows) * max(widths)
     return ring.Footprint(scalar=scalar, vector=vector + config.num_bytes(_page_bytes(pools)))
 
 

@@ -55,10 +55,10 @@ def code_scores(
     codes = _rows(key_codes, page_table, s * d).reshape(b * k * n, s, d).astype(jnp.float32)
     scores = _products(stepped, codes).reshape(b, k, n, g, s)
     seen_mask = jnp.arange(n * s, dtype=jnp.int32).reshape(n, s) < lengths[:, None, None]
-    log_mass = jax.nn.logsumexp(jnp.where(seen_mask[:, None, :, None], scores, -jnp.inf), axis=-1)
-    log_mass = log_mass.swapaxes(2, 3).reshape(b, h, n) + offset.reshape(b, h, n)
+    block_lse = jax.nn.logsumexp(jnp.where(seen_mask[:, None, :, None], scores, -jnp.inf), axis=-1)
+    block_lse = block_lse.swapaxes(2, 3).reshape(b, h, n) + offset.reshape(b, h, n)
     held_mask = _held(n, lengths, page_size)
-    return jnp.where(held_mask, log_mass, -jnp.inf), jnp.where(held_mask, error, 0.0)
+    return jnp.where(held_mask, block_lse, -jnp.inf), jnp.where(held_mask, error, 0.0)
 
 
 def _rows(summary: Array, page_table: Int[Array, "b n"], width: int) -> Array:

@@ -1,10 +1,14 @@
 """Decode attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.backend import NAMES, kernel, resolve
-from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
+from et_jax.pallas.checks import require, require_integers, require_pool, require_shape
+from et_jax.pallas.paged_attention import xla
+from et_jax.pallas.softmax import Softmax
+from et_jax.pallas.workspace import Workspace
 
 BACKENDS = {name: kernel("paged_attention", name) for name in NAMES}
 
@@ -17,16 +21,13 @@ def paged_attention(
     counts: Int[Array, "b k"],
     lengths: Int[Array, " b"],
     *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     kv_scales: Float[Array, "k p 2"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return attention of one query a row over its listed blocks, and each block's log-sum-exp.
 
-    With z_j = scale q.k_j, or soft_cap tanh(scale q.k_j / soft_cap), over the tokens j seen:
+    With z_j the scores that `softmax` describes, over the tokens j seen:
 
         out = sum_j exp(z_j) v_j / (sum_j exp(z_j) + exp(sink))        in the dtype of q
         block_lse[block] = log sum_(j in block) exp(z_j)               float32, without the sink
@@ -37,13 +38,11 @@ def paged_attention(
         lies in page page_table[b, i] and holds the tokens at positions [i s, (i + 1) s).
     lengths: tokens in the cache, the query's own included: it stands at lengths - 1. A token is seen if
         its block is listed, its position below the length and, with a window, less than `window` behind.
-    sink_logits: one more logit a query head, in the denominator only (gpt-oss, 2025).
     kv_scales: of an int8 pool, by which a page's keys and its values are multiplied.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
     0 and block_lse -inf, never NaN. A row's bits depend on its own list and contents alone, and not on how
-    far the list is padded. Sources: pages, Kwon et al. 2023; online softmax, Milakov & Gimelshein 2018;
-    soft cap, Gemma 2 (2024); window, Mistral 7B (Jiang et al. 2023).
+    far the list is padded. Sources: pages, Kwon et al. 2023; online softmax, Milakov & Gimelshein 2018.
     """
     b, h, _ = q.shape
     k = pages.shape[0]
@@ -55,7 +54,7 @@ def paged_attention(
     require_shape("lengths", lengths, (b,), "b")
     for name, array in {"page_table": page_table, "blocks": blocks, "counts": counts, "lengths": lengths}.items():
         require_integers(name, array)
-    require_softmax(h, scale, soft_cap, window, sink_logits)
+    softmax.require_heads(h)
     name = resolve(backend, BACKENDS)
     with jax.named_scope(f"paged_attention/{name}"):
         return BACKENDS[name](
@@ -65,9 +64,14 @@ def paged_attention(
             blocks,
             counts,
             lengths,
-            scale=scale,
-            soft_cap=soft_cap,
-            window=window,
-            sink_logits=sink_logits,
+            softmax=softmax,
             kv_scales=kv_scales,
         )
+
+
+def workspace(
+    *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: DTypeLike
+) -> Workspace:
+    """Return about what a call of so many rows over a pool of this dtype sets aside on the default device."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return xla.workspace(rows=rows, **heads, page_size=page_size, dtype=dtype)

@@ -32,7 +32,8 @@ from jaxtyping import Array, Float, Int, Int8
 from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import require_counts
 from et_jax.pallas.gather import listed_scales
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, load, product, store
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, load, product, store
+from et_jax.pallas.softmax import Softmax, finite
 
 COLUMNS = 8  # the columns of a wgmma come in eights
 MOST_QUERIES = 16  # a KV head: each costs registers, and a share of what every part writes
@@ -87,10 +88,7 @@ def paged_attention(
     counts: Int[Array, "b k"],
     lengths: Int[Array, " b"],
     *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     kv_scales: Float[Array, "k p 2"] | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -112,7 +110,7 @@ def paged_attention(
     num_parts = -(-m // config.part)
     counts = jnp.minimum(counts, m)
     query = jnp.pad(q.reshape(b, k, group, d), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))
-    settings = {"config": config, "scale": scale, "soft_cap": soft_cap, "window": window}
+    settings = {"config": config, "softmax": softmax.static}
     scales, staged, layout, converted = [], jnp.bfloat16, LAYOUT, []
     if kv_scales is not None:
         scales, staged, layout = [listed_scales(kv_scales, page_table, blocks, counts)], jnp.int8, hopper.LAYOUT_INT8
@@ -142,13 +140,14 @@ def paged_attention(
         interpret=interpret,
     )(*scales, query, pages, page_table, blocks, counts, lengths)
 
+    sinks = softmax.sink_logits
     # parts past the end of a list were never written
     used_mask = (jnp.arange(num_parts) * config.part < counts[..., None])[..., None]
     out = _combine(
         jnp.where(used_mask, maximum[..., :group], -jnp.inf),
         jnp.where(used_mask, total[..., :group], 0.0),
         jnp.where(used_mask[..., None], mixed[..., :group], 0.0),
-        None if sink_logits is None else sink_logits.astype(jnp.float32).reshape(k, group) * LOG2_E,
+        None if sinks is None else sinks.astype(jnp.float32).reshape(k, group) * LOG2_E,
     )
     listed_mask = jnp.arange(m) < counts[..., None]
     tile_lse = lse.reshape(b, k, num_parts * config.part, tiles, -1)[:, :, :m, :, :group]
@@ -187,9 +186,7 @@ def _attend_part(
     converted_ref,
     *,
     config: Config,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
+    softmax: Softmax,
     simulated: bool,
 ):
     """Attend to one part of one list. Logits have base 2 until a tile's sum is written."""
@@ -226,21 +223,20 @@ def _attend_part(
             maximum, total, mixed = carry
             stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
             end = length - blocks_ref[row, head, first + lax.div(i, tiles)] * page_size - tile * TILE
-            begin = 0 if window is None else end - window
+            begin = 0 if softmax.window is None else end - softmax.window
             more = i + config.stages < count * tiles  # a tile waits for this one's stage
             plgpu.barrier_wait(tile_arrived.at[stage])
             floats_ref = stages_ref.at[stage]
-            key_scale, value_scale = scale, None
+            key_scale, value_scale = softmax.scale, None
             if scales_ref is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
                 floats_ref, entry = converted_ref, first + lax.div(i, tiles)
                 store(floats_ref, load(stages_ref.at[stage]).astype(jnp.bfloat16))
                 plgpu.commit_smem()
                 pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
-                key_scale, value_scale = scale * scales_ref[row, head, 0, entry], scales_ref[row, head, 1, entry]
+                key_scale = softmax.scale * scales_ref[row, head, 0, entry]
+                value_scale = scales_ref[row, head, 1, entry]
             keys, values = (floats_ref.at[:, pl.ds(start, d)] for start in (0, d))
-            logits = product(keys, query_ref, simulated) * key_scale
-            if soft_cap is not None:
-                logits = soft_cap * jnp.tanh(logits / soft_cap)
+            logits = softmax.capped(product(keys, query_ref, simulated) * key_scale)
             logits = jnp.where(_seen(logits.shape, begin, end), logits * LOG2_E, -jnp.inf)
             tile_maximum = jnp.max(logits, axis=0)
             weights = jnp.exp2(logits - _below(finite(tile_maximum), logits.shape))

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from et_jax.pallas.softmax import Softmax
+
 
 def paged_attention(
     q: Float[Array, "b h d"],
@@ -13,10 +15,7 @@ def paged_attention(
     counts: Int[Array, "b k"],
     lengths: Int[Array, " b"],
     *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     kv_scales: Float[Array, "k p 2"] | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Return what `api.paged_attention` documents."""
@@ -34,23 +33,21 @@ def paged_attention(
     position = blocks[..., None] * s + jnp.arange(s, dtype=jnp.int32)
     length = lengths[:, None, None, None]
     seen_mask = listed[..., None] & (position < length)
-    if window is not None:
-        seen_mask &= position > length - 1 - window
+    if softmax.window is not None:
+        seen_mask &= position > length - 1 - softmax.window
     key, value = token[..., :d], token[..., d : 2 * d]
     if kv_scales is not None:
         key, value = (x * kv_scales[head, page, i, None, None] for i, x in enumerate((key, value)))
     # 0 * NaN is NaN: what is masked must not be read
     key, value = (jnp.where(seen_mask[..., None], x, 0.0) for x in (key, value))
 
-    scores = jnp.einsum("bkgd,bkmsd->bkgms", grouped, key, precision="highest") * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(seen_mask[:, :, None], scores, -jnp.inf)
+    scores = jnp.einsum("bkgd,bkmsd->bkgms", grouped, key, precision="highest") * softmax.scale
+    scores = jnp.where(seen_mask[:, :, None], softmax.capped(scores), -jnp.inf)
 
     block_lse = jax.nn.logsumexp(scores, axis=-1)
     total = jax.nn.logsumexp(block_lse, axis=-1)
-    if sink_logits is not None:
-        total = jnp.logaddexp(total, sink_logits.astype(jnp.float32).reshape(k, h // k))
+    if softmax.sink_logits is not None:
+        total = jnp.logaddexp(total, softmax.sink_logits.astype(jnp.float32).reshape(k, h // k))
     weights = jnp.where(seen_mask[:, :, None], jnp.exp(scores - total[..., None, None]), 0.0)
     out = jnp.einsum("bkgms,bkmsd->bkgd", weights, value, precision="highest")
     return out.reshape(b, h, d).astype(q.dtype), block_lse.reshape(b, h, m)

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LANES = 128
+from et_jax.pallas.checks import padded_width
+from et_jax.pallas.softmax import Softmax
+
 DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
 
 
@@ -38,7 +40,7 @@ class Shape:
     @property
     def width(self) -> int:
         """Width of a cached token: key and value, padded to whole lanes."""
-        return -(-2 * self.head_dim // LANES) * LANES
+        return padded_width(self.head_dim)
 
     @property
     def num_blocks(self) -> int:
@@ -46,9 +48,16 @@ class Shape:
         return max(1, -(-max(self.lengths) // self.page_size))
 
     @property
-    def settings(self) -> dict[str, float | int | None]:
-        """The keyword arguments that are no arrays."""
-        return {"scale": self.head_dim**-0.5, "soft_cap": self.soft_cap, "window": self.window}
+    def settings(self) -> dict[str, bool]:
+        """The keyword arguments that are no trees of arrays."""
+        return {}
+
+    def softmax(self, rng: np.random.Generator | None = None) -> Softmax:
+        """Return the settings of the softmax, with random sinks where the shape has some and numbers are drawn."""
+        sinks = None
+        if self.sinks and rng is not None:
+            sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32))
+        return Softmax(scale=self.head_dim**-0.5, soft_cap=self.soft_cap, window=self.window, sink_logits=sinks)
 
 
 def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
@@ -83,7 +92,7 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
         "blocks": jnp.asarray(blocks),
         "counts": jnp.asarray(counts),
         "lengths": jnp.asarray(shape.lengths, jnp.int32),
-        "sink_logits": jnp.asarray(rng.standard_normal(shape.num_heads, np.float32)) if shape.sinks else None,
+        "softmax": shape.softmax(rng),
         "kv_scales": kv_scales,
     }
 

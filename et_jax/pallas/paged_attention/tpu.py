@@ -13,6 +13,7 @@ from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import LANES
 from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.ring import PageList, RingConfig
+from et_jax.pallas.softmax import Softmax, finite
 
 # A group's pages are worked on as one, so that what a step of the loop costs is shared. At head dim 128 a v6e transfers
 # 1024 tokens in 560 cycles and the compiler spends about 510 instructions on them; half the tokens take more than half.
@@ -33,10 +34,7 @@ def paged_attention(
     counts: Int[Array, "b k"],
     lengths: Int[Array, " b"],
     *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     kv_scales: Float[Array, "k p 2"] | None = None,
     config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -62,7 +60,7 @@ def paged_attention(
     width = e if joint else d
     query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     # a sink is one more logit that mixes nothing in: the softmax starts from it
-    sinks = jnp.full(h, -jnp.inf, jnp.float32) if sink_logits is None else sink_logits.astype(jnp.float32)
+    sinks = jnp.full(h, -jnp.inf) if softmax.sink_logits is None else softmax.sink_logits
     lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, padded - m)))
     scales = None if kv_scales is None else listed_scales(kv_scales, page_table, lists, counts).reshape(x, 2, padded)
     lists = lists.reshape(x, 1, padded)
@@ -74,9 +72,7 @@ def paged_attention(
     def scalars(size, index):
         return pl.BlockSpec((1, 1, size), lambda i, *_: (index(i), 0, 0), memory_space=pltpu.SMEM)
 
-    kernel = partial(
-        _kernel, config=config, head_dim=d, joint=joint, scale=scale, soft_cap=soft_cap, window=window, num_heads=k
-    )
+    kernel = partial(_kernel, config=config, head_dim=d, joint=joint, softmax=softmax.static, num_heads=k)
     mixed, block_lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -117,7 +113,7 @@ def paged_attention(
         jnp.pad(jnp.minimum(counts, m).reshape(x), (0, 1)),  # nothing follows the last row
         lengths,
         query,
-        sinks.reshape(k, g, 1),
+        sinks.astype(jnp.float32).reshape(k, g, 1),
         lists,
         lists,
         table,
@@ -170,13 +166,11 @@ def _kernel(
     config: RingConfig,
     head_dim: int,
     joint: bool,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
+    softmax: Softmax,
     num_heads: int,
 ):
     """Attend one row and KV head."""
-    group = config.group
+    group, window = config.group, softmax.window
     _, _, s, e = buffers_ref.shape
     g, width = query_ref.shape[1:]
     row = pl.program_id(0)
@@ -247,23 +241,24 @@ def _kernel(
         token = buffers_ref[buffer].astype(query.dtype)
         key, value = (token, token) if joint else (token[..., :head_dim], token[..., head_dim : 2 * head_dim])
 
-        scores = dot(query, key, (((2,), (2,)), ((0,), (0,)))) * scale  # "p g s", a page's tokens along the lanes
+        scores = (
+            dot(query, key, (((2,), (2,)), ((0,), (0,)))) * softmax.scale
+        )  # "p g s", a page's tokens along the lanes
         if scales_ref is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
             scores *= by_page(i, lambda entry: scales_ref[0, 0, entry])
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = softmax.capped(scores)
         ends = jnp.concatenate([jnp.full((1, g, s), page_end(i, j), jnp.int32) for j in range(group)])
         scores = jnp.where(seen(lax.broadcasted_iota(jnp.int32, scores.shape, 2), ends), scores, -jnp.inf)
 
         # one exponential a token, against its own block's maximum, serves the block's sum and the output
         block_maximum = jnp.max(scores, axis=2, keepdims=True)
-        weights = jnp.exp(scores - _finite(block_maximum))
+        weights = jnp.exp(scores - finite(block_maximum))
         block_total = jnp.sum(weights, axis=2, keepdims=True)
-        _store(lse_ref, i * group, _finite(block_maximum) + jnp.log(block_total))
+        _store(lse_ref, i * group, finite(block_maximum) + jnp.log(block_total))
 
         new_maximum = jnp.maximum(maximum, jnp.max(block_maximum, axis=0))
-        block_weight = jnp.exp(block_maximum - _finite(new_maximum))
-        decay = jnp.exp(maximum - _finite(new_maximum))
+        block_weight = jnp.exp(block_maximum - finite(new_maximum))
+        decay = jnp.exp(maximum - finite(new_maximum))
         total = total * decay + jnp.sum(block_total * block_weight, axis=0)
         weights *= block_weight
         if scales_ref is not None:
@@ -287,8 +282,3 @@ def _store(lse_ref, position, block_lse):
     for j in range(block_lse.shape[0]):
         lse = jnp.where(place == j, block_lse[j], lse)
     lse_ref[0, :, chunk] = lse
-
-
-def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)

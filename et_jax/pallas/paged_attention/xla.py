@@ -11,12 +11,15 @@ from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import platform
-from et_jax.pallas.checks import require_counts
+from et_jax.pallas.checks import padded_width, require_counts
 from et_jax.pallas.gather import page_rows, tokens
+from et_jax.pallas.softmax import Softmax, finite
+from et_jax.pallas.workspace import Workspace
 
 # Measured on x86-64 with two cores. Small pages are for rows that hold little: at 16 rows of 64 tokens a group of 256
 # tokens takes 1.1 to 1.7 times as long as one of 128. Pages of 64 are for long rows: at 16k tokens a group of 512 takes
@@ -26,7 +29,7 @@ LEAST_TOKENS, MOST_TOKENS = 128, 512
 # Measured likewise: products of bfloat16 are so cheap that at smaller head dims it pays to double them and gather once.
 SPLIT_DIM = 128
 # Measured likewise: 32 rows of 8 to 388 tokens, 151 in the mean, take 0.6 of the time in tiles of 8.
-TILE_ROWS = 8
+ROWS_TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +57,18 @@ def heuristic(page_size: int, head_dim: int, dtype: jnp.dtype, platform: str) ->
         group=max(1, LEAST_TOKENS // page_size, min(GROUP_PAGES, MOST_TOKENS // page_size)),
         # a gather of some columns makes XLA copy the pool on a TPU
         joint=cheap or platform == "tpu",
-        rows=TILE_ROWS if platform == "cpu" else None,
+        rows=ROWS_TOGETHER if platform == "cpu" else None,
     )
+
+
+def workspace(
+    *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: DTypeLike
+) -> Workspace:
+    """Return what `api.workspace` documents."""
+    walk = heuristic(page_size, head_dim, jnp.dtype(dtype), platform())
+    walked = min(rows, walk.rows or rows) * walk.group * page_size
+    width = padded_width(head_dim) if walk.joint else 2 * head_dim
+    return Workspace(scores=4 * 2 * walked * num_heads, gathered=4 * walked * num_kv_heads * width)
 
 
 def paged_attention(
@@ -66,10 +79,7 @@ def paged_attention(
     counts: Int[Array, "b k"],
     lengths: Int[Array, " b"],
     *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     kv_scales: Float[Array, "k p 2"] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
@@ -86,10 +96,7 @@ def paged_attention(
         pages=pages,
         config=config,
         dtype=dtype,
-        scale=scale,
-        soft_cap=soft_cap,
-        window=window,
-        sink_logits=sink_logits,
+        softmax=softmax,
         kv_scales=kv_scales,
     )
     if config.rows is None or b <= config.rows:
@@ -129,10 +136,7 @@ def _walk(
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     config: Config,
     dtype: jnp.dtype,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    sink_logits: Float[Array, " h"] | None,
+    softmax: Softmax,
     kv_scales: Float[Array, "k p 2"] | None,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
     """Attention of rows that are walked together, products in `dtype`."""
@@ -155,8 +159,8 @@ def _walk(
         # the barriers keep XLA from working these out again for every element of the gathers
         rows, end = lax.optimization_barrier((page_rows(page_table, ids, p), end))
         seen_mask = offset < end
-        if window is not None:
-            seen_mask &= offset >= end - window
+        if softmax.window is not None:
+            seen_mask &= offset >= end - softmax.window
         return rows, lax.optimization_barrier(seen_mask)
 
     def read(rows, seen_mask):
@@ -182,27 +186,26 @@ def _walk(
         maximum, total, mixed, block_lse = carry
         rows, seen_mask = listed_tokens(i)
         key, value = read(rows, seen_mask)
-        scores = products(key) * scale
+        scores = products(key) * softmax.scale
         if kv_scales is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
             scales = kv_scales.reshape(k * p, 2)[rows]
             scales = jnp.where(jnp.any(seen_mask, axis=-1, keepdims=True), scales, 0.0)
             scores = (scores.reshape(x, g, group, s) * scales[:, None, :, :1]).reshape(x, g, group * s)
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = softmax.capped(scores)
         scores = jnp.where(seen_mask[:, None], scores.reshape(x, g, group, s), -jnp.inf)
 
         # one exponential a token, against its own block's maximum, serves the block's sum and the output
         scores = lax.optimization_barrier(scores)
         block_maximum = lax.optimization_barrier(jnp.max(scores, axis=-1))
         new_maximum = jnp.maximum(maximum, jnp.max(block_maximum, axis=-1))
-        weights = jnp.exp(scores - _finite(block_maximum)[..., None])
+        weights = jnp.exp(scores - finite(block_maximum)[..., None])
         # a sum of its own, or the compiler merges it into the total and rounds otherwise where block_lse goes unused
         block_total = lax.optimization_barrier(jnp.sum(weights, axis=-1))
-        lse = _finite(block_maximum) + jnp.log(block_total)
+        lse = finite(block_maximum) + jnp.log(block_total)
         block_lse = lax.dynamic_update_slice_in_dim(block_lse, lse, i * group, axis=2)
 
-        block_weight = jnp.exp(block_maximum - _finite(new_maximum)[..., None])
-        decay = jnp.exp(maximum - _finite(new_maximum))
+        block_weight = jnp.exp(block_maximum - finite(new_maximum)[..., None])
+        decay = jnp.exp(maximum - finite(new_maximum))
         total = total * decay + jnp.sum(block_total * block_weight, axis=-1)
         if kv_scales is not None:
             block_weight = block_weight * scales[:, None, :, 1]
@@ -211,10 +214,10 @@ def _walk(
         return new_maximum, total, mixed * decay[..., None] + update, block_lse
 
     # a sink is one more logit that mixes nothing in: the softmax starts from it
-    if sink_logits is None:
+    if softmax.sink_logits is None:
         maximum, total = jnp.full((x, g), -jnp.inf, jnp.float32), jnp.zeros((x, g), jnp.float32)
     else:
-        maximum = jnp.tile(sink_logits.astype(jnp.float32).reshape(k, g), (b, 1))
+        maximum = jnp.tile(softmax.sink_logits.astype(jnp.float32).reshape(k, g), (b, 1))
         total = jnp.ones((x, g), jnp.float32)
     mixed = jnp.zeros((x, g, width), jnp.float32)
     block_lse = jnp.full((x, g, m + padding), -jnp.inf, jnp.float32)
@@ -224,8 +227,3 @@ def _walk(
     out = mixed[..., d : 2 * d] if config.joint else mixed
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     return out.reshape(b, h, d).astype(q.dtype), block_lse[..., :m].reshape(b, h, m)
-
-
-def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)

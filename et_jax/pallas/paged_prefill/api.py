@@ -1,12 +1,13 @@
 """Prefill attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas.backend import NAMES, kernel, resolve
-from et_jax.pallas.checks import require, require_integers, require_pool, require_shape, require_softmax
+from et_jax.pallas.checks import require, require_integers, require_pool, require_shape
+from et_jax.pallas.paged_prefill import xla
+from et_jax.pallas.softmax import Softmax
+from et_jax.pallas.workspace import Workspace
 
 BACKENDS = {name: kernel("paged_prefill", name) for name in NAMES}
 
@@ -20,16 +21,13 @@ def paged_prefill(
     blocks: Int[Array, "b k m"] | None = None,
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     backend: str | None = None,
-) -> Any:
-    """Return causal attention "b t h d" of t new queries a row, at positions starts .. starts + t - 1.
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
+    """Return causal attention of t new queries a row, at positions starts .. starts + t - 1, and block sums if asked.
 
-    With z_ij = scale q_i.k_j, or soft_cap tanh(scale q_i.k_j / soft_cap), over the tokens j <= i of the listed
-    blocks and, with a window, i - j < window:
+    With z_ij the scores that `softmax` describes, over the tokens j <= i of the listed blocks and, with a window,
+    i - j < window:
 
         out_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink))        in the dtype of q
         lse_i[block] = log sum_(j in block) exp(z_ij)                      float32, without the sink
@@ -40,8 +38,7 @@ def paged_prefill(
         first counts[b, k] hold. Every query of the chunk reads these blocks and no other, so those that hold
         the chunk itself belong in the list. None: every block that is not in the future, with the same bits
         as if each block of the row were listed.
-    block_lse: return (out, lse), lse "b t h m", where m counts the entries of a list or, with none, of the page table.
-    sink_logits: one more logit a query head, in the denominator only (gpt-oss, 2025).
+    block_lse: return lse too, where m counts the entries of a list or, with none, of the page table; else None.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is 0
     and lse -inf. What no query sees may be NaN; what a query sees and is NaN makes its `out` NaN. Queries past
@@ -62,10 +59,10 @@ def paged_prefill(
         require_shape("counts", counts, (b, k), "b k")
         require_integers("blocks", blocks)
         require_integers("counts", counts)
-    require_softmax(h, scale, soft_cap, window, sink_logits)
+    softmax.require_heads(h)
     name = resolve(backend, BACKENDS)
     with jax.named_scope(f"paged_prefill/{name}"):
-        out, lse = BACKENDS[name](
+        return BACKENDS[name](
             q,
             pages,
             page_table,
@@ -73,9 +70,11 @@ def paged_prefill(
             blocks=blocks,
             counts=counts,
             block_lse=block_lse,
-            scale=scale,
-            soft_cap=soft_cap,
-            window=window,
-            sink_logits=sink_logits,
+            softmax=softmax,
         )
-    return (out, lse) if block_lse else out
+
+
+def workspace(*, rows: int, chunk: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> Workspace:
+    """Return about what a call of so many rows of a chunk of queries sets aside."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return xla.workspace(rows=rows, chunk=chunk, **heads, page_size=page_size)

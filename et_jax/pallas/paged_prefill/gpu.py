@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import require_counts
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, finite, product, store
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, product, store
+from et_jax.pallas.softmax import Softmax, finite
 
 ROWS = 64  # query rows of a consumer: the rows of one wgmma
 STEP = 64  # columns: what LAYOUT lays side by side
@@ -62,10 +63,7 @@ def paged_prefill(
     blocks: Int[Array, "b k m"] | None = None,
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
@@ -87,15 +85,15 @@ def paged_prefill(
     num_rows = num_blocks * CONSUMERS * ROWS
     query = q.reshape(b, t, k, group, d).swapaxes(1, 2).reshape(b, k, t * group, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, num_rows - t * group), (0, 0)))
-    if sink_logits is None:
+    if softmax.sink_logits is None:
         sinks = jnp.full((k, num_rows), -jnp.inf, jnp.float32)
     else:
-        sinks = sink_logits.astype(jnp.float32).reshape(k, group) * LOG2_E
+        sinks = softmax.sink_logits.astype(jnp.float32).reshape(k, group) * LOG2_E
         sinks = jnp.tile(sinks, (1, -(-num_rows // group)))[:, :num_rows]
     if counts is not None:
         counts = jnp.minimum(counts, m)
     tile_sums = jax.ShapeDtypeStruct((b, k, m * (s // TILE), num_rows), jnp.float32) if block_lse else None
-    settings = {"config": config, "scale": scale, "soft_cap": soft_cap, "window": window}
+    settings = {"config": config, "softmax": softmax.static}
     out, tile_lse = plgpu.kernel(
         functools.partial(_attend_block, group=group, num_queries=t, simulated=interpret is not None, **settings),
         out_type=(jax.ShapeDtypeStruct(query.shape, jnp.bfloat16), tile_sums),
@@ -118,7 +116,7 @@ def paged_prefill(
     if tile_lse is None:
         return out, None
     tile_lse = tile_lse[..., : t * group].reshape(b, k, m, s // TILE, t, group)
-    return out, _block_sums(tile_lse, _tiles_seen(starts, blocks, counts, tile_lse.shape, window))
+    return out, _block_sums(tile_lse, _tiles_seen(starts, blocks, counts, tile_lse.shape, softmax.window))
 
 
 def _tiles_seen(
@@ -171,9 +169,7 @@ def _attend_block(
     consumers_met,
     *,
     config: Config,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
+    softmax: Softmax,
     group: int,
     num_queries: int,
     simulated: bool,
@@ -181,7 +177,7 @@ def _attend_block(
     """Attend with one block of query rows. Logits have base 2 until a tile's sum is written."""
     row, head, block = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
-    d = query_ref.shape[2]
+    d, window = query_ref.shape[2], softmax.window
     tiles = pages_ref.shape[2] // TILE
     first_row = block * (CONSUMERS * ROWS)
     first_query = starts_ref[row] + lax.div(first_row, group)
@@ -236,9 +232,7 @@ def _attend_block(
             keys, values = (stages_ref.at[stage, :, pl.ds(column, d)] for column in (0, d))
 
             plgpu.barrier_wait(tile_arrived.at[stage])
-            logits = product(own_query, keys, simulated) * scale
-            if soft_cap is not None:
-                logits = soft_cap * jnp.tanh(logits / soft_cap)
+            logits = softmax.capped(product(own_query, keys, simulated) * softmax.scale)
 
             def mask(logits):
                 fault = _fault(values, simulated)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from et_jax.pallas.softmax import Softmax
+
 
 def paged_prefill(
     q: Float[Array, "b t h d"],
@@ -14,10 +16,7 @@ def paged_prefill(
     blocks: Int[Array, "b k m"] | None = None,
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
     """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
     b, t, h, d = q.shape
@@ -33,19 +32,17 @@ def paged_prefill(
         opened = jnp.any((block[..., None] == jnp.arange(n, dtype=jnp.int32)) & listed[..., None], axis=1)
         place = jnp.arange(n * s, dtype=jnp.int32)
         seen_mask = jnp.repeat(opened, s, axis=1) & (place <= position)
-        if window is not None:
-            seen_mask &= position - place < window
+        if softmax.window is not None:
+            seen_mask &= position - place < softmax.window
         token = jnp.where(seen_mask[..., None], token, 0.0)  # 0 * NaN is NaN: what is masked must not be read
         key, value = token[..., :d], token[..., d : 2 * d]
         grouped = query.astype(jnp.float32).reshape(k, h // k, d)
-        scores = jnp.einsum("kgd,ktd->kgt", grouped, key, precision="highest") * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen_mask[:, None], scores, -jnp.inf)
+        scores = jnp.einsum("kgd,ktd->kgt", grouped, key, precision="highest") * softmax.scale
+        scores = jnp.where(seen_mask[:, None], softmax.capped(scores), -jnp.inf)
         lse = jax.nn.logsumexp(scores.reshape(k, h // k, n, s), axis=-1)
         total = jax.nn.logsumexp(lse, axis=-1)
-        if sink_logits is not None:
-            total = jnp.logaddexp(total, sink_logits.astype(jnp.float32).reshape(k, h // k))
+        if softmax.sink_logits is not None:
+            total = jnp.logaddexp(total, softmax.sink_logits.astype(jnp.float32).reshape(k, h // k))
         weights = jnp.where(seen_mask[:, None], jnp.exp(scores - total[..., None]), 0.0)
         out = jnp.einsum("kgt,ktd->kgd", weights, value, precision="highest").reshape(h, d).astype(q.dtype)
         lse = jnp.take_along_axis(lse, jnp.where(listed, block, 0)[:, None], axis=2)

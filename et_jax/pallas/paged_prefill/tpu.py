@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import LANES, require
+from et_jax.pallas.softmax import Softmax, finite
 
 # Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
 # at 240 rows on a v5e (197 TFLOP/s over 0.82 TB/s) and at 560 on a v6e (918 over 1.64).
-TILE_ROWS = 512
+QUERY_ROWS = 512
 # Keys worked on as one: scores of a tile against them are 1 MiB of vector memory.
 GROUP_TOKENS = 512
 NEVER = 2**30  # where a token stands that is not listed: no query stands so far, and differences do not overflow
@@ -42,7 +43,7 @@ class Config:
 def heuristic(chunk: int, group: int, pages: Array) -> Config:
     """Return the cut for a chunk in tokens, query heads a KV head and a pool."""
     _, _, s, e = pages.shape
-    tile = max(TILE_STEP, min(TILE_ROWS // group, chunk + -chunk % TILE_STEP) // TILE_STEP * TILE_STEP)
+    tile = max(TILE_STEP, min(QUERY_ROWS // group, chunk + -chunk % TILE_STEP) // TILE_STEP * TILE_STEP)
     return Config(tile=tile, ring=ring.heuristic(GROUP_TOKENS, s, e, pages.dtype))
 
 
@@ -55,10 +56,7 @@ def paged_prefill(
     blocks: Int[Array, "b k m"] | None = None,
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     config: Config | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
@@ -88,8 +86,8 @@ def paged_prefill(
     query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(b * k, g, t, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, tiles * tile - t), (0, width - d)))
     # a sink is one more logit that mixes nothing in: the softmax starts from it
-    sinks = jnp.full(h, -jnp.inf, jnp.float32) if sink_logits is None else sink_logits.astype(jnp.float32)
-    sinks = jnp.broadcast_to(sinks.reshape(k, g, 1, 1), (k, g, tile, 1))
+    sinks = jnp.full(h, -jnp.inf) if softmax.sink_logits is None else softmax.sink_logits
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(k, g, 1, 1), (k, g, tile, 1))
     table = page_table[:, None]
     steps = b * k * tiles
 
@@ -119,9 +117,7 @@ def paged_prefill(
             num_heads=k,
             head_dim=d,
             joint=joint,
-            scale=scale,
-            soft_cap=soft_cap,
-            window=window,
+            softmax=softmax.static,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -198,13 +194,12 @@ def _kernel(
     num_heads: int,
     head_dim: int,
     joint: bool,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
+    softmax: Softmax,
 ):
     """Attend one tile of queries of one row and KV head."""
     _, group, s, e = buffers_ref.shape
     _, g, tile, width = query_ref.shape
+    window = softmax.window
     index = pl.program_id(0)
 
     def first_position(index):
@@ -269,8 +264,8 @@ def _kernel(
         if joint:  # zeros beside the query stand against the value, and 0 * NaN is NaN
             return token, jnp.where(_is_finite(token), token, 0.0)
         key, value = token[:, :head_dim], token[:, head_dim : 2 * head_dim]
-        finite = _is_finite(value)
-        return jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0.0)
+        is_finite = _is_finite(value)
+        return jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0.0)
 
     # how far each query stands from the first token of the sequence, less the token's place in its group
     rows = (g, tile, group * s)
@@ -292,9 +287,8 @@ def _kernel(
     def step(i, carry):
         maximum, total, mixed = carry
         key, value = read(arrivals.next(i))
-        scores = dot(query, key, (((1,), (1,)), ((), ()))) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = dot(query, key, (((1,), (1,)), ((), ()))) * softmax.scale
+        scores = softmax.capped(scores)
         behind = ahead - origin(i)
         seen_mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
         scores = jnp.where(seen_mask, scores, -jnp.inf)
@@ -302,8 +296,8 @@ def _kernel(
             _store_sums(lse_ref, (first_group(index) + i) * group, scores, s)
 
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1, keepdims=True))
-        decay = jnp.exp(maximum - _finite(new_maximum))
-        weights = jnp.exp(scores - _finite(new_maximum))
+        decay = jnp.exp(maximum - finite(new_maximum))
+        weights = jnp.exp(scores - finite(new_maximum))
         total = total * decay + jnp.sum(weights, axis=1, keepdims=True)
         update = dot(weights.astype(value.dtype), value, (((1,), (0,)), ((), ())))
         return new_maximum, total, mixed * decay + update
@@ -336,17 +330,12 @@ def _store_sums(lse_ref, entry, scores, page_size):
         def add_block(j, lse, start=start, share=share, place=place):
             own = (place >= j * page_size) & (place < (j + 1) * page_size)
             block = jnp.where(own, share, -jnp.inf)
-            maximum = _finite(jnp.max(block, axis=1, keepdims=True))
+            maximum = finite(jnp.max(block, axis=1, keepdims=True))
             total = jnp.sum(jnp.exp(block - maximum), axis=1, keepdims=True)
             return jnp.where(lane == start // page_size + j, maximum + jnp.log(total), lse)
 
         lse = lax.fori_loop(0, share.shape[1] // page_size, add_block, lse)
     lse_ref[0, :, :, chunk] = lse.reshape(g, tile, LANES)
-
-
-def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def _is_finite(x: Float[Array, "..."]) -> Array:

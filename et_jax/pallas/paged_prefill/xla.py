@@ -13,8 +13,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas import tuned
-from et_jax.pallas.checks import require_counts
+from et_jax.pallas.checks import padded_width, require_counts
 from et_jax.pallas.gather import page_rows, tokens
+from et_jax.pallas.softmax import Softmax, finite
+from et_jax.pallas.workspace import Workspace
 
 # Measured on x86-64 with two cores, chunks of 64 to 512 queries.
 GROUP_TOKENS = 256
@@ -36,6 +38,13 @@ def heuristic(page_size: int) -> Config:
     return Config(group=max(1, GROUP_TOKENS // page_size))
 
 
+def workspace(*, rows: int, chunk: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> Workspace:
+    """Return what `api.workspace` documents."""
+    span = heuristic(page_size).group * page_size
+    gathered = rows * span * num_kv_heads * padded_width(head_dim)
+    return Workspace(scores=4 * 2 * rows * chunk * num_heads * span, gathered=4 * gathered)
+
+
 def paged_prefill(
     q: Float[Array, "b t h d"],
     pages: Float[Array, "k p s e"],
@@ -45,10 +54,7 @@ def paged_prefill(
     blocks: Int[Array, "b k m"] | None = None,
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sink_logits: Float[Array, " h"] | None = None,
+    softmax: Softmax,
     config: Config | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
     """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
@@ -58,7 +64,7 @@ def paged_prefill(
     if config is None:
         facts = {"page_size": s, "head_dim": d, "queries": h // k, "chunk": t, "dtype": pages.dtype}
         config = tuned.settings(heuristic(s), "paged_prefill/xla", **facts)
-    group = config.group
+    group, window = config.group, softmax.window
     span = group * s
     dtype = jnp.promote_types(q.dtype, pages.dtype)
     query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(x, g * t, d)
@@ -90,9 +96,9 @@ def paged_prefill(
         # whole tokens: a gather of some columns makes XLA copy the pool on TPU
         token = tokens(pages, rows, 0, pages.shape[-1]).astype(dtype)
         key, value = token[..., :d], token[..., d : 2 * d]
-        finite = jnp.isfinite(value)
-        fault = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
-        return key, jnp.where(finite, value, jnp.zeros((), dtype)), fault
+        is_finite = jnp.isfinite(value)
+        fault = jnp.where(jnp.all(is_finite, axis=-1), 0.0, jnp.nan)
+        return key, jnp.where(is_finite, value, jnp.zeros((), dtype)), fault
 
     def step(i, carry):
         maximum, total, mixed, lse = carry
@@ -102,27 +108,25 @@ def paged_prefill(
         if window is not None:
             seen_mask &= position[:, None, :, None] - place < window
 
-        scores = jnp.einsum("xqd,xtd->xqt", query, key, preferred_element_type=jnp.float32) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = (scores + fault[:, None]).reshape(b, k, g, t, span)
+        scores = jnp.einsum("xqd,xtd->xqt", query, key, preferred_element_type=jnp.float32) * softmax.scale
+        scores = (softmax.capped(scores) + fault[:, None]).reshape(b, k, g, t, span)
         scores = jnp.where(seen_mask[:, :, None], scores, -jnp.inf).reshape(x, g * t, span)
         if lse is not None:
             lse = lax.dynamic_update_slice_in_dim(lse, _block_lse(scores, group), i * group, axis=2)
 
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
-        decay = jnp.exp(maximum - _finite(new_maximum))
-        weights = jnp.exp(scores - _finite(new_maximum)[..., None])
+        decay = jnp.exp(maximum - finite(new_maximum))
+        weights = jnp.exp(scores - finite(new_maximum)[..., None])
         total = total * decay + jnp.sum(weights, axis=-1)
         update = jnp.einsum("xqt,xtd->xqd", weights.astype(dtype), value, preferred_element_type=jnp.float32)
         return new_maximum, total, mixed * decay[..., None] + update, lse
 
     # a sink is one more logit that mixes nothing in: the softmax starts from it
-    if sink_logits is None:
+    if softmax.sink_logits is None:
         maximum = jnp.full((x, g * t), -jnp.inf, jnp.float32)
         total = jnp.zeros((x, g * t), jnp.float32)
     else:
-        sinks = jnp.tile(sink_logits.astype(jnp.float32).reshape(k, g), (b, 1))
+        sinks = jnp.tile(softmax.sink_logits.astype(jnp.float32).reshape(k, g), (b, 1))
         maximum = jnp.repeat(sinks, t, axis=1)
         total = jnp.ones((x, g * t), jnp.float32)
     mixed = jnp.zeros((x, g * t, d), jnp.float32)
@@ -140,10 +144,5 @@ def paged_prefill(
 def _block_lse(scores: Float[Array, "x q t"], num_blocks: int) -> Float[Array, "x q m"]:
     """Return the log-sum-exp of each block, against its own maximum: far below the others it is exact still."""
     scores = scores.reshape(*scores.shape[:2], num_blocks, -1)
-    maximum = _finite(jnp.max(scores, axis=-1))
+    maximum = finite(jnp.max(scores, axis=-1))
     return maximum + jnp.log(jnp.sum(jnp.exp(scores - maximum[..., None]), axis=-1))
-
-
-def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the maximum, 0 where nothing was seen: -inf - -inf is NaN."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)

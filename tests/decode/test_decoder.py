@@ -1,0 +1,102 @@
+"""The functions of decoding bound and jitted: many steps are single steps, each compiles once and works in place."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoders import made
+from small_model import MODEL, PROMPTS, configuration, prompt, run, start, texts, weights
+
+from et_jax.decode import decoder as decoding
+from et_jax.models.transformer import initialise
+
+
+def test_a_snapshot_survives_a_donating_step_and_continues_the_same_text():
+    d, params = made("plain"), weights()
+    state = start(d, params, d.empty(), 1, PROMPTS[0], seed=6)
+    state, before = run(d, params, state, 4)
+    kept = decoding.snapshot(state)
+    held = state.token
+    state, rows = run(d, params, state)
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(held)
+    first = texts(rows)[1]
+    assert len(texts(before)[1] + first) == 12
+    _, rows = run(d, params, kept)
+    assert texts(rows)[1] == first
+
+
+def test_many_steps_on_the_device_are_as_many_single_steps():
+    """Two programs may round differently; what they count and draw is the same."""
+
+    def close(a, b):
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            exact = not jnp.issubdtype(x.dtype, jnp.floating)
+            np.testing.assert_allclose(x, y, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
+
+    d, params = made("plain"), weights()
+
+    def begin():
+        state = d.empty()
+        for slot, limit in ((0, 3), (2, 6)):
+            state = start(d, params, state, slot, PROMPTS[slot], seed=slot, limit=limit)
+        return state
+
+    together, stacked, ran = d.decode(params, begin(), 5)
+    assert int(ran) == 5
+    state = begin()
+    for i in range(5):
+        state, output = d.step(params, state)
+        close(output, jax.tree.map(lambda x, i=i: x[i], stacked))
+    close(state, together)
+    assert not any(x[5:].any() for x in jax.tree.leaves(stacked))
+
+
+def test_decoding_stops_when_nobody_is_active():
+    d, params = made("plain"), weights()
+    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=5)
+    state, output, ran = d.decode(params, state, 32)
+    assert int(ran) == 5 and output.finished[:, 1].tolist()[:5] == [False] * 4 + [True]
+    _, _, ran = d.decode(params, state, 32)
+    assert int(ran) == 0
+    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=0)
+    assert not state.active.any()
+
+
+def test_whatever_is_asked_each_function_compiles_once():
+    d, params = made("plain"), weights()
+    settings = (
+        {},
+        {"temperature": 0.0},
+        {"top_k": 3, "stop": (4,)},
+        {"top_p": 0.5, "min_p": 0.1, "limit": 2, "index": 3},
+    )
+    state = d.empty()
+    for number, asked in enumerate(settings):
+        slot = number % 3
+        state = d.release(state, slot)
+        state = start(d, params, state, slot, prompt(30 + number, 1 + 9 * number), seed=number, **asked)
+        state, _ = d.step(params, state)
+        state, _ = run(d, params, state, number)
+    state, _ = d.fork(d.release(state, 2), 0, 2)
+    functions = ("empty", "prefill", "insert", "step", "decode", "release", "fork")
+    assert {name: getattr(d, name)._cache_size() for name in functions} == dict.fromkeys(functions, 1)
+
+
+def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_grow_with_the_pool():
+    model = dataclasses.replace(MODEL, num_layers=1, windows=(None,))
+
+    def analysed(num_pages: int):
+        d = decoding.decoder(configuration(model=model, num_pages=num_pages))
+        params = jax.eval_shape(functools.partial(initialise, model), jax.random.key(0))
+        state = jax.eval_shape(d.empty)
+        memory = d.step.lower(params, state).compile().memory_analysis()
+        size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
+        assert memory.alias_size_in_bytes >= size
+        return memory.temp_size_in_bytes, size
+
+    (small, _), (large, pool) = analysed(25), analysed(1025)
+    assert large - small < 0.01 * pool

@@ -1,0 +1,43 @@
+"""What a decoder holds: what cannot work is refused, and a request says what was asked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoders import even_blocks, made
+from small_model import MODEL, configuration
+
+from et_jax.control.controller import Controller
+from et_jax.decode.state import empty, fresh_control, request
+
+
+def test_what_cannot_work_is_refused_while_configuring():
+    with pytest.raises(ValueError, match="batch: got 1, wanted 2 to num_slots = 3"):
+        configuration(batch=1)
+    with pytest.raises(ValueError, match="batch: got 4"):
+        configuration(batch=4)
+    with pytest.raises(ValueError, match="prefill_batch: got 6, wanted a multiple of chunk = 8"):
+        configuration(prefill_batch=6)
+    with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of page_size = 4"):
+        configuration(chunk=6)
+    with pytest.raises(ValueError, match="got 1 selectors, wanted one per layer: 2"):
+        configuration(controller=Controller(selector=(even_blocks,)))
+
+
+def test_a_request_keeps_the_stop_ids_that_can_be_drawn_and_marks_its_prompt():
+    config, size = configuration(penalties=True), MODEL.vocab_size
+    asked = request(config, [3, 5, 3], limit=4, stop_ids=(7, size, -2, 0), top_k=10 * size, seed=2**32 + 9)
+    assert asked.stop_ids.tolist() == [7, 0] + [-1] * (config.num_stop_ids - 2)
+    assert asked.in_prompt is not None and np.flatnonzero(asked.in_prompt).tolist() == [3, 5]
+    assert (int(asked.token), int(asked.sampling.top_k)) == (3, size)
+    assert asked.sampling.key.tolist() == [1, 9]
+    with pytest.raises(ValueError, match="stop_ids: got 9, wanted at most num_stop_ids = 8"):
+        request(config, [3], limit=4, stop_ids=range(9))
+
+
+def test_every_leaf_of_control_leads_with_the_slots_and_starts_as_one_sequence_does():
+    config = made("own").config
+    control, one = empty(config).control, fresh_control(config, jnp.float32(0))
+    for many, single in zip(jax.tree.leaves(control), jax.tree.leaves(one), strict=True):
+        assert many.shape == (config.num_slots, *single.shape)
+        np.testing.assert_array_equal(many, np.broadcast_to(single, many.shape))

@@ -1,0 +1,78 @@
+"""Laws of the forward pass, whatever the weights: who sees whom, what positions mean, what attention is handed."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense import dense_attend, dense_logits
+from small_model import MODEL, NARROW, VOCABULARY, weights
+
+from et_jax.models.transformer import describe, forward, initialise, num_weights
+
+LENGTH = 12
+TOKENS = np.random.default_rng(0).integers(1, VOCABULARY, (2, LENGTH)).astype(np.int32)
+CLOSE = dict(atol=2e-4, rtol=2e-4)  # float32 sums of 48 products over logits of size ten
+
+
+def logits(tokens, model=MODEL, shift: int = 0):
+    positions = jnp.broadcast_to(shift + jnp.arange(tokens.shape[1]), tokens.shape)
+    run = jax.jit(lambda tokens, positions: forward(weights(), model, tokens, positions, dense_attend(model), None)[0])
+    return np.asarray(run(jnp.asarray(tokens), positions))
+
+
+def test_a_token_changes_its_own_position_and_what_comes_after_and_no_other_row():
+    changed = TOKENS.copy()
+    changed[0, 5] = (changed[0, 5] + 1) % VOCABULARY
+    before, after = (np.asarray(dense_logits(MODEL, weights(), jnp.asarray(t))) for t in (TOKENS, changed))
+    np.testing.assert_array_equal(after[0, :5], before[0, :5])
+    assert (np.abs(after[0, 5:] - before[0, 5:]).max(axis=-1) > 1e-3).all()
+    np.testing.assert_array_equal(after[1], before[1])
+
+
+def test_a_token_out_of_the_reach_of_every_window_is_forgotten():
+    """Two layers whose windows hold six tokens: what stands more than ten back cannot be known."""
+    narrow = dataclasses.replace(NARROW, windows=(6, 6))
+    changed = TOKENS.copy()
+    changed[0, 0] = (changed[0, 0] + 1) % VOCABULARY
+    before, after = (np.asarray(dense_logits(narrow, weights(), jnp.asarray(t))) for t in (TOKENS, changed))
+    np.testing.assert_array_equal(after[0, 11:], before[0, 11:])
+    assert (np.abs(after[0, :11] - before[0, :11]).max(axis=-1) > 0).all()
+
+
+def test_only_the_distance_between_positions_matters():
+    """Rotations turn queries and keys alike, so a shift of all positions cancels."""
+    np.testing.assert_allclose(logits(TOKENS, shift=17), logits(TOKENS), **CLOSE)
+    positions = jnp.broadcast_to(2 * jnp.arange(LENGTH), TOKENS.shape)
+    spread, _ = forward(weights(), MODEL, jnp.asarray(TOKENS), positions, dense_attend(MODEL), None)
+    assert np.abs(np.asarray(spread) - logits(TOKENS)).max() > 0.1
+
+
+def test_attention_is_asked_once_a_layer_in_order_and_its_memory_handed_on():
+    shapes = []
+
+    def attend(layer, q, k, v, memory):
+        shapes.append((q.shape, k.shape, v.shape))
+        return q, (*memory, layer)
+
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
+    _, memory = forward(weights(), MODEL, jnp.asarray(TOKENS), positions, attend, ())
+    kv = (2, LENGTH, MODEL.num_kv_heads, MODEL.head_dim)
+    assert memory == (0, 1) and shapes == [((2, LENGTH, MODEL.num_heads, MODEL.head_dim), kv, kv)] * 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True}, {"tie_embeddings": True}])
+def test_weights_are_drawn_as_they_are_described(changes):
+    config = dataclasses.replace(MODEL, **changes)
+    drawn, specs = initialise(config, jax.random.key(1)), describe(config)
+    assert jax.tree.structure(drawn) == jax.tree.structure(specs)
+    for weight, spec in zip(jax.tree.leaves(drawn), jax.tree.leaves(specs), strict=True):
+        assert weight.shape == spec.shape and len(spec.axes) == len(spec.shape)
+        deviation = float(jnp.std(weight))
+        if not spec.deviation:
+            np.testing.assert_array_equal(weight, 1 if spec.deviation is None else 0)
+        else:  # five standard errors of a deviation
+            assert abs(deviation / spec.deviation - 1) < 5 / math.sqrt(2 * weight.size)
+    assert num_weights(config) == sum(weight.size for weight in jax.tree.leaves(drawn))

@@ -1,0 +1,55 @@
+"""What the tests of every kernel share: one compiled program a function and its settings, and results as plain numbers.
+
+The settings of the softmax travel with the arrays, so shapes that differ in arrays or softmax alone share a program's
+entry here and are compiled by it once each, however many tests of a module ask.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+# rounding of one value, times a few for the sums: relative to outputs of size one
+TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
+LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
+
+
+@functools.cache
+def compiled(function: Callable[..., Any], **settings: Any) -> Any:
+    """The function with its settings bound, compiled once for each shape of its arrays."""
+    return jax.jit(lambda arrays: function(**arrays, **settings))
+
+
+def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of an example that a function takes."""
+    names = inspect.signature(function).parameters
+    return {name: x for name, x in arguments.items() if name in names}
+
+
+def results(function: Callable[..., Any], arguments: dict[str, Any], **settings: Any) -> Any:
+    """What a function returns, as numpy in its own dtypes; None stays None."""
+    return jax.tree.map(np.asarray, compiled(function, **settings)(taken(function, arguments)))
+
+
+def numbers(tree: Any) -> Any:
+    """The same as float64."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def as_bytes(tree: Any) -> Any:
+    """The same as bytes, so that equal means equal to the last bit."""
+    return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), tree)
+
+
+def assert_attention_close(got: Any, expected: Any, dtype: str) -> None:
+    """Compare attention, and block sums where there are any; nothing is NaN."""
+    for one, other, tolerance in zip(got, expected, (TOLERANCE[dtype], LSE_TOLERANCE), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+            assert not np.isnan(one).any()
+            np.testing.assert_array_equal(np.isinf(one), np.isinf(other))
+            np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance)
