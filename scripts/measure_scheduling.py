@@ -134,7 +134,7 @@ def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[Generatio
         now += 1.0
         replica.advance()
         now += model.metrics.steps - before - 1.0  # a round in which nobody was ready took no step
-        waits = max(waits, int(np.asarray(replica.state.control.wait).max()))
+        waits = max(waits, int(np.asarray(replica.device.state.control.wait).max()))
         runnable = max(runnable, len(replica.slots))
         course.append((now, resolved, spent))
     arrived = np.array([arrival.step for arrival in trace])

@@ -17,8 +17,9 @@ from et_jax.batch.progress import Progress
 from et_jax.batch.strict import shown
 from et_jax.batch.tasks import Defaults, Entry, Task, read_entries, read_task
 from et_jax.errors import UsageError
+from et_jax.serve.completions import Completion
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.requests import Completion, GenerationRequest
+from et_jax.serve.requests import GenerationRequest
 
 _METRICS_SECONDS = 5.0
 

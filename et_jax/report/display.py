@@ -8,7 +8,7 @@ from typing import Any
 
 from et_jax.cli.command import Stream
 from et_jax.io.terminal import takes_escapes
-from et_jax.serve.requests import Completion, TokenEvent
+from et_jax.serve.completions import Completion, TokenEvent
 
 
 class Status:

@@ -18,11 +18,11 @@ import pytest
 from et_jax.batch.progress import Progress
 from et_jax.cli import command
 from et_jax.errors import UsageError
+from et_jax.io.bar import Bar
 from et_jax.io.terminal import takes_escapes
 from et_jax.report.display import Status
 from et_jax.report.plot import plot_trace
-from et_jax.serve.requests import Completion, TokenTrace
-from et_jax.serve.streams import Bar
+from et_jax.serve.completions import Completion, TokenTrace
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full to write to")
@@ -31,7 +31,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /d
 QUICK = """
 import hashlib, os, runpy, sys, threading, time
 from types import SimpleNamespace
-from et_jax.serve import engine, requests
+from et_jax.serve import completions, engine
 sys.argv[0] = "generate"
 
 def busy():  # in a library, where no handler runs
@@ -45,17 +45,17 @@ class Model:
         trace = []
         for i in range(params.max_tokens):
             text = texts[i % 3]
-            trace.append(requests.TokenTrace(
+            trace.append(completions.TokenTrace(
                 token=i, text=text, entropy=1.0, varentropy=1.0, temperature=1.0, surprisal=1.0,
                 blocks_read=1, blocks_held=1, kept_mass=1.0, entropic_time=1.0, cost=1.0, flops=1.0))
             if i: WAIT
             ends = i + 1 == params.max_tokens or cancelled()
-            completion = requests.Completion(
+            completion = completions.Completion(
                 prompt=prompts[0], prompt_tokens=1, index=0, text="".join(row.text for row in trace),
                 token_ids=tuple(range(i + 1)), finish_reason="abort" if cancelled() else "length", trace=tuple(trace),
                 error=None,
             ) if ends else None
-            yield requests.TokenEvent(prompt_index=0, index=0, text=text, trace=trace[-1], completion=completion)
+            yield completions.TokenEvent(prompt_index=0, index=0, text=text, trace=trace[-1], completion=completion)
             if ends: return
 
 def load(*_, **__):
