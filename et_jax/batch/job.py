@@ -42,7 +42,7 @@ class Summary:
     """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
 
     `programs` were compiled for the model so far, `programs_late` of them after warm-up; `idle_flops` went
-    into rows that served nobody. `marks` tell the lines of the survey from others, eight bytes for each.
+    into rows that produced no token. `marks` tell the lines of the survey from others, eight bytes for each.
     """
 
     total: int = 0

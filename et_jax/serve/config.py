@@ -68,6 +68,11 @@ class EngineConfig:
             object.__setattr__(self, name, value)
 
     @property
+    def given(self) -> dict[str, Any]:
+        """Every setting by its name, as `load` takes them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
     def decisive(self) -> dict[str, Any]:
         """Those of the sizes that may change a text; with the model and the control they decide it."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}

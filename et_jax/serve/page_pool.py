@@ -18,15 +18,14 @@ from et_jax.serve.prefix_cache import PrefixCache
 class Claim:
     """What the sequence in a slot holds and may come to hold.
 
-    `written` tokens of it are in the cache; it will never write more than `most`. Of its pages `shared` are counted
-    among the kept ones. It locks the pages `locked`, all that are kept of its prompt. `begun` sequences have asked for
-    kept pages; `running` ones have their whole prompt in the cache, but for the last token.
+    `written` tokens of it are in the cache; it will never write more than `most`. Of its pages those in `locked` are
+    kept too, and counted as such; it locks no other, or it could lack pages all by itself. `begun` sequences have asked
+    for kept pages; `running` ones have their whole prompt in the cache, but for the last token.
     """
 
     prompt: list[int]
     most: int
     written: int = 0
-    shared: int = 0
     locked: list[int] = dataclasses.field(default_factory=list)
     begun: bool = False
     running: bool = False
@@ -63,7 +62,7 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages neither claimed nor kept; below 0 where claims wait for kept pages to go."""
-        own = sum(self.pages_for(claim.written) - claim.shared for claim in self._claims.values())
+        own = sum(self.pages_for(claim.written) - len(claim.locked) for claim in self._claims.values())
         return self._num_pages - self.num_kept - own
 
     @property
@@ -110,7 +109,7 @@ class PagePool:
             if any(end < min(len(claim.prompt), len(other)) and other[:end] == claim.prompt[:end] for other in others):
                 return None
             self._prefixes.lock(found)
-        claim.begun, claim.locked, claim.shared = True, found, len(found)
+        claim.begun, claim.locked = True, found
         claim.written = len(found) * self._page_size
         return found
 
@@ -130,10 +129,8 @@ class PagePool:
         full = (len(claim.prompt) - 1) // self._page_size
         prompt = claim.prompt[: full * self._page_size]
         fresh = self._prefixes.add(prompt, pages[:full])
-        claim.shared += len(fresh)
-        path = self._prefixes.find(prompt, full)  # kept pages that the sequence computed anew are among them
-        self._prefixes.lock([page for page in path if page not in claim.locked])
-        claim.locked = path
+        self._prefixes.lock(fresh)
+        claim.locked = claim.locked + fresh
         return fresh
 
     def release(self, slot: int) -> None:

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 class PrefixCache:
     """Pages by the hash of their tokens and of all tokens before them, the least recently used evicted first.
 
-    A page that a sequence in a slot has locked is never evicted. One whose page before it is gone could not be
-    found any more, so pages are evicted from the end of a prompt to its beginning, and a sequence locks all
-    that are kept of its prompt.
+    A page that a sequence in a slot has locked is never evicted. One whose page before it is gone is not found
+    until that one is kept again, so pages are evicted from the end of a prompt to its beginning.
     """
 
     def __init__(self, page_size: int) -> None:

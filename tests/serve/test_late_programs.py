@@ -49,9 +49,7 @@ def own() -> Controller:
         return jnp.minimum(state.temperature, 1.5)
 
     start = chain(Controller().law)
-    law = replace(
-        start, update=chain(start, law).update, init=lambda s: replace(start.init(s), memory=_noted(start, s))
-    )
+    law = replace(start, update=chain(start, law).update, init=lambda s: replace(start.init(s), notes=_noted(start, s)))
     return Controller(law=law, temperature_rule=rule, priority=lambda signals, state: signals.urgency)
 
 
