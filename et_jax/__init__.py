@@ -13,7 +13,7 @@ _HOMES = {
     "load": "et_jax.serve.engine",
     "Model": "et_jax.serve.engine",
     "SamplingParams": "et_jax.serve.requests",
-    "Completion": "et_jax.serve.requests",
+    "Completion": "et_jax.serve.completions",
     "GenerationRequest": "et_jax.serve.requests",
     "Controller": "et_jax.control.controller",
     "Signals": "et_jax.control.base",

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from et_jax.cli import command
+from et_jax.cli import command, streams
+from et_jax.cli.signals import Signals, guard
 
 if __name__ == "__main__":
-    command.guard()  # what is imported next takes a second
+    guard()  # what is imported next takes a second
 
 import numpy as np
 
@@ -105,11 +106,11 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
     """
     answers: dict[int, Answer] = {}
     count = counter(model)
-    rooms = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]
-    for room in sorted(set(rooms)):
-        chosen = [i for i, wanted in enumerate(rooms) if wanted == room]
+    limits = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]
+    for limit in sorted(set(limits)):
+        chosen = [i for i, wanted in enumerate(limits) if wanted == limit]
         prompts = [asked[i][1].prompt for i in chosen]
-        completions = model.generate(prompts, max_tokens=room, temperature=0.0, control=control)
+        completions = model.generate(prompts, max_tokens=limit, temperature=0.0, control=control)
         for i, completion in zip(chosen, completions, strict=True):
             length, given = asked[i]
             held = sum(row.blocks_held for row in completion.trace)
@@ -211,11 +212,11 @@ def plot(answers: Sequence[Answer], path: Path) -> None:
     plt.close(figure)
 
 
-def _run(args: argparse.Namespace, signals: command.Signals) -> int:
+def _run(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.control.presets import preset
 
     signals.said = "interrupted before the last answer"
-    command.check_standard_output()
+    streams.check_standard_output()
     tasks, lengths = args.task or list(TASKS), args.length or [512]
     _check(args, tasks, lengths)
     written = {"--json": None if args.json in (None, "-") else Path(args.json), "--plot": args.plot and Path(args.plot)}
@@ -255,7 +256,7 @@ def _run(args: argparse.Namespace, signals: command.Signals) -> int:
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
     kept = command.tried(lambda: _write(args.json, report))
     if args.plot:
-        kept &= command.tried(lambda: command.named(args.plot, lambda: plot(answers, Path(args.plot))))
+        kept &= command.tried(lambda: streams.named(args.plot, lambda: plot(answers, Path(args.plot))))
     return 0 if kept else command.FAILED
 
 
@@ -280,11 +281,11 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         ]
     out = sys.stderr if args.json == "-" else sys.stdout
     for row in report:
-        parts = "  ".join(
-            f"{part['from']}-{part['to'] - 1}: {part['nats_per_token']:.3f}" for part in row["by_position"]
+        spans = "  ".join(
+            f"{span['from']}-{span['to'] - 1}: {span['nats_per_token']:.3f}" for span in row["by_position"]
         )
         print(f"length {row['length']}: {row['nats_per_token']:.3f} nats a token,", end=" ", file=out)
-        print(f"{row['nats_per_byte']:.3f} a byte; by position {parts}", file=out)
+        print(f"{row['nats_per_byte']:.3f} a byte; by position {spans}", file=out)
     _write(args.json, _about(args) | {"samples": args.samples, "loss": report})
     return 0
 
@@ -302,7 +303,7 @@ def _write(path: str | None, report: dict[str, Any]) -> None:
     if path == "-":
         print(text)
     else:
-        with command.open_text(path) as file:
+        with streams.open_text(path) as file:
             file.write(text + "\n")
 
 
@@ -331,7 +332,7 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
         raise UsageError(f"--plot draws .png, .svg or .pdf; {args.plot} is none of them.")
     for path in (args.json, args.plot):
         if path and path != "-":
-            command.check_writable(path)
+            streams.check_writable(path)
 
 
 def _text(path: Path | None) -> str:
@@ -342,7 +343,7 @@ def _text(path: Path | None) -> str:
             data = file.read(_HAYSTACK_BYTES + 1)
         if len(data) > _HAYSTACK_BYTES:
             raise UsageError(f"The haystack {path} holds more than {_HAYSTACK_BYTES >> 20} MiB; name a shorter text.")
-        text = command.decoded(data)
+        text = streams.decoded(data)
         if not text.strip():
             raise UsageError(f"The haystack {path} is empty; name a text file.")
         return text

@@ -16,16 +16,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from et_jax.cli import command
+from et_jax.cli import command, streams
+from et_jax.cli.signals import Signals, guard
+from et_jax.errors import UsageError
 
 if TYPE_CHECKING:
     from et_jax.batch.tasks import Defaults
     from et_jax.control.controller import Controller
     from et_jax.report.display import Status
+    from et_jax.serve.config import EngineConfig
     from et_jax.serve.engine import Model
     from et_jax.serve.requests import SamplingParams
 
 _RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
+_KNOBS = ("target_entropy", "tolerance", "min_blocks", "window")  # of a preset
 _BATCH_SEQUENCES = 8  # decoded together where the command does not say
 
 
@@ -107,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     return command.run(parser, _run, arguments, texts=("prompt", "system_prompt", "stop"))
 
 
-def _run(args: argparse.Namespace, signals: command.Signals) -> int:
+def _run(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.io.files import check_replaceable
 
     _check_combination(args)
@@ -118,8 +122,6 @@ def _run(args: argparse.Namespace, signals: command.Signals) -> int:
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    from et_jax.errors import UsageError
-
     if args.input is None:
         if args.system_prompt is not None and not args.chat:
             raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")
@@ -151,22 +153,21 @@ def _check_paths(args: argparse.Namespace) -> None:
     check_paths({"--input": path("input")}, written, named_folder(args.model))
 
 
-def _run_prompt(args: argparse.Namespace, signals: command.Signals) -> int:
-    from et_jax.errors import UsageError
+def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.report.display import Report, Status
 
     signals.said = "interrupted before the first token"
-    command.check_standard_output()
-    prompt = command.read_standard_input() if args.prompt == "-" else args.prompt
+    streams.check_standard_output()
+    prompt = streams.read_standard_input() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
     with ExitStack() as stack:
         if args.plot:
             _check_plot(args.plot)
-        trace = stack.enter_context(command.open_text(args.trace)) if args.trace else None
+        trace = stack.enter_context(streams.open_text(args.trace)) if args.trace else None
         params, control = _sampling(args), _controller(args)
         status = Status()
-        model = _load(args, params.n, control, status)
+        model = _load(args, _engine(args, params.n, control), status)
         ids = (
             [
                 model.tokenizer.chat(
@@ -193,7 +194,7 @@ def _run_prompt(args: argparse.Namespace, signals: command.Signals) -> int:
         from et_jax.report.plot import plot_trace
 
         kept.append(
-            command.tried(lambda: command.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot))))
+            command.tried(lambda: streams.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot))))
         )
     for completion in report.completions:
         if completion.error:
@@ -202,7 +203,7 @@ def _run_prompt(args: argparse.Namespace, signals: command.Signals) -> int:
     return signals.code or (0 if all(kept) else command.FAILED)
 
 
-def _run_batch(args: argparse.Namespace, signals: command.Signals) -> int:
+def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     """Serve a file; what the answers depend on is settled before the model is loaded."""
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
@@ -218,16 +219,16 @@ def _run_batch(args: argparse.Namespace, signals: command.Signals) -> int:
         system_prompt=args.system_prompt,
         allow_special_tokens=args.allow_special_tokens,
     )
-    control, status = _controller(args), Status()
+    engine, status = _engine(args, _BATCH_SEQUENCES, _controller(args)), Status()
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     check_files(source, output)
-    with open_journal(output, _settings(args, defaults)) as journal, spooled(source) as lines:
+    with open_journal(output, _settings(args, engine, defaults)) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
         summary = survey(lines, journal)
         if summary.done < summary.total:
-            model = _load(args, _BATCH_SEQUENCES, control, status)
+            model = _load(args, engine, status)
             model.warm_up()
             status.clear()
             run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold())
@@ -238,7 +239,7 @@ def _run_batch(args: argparse.Namespace, signals: command.Signals) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
+def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defaults") -> dict[str, Any]:
     """Return all that the answers of a batch depend on beside its lines: what may change their last bits too.
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
@@ -250,13 +251,12 @@ def _settings(args: argparse.Namespace, defaults: "Defaults") -> dict[str, Any]:
     from et_jax.models.hub import resolve
 
     folder = bundled_folder() if args.model == "bundled" else resolve(args.model)
-    knobs = ("dtype", "control", "target_entropy", "tolerance", "min_blocks", "window", "page_size", "max_model_len")
     return {
         "model": args.model,
         "model_files": fingerprint(folder),
         "platform": jax.default_backend(),
-        "max_num_seqs": _BATCH_SEQUENCES if args.max_num_seqs is None else args.max_num_seqs,
-        **{name: getattr(args, name) for name in knobs},
+        **engine.decisive,
+        **{name: getattr(args, name) for name in ("control", *_KNOBS)},
         **dataclasses.asdict(defaults),
     }
 
@@ -271,31 +271,22 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 def _controller(args: argparse.Namespace) -> "Controller":
     from et_jax.control.presets import preset
 
-    return preset(
-        args.control,
-        target_entropy=args.target_entropy,
-        tolerance=args.tolerance,
-        min_blocks=args.min_blocks,
-        window=args.window,
-    )
+    return preset(args.control, **{name: getattr(args, name) for name in _KNOBS})
 
 
-def _load(args: argparse.Namespace, max_num_seqs: int, control: "Controller", status: "Status") -> "Model":
+def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":
+    """Return the settings of the engine that the command line has; of sequences at once `max_num_seqs` by default."""
+    from et_jax.serve.config import EngineConfig
+
+    names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
+    given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
+    return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
+
+
+def _load(args: argparse.Namespace, settings: "EngineConfig", status: "Status") -> "Model":
     from et_jax.serve.engine import load
 
-    model = load(
-        args.model,
-        dtype=args.dtype,
-        page_size=args.page_size,
-        max_model_len=args.max_model_len,
-        num_pages=args.num_pages,
-        max_num_seqs=max_num_seqs if args.max_num_seqs is None else args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        replicas=args.replicas,
-        memory_fraction=args.memory_fraction,
-        control=control,
-        progress=status.tell,
-    )
+    model = load(**settings.given, progress=status.tell)
     if args.verbose:
         status.clear()
         for line in model.describe():
@@ -305,15 +296,13 @@ def _load(args: argparse.Namespace, max_num_seqs: int, control: "Controller", st
 
 def _check_plot(path: str) -> None:
     """Find out before any work is done that the picture can be drawn and kept."""
-    from et_jax.errors import UsageError
-
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot draws .png, .svg or .pdf; {path} is none of them.")
-    command.check_writable(path)
+    streams.check_writable(path)
 
 
 if __name__ == "__main__":
-    command.guard()
+    guard()
     sys.exit(main())

@@ -88,7 +88,10 @@ def _plain(owner: Any, name: str, given: Any, whole: bool) -> Any:
     if not isinstance(given, wanted) or isinstance(given, bool | np.bool_) or math.isnan(given):
         kind = "a whole number" if whole else "a number"
         raise ValueError(f"{type(owner).__name__}: {name} is {given!r}; it must be {kind}")
-    return int(given) if whole else float(given)
+    number = int(given) if whole else float(given)
+    if whole and abs(number) >= 2**31:
+        raise ValueError(f"{type(owner).__name__}: {name} is {number}; it must be a whole number of 32 bits")
+    return number
 
 
 def _equal(one: Any, other: object) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from et_jax.batch.tasks import Entry, Task
-from et_jax.serve.requests import Completion, TokenTrace, entropic
+from et_jax.serve.completions import Completion, TokenTrace, entropic
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's number for a token that cannot be drawn; JSON has no infinity
 

@@ -17,8 +17,9 @@ from et_jax.batch.progress import Progress
 from et_jax.batch.strict import shown
 from et_jax.batch.tasks import Defaults, Entry, Task, read_entries, read_task
 from et_jax.errors import UsageError
+from et_jax.serve.completions import Completion
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.requests import Completion, GenerationRequest
+from et_jax.serve.requests import GenerationRequest
 
 _METRICS_SECONDS = 5.0
 
@@ -41,7 +42,7 @@ class Summary:
     """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
 
     `programs` were compiled for the model so far, `programs_late` of them after warm-up; `idle_flops` went
-    into rows that served nobody. `marks` tell the lines of the survey from others, eight bytes for each.
+    into rows that produced no token. `marks` tell the lines of the survey from others, eight bytes for each.
     """
 
     total: int = 0

@@ -1,6 +1,6 @@
 """The output file: rows are only ever appended, and what is recorded there is done.
 
-A row is written with one call and kept in whole: where the disk refuses a part of it, that part is cut
+A row is written with one call and kept in whole: where the disk refuses some of it, what was written is cut
 off again. Rows are forced to the disk in groups, at most one group a second; a crash of the program loses
 none that was written, a loss of power at most the last group, and those lines are done again. What a crash
 tore is the last line, and is cut off when the job is opened next; nothing else ever is.

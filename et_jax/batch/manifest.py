@@ -65,7 +65,7 @@ class Manifest:
         self._seen = self._state()
 
     def keep(self) -> str | None:
-        """Write the manifest again where somebody removed or changed it, and say so."""
+        """Write the manifest again where it was removed or changed, and say so."""
         state = self._state()
         if state == self._seen:
             return None

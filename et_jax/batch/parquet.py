@@ -9,8 +9,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from et_jax.batch.strict import printable, shown
+from et_jax.batch.strict import shown
 from et_jax.errors import UsageError
+from et_jax.io.values import excerpt
 
 _ROWS = 64  # held at once
 _EXACT = 2**53  # whole numbers up to here survive as floats, as which pandas writes a column with a gap
@@ -46,9 +47,9 @@ def _row(row: dict[str, Any]) -> tuple[bytes, str | None]:
         try:
             values[name] = _plain(value)
         except UnicodeDecodeError:
-            return repr(row).encode(errors="replace"), f"{printable(name)} holds bytes that are no UTF-8; write texts."
+            return repr(row).encode(errors="replace"), f"{excerpt(name)} holds bytes that are no UTF-8; write texts."
         except ValueError as error:
-            return repr(row).encode(errors="replace"), f"{printable(name)} {error}; write each once."
+            return repr(row).encode(errors="replace"), f"{excerpt(name)} {error}; write each once."
     return json.dumps(values, default=str).encode(), None
 
 

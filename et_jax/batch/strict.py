@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from et_jax.io.values import excerpt
+
 MAX_DEPTH = 64  # objects and lists within one another
 MAX_DIGITS = 4300  # of a whole number; Python converts no longer one
-_SHOWN = 60  # characters of a value in a sentence
 
 
 def parse(text: str) -> Any:
@@ -26,13 +27,7 @@ def parse(text: str) -> Any:
 
 def shown(value: Any) -> str:
     """Return the start of a value as JSON, for a sentence about it."""
-    return printable(json.dumps(value, ensure_ascii=False))
-
-
-def printable(text: str, most: int = _SHOWN) -> str:
-    """Return the start of a text without characters that would move a terminal's cursor or colour it."""
-    cut = text if len(text) <= most else text[:most] + "..."
-    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in cut)
+    return excerpt(json.dumps(value, ensure_ascii=False))
 
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from et_jax.batch.lines import MAX_LINE_BYTES, Line, read_lines
-from et_jax.batch.strict import parse, printable, shown
+from et_jax.batch.strict import parse, shown
 from et_jax.errors import UsageError
+from et_jax.io.values import excerpt
 from et_jax.serve.requests import MAX_STOP_IDS, GenerationRequest, SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -27,7 +28,7 @@ _NUMBERS = {
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("priority", "deadline"),
 }
-_OTHERS = {"prompt", "messages", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
+_OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
 _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Fields not served here, with the value under which they change nothing.
 _NEUTRAL = {
@@ -128,9 +129,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
         if field in _NEUTRAL and value != _NEUTRAL[field]:
             raise UsageError(f"{field} is {shown(value)}, which is not supported here; leave it out.")
         if field not in _INTEGERS | _NUMBERS | _OTHERS | _HARMLESS | _NEUTRAL.keys():
-            raise UsageError(
-                f"{printable(field)} is not a field that is known here; leave it out, or correct its name."
-            )
+            raise UsageError(f"{excerpt(field)} is not a field that is known here; leave it out, or correct its name.")
     params, wants_logprobs = _params(body, chat, defaults.params)
     priority, deadline = _number(body, "priority"), _number(body, "deadline")
     prompt = None if chat else _prompt(body)
@@ -143,6 +142,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
         params=params,
         priority=priority or 0.0,
         deadline=deadline,
+        control=body.get("control"),
     )
     return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
 
@@ -161,7 +161,7 @@ def _object(line: Line) -> tuple[dict[str, Any], bytes]:
     except UnicodeEncodeError as error:
         raise UsageError("The line holds half of a surrogate pair; write the character whole.") from error
     except ValueError as error:
-        raise UsageError(f"The line is not JSON ({printable(str(error), 200)}); mend it.") from error
+        raise UsageError(f"The line is not JSON ({excerpt(str(error), 200)}); mend it.") from error
     if not isinstance(values, dict):
         raise UsageError("The line is not a JSON object; write one as {...}.")
     given = {name: value for name, value in values.items() if value is not None}
@@ -193,7 +193,7 @@ def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
             raise UsageError("The line has prompt and messages; give one of them.")
     else:
         if strange := sorted(values.keys() - _ENVELOPE):
-            raise UsageError(f"{printable(strange[0])} has no place beside custom_id and body; move it into the body.")
+            raise UsageError(f"{excerpt(strange[0])} has no place beside custom_id and body; move it into the body.")
         if values.get("method", "POST") != "POST":
             raise UsageError(f"method is {shown(values['method'])}; it must be POST.")
         if values.get("url") not in (CHAT, COMPLETIONS):
@@ -234,7 +234,7 @@ def _message(message: Any) -> dict[str, str]:
     if not isinstance(given.get("role"), str) or not isinstance(content, str):
         raise UsageError(f"messages holds {shown(message)}; each must have a role and a content, both texts.")
     if strange := sorted(given.keys() - {"role", "content", "name"}):
-        raise UsageError(f"messages holds {printable(strange[0])}, which is not supported here; leave it out.")
+        raise UsageError(f"messages holds {excerpt(strange[0])}, which is not supported here; leave it out.")
     return given | {"content": content}
 
 

@@ -22,22 +22,33 @@ def adjusted(controller: Controller, changes: Mapping[str, int | float]) -> Cont
     Raises UsageError for a name that the controller does not have, a value that does not fit, and a change
     that takes another program, such as a thermostat where there is none.
     """
+    names = sorted(_names(controller) | set(presets.SETTINGS if preset_of(controller) else ()))
+    for name in changes:
+        if name not in names:
+            raise UsageError(f"control has no number {shown(name)} here; it has {', '.join(names) or 'none'}.")
+    try:
+        changed = _changed(controller, changes)
+    except UsageError:
+        raise
+    except (ValueError, ArithmeticError) as error:
+        raise UsageError(f"control does not fit ({error}); choose other numbers.") from error
+    if jax.tree.structure(changed) != jax.tree.structure(controller):
+        raise UsageError(
+            f"control sets {', '.join(changes)}, which takes another program than the one loaded; "
+            "load the model with such a control, and requests may change its numbers."
+        )
+    return changed
+
+
+def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Controller:
     changed, rest = controller, dict(changes)
     found = preset_of(controller)
     if found is not None:
         name, settings = found
         settings |= {setting: rest.pop(setting) for setting in presets.SETTINGS if setting in rest}
         changed = presets.preset(name, **settings)
-    names = sorted(_names(controller))
     for name, number in rest.items():
-        if name not in names:
-            raise UsageError(f"control has no number {shown(name)} here; it has {', '.join(names) or 'none'}.")
         changed = _with(changed, name, number)
-    if jax.tree.structure(changed) != jax.tree.structure(controller):
-        raise UsageError(
-            f"control sets {', '.join(changes)}, which takes another program than the one loaded; "
-            "load the model with such a control, and requests may change its numbers."
-        )
     return changed
 
 
@@ -99,7 +110,4 @@ def _with(tree: Any, name: str, number: int | float) -> Any:
             changes[name] = number
         elif field.init and not field.metadata.get("static"):
             changes[field.name] = _with(old, name, number)
-    try:
-        return dataclasses.replace(tree, **changes)
-    except ValueError as error:
-        raise UsageError(f"control: {error}.") from error
+    return dataclasses.replace(tree, **changes)

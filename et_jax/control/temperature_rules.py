@@ -14,6 +14,14 @@ from et_jax.control.base import ControlState, Moments, Signals, TemperatureRule,
 from et_jax.types import Number, derived, static, value
 
 
+def _set_logs(rule: "Newton | Solve") -> None:
+    """Work out the bounds of log T."""
+    if not 0 < rule.low <= rule.high:
+        raise ValueError(f"{type(rule).__name__}: low is {rule.low}; it must be above 0 and at most high = {rule.high}")
+    object.__setattr__(rule, "log_low", math.log(rule.low))
+    object.__setattr__(rule, "log_high", math.log(rule.high))
+
+
 @value
 class Newton:
     """`num_steps` damped Newton steps on log T from `state.temperature` towards H(T) = target, in nats.
@@ -32,8 +40,7 @@ class Newton:
     log_high: Number = derived()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "log_low", math.log(self.low))
-        object.__setattr__(self, "log_high", math.log(self.high))
+        _set_logs(self)
 
     def __call__(self, moments_at: Moments, signals: Signals, state: ControlState) -> Float[Array, ""]:
         """Return the temperature after the steps."""
@@ -64,8 +71,7 @@ class Solve:
     log_high: Number = derived()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "log_low", math.log(self.low))
-        object.__setattr__(self, "log_high", math.log(self.high))
+        _set_logs(self)
 
     def __call__(self, moments_at: Moments, signals: Signals, state: ControlState) -> Float[Array, ""]:
         """Return the root."""

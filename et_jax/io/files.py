@@ -11,7 +11,7 @@ from et_jax.errors import UsageError
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Put `text` at `path`: whoever reads sees the old file or the new, never half of either.
+    """Put `text` at `path`: a reader sees the old file or the new, never half of either.
 
     The text is on the disk before its name is. A link stays, and what it points to is replaced. Raises
     UsageError where it cannot be written.
@@ -34,7 +34,7 @@ def check_replaceable(path: Path) -> None:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[tuple[int, Path, Path]]:
-    """Open a new file in the folder of `path` under a name that nobody has; it goes where the block fails."""
+    """Open a new file in the folder of `path` under a name that is free; it goes where the block fails."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"{path} is not a regular file; choose another file.")
     place = Path(os.path.realpath(path))

@@ -99,24 +99,17 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, int | float):
         return str(value)
     if isinstance(value, str):
-        return _quoted(value)
+        return f'"{excerpt(value)}"'
     if isinstance(value, bytes):
-        return "b" + _quoted(value[: _SHOWN + 1].decode("latin-1"))
+        return f'b"{excerpt(value[: _SHOWN + 1].decode("latin-1"))}"'
     if isinstance(value, PurePath):
-        return f"the path {_short(_line(str(value)))}"
+        return f"the path {excerpt(str(value))}"
     if isinstance(value, list | tuple):
         return "a list" if value else "an empty list"
     return f"the type {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
-def _quoted(text: str) -> str:
-    return f'"{_short(_line(text[: _SHOWN + 1]))}"'
-
-
-def _line(text: str) -> str:
-    """Return a text with what cannot be shown on one line escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+def excerpt(text: str, most: int = _SHOWN) -> str:
+    """Return the start of a text, at most `most` characters of it, with what cannot be shown on one line escaped."""
+    cut = text if len(text) <= most else text[:most] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

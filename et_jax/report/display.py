@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any
 
-from et_jax.cli.command import Stream
+from et_jax.cli.streams import Stream
 from et_jax.io.terminal import takes_escapes
-from et_jax.serve.requests import Completion, TokenEvent
+from et_jax.serve.completions import Completion, TokenEvent
 
 
 class Status:

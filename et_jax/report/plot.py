@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from et_jax.serve.requests import Completion
+from et_jax.serve.completions import Completion
 
 _TEXT_LINES = 24  # the most lines of text above the curves
 _LINE_WIDTH = 118  # characters of a line

@@ -4,7 +4,8 @@ Every call takes as many chunks as fill a prefill batch, some of them empty: ano
 program, and the last bit of a sum over a row may differ between two programs.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ def pack(config: DecoderConfig, chunks: Sequence[tuple[int, Sequence[int]]]) -> 
 def split(config: DecoderConfig, prompt: list[int]) -> list[list[int]]:
     """Return the chunks of a prompt."""
     return [prompt[at : at + config.chunk] for at in range(0, len(prompt), config.chunk)]
+
+
+def next_call(config: DecoderConfig, prompts: Iterable[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+    """Return the chunks, as `pack` takes them, that fill the next call; of `prompts`, with their slots, in order."""
+    cut = ((slot, chunk) for slot, prompt in prompts for chunk in split(config, prompt))
+    return list(itertools.islice(cut, rows_per_call(config)))
 
 
 def calls(config: DecoderConfig, slot: int, prompt: list[int]) -> Iterator[Rows]:

@@ -43,7 +43,7 @@ def host_memory(root: Path = Path("/")) -> int:
 def _group_memory(root: Path) -> list[int]:
     """Return what is left to each control group that this process is in, version 2 or 1, where there is a limit.
 
-    Cached pages of files that nobody uses are not counted as used.
+    Cached pages of files that are not in use are not counted as used.
     """
     paths = dict(line.split(":", 2)[1:] for line in _lines(root / "proc/self/cgroup"))
     two, one = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"

@@ -1,14 +1,14 @@
-"""The engine: loads a model and serves whoever calls it."""
+"""The engine: loads a model, and serves all that call it."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.typing import DTypeLike
 
 from et_jax.control.controller import Controller
 from et_jax.decode import cost
@@ -17,34 +17,30 @@ from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io import values
-from et_jax.models.bundled import bundled_folder
-from et_jax.models.calibration import read_calibration
-from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
-from et_jax.models.checkpoint import load as load_checkpoint
-from et_jax.models.config import ModelConfig
-from et_jax.models.hub import resolve
+from et_jax.io.bar import Bar
 from et_jax.models.transformer import Params
-from et_jax.serve.compilation import keep_programs
-from et_jax.serve.continuation import Continuation
-from et_jax.serve.device_memory import num_sharing, usable_memory
+from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.config import PROGRAMS, Control, EngineConfig, controller
+from et_jax.serve.loading import opened
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.preflight import Plan, plan
-from et_jax.serve.prompts import as_request, check_bytes, check_length, requests_of
+from et_jax.serve.preflight import Plan
+from et_jax.serve.prompts import as_request, refused, requests_of, sequences_of
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
-from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams, TokenEvent
-from et_jax.serve.sizing import Control, check_backend, controller, decoder_config
-from et_jax.serve.streams import Bar, Call, Text, refused
-from et_jax.text import Tokenizer, load_tokenizer
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.sequence import Sequence
+from et_jax.serve.streams import serve
+from et_jax.text import Tokenizer
 from et_jax.types import replace
 
-PROGRAMS = "~/.cache/et_jax/programs"  # where compiled programs are kept unless the caller says otherwise
-_MOST = 2**20  # of anything that is counted: beyond it no machine has room
-_MOST_DECODERS = 4  # kept compiled; each takes some 50 MB of a host
+Structure = tuple[Any, frozenset[Keep]]
+"""What a program is compiled for: the structure of a controller, and what is kept beside its needs."""
+
+_MOST_DECODERS = 4  # that are kept compiled, the last to be used
 _AHEAD = 256  # continuations a caller may have waiting: enough for their priorities to matter
 
-Prompt = str | Sequence[int] | GenerationRequest
+Prompt = str | abc.Sequence[int] | GenerationRequest
 """A text, token ids, or a request with settings of its own."""
 
 Prompts = Prompt | Iterable[Prompt]
@@ -76,14 +72,14 @@ def load(
     `dtype` is "auto", "bfloat16" or "float32". `page_size` tokens share a page (16 on CPU, 64 on GPU,
     128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
     `max_num_seqs` sequences are decoded together, always as that many rows: the same number gives the
-    same text, alone or in company. `max_resident_seqs` of them, as many by default, sit in the cache at
+    same text, alone or in company. `max_resident_seqs` of them, as many by default, are in the cache at
     once; with more, every step serves those of highest priority under the controller's rule. `num_pages`
     bounds the cache; by default every resident sequence can reach `max_model_len`, or as many as
-    `memory_fraction` of the free memory holds. Where pages run short, sequences move to the host and
-    back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
+    `memory_fraction` of the free memory holds. Where pages run short, sequences are swapped to the host
+    and back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
     several in calls of `prefill_batch` (on CPU 64, 128 from 16 sequences on, else 512). `prefix_cache` keeps full
-    pages of prompts for prompts that begin alike. Every `preempt_every` rounds (0: never) somebody is
-    moved out for no need, to prove that no text changes. `replicas` serve one queue side by side, each of
+    pages of prompts for prompts that begin alike. Every `preempt_every` rounds (0: never) a sequence is
+    swapped out without need, to prove that no text changes. `replicas` serve one queue side by side, each of
     all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
     host's work for one and the device's for another overlap.
 
@@ -93,112 +89,39 @@ def load(
 
     Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work.
     """
+    given = locals()
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
+    settings = EngineConfig(**{name: value for name, value in given.items() if name != "progress"})
     tell = progress or (lambda _: None)
-    name, dtype = str(_text("name", name)), str(_text("dtype", dtype))
-    page_size, max_model_len = _size("page_size", page_size), _size("max_model_len", max_model_len)
-    num_pages, prefill_batch = _size("num_pages", num_pages), _size("prefill_batch", prefill_batch)
-    max_resident_seqs = _size("max_resident_seqs", max_resident_seqs)
-    max_num_seqs = _count("max_num_seqs", max_num_seqs)
-    max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens)
-    preempt_every = values.whole("preempt_every", preempt_every, 0, wanted="0 (never) or above")
-    replicas = _count("replicas", replicas)
-    prefix_cache = values.boolean("prefix_cache", prefix_cache)
-    memory_fraction = values.number("memory_fraction", memory_fraction)
-    control, backend = controller(control), check_backend(backend)
-    if compilation_cache is not None:
-        folder = Path(_text("compilation_cache", compilation_cache))
-        problem = keep_programs(folder)
-        if problem is not None and folder != Path(PROGRAMS):
-            raise UsageError(f"compilation_cache is {folder}, {problem}; choose another folder, or None.")
-        if problem is not None:
-            tell(f"compiled programs are not kept: {folder}, {problem}")
-
-    def sized(config: ModelConfig, dtype: DTypeLike, num_pages: int | None, calibration: float = 1.0) -> DecoderConfig:
-        return decoder_config(
-            name,
-            config,
-            dtype,
-            page_size=page_size,
-            max_model_len=max_model_len,
-            num_pages=num_pages,
-            max_num_seqs=max_num_seqs,
-            max_resident_seqs=max_resident_seqs,
-            prefill_batch=prefill_batch,
-            control=control,
-            calibration=calibration,
-            backend=backend,
-        )
-
-    def fit(folder: Path) -> Plan:
-        """What it will need, from config.json alone. Raises UsageError where that is too much."""
-        wanted = sized(read_config(folder), stored_dtype(folder, dtype), num_pages)
-        return plan(wanted, usable_memory(memory_fraction), num_pages=num_pages, replicas=num_sharing(replicas))
-
-    tell(f"loading {name}")
-    folder = bundled_folder() if name == "bundled" else resolve(name, fit)
-    check_weights(folder, read_config(folder))
-    fitting, tokenizer = fit(folder), load_tokenizer(folder)
-    config, params = load_checkpoint(folder, dtype)
+    found = opened(settings, tell)
     return Model(
-        name=name,
-        config=sized(config, params.embedding.dtype, fitting.num_pages, read_calibration(folder)),
-        params=params,
-        tokenizer=tokenizer,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefix_cache=prefix_cache,
-        preempt_every=preempt_every,
-        replicas=replicas,
-        plan=fitting,
-        progress=progress,
+        settings, config=found.config, params=found.params, tokenizer=found.tokenizer, plan=found.plan, progress=tell
     )
-
-
-def _count(name: str, value: int) -> int:
-    """A size of at least 1, of which a machine could hold so many."""
-    counted = values.whole(name, value, 1)
-    return values.whole(name, counted, 1, _MOST, f"at most {_MOST}")
-
-
-def _size(name: str, value: int | None) -> int | None:
-    return None if value is None else _count(name, value)
-
-
-def _text(name: str, value: str | Path) -> str | Path:
-    if not isinstance(value, str | Path):
-        raise UsageError(f"{name} is {values.shown(value)}; it must be a text.")
-    return value
 
 
 class Model:
     """Weights, a tokenizer, and what has been compiled for them so far.
 
-    `metrics` counts what was served.
+    `metrics` counts what was served. `config` holds the sizes that `settings` come to.
     """
 
     def __init__(
         self,
+        settings: EngineConfig,
         *,
-        name: str,
         config: DecoderConfig,
         params: Params,
         tokenizer: Tokenizer,
-        max_num_batched_tokens: int = 512,
-        prefix_cache: bool = True,
-        preempt_every: int = 0,
-        replicas: int = 1,
         plan: Plan | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.name, self.params, self.tokenizer = name, params, tokenizer
-        self.config, self.decoder_config = config.model, config
+        self.name, self.params, self.tokenizer = settings.name, params, tokenizer
+        self.settings, self.config, self.decoder_config = settings, config.model, config
         self.metrics = Metrics()
-        self._max_num_batched_tokens, self._prefix_cache = max_num_batched_tokens, prefix_cache
-        self._preempt_every, self._num_replicas, self._plan = preempt_every, replicas, plan
-        self._tell = progress or (lambda _: None)
-        self._decoders: dict[Any, Decoder] = {}
-        self._replicas: dict[Controller, Replicas] = {}
+        self._plan, self._tell = plan, progress
+        self._decoders: dict[Structure, Decoder] = {}
+        self._replicas: dict[Structure, Replicas] = {}
         self._lock = threading.Lock()
 
     @property
@@ -220,15 +143,16 @@ class Model:
         Prompts are texts, lists of token ids, or `GenerationRequest`s with settings of their own; the others
         take theirs from a `SamplingParams`, its fields as keywords, or both, of which the keywords count:
         `model.generate("It was", temperature=0.7)`. A list of ids alone is one prompt, an empty list none.
-        `control` stands in for the model's own; each one compiles once. `progress` shows a bar.
+        `control` stands in for the model's own; controllers that differ in numbers alone run in one program, as
+        do requests with a `control` of their own. `progress` shows a bar.
         """
         self._check_call(control)
         requests = self._requests(prompts, params, settings)
         total = sum(request.params.n for request in requests)
         ended = []
         with Bar(total if progress else None) as bar:
-            for event in self._serve(self._checked(requests), control):
-                bar.take(event)
+            for event in self._serve(self._checked(requests, control), control):
+                bar.count(token=event.trace is not None, ended=event.completion is not None)
                 if event.completion is not None:
                     ended.append(event)
         ended.sort(key=lambda event: (event.prompt_index, event.index))
@@ -250,7 +174,7 @@ class Model:
         """
         self._check_call(control, cancelled)
         requests = self._requests(prompts, params, settings)
-        return self._serve(self._checked(requests), control, cancelled)
+        return self._serve(self._checked(requests, control), control, cancelled)
 
     async def stream_async(
         self, prompts: Prompts, params: SamplingParams | None = None, **settings: Any
@@ -285,17 +209,17 @@ class Model:
         if isinstance(requests, str | bytes | GenerationRequest) or not isinstance(requests, Iterable):
             raise UsageError(f"requests is {values.shown(requests)}; it must be a list of GenerationRequest(...).")
 
-        def texts() -> Iterator[Text | TokenEvent]:
+        def sequences() -> Iterator[Sequence | TokenEvent]:
             for index, request in enumerate(requests):
                 try:
-                    yield from self._texts(index, as_request(request))
+                    yield from self.sequences(index, as_request(request), control)
                 except UsageError as error:
                     yield refused(index, request, str(error))
                 except Exception as error:  # whatever a tokenizer may raise is an answer to its own request
                     yield refused(index, request, f"This request cannot be read ({type(error).__name__}: {error}).")
 
         def completions() -> Iterator[tuple[int, Completion]]:
-            with contextlib.closing(self._serve(texts(), control, cancelled)) as events:
+            with contextlib.closing(self._serve(sequences(), control, cancelled)) as events:
                 for event in events:
                     if event.completion is not None:
                         yield event.prompt_index, event.completion
@@ -318,13 +242,14 @@ class Model:
             *(f"not chosen: {refusal}" for refusal in refusals),
             *self._scoring(),
             f"cache {d.num_pages} pages of {d.page_size} tokens, {d.num_slots} slots of {d.max_length} tokens, "
-            f"{d.batch} served in a step" + ("" if self._num_replicas == 1 else f", {self._num_replicas} times over"),
+            f"{d.batch} served in a step"
+            + ("" if self.settings.replicas == 1 else f", {self.settings.replicas} times over"),
             *([] if self._plan is None else self._plan.table()),
             f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
         ]
 
     def _scoring(self) -> list[str]:
-        """Who scores blocks, where the model's own controller chooses any."""
+        """Say what scores blocks, where the model's own controller chooses any."""
         config = self.decoder_config
         if all(selector.reads_all for selector in config.selectors):
             return []
@@ -339,137 +264,80 @@ class Model:
         if not callable(cancelled):
             raise UsageError(f"cancelled is {values.shown(cancelled)}; it must be a function without arguments.")
 
-    def _checked(self, requests: list[GenerationRequest]) -> list[Text]:
+    def _checked(self, requests: list[GenerationRequest], control: Control | None) -> list[Sequence]:
         """Check every request before any work is done for one."""
-        return [text for index, request in enumerate(requests) for text in self._texts(index, request)]
+        return [one for index, request in enumerate(requests) for one in self.sequences(index, request, control)]
 
-    def _texts(self, prompt_index: int, request: GenerationRequest) -> list[Text]:
-        return [Text(request=request, continuation=text) for text in self.continuations(prompt_index, request)]
-
-    def continuations(self, prompt_index: int, request: GenerationRequest) -> list[Continuation]:
-        """Return the `n` continuations that a request asks for, not yet begun; `prompt_index` names it in events.
+    def sequences(
+        self, prompt_index: int, request: GenerationRequest, control: Control | None = None
+    ) -> list[Sequence]:
+        """Return the `n` sequences that a request asks for, not submitted yet; `prompt_index` names it in events.
 
         Raises UsageError where it cannot be served.
         """
-        prompt, params = request.prompt, request.params
-        if isinstance(prompt, str):
-            check_bytes(prompt, self.tokenizer.longest_token, self.max_model_len)
-        else:
-            check_length(len(prompt), self.max_model_len)
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt or not tokens:
-            raise UsageError("The prompt is empty; give it at least one character.")
-        for what, ids in (("The prompt has", tokens), ("stop_token_ids holds", params.stop_token_ids)):
-            outside = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
-            if outside is not None:
-                raise UsageError(
-                    f"{what} the token {values.shown(outside)}, and {self.name} has tokens 0 to "
-                    f"{self.config.vocab_size - 1}; take ids of this model's own tokenizer."
-                )
-        if len(tokens) >= self.max_model_len:
-            raise UsageError(
-                f"The prompt has {len(tokens)} tokens and {self.name} holds {self.max_model_len} with the text; "
-                "shorten the prompt or raise max_model_len if the model allows it."
-            )
-        limit = min(params.max_tokens, self.max_model_len - len(tokens))
-        page_size, num_pages = self.decoder_config.page_size, self.decoder_config.num_pages
-        pages = -(-(len(tokens) - 1 + limit) // page_size)
-        if pages > num_pages - 1:
-            raise UsageError(
-                f"The prompt of {len(tokens)} tokens and {limit} more need {pages} pages of {page_size} "
-                f"tokens and the pool holds {num_pages - 1}; raise num_pages, or lower max_tokens."
-            )
-        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
-        return [
-            Continuation(
-                tokenizer=self.tokenizer,
-                params=params,
-                prompt=text,
-                tokens=tokens,
-                prompt_index=prompt_index,
-                index=index,
-                limit=limit,
-            )
-            for index in range(params.n)
-        ]
+        config = replace(self.decoder_config, controller=self._controller(control))
+        return sequences_of(request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name)
 
     def _serve(
         self,
-        texts: Iterable[Text | TokenEvent],
+        sequences: Iterable[Sequence | TokenEvent],
         control: Control | None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[TokenEvent]:
-        """Submit texts, a bounded number ahead, and yield their events; an event among them is passed on."""
-        call, source, exhausted = Call(self.replicas(control)), iter(texts), False
-        most = self._num_replicas * self.decoder_config.num_slots + _AHEAD
-        try:
-            while True:
-                while not exhausted and not call.events and len(call.under_way) < most:
-                    item = next(source, None)
-                    exhausted = item is None
-                    if isinstance(item, TokenEvent):
-                        call.events.append(item)
-                    elif item is not None:
-                        call.submit(item)
-                over = exhausted and not call.under_way  # asked before the events, for rounds go on meanwhile
-                if call.events:
-                    while call.events:
-                        yield call.events.popleft()
-                    continue
-                if over:
-                    return
-                if cancelled():
-                    call.cancel()
-                    yield from call.events
-                    return
-                call.advance()
-        finally:
-            call.cancel()
+        ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
+        yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled)
 
     def replicas(self, control: Control | None = None) -> Replicas:
-        """Return what serves under a controller, made and warmed up when first asked for; idle others are let go."""
-        chosen = self._controller(control)
+        """Return what serves under controllers of a structure, made and warmed up when first asked for.
+
+        Others that are idle are dropped.
+        """
+        own = self.decoder(control)
+        wanted = _structure(own.config)
         with self._lock:
             self._replicas = {
-                key: replicas
-                for key, replicas in self._replicas.items()
-                if not replicas.broken and (key == chosen or not replicas.idle)
+                structure: replicas
+                for structure, replicas in self._replicas.items()
+                if not replicas.broken and (structure == wanted or not replicas.idle)
             }
-            if chosen not in self._replicas:
+            if wanted not in self._replicas:
                 queue = Queue()
-                replicas = Replicas(queue, [self._replica(chosen, queue, i) for i in range(self._num_replicas)])
+                replicas = Replicas(queue, [self._replica(own, queue, i) for i in range(self.settings.replicas)])
                 replicas.warm_up(self._tell)
-                self._replicas[chosen] = replicas
-            return self._replicas[chosen]
+                self._replicas[wanted] = replicas
+            return self._replicas[wanted]
 
-    def _replica(self, chosen: Controller, queue: Queue, number: int) -> Replica:
+    def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
         """A replica, on the devices in turn, beginning where the weights are."""
-        own, [home] = self.decoder(chosen), self.params.embedding.devices()
+        [home] = self.params.embedding.devices()
         devices = [home, *(device for device in jax.local_devices() if device != home)]
         return Replica(
             jax.device_put(self.params, devices[number % len(devices)]),
             own,
             queue,
+            self.settings,
             metrics=self.metrics,
-            batched_tokens=self._max_num_batched_tokens,
-            # The surprisal of the first token after a kept page needs logits that nobody keeps.
-            prefix_cache=self._prefix_cache
-            and "surprisals" not in replace(self.decoder_config, controller=chosen).keeps,
-            preempt_every=self._preempt_every,
+            # The surprisal of the first token after a kept page needs logits that are kept nowhere.
+            keep_prefixes=self.settings.prefix_cache and "surprisals" not in own.config.keeps,
         )
 
     def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:
-        """Return the pure functions underneath, bound to this model; compiled once for each structure of controllers.
+        """Return the pure functions underneath, bound to this model; compiled once for all controllers of a structure.
 
         `keep` is that of `DecoderConfig`. The last few are kept.
         """
         config = replace(self.decoder_config, controller=self._controller(control), keep=keep)
-        key = (jax.tree.structure(config.controller), keep)
-        found = self._decoders.pop(key, None) or decoder(config)
-        self._decoders[key] = found  # the last to be used
-        while len(self._decoders) > _MOST_DECODERS:
-            del self._decoders[next(iter(self._decoders))]
+        wanted = _structure(config)
+        with self._lock:
+            found = self._decoders.pop(wanted, None) or decoder(config)
+            self._decoders[wanted] = found  # the last to be used
+            for old in list(self._decoders)[:-_MOST_DECODERS]:
+                del self._decoders[old]
         return replace(found, config=config)
 
     def _controller(self, control: Control | None) -> Controller:
         return self.decoder_config.controller if control is None else controller(control)
+
+
+def _structure(config: DecoderConfig) -> Structure:
+    return jax.tree.structure(config.controller), config.keep

@@ -19,7 +19,7 @@ def _counter(name: str, what: str, start: int | float = 0) -> Any:
 
 @dataclasses.dataclass(kw_only=True)
 class Metrics:
-    """Sums since the model was loaded; who serves adds to them.
+    """Sums since the model was loaded; replicas add to them.
 
     `finished` counts continuations by finish reason. `cached_prompt_tokens` are the prompt tokens that
     the prefix cache held already. `cost` and `flops` are those of ended continuations; idle rows, which a
@@ -37,10 +37,10 @@ class Metrics:
     programs_compiled: int = _counter("programs_compiled_total", "Programs compiled or read from the cache.")
     programs_compiled_late: int = _counter("programs_compiled_late_total", "Programs compiled after warm-up.")
     entropic_time: float = _counter("entropic_time_nats_total", "Entropy resolved, in nats.", 0.0)
-    cost: float = _counter("cost_bytes_total", "Bytes moved by decode steps, charged to who was served.", 0.0)
+    cost: float = _counter("cost_bytes_total", "Bytes moved by decode steps, charged to the rows served.", 0.0)
     flops: float = _counter("flops_total", "FLOPs of decode steps, of the rows served.", 0.0)
-    idle_cost: float = _counter("idle_cost_bytes_total", "Bytes of weights read by steps that served nobody.", 0.0)
-    idle_flops: float = _counter("idle_flops_total", "FLOPs of rows that served nobody.", 0.0)
+    idle_cost: float = _counter("idle_cost_bytes_total", "Bytes of weights read by steps that produced no token.", 0.0)
+    idle_flops: float = _counter("idle_flops_total", "FLOPs of rows that produced no token.", 0.0)
     waiting_seconds: float = _counter("waiting_seconds_total", "Seconds that requests waited for a slot.", 0.0)
     serving_seconds: float = _counter("serving_seconds_total", "Seconds that requests were in service.", 0.0)
 

@@ -1,7 +1,6 @@
 """Which pages already hold the beginning of a prompt: an index of full prompt pages by what they hold.
 
-Plain Python on the host. The index only keeps books: whoever acts on the answers counts the pages'
-references on the device.
+Plain Python on the host. The index only says where what is kept and whether a sequence uses it; `page_pool` counts.
 """
 
 import collections
@@ -12,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 
 class PrefixCache:
-    """Pages by the hash of their tokens and of all tokens before them, the least recently used let go first.
+    """Pages by the hash of their tokens and of all tokens before them, the least recently used evicted first.
 
-    A page that a sequence in a slot uses is never let go. One whose page before it is gone could not be
-    found any more, so pages are let go from the end of a prompt to its beginning, and a sequence uses all
-    that are kept of its prompt.
+    A page that a sequence in a slot has locked is never evicted. One whose page before it is gone is not found
+    until that one is kept again, so pages are evicted from the end of a prompt to its beginning.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -30,7 +28,7 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """Pages kept that no sequence uses, which can be let go."""
+        """Pages kept that no sequence has locked, which can be evicted."""
         return len(self._pages) - len(self._users)
 
     def find(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -51,12 +49,12 @@ class PrefixCache:
         return [page for _, page in fresh]
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        """Make the keys of one prompt's pages the most recently used, the first page the very last to go."""
+        """Make the keys of one prompt's pages the most recently used, the first page the last to be evicted."""
         for key in reversed(keys):
             self._pages.move_to_end(key)
 
     def lock(self, pages: Sequence[int]) -> None:
-        """Count a sequence that uses `pages`, all of them kept."""
+        """Count a sequence that uses `pages`, all of them kept: they are not evicted."""
         self._users.update(pages)
 
     def unlock(self, pages: Sequence[int]) -> None:
@@ -67,11 +65,11 @@ class PrefixCache:
                 del self._users[page]
 
     def num_shared(self, pages: Sequence[int]) -> int:
-        """Return how many of `pages` more than one sequence uses."""
+        """Return how many of `pages` more than one sequence has locked."""
         return sum(self._users[page] > 1 for page in pages)
 
     def evict(self, count: int) -> list[int]:
-        """Forget up to `count` pages that nobody uses, least recently used first, and return them."""
+        """Forget up to `count` pages that no sequence has locked, least recently used first, and return them."""
         idle = ((key, page) for key, page in self._pages.items() if page not in self._users)
         gone = list(itertools.islice(idle, count))
         for key, _ in gone:

@@ -1,13 +1,21 @@
-"""What callers may hand over as prompts and settings, made into requests."""
+"""What callers may hand over as prompts and settings, made into requests, and a request made into its sequences."""
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
+import jax
+
+from et_jax.control.controller import Controller
+from et_jax.control.settings import adjusted
+from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.sequence import Sequence, Text
+from et_jax.text import Tokenizer
 
 _BYTES_PER_BYTE = 4  # a tokenizer's normaliser may write one byte for so many: full-width letters, styled digits
 _WANTED = "a text, a list of token ids, a GenerationRequest, or a list of those"
@@ -30,6 +38,93 @@ def requests_of(
         name = next(iter(settings), "params")
         raise UsageError(f"{name} is given beside requests that have settings of their own; set it in those.")
     return [one if isinstance(one, GenerationRequest) else _request(one, asked, most) for one in given]
+
+
+def sequences_of(
+    request: GenerationRequest, prompt_index: int, *, tokenizer: Tokenizer, config: DecoderConfig, name: str
+) -> list[Sequence]:
+    """Return the `n` sequences that a request asks of model `name`, not submitted yet; `prompt_index` numbers it.
+
+    They run under `config.controller`, its numbers changed where the request has its own.
+
+    Raises UsageError where it cannot be served.
+    """
+    prompt, params, length = request.prompt, request.params, config.max_length
+    laws = _laws(config.controller, request.control)
+    if isinstance(prompt, str):
+        check_bytes(prompt, tokenizer.longest_token, length)
+    else:
+        check_length(len(prompt), length)
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not prompt or not ids:
+        raise UsageError("The prompt is empty; give it at least one character.")
+    _check_ids("The prompt has", ids, config.model.vocab_size, name)
+    _check_ids("stop_token_ids holds", params.stop_token_ids, config.model.vocab_size, name)
+    if len(ids) >= length:
+        raise UsageError(
+            f"The prompt has {len(ids)} tokens and {name} holds {length} with the text; "
+            "shorten the prompt or raise max_model_len if the model allows it."
+        )
+    limit = min(params.max_tokens, length - len(ids))
+    pages = -(-(len(ids) - 1 + limit) // config.page_size)
+    if pages > config.num_pages - 1:
+        raise UsageError(
+            f"The prompt of {len(ids)} tokens and {limit} more need {pages} pages of {config.page_size} "
+            f"tokens and the pool holds {config.num_pages - 1}; raise num_pages, or lower max_tokens."
+        )
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+    return [
+        Sequence(
+            request=request,
+            laws=laws,
+            prompt=text,
+            prompt_ids=ids,
+            prompt_index=prompt_index,
+            index=index,
+            limit=limit,
+            stop_ids=(*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids)),
+            text=Text(tokenizer, params.stop),
+        )
+        for index in range(params.n)
+    ]
+
+
+def refused(prompt_index: int, request: Any, sentence: str) -> TokenEvent:
+    """Return the only event of a request that cannot be served."""
+    completion = Completion(
+        prompt=request.prompt if isinstance(request, GenerationRequest) and isinstance(request.prompt, str) else "",
+        prompt_tokens=0,
+        index=0,
+        text="",
+        token_ids=(),
+        finish_reason="error",
+        trace=(),
+        error=sentence,
+    )
+    return TokenEvent(prompt_index=prompt_index, index=0, text="", trace=None, completion=completion)
+
+
+def _laws(controller: Controller, asked: Controller | Mapping[str, int | float] | None) -> Controller:
+    """The controller of a request: that of all, with numbers of its own where it asks for some."""
+    if asked is None:
+        return controller
+    if not isinstance(asked, Controller):
+        return adjusted(controller, asked)
+    if jax.tree.structure(asked) != jax.tree.structure(controller):
+        raise UsageError(
+            "control is a controller of another structure than the one that serves; give one that differs in "
+            "numbers alone, or serve this request in a call of its own, with `control=` there."
+        )
+    return asked
+
+
+def _check_ids(what: str, ids: Iterable[int], vocab_size: int, name: str) -> None:
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise UsageError(
+            f"{what} the token {values.shown(outside)}, and {name} has tokens 0 to "
+            f"{vocab_size - 1}; take ids of this model's own tokenizer."
+        )
 
 
 def check_length(num_ids: int, most: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from et_jax.decode import cost
 from et_jax.decode.state import DecoderConfig, StepOutput
-from et_jax.serve.requests import TokenTrace
+from et_jax.serve.completions import TokenTrace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

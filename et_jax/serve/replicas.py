@@ -4,14 +4,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from et_jax.serve.queue import Queue, Sequence
+from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
+from et_jax.serve.sequence import Sequence
 
 
 class Replicas:
-    """Batchers that serve one queue, each in a thread of its own while it has something to do.
+    """Replicas that serve one queue, each in a thread of its own while it has something to do.
 
-    Every round is asked for by `advance`: where nobody asks for events, nothing is computed.
+    Every round is asked for by `advance`: while no caller asks for events, nothing is computed.
     """
 
     def __init__(self, queue: Queue, replicas: list[Replica]) -> None:
@@ -26,7 +27,7 @@ class Replicas:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits and nobody sits."""
+        """Whether no sequence waits or is in a slot."""
         return all(replica.idle for replica in self.replicas)
 
     def warm_up(self, tell: Callable[[str], None]) -> None:
@@ -64,7 +65,7 @@ class Replicas:
                         replica.end(sequence)
 
     def forget_prefixes(self) -> None:
-        """Let go of every kept page that no sequence uses."""
+        """Evict every kept page that no sequence uses."""
         with self._standing_still():
             for replica in self.replicas:
                 replica.forget_prefixes()

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from et_jax import generate
+from et_jax.serve.completions import Completion, TokenTrace
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.requests import Completion, GenerationRequest, TokenTrace
+from et_jax.serve.requests import GenerationRequest
 
 LONGEST = 100  # a prompt of more characters does not fit the paper model
 

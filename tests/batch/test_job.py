@@ -15,7 +15,8 @@ from et_jax.batch.job import Summary, run, survey
 from et_jax.batch.journal import open_journal
 from et_jax.batch.tasks import Defaults
 from et_jax.errors import UsageError
-from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams
+from et_jax.serve.completions import Completion
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 DEFAULTS = Defaults(params=SamplingParams(max_tokens=4))
 SETTINGS = {"model_files": "paper"}

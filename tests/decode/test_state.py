@@ -8,7 +8,7 @@ from decoders import even_blocks, made
 from small_model import MODEL, configuration
 
 from et_jax.control.controller import Controller
-from et_jax.decode.state import empty, fresh_control, request
+from et_jax.decode.state import empty, fresh_control, law_numbers, request
 
 
 def test_what_cannot_work_is_refused_while_configuring():
@@ -37,7 +37,7 @@ def test_a_request_keeps_the_stop_ids_that_can_be_drawn_and_marks_its_prompt():
 
 def test_every_leaf_of_control_leads_with_the_slots_and_starts_as_one_sequence_does():
     config = made("own").config
-    control, one = empty(config).control, fresh_control(config, jnp.float32(0))
+    control, one = empty(config).control, fresh_control(config, law_numbers(config.controller), jnp.float32(0))
     for many, single in zip(jax.tree.leaves(control), jax.tree.leaves(one), strict=True):
         assert many.shape == (config.num_slots, *single.shape)
         np.testing.assert_array_equal(many, np.broadcast_to(single, many.shape))

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from reopened import reopened
 
 from et_jax.decode.cost import num_bytes
 from et_jax.serve import engine
@@ -18,11 +19,7 @@ def model():
 
 
 def opened(model, **settings) -> engine.Model:
-    other = engine.Model(
-        name=model.name, config=model.decoder_config, params=model.params, tokenizer=model.tokenizer, **settings
-    )
-    other._decoders = model._decoders
-    return other
+    return reopened(model, **settings)
 
 
 def block_bytes(model) -> int:
@@ -47,7 +44,7 @@ def test_a_lone_request_pays_for_all_weights_that_it_reads(model):
     assert served.metrics.cost == done[0].cost and served.metrics.idle_cost == 0
     counted = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
     counted -= 0 if model.params.head is None else 2 * model.params.embedding.size
-    assert served.metrics.idle_flops == 20 * 3 * counted  # three rows of four served nobody
+    assert served.metrics.idle_flops == 20 * 3 * counted  # three rows of four brought no token
     assert done[0].flops > 20 * counted
 
 

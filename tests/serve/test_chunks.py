@@ -1,4 +1,4 @@
-"""Prompts cut into parts: what a call takes, and that company in a call changes no bit of what is cached."""
+"""Prompts cut into chunks: what a call takes, and that company in a call changes no bit of what is cached."""
 
 import functools
 
@@ -14,7 +14,7 @@ from et_jax.control.select import SinksWindow
 from et_jax.decode import decoder as decoding
 from et_jax.serve import chunks
 
-LONG = prompt(3, 22)  # five parts of a page and one of two tokens
+LONG = prompt(3, 22)  # five chunks of a page and one of two tokens
 
 
 @functools.cache
@@ -27,9 +27,9 @@ def decoder() -> decoding.Decoder:
 
 
 def prefilled(state, rows: list[tuple[int, list[int]]]):
-    """The state after one call, in which the prompts of slots stand as they are cut, and who was granted pages."""
+    """The state after one call, in which the prompts of slots stand as they are cut, and which were granted pages."""
     d = decoder()
-    each = [(slot, part) for slot, tokens in rows for part in chunks.split(d.config, tokens)]
+    each = [(slot, chunk) for slot, tokens in rows for chunk in chunks.split(d.config, tokens)]
     state, granted = d.prefill(weights(), state, *chunks.pack(d.config, each))
     return state, granted[: len(each)]
 

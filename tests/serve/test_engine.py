@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense import dense_logits
+from reopened import reopened
 
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.models.calibration import write_calibration
-from et_jax.serve import engine
+from et_jax.serve import engine, loading
 from et_jax.serve.requests import SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "golden/tinystories-656k.json"
@@ -278,8 +279,7 @@ def test_sizes_that_cannot_work_are_refused(folder):
 def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, model):
     params = model.params
     broken = dataclasses.replace(params, final_norm=params.final_norm.at[0].set(np.nan))
-    spoilt = engine.Model(name="spoilt", config=model.decoder_config, params=broken, tokenizer=model.tokenizer)
-    spoilt._decoders = model._decoders  # the same programs
+    spoilt = reopened(model, params=broken)
     completion = spoilt.generate(ONCE, max_tokens=10)[0]
     assert completion.finish_reason == "error" and completion.text == "" and completion.token_ids == ()
     assert "The logits after 0 tokens are not numbers" in str(completion.error)
@@ -323,14 +323,14 @@ def test_a_list_of_ids_is_one_prompt(model):
 
 
 def test_what_does_not_fit_is_refused_before_a_weight_is_read(folder, monkeypatch):
-    monkeypatch.setattr(engine, "usable_memory", lambda fraction: int(fraction * 2_000_000))
-    monkeypatch.setattr(engine, "load_checkpoint", None)  # not callable: reading weights would be a TypeError
+    monkeypatch.setattr(loading, "usable_memory", lambda fraction: int(fraction * 2_000_000))
+    monkeypatch.setattr(loading, "load_checkpoint", None)  # not callable: reading weights would be a TypeError
     with pytest.raises(UsageError, match=r"This needs .* and 1\.8 MB may be used: 2\.\d MB for weights in float32"):
         opened(folder)
 
 
 def test_the_cache_has_the_pages_that_memory_leaves_room_for(folder, monkeypatch):
-    monkeypatch.setattr(engine, "usable_memory", lambda fraction: int(fraction * 30_000_000))
+    monkeypatch.setattr(loading, "usable_memory", lambda fraction: int(fraction * 30_000_000))
     small = opened(folder, max_num_seqs=16)
     assert 32 < small.decoder_config.num_pages < 16 * 32 + 1
     assert any("pages of" in line and "for every sequence at once" in line for line in small.describe())

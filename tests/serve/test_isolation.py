@@ -5,12 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reopened import reopened
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
 from et_jax.serve import engine
-from et_jax.serve.continuation import Continuation
-from et_jax.serve.requests import Completion, GenerationRequest, SamplingParams
+from et_jax.serve.completions import Completion
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.sequence import Sequence
 from et_jax.types import replace, value
 
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
@@ -24,12 +26,7 @@ def model():
 
 
 def opened(model, **changes) -> engine.Model:
-    """The same model and programs, with another host around them."""
-    config = changes.pop("config", model.decoder_config)
-    other = engine.Model(name=model.name, config=config, params=model.params, tokenizer=model.tokenizer, **changes)
-    if config is model.decoder_config:
-        other._decoders = model._decoders
-    return other
+    return reopened(model, **changes)
 
 
 def asked(tokenizer, count: int = 6, marked: int = 2, **settings) -> list[GenerationRequest]:
@@ -61,48 +58,48 @@ def assert_only_the_marked_failed(model, done, expected, marked: int = 2, senten
     [replica] = model.replicas().replicas
     assert replica.idle and not replica.broken
     replica.forget_prefixes()
-    assert int(replica.state.table.num_free) == model.decoder_config.num_pages - 1 == replica._num_free
+    assert int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1 == replica.pool.num_free
 
 
 def fails_when_marked(monkeypatch, model, place: str) -> None:
     """Have one piece of the host's work fail for the marked request."""
     [replica] = model.replicas().replicas
-    whole = {name: getattr(Continuation, name) for name in ("take", "end")}
+    whole = {name: getattr(Sequence, name) for name in ("take", "end", "asked")}
 
     def torn(*_, **__):
         raise LookupError("torn")
 
+    def marked(sequence):
+        return sequence.request.params.seed == MARKED
+
     if place == "detokeniser":
         monkeypatch.setattr(
-            Continuation,
+            Sequence,
             "take",
-            lambda text, row, finished: (
-                torn() if text.params.seed == MARKED and len(text.trace) == 3 else whole["take"](text, row, finished)
+            lambda one, row, finished: (
+                torn() if marked(one) and len(one.trace) == 3 else whole["take"](one, row, finished)
             ),
         )
         monkeypatch.setattr(
-            Continuation,
-            "end",
-            lambda text, *rest, **more: torn() if text.params.seed == MARKED else whole["end"](text, *rest, **more),
+            Sequence, "end", lambda one, *rest, **more: torn() if marked(one) else whole["end"](one, *rest, **more)
         )
     elif place == "request":
-        build = replica._asked
-        monkeypatch.setattr(replica, "_asked", lambda one: torn() if one.text.params.seed == MARKED else build(one))
-    elif place == "prefix":
-        find = replica._awaits_another
         monkeypatch.setattr(
-            replica, "_awaits_another", lambda one: torn() if one.text.params.seed == MARKED else find(one)
+            Sequence, "asked", lambda one, config: torn() if marked(one) else whole["asked"](one, config)
         )
+    elif place == "prefix":
+        begin = replica.pool.begin
+        monkeypatch.setattr(replica.pool, "begin", lambda slot: torn() if marked(replica.slots[slot]) else begin(slot))
     elif place == "deliver":
         submit = replica.queue.submit
 
-        def submit_fragile(text, deliver, **rest):
+        def submit_fragile(sequence, deliver):
             def fragile(event):
-                if text.params.seed == MARKED and event.completion is None and len(text.trace) == 5:
+                if marked(sequence) and event.completion is None and len(sequence.trace) == 5:
                     torn()
                 deliver(event)
 
-            return submit(text, fragile, **rest)
+            submit(sequence, fragile)
 
         monkeypatch.setattr(replica.queue, "submit", submit_fragile)
 
@@ -120,7 +117,7 @@ def test_an_end_that_cannot_be_delivered_is_told_and_the_others_go_on(model, mon
     served, requests = opened(model), asked(model.tokenizer, count=3)
     expected = opened(model).generate(requests)
     replicas = served.replicas()
-    [lost] = served.continuations(9, replace(requests[0], params=SamplingParams(max_tokens=2)))
+    [lost] = served.sequences(9, replace(requests[0], params=SamplingParams(max_tokens=2)))
 
     def deaf(_):
         raise OSError("gone")
@@ -165,16 +162,14 @@ def test_cancelling_that_fails_ends_its_own_stream(model):
     assert text_of(end) == text_of(expected[0]) and served.replicas().idle
 
 
-def test_weights_that_are_damaged_for_one_token_harm_only_who_meets_it(model):
+def test_weights_that_are_damaged_for_one_token_harm_only_the_texts_that_meet_it(model):
     """A prompt with the token whose embedding is no number; the pages it wrote are used by others afterwards."""
     requests = asked(model.tokenizer)
     token = next(t for t in range(5, 500) if not any(t in tuple(one.prompt) for one in requests))
     params = model.params
     head = params.embedding if params.head is None else params.head
     damaged = replace(params, embedding=params.embedding.at[token].set(jnp.nan), head=head)
-    spoilt = engine.Model(
-        name="spoilt", config=model.decoder_config, params=damaged, tokenizer=model.tokenizer, prefix_cache=False
-    )
+    spoilt = reopened(model, params=damaged, prefix_cache=False)
     healthy = [one for i, one in enumerate(requests) if i != 2]
     expected = {one.params.seed: spoilt.generate(one)[0] for one in healthy}
     assert all(token not in one.token_ids for one in expected.values())
@@ -256,8 +251,8 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_nobody(model, value):
-    """Six sit and four advance: without care the two last would wait for ever."""
+def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_none(model, value):
+    """Six are in slots and four advance: without care the two last would wait for ever."""
 
     def rule(signals, state):
         return jnp.where(state.temperature > 1.2, jnp.float32(value), -signals.arrival.astype(jnp.float32))

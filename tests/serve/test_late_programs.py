@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+from reopened import reopened
 
 from et_jax.control.base import Law, chain, claim, noted
 from et_jax.control.controller import Controller
@@ -74,12 +75,8 @@ def own() -> Controller:
 )
 def test_a_mixture_of_everything_compiles_nothing_late(model, settings):
     control = settings.pop("control", "off")
-    served = engine.Model(
-        name=model.name, config=model.decoder_config, params=model.params, tokenizer=model.tokenizer, **settings
-    )
+    served = reopened(model, **settings)
     control = own() if control == "own" else control
-    if control == "off":
-        served._decoders = model._decoders
     served.warm_up(control)
     requests = everything(model.tokenizer)
     done = [completion for _, completion in served.as_completed(requests, control=control)]

@@ -71,7 +71,7 @@ def test_the_file_is_replaced_whole(tmp_path: Path) -> None:
     Metrics(steps=1).write(path)
     with path.open() as reader:
         Metrics(steps=2).write(path)
-        assert "et_jax_steps_total 1\n" in reader.read()  # who had it open reads the old one to its end
+        assert "et_jax_steps_total 1\n" in reader.read()  # one that was open is still read to its end
     assert "et_jax_steps_total 2\n" in path.read_text()
     assert list(tmp_path.iterdir()) == [path]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from reopened import reopened
 
 from et_jax.errors import UsageError
 from et_jax.serve import engine
@@ -34,16 +35,7 @@ def model():
 
 
 def opened(model, **settings) -> engine.Model:
-    """The same model and programs, with another host around them."""
-    other = engine.Model(
-        name=model.name,
-        config=model.decoder_config,
-        params=model.params,
-        tokenizer=model.tokenizer,
-        **{"max_num_batched_tokens": 64} | settings,
-    )
-    other._decoders = model._decoders
-    return other
+    return reopened(model, **{"max_num_batched_tokens": 64} | settings)
 
 
 def mixture(count: int, tokenizer, seed: int = 0) -> list[GenerationRequest]:
@@ -76,7 +68,7 @@ def balanced(monkeypatch, replica) -> list[int]:
     def advance_and_compare():
         advance()
         rounds[0] += 1
-        assert replica._num_free == int(replica.state.table.num_free)
+        assert replica.pool.num_free == int(replica.device.state.table.num_free)
 
     monkeypatch.setattr(replica, "advance", advance_and_compare)
     return rounds
@@ -113,7 +105,7 @@ def alone(model, requests):
         {"preempt_every": 1, "prefix_cache": False, "max_num_batched_tokens": 1000},
         {"preempt_every": 2, "replicas": 3},
     ],
-    ids=["company", "prefixes", "moves and prefixes", "moves", "replicas"],
+    ids=["company", "prefixes", "swaps and prefixes", "swaps", "replicas"],
 )
 def test_every_text_has_the_bits_it_has_alone(model, requests, alone, settings, monkeypatch):
     busy = opened(model, **settings)
@@ -128,7 +120,7 @@ def test_every_text_has_the_bits_it_has_alone(model, requests, alone, settings, 
     assert metrics.programs_compiled_late == 0
 
 
-def test_a_pool_that_runs_short_moves_somebody_out_and_no_text_changes(model):
+def test_a_pool_that_runs_short_preempts_and_no_text_changes(model):
     """Six sequences of two pages each are let in and grow to six pages each, of 27 there are."""
     tokens = model.tokenizer.encode(SENTENCE * 2)
     growing = [
@@ -165,11 +157,11 @@ def test_a_company_that_did_leak_would_be_seen(model, requests, alone):
 def pages_in_use(model) -> list[int]:
     """The pages that each slot of the only replica holds, and the kept ones."""
     [replica] = model.replicas().replicas
-    table = jax.device_get(replica.state.table)
+    table = jax.device_get(replica.device.state.table)
     assert table.references.min() >= 0 and table.references[0] == 0
     assert int(table.num_free) == model.decoder_config.num_pages - 1 - int((table.references > 0).sum())
     assert not table.num_blocks.any() and replica.idle
-    return [int((table.references > 0).sum()), len(replica._prefixes)]
+    return [int((table.references > 0).sum()), replica.pool.num_kept]
 
 
 def test_an_idle_engine_holds_no_page_but_those_kept_for_prompts_to_come(model, requests):
@@ -229,7 +221,7 @@ def test_an_hour_of_recorded_traffic_leaves_memory_flat(shared):
     assert overtaken < 500 and busy.metrics.preemptions > 100 and busy.metrics.programs_compiled_late == 0
     for replica in busy.replicas().replicas:
         replica.forget_prefixes()
-        assert int(replica.state.table.num_free) == busy.decoder_config.num_pages - 1 == replica._num_free
+        assert int(replica.device.state.table.num_free) == busy.decoder_config.num_pages - 1 == replica.pool.num_free
 
 
 def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
@@ -242,8 +234,8 @@ def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
     ]
     fresh = opened(model)
     [replica] = fresh.replicas().replicas
-    calls, prefill = [], replica._prefill_parts
-    monkeypatch.setattr(replica, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
+    calls, prefill = [], replica._prefill_chunks
+    monkeypatch.setattr(replica, "_prefill_chunks", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
     together = fresh.generate(asked)
     assert fresh.metrics.prompt_tokens == 6 * (shared + 5)
     assert fresh.metrics.cached_prompt_tokens == 5 * shared
@@ -252,28 +244,23 @@ def test_a_beginning_that_several_share_is_prefilled_once(model, monkeypatch):
     assert all(same(*pair) for pair in zip(together, apart, strict=True))
 
 
-def test_nobody_waits_for_pages_that_are_less_than_a_part(model, monkeypatch):
-    """Two prompts that share one page of a part of two: what the first leaves cannot be taken over, so both go on."""
+def test_no_sequence_waits_for_pages_that_are_less_than_a_chunk(model, monkeypatch):
+    """Two prompts that share one page of a chunk of two: what the first leaves cannot be taken over, so both go on."""
     size = model.decoder_config.page_size
-    fresh = engine.Model(
-        name=model.name,
-        config=replace(model.decoder_config, chunk=2 * size),
-        params=model.params,
-        tokenizer=model.tokenizer,
-    )
+    fresh = reopened(model, config=replace(model.decoder_config, chunk=2 * size), max_num_batched_tokens=512)
     tokens = model.tokenizer.encode(SENTENCE * 3)
     asked = [GenerationRequest(prompt=(*tokens[:size], *tokens[i : i + size]), params=BRIEF) for i in (1, 2)]
     asked += [GenerationRequest(prompt=(*tokens[: 2 * size], *tokens[i : i + 4]), params=BRIEF) for i in (1, 2)]
     [replica] = fresh.replicas().replicas
-    calls, prefill = [], replica._prefill_parts
-    monkeypatch.setattr(replica, "_prefill_parts", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
+    calls, prefill = [], replica._prefill_chunks
+    monkeypatch.setattr(replica, "_prefill_chunks", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
     fresh.generate(asked[:2])
     assert calls == [2] and fresh.metrics.cached_prompt_tokens == 0
     fresh.generate(asked[2:])
     assert calls == [2, 2, 1] and fresh.metrics.cached_prompt_tokens == 2 * size
 
 
-def test_a_request_of_higher_priority_is_served_first_and_nobody_is_forgotten(model):
+def test_a_request_of_higher_priority_is_served_first_and_none_is_forgotten(model):
     busy = opened(model)
     tokens = tuple(busy.tokenizer.encode(SENTENCE)[:20])
     low = [

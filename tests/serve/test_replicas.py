@@ -1,4 +1,4 @@
-"""Several replicas before one queue: who sits where, what a failure or an interrupt leaves, devices of their own."""
+"""Several replicas before one queue: a swapped sequence, a failure, an interrupt, devices of their own."""
 
 import dataclasses
 import json
@@ -7,9 +7,9 @@ import sys
 import threading
 
 import pytest
+from reopened import reopened
 
 from et_jax.serve import engine
-from et_jax.serve.queue import Queue
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "prefill_batch": 32}
@@ -26,27 +26,14 @@ settings, prompts, params = json.loads(sys.argv[1])
 model = engine.load(replicas=2, **settings)
 texts = [list(done.token_ids) for done in model.generate(prompts, SamplingParams(**params))]
 replicas = model.replicas().replicas
+held = [jax.tree.leaves((replica.device.params, replica.device.state)) for replica in replicas]
 print(json.dumps({
     "texts": texts,
-    "devices": [sorted(d.id for x in jax.tree.leaves((b.params, b.state)) for d in x.devices()) for b in replicas],
+    "devices": [sorted(device.id for x in leaves for device in x.devices()) for leaves in held],
     "rounds": [b._rounds for b in replicas],
     "late": model.metrics.programs_compiled_late,
 }))
 """
-
-
-def reopened(model: engine.Model, replicas: int, **settings) -> engine.Model:
-    """The same model and programs, served by so many replicas."""
-    other = engine.Model(
-        name=model.name,
-        config=model.decoder_config,
-        params=model.params,
-        tokenizer=model.tokenizer,
-        replicas=replicas,
-        **settings,
-    )
-    other._decoders = model._decoders
-    return other
 
 
 @pytest.fixture(scope="module")
@@ -59,34 +46,13 @@ def texts(model):
     return [list(done.token_ids) for done in model.generate(PROMPTS, PARAMS)]
 
 
-def test_those_who_wait_are_shared_out_evenly_and_in_order(model):
-    queue, here, there = Queue(), [], []
-    queue.join(here)
-    queue.join(there)
-    [text] = model.continuations(0, GenerationRequest(prompt=(1, 2), params=PARAMS))
-    first, *_ = [queue.submit(text, print) for _ in range(7)]
-
-    def admit(running: list, free: int) -> list[int]:
-        came = queue.admit(len(running), free, 100, lambda _: 1)
-        running += came
-        return [sequence.arrival for sequence in came]
-
-    assert admit(here, 16) == [0, 1, 2, 3]  # half of seven, rounded up
-    assert admit(here, 12) == []
-    assert admit(there, 2) == [4, 5]
-    here.remove(first)
-    assert admit(here, 13) == []  # the other has fewer
-    assert admit(there, 1) == [6]
-    assert [sequence.turn for sequence in (*here, *there)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_sequence_moved_out_of_one_replica_goes_on_in_another(model, texts):
-    replicas = reopened(model, 2).replicas()
+def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(model, texts):
+    replicas = reopened(model, replicas=2).replicas()
     queue, [first, second] = replicas.queue, replicas.replicas
     first.burst_seconds = 0.0  # one step a round
     events = []
-    [text] = model.continuations(0, GenerationRequest(prompt=PROMPTS[0], params=PARAMS))
-    sequence = queue.submit(text, events.append)
+    [sequence] = model.sequences(0, GenerationRequest(prompt=PROMPTS[0], params=PARAMS))
+    queue.submit(sequence, events.append)
     for _ in range(5):
         first.advance()
     assert 0 < len(events) < PARAMS.max_tokens
@@ -96,13 +62,13 @@ def test_a_sequence_moved_out_of_one_replica_goes_on_in_another(model, texts):
         second.advance()
     assert list(events[-1].completion.token_ids) == texts[0]
     for replica in replicas.replicas:
-        assert int(replica.state.table.num_free) == replica._num_free
+        assert int(replica.device.state.table.num_free) == replica.pool.num_free
         replica.forget_prefixes()
-        assert int(replica.state.table.num_free) == model.decoder_config.num_pages - 1
+        assert int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1
 
 
 def test_a_replica_that_fails_is_heard_of_and_the_model_goes_on(model, texts, monkeypatch):
-    served = reopened(model, 2)
+    served = reopened(model, replicas=2)
     last = served.replicas().replicas[1]
 
     def torn(*_):
@@ -115,7 +81,7 @@ def test_a_replica_that_fails_is_heard_of_and_the_model_goes_on(model, texts, mo
 
 
 def test_a_stream_closed_while_a_round_runs_leaves_nothing(model):
-    served = reopened(model, 2)
+    served = reopened(model, replicas=2)
     replicas = served.replicas()
     [first, second] = replicas.replicas
     inside, go_on, decode = threading.Event(), threading.Event(), second._decode

@@ -1,0 +1,92 @@
+"""The signals that end a command: Ctrl-C, SIGTERM, a terminal that goes away."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from et_jax.io.terminal import takes_escapes
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+class Signals:
+    """What a command does when it is told to end: by Ctrl-C, SIGTERM, or a terminal that goes away (SIGHUP).
+
+    It says `said` and ends at once, whatever the main thread waits for. After `hold`, when there is
+    something to finish, the first signal is only noted, as `number`, and the second ends it. Signals that
+    were ignored when it began stay ignored.
+    """
+
+    def __init__(self) -> None:
+        self.said = "interrupted"
+        self.number: int | None = None
+        self._held = False
+        self._before: dict[int, Any] = {}
+        self._thread: threading.Thread | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code of the signal noted, 0 where there was none."""
+        return 0 if self.number is None else 128 + self.number
+
+    def noted(self) -> bool:
+        """Return whether there was a signal since `hold`."""
+        return self.number is not None
+
+    def hold(self) -> Callable[[], bool]:
+        """From now on there is something to finish: note the first signal. Returns `noted`."""
+        self._held = True
+        return self.noted
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
+            # The main thread may be in a compiler for a minute, where no handler runs: another thread listens.
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._thread = threading.Thread(target=self._listen, args=(reader,), name="et_jax signals", daemon=True)
+            self._thread.start()
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            for number in _heeded():
+                self._before[number] = signal.signal(number, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._writer)
+            self._thread.join()
+
+    def _listen(self, reader: int) -> None:
+        while number := os.read(reader, 1):
+            if number[0] not in self._before:
+                continue
+            if self._held and self.number is None:
+                self.number = number[0]
+            else:
+                _end(self.said, number[0])
+        os.close(reader)
+
+
+def guard() -> None:
+    """Have signals before and after `run` end the process without a traceback; for a process of its own."""
+    for number in _heeded():
+        signal.signal(number, lambda number, _: _end("interrupted", number))
+
+
+def _heeded() -> list[int]:
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _end(said: str, number: int) -> None:
+    """End without waiting for anything: the locks of streams may be held, and threads at work."""
+    shown = "\x1b[?25h" if takes_escapes(sys.__stderr__) else ""  # a progress bar hides the cursor
+    with contextlib.suppress(OSError):
+        os.write(2, f"{shown}\n{said}\n".encode(errors="backslashreplace"))
+    os._exit(128 + number)

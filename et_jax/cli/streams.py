@@ -1,0 +1,147 @@
+"""The streams and files of a command: text in and out, whatever is closed, full or of another encoding."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from et_jax.errors import UsageError
+
+STANDARD_INPUT_BYTES = 16 * 2**20  # the most that is read of a prompt: about four million tokens
+STANDARD_OUTPUT = "standard output"
+
+
+def read_standard_input() -> str:
+    """Return the text on standard input, of STANDARD_INPUT_BYTES at most.
+
+    Raises UsageError where it is closed, endless, or no text.
+    """
+    if sys.stdin is None:
+        raise UsageError("Standard input is closed; pipe the prompt into it, or give it with --prompt.")
+    try:
+        data = sys.stdin.buffer.read(STANDARD_INPUT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"Standard input cannot be read ({error.strerror}); pipe a text into it.") from error
+    if len(data) > STANDARD_INPUT_BYTES:
+        raise UsageError(f"Standard input holds more than {STANDARD_INPUT_BYTES >> 20} MiB; give a shorter prompt.")
+    try:
+        return decoded(data)
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"Standard input is not UTF-8 (byte {data[error.start]:#04x} at {error.start}); convert it to UTF-8."
+        ) from error
+
+
+def decoded(data: bytes) -> str:
+    """Return the text of a file, with ends of lines of one kind. Raises UnicodeDecodeError where it is not UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
+
+
+def check_standard_output() -> None:
+    """Raise UsageError where there is no standard output for the text."""
+    if sys.stdout is None:
+        raise UsageError("Standard output is closed, and the text goes there; send it to a file, or to /dev/null.")
+
+
+def open_text(path: str) -> "Stream":
+    """Open a file for text that comes bit by bit; its failures name it. Raises UsageError where it cannot be."""
+    try:
+        # A lone surrogate is escaped as JSON does it.
+        return Stream(Path(path).open("w", encoding="utf-8", errors="backslashreplace"), path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
+
+
+def check_writable(path: str) -> None:
+    """Find out whether a file can be written, and leave it as it is. Raises UsageError where it cannot."""
+    file = Path(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{path} is not a regular file; choose another file.")
+        new = not file.exists()
+        file.open("ab").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
+
+
+def named(path: str, write: Callable[[], None]) -> None:
+    """Have what fails in `write`, within libraries that do not say to which file, name `path`."""
+    try:
+        write()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), path) from error
+
+
+class Stream:
+    """A text stream whose failures name it; a `spare` one drops what it cannot take, and the work goes on."""
+
+    def __init__(self, stream: TextIO, name: str, *, spare: bool = False) -> None:
+        self._stream, self._name, self._spare, self._failed = stream, name, spare, False
+
+    def write(self, text: str) -> int:
+        self._attempt(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def close(self) -> None:
+        self._attempt(self._stream.close)
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def _attempt(self, method: Callable[..., Any], *arguments: str) -> None:
+        try:
+            method(*arguments)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                _drain(self._stream)
+                if not self._spare:
+                    raise OSError(error.errno, error.strerror, self._name) from error
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _drain(stream: TextIO) -> None:
+    """Drop what a stream that failed still holds, so that the end of the process does not fail at it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """Make the streams fit for work: no closed number is left for another file, and every text can be printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a library's complaint lands in whatever got the 2
+        continue
+    os.close(number)
+    out, err = sys.stdout, sys.stderr
+    errors = out.errors if isinstance(out, io.TextIOWrapper) else None
+    with contextlib.ExitStack() as stack:
+        if out is not None:
+            if isinstance(out, io.TextIOWrapper):
+                out.reconfigure(errors="backslashreplace")
+            sys.stdout = Stream(out, STANDARD_OUTPUT)
+        # None would stand for standard output wherever something is printed.
+        words = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if err is None else err
+        sys.stderr = Stream(words, "standard error", spare=True)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = out, err
+            if isinstance(out, io.TextIOWrapper):
+                out.reconfigure(errors=errors)

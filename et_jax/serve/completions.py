@@ -1,0 +1,154 @@
+"""What comes back, as plain host values: measured tokens, completions, and the events of a stream."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenTrace:
+    """One token, and the state of affairs when it was sampled.
+
+    `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
+    the one it was sampled at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads.
+    `entropic_time` (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own
+    blocks and summaries, and the weights divided by the sequences that its step brought a token, so it
+    depends on the company, as what laws see (`Signals.cost`) does not. `flops` are its own FLOPs.
+    `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
+    token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
+    log-probability).
+    """
+
+    token: int
+    text: str
+    entropy: float
+    varentropy: float
+    temperature: float
+    surprisal: float
+    blocks_read: int
+    blocks_held: int
+    kept_mass: float
+    entropic_time: float
+    cost: float
+    flops: float
+    guard_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    top: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def logprob(self) -> float:
+        """Raw log-probability of the token, in nats."""
+        return -self.surprisal
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One continuation of one prompt.
+
+    `index` tells the `n` continuations of a prompt apart. `finish_reason` is "stop" (an end token or
+    stop string), "length", "abort" (interrupted) or "error", explained by `error`; the text up to then
+    is kept.
+    """
+
+    prompt: str
+    prompt_tokens: int
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = dataclasses.field(repr=False)
+    finish_reason: FinishReason
+    trace: tuple[TokenTrace, ...] = dataclasses.field(repr=False)
+    error: str | None = None
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Raw log-probability of every token, in nats."""
+        return tuple(row.logprob for row in self.trace)
+
+    @property
+    def entropic_time(self) -> float:
+        """Entropy resolved, in nats, by the clock the decoder ran."""
+        return self.trace[-1].entropic_time if self.trace else 0.0
+
+    @property
+    def cost(self) -> float:
+        """Bytes charged to this sequence: its own reads, and its share of the weights in every step."""
+        return math.fsum(row.cost for row in self.trace)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the decode steps of this sequence."""
+        return math.fsum(row.flops for row in self.trace)
+
+    @property
+    def efficiency(self) -> float:
+        """Entropic time per cost, in nats per byte."""
+        return self.entropic_time / self.cost if self.trace else 0.0
+
+    @property
+    def guard_rates(self) -> dict[str, float]:
+        """Share of tokens that each counting guard flagged: `temperature_saturation`, `stability`."""
+        return self.trace[-1].guard_rates if self.trace else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {
+            "prompt": self.prompt,
+            "index": self.index,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
+            "logprobs": list(self.logprobs),
+            "entropic": entropic([self]),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """One token as it comes, or the end of a sequence.
+
+    `text` is ready to print. `trace` is None where a sequence ends without a new token (interrupted, or
+    failed); `completion` is set on its last event.
+    """
+
+    prompt_index: int
+    index: int
+    text: str
+    trace: TokenTrace | None
+    completion: Completion | None
+
+
+def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return what entropy and cost came to over the continuations of one prompt, ready for JSON.
+
+    Entropic time (nats), bytes and FLOPs are sums; shares, masses and temperatures are taken over all
+    tokens; of each guard the worst rate counts.
+    """
+    rows = [row for completion in completions for row in completion.trace]
+    time = sum(completion.entropic_time for completion in completions)
+    cost = sum(completion.cost for completion in completions)
+    rates: dict[str, float] = {}
+    for completion in completions:
+        rates |= {name: max(rate, rates.get(name, 0.0)) for name, rate in completion.guard_rates.items()}
+    return {
+        "entropic_time": time,
+        "cost_bytes": cost,
+        "flops": sum(completion.flops for completion in completions),
+        "nats_per_byte": time / cost if rows else 0.0,
+        "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows]),
+        "least_mass_kept": min((row.kept_mass for row in rows), default=None),
+        "temperature_range": _range([row.temperature for row in rows]),
+        "guard_rates": rates,
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _range(values: list[float]) -> list[float] | None:
+    return [min(values), max(values)] if values else None

@@ -1,0 +1,106 @@
+"""What a caller may set of an engine, checked in one place; it travels as one value from there on."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from et_jax.control.controller import Controller
+from et_jax.control.presets import NAMES, preset
+from et_jax.errors import UsageError
+from et_jax.io import values
+from et_jax.pallas.backend import NAMES as BACKENDS
+
+PROGRAMS = "~/.cache/et_jax/programs"  # where compiled programs are kept unless the caller says otherwise
+_MOST = 2**20  # of anything that is counted: beyond it no machine has room
+
+Control = str | Controller
+"""A preset by name, see `presets.preset`, or a controller of one's own."""
+
+
+def _decisive(default: Any) -> Any:
+    """Return a field that may change a text, be it in the last bit."""
+    return dataclasses.field(default=default, metadata={"decisive": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of `load`, which says what each of them means; `control` is a controller here, sizes are integers.
+
+    Raises UsageError, one sentence, for a value of another type or one that cannot work with any model.
+    """
+
+    name: str = "bundled"
+    dtype: str = _decisive("auto")
+    page_size: int | None = _decisive(None)
+    max_model_len: int | None = _decisive(None)
+    num_pages: int | None = None
+    max_num_seqs: int = _decisive(8)
+    max_resident_seqs: int | None = None
+    max_num_batched_tokens: int = 512
+    prefill_batch: int | None = _decisive(None)
+    prefix_cache: bool = True
+    preempt_every: int = 0
+    replicas: int = 1
+    control: Control = "off"
+    backend: str | None = _decisive(None)
+    memory_fraction: float = 0.9
+    compilation_cache: str | Path | None = PROGRAMS
+
+    def __post_init__(self) -> None:
+        checked = {
+            "name": str(_text("name", self.name)),
+            "dtype": str(_text("dtype", self.dtype)),
+            "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
+            "preempt_every": values.whole("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
+            "control": controller(self.control),
+            "memory_fraction": values.number("memory_fraction", self.memory_fraction),
+        }
+        for name in ("page_size", "max_model_len", "num_pages", "prefill_batch", "max_resident_seqs"):
+            if getattr(self, name) is not None:
+                checked[name] = _count(name, getattr(self, name))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "replicas"):
+            checked[name] = _count(name, getattr(self, name))
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise UsageError(f"backend is {values.shown(self.backend)}; choose one of {', '.join(BACKENDS)} or None.")
+        if self.compilation_cache is not None:
+            checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Every setting by its name, as `load` takes them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """Those of the sizes that may change a text; with the model and the control they decide it."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
+
+
+def controller(control: Control) -> Controller:
+    """Return the controller that `control` names or is. Raises UsageError for anything else."""
+    if isinstance(control, str):
+        return preset(control)
+    if not isinstance(control, Controller):
+        advice = "; write Controller(law=...) for a law" if callable(control) else ""
+        raise UsageError(
+            f"control is {values.shown(control)}; it must be one of {', '.join(NAMES)} or a Controller{advice}."
+        )
+    try:
+        hash(control)
+    except TypeError as error:
+        raise UsageError(f"control cannot be told from others ({error}); write its lists as tuples.") from error
+    return control
+
+
+def _count(name: str, value: Any) -> int:
+    """A size of at least 1, of which a machine could hold so many."""
+    counted = values.whole(name, value, 1)
+    return values.whole(name, counted, 1, _MOST, f"at most {_MOST}")
+
+
+def _text(name: str, value: Any) -> str | Path:
+    if not isinstance(value, str | Path):
+        raise UsageError(f"{name} is {values.shown(value)}; it must be a text.")
+    return value

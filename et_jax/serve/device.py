@@ -1,0 +1,124 @@
+"""The device's side of a replica: the state of one decoder, and everything that is done to it, in the host's terms.
+
+Which slots and pages those are is decided elsewhere; here slots are numbers and pages lists of numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from et_jax.decode.cache import KVCache
+from et_jax.decode.decoder import Decoder
+from et_jax.decode.slots import Row
+from et_jax.decode.state import DecodeState, Request, StepOutput, request
+from et_jax.models.transformer import Params
+from et_jax.serve import chunks
+from et_jax.types import replace
+
+
+class Device:
+    """The decode state of a decoder, where its weights are; every method that changes it leaves another in its place.
+
+    `promises` are the answers of the device, not fetched yet, on whether there were pages for what was asked.
+    """
+
+    def __init__(self, params: Params, decoder: Decoder) -> None:
+        self.params, self.decoder, self.config = params, decoder, decoder.config
+        [self._where] = params.embedding.devices()
+        with jax.default_device(self._where):  # where there is room for it
+            self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
+        self.promises: list[jax.Array] = []
+
+    def warm_up(self, tell: Callable[[str], None], *, shares: bool, swaps: bool) -> None:
+        """Compile every program that serving can need, by running each on nothing.
+
+        Sharing pages and swapping sequences are among them where `shares` and `swaps` say so.
+        """
+        programs: dict[str, Callable[[], Any]] = {
+            "prefill": lambda: self.prefill([]),
+            "insert": lambda: self.insert(0, request(self.config, [0], limit=0)),
+            "decode": lambda: self.decode(0, until_end=False),
+            "release": lambda: self.release(0),
+        }
+        if shares:
+            programs["share"] = lambda: self.share(0, [])
+            programs["references"] = self._count_nothing
+        if swaps:
+            programs["swap"] = lambda: self.swap_in(0, *jax.device_get(self.swap_out(0, 1)))
+        for number, (name, run) in enumerate(programs.items(), 1):
+            tell(f"compiling {name} ({number} of {len(programs)})")
+            run()
+        self.promises = []
+
+    # Sequences.
+
+    def prefill(self, rows: Sequence[tuple[int, list[int]]]) -> None:
+        """Write chunks of prompts, each after what its slot holds, in one call."""
+        packed = chunks.pack(self.config, rows)
+        self.state, granted = self.decoder.prefill(self.params, self.state, *packed)
+        self.promises.append(granted)
+
+    def insert(self, slot: int, asked: Request) -> None:
+        """Start a sequence whose prompt is in the cache."""
+        self.state = self.decoder.insert(self.state, np.int32(slot), asked)
+
+    def decode(self, num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
+        """Start a burst of steps and return its outputs and how many were run, both still to be fetched."""
+        self.state, outputs, ran = self.decoder.decode(
+            self.params, self.state, np.int32(num_steps), np.bool_(until_end)
+        )
+        return outputs, ran
+
+    def release(self, slot: int) -> None:
+        """Empty a slot."""
+        self.state = self.decoder.release(self.state, np.int32(slot))
+
+    def swap_out(self, slot: int, num_pages: int) -> tuple[Row, list[KVCache]]:
+        """Return copies, still to be fetched, of what is known of a slot and of its pages."""
+        firsts = range(0, num_pages, self.config.pages_per_swap)
+        pages = [self.decoder.read_pages(self.state, np.int32(slot), np.int32(first)) for first in firsts]
+        return self.decoder.read_row(self.state, np.int32(slot)), pages
+
+    def swap_in(self, slot: int, row: Row, pages: list[KVCache]) -> None:
+        """Put into an empty slot what `swap_out` copied."""
+        self.state, granted = self.decoder.write_row(self.state, np.int32(slot), row)
+        self.promises.append(granted)
+        for number, taken in enumerate(pages):
+            first = np.int32(number * self.config.pages_per_swap)
+            self.state = self.decoder.write_pages(self.state, np.int32(slot), first, taken)
+
+    def set_urgency(self, urgency: dict[int, float]) -> None:
+        """Set how urgent the sequences in these slots are; those in others are not."""
+        values = np.zeros(self.config.num_slots, np.float32)
+        values[list(urgency)] = list(urgency.values())
+        # Put where the state is, or it would be another program.
+        self.state = replace(self.state, urgency=jax.device_put(values, self._where))
+
+    # Pages.
+
+    def share(self, slot: int, pages: list[int]) -> None:
+        """Start an empty slot with pages that are kept."""
+        self.state = self.decoder.share(self.state, np.int32(slot), *self._padded(pages))
+
+    def keep(self, pages: list[int]) -> None:
+        """Count one more reference to the pages of one slot, until `evict`."""
+        if pages:
+            self.state = self.decoder.increment(self.state, *self._padded(pages))
+
+    def evict(self, pages: list[int]) -> None:
+        """Count one reference less to each of any number of pages."""
+        most = self.config.blocks_per_slot
+        for start in range(0, len(pages), most):
+            self.state = self.decoder.decrement(self.state, *self._padded(pages[start : start + most]))
+
+    def _count_nothing(self) -> None:
+        self.state = self.decoder.increment(self.state, *self._padded([]))
+        self.state = self.decoder.decrement(self.state, *self._padded([]))
+
+    def _padded(self, pages: list[int]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.int32]:
+        """Return pages in an array of one size, and their number."""
+        whole = np.zeros(self.config.blocks_per_slot, np.int32)
+        whole[: len(pages)] = pages
+        return whole, np.int32(len(pages))

@@ -1,0 +1,173 @@
+"""One sequence: a continuation of a prompt from its submission to its completion, and the text that its tokens make."""
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable
+from typing import Any
+
+from et_jax.control.controller import Controller
+from et_jax.decode.state import DecoderConfig, Request, request
+from et_jax.serve import scheduler
+from et_jax.serve.completions import Completion, FinishReason, TokenEvent, TokenTrace
+from et_jax.serve.requests import GenerationRequest
+from et_jax.text import Detokenizer, Tokenizer
+from et_jax.text.stop_strings import StopStrings
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class Status(enum.Enum):
+    """Where a sequence is on its way.
+
+    WAITING for a slot, or in one for pages that another sequence is just filling; PREFILLING its prompt; RUNNING,
+    which is decoding; SWAPPED to the host amid that; FINISHED.
+    """
+
+    WAITING = enum.auto()
+    PREFILLING = enum.auto()
+    RUNNING = enum.auto()
+    SWAPPED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Text:
+    """The text that tokens make as they come, but for an end that may yet become a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stop)
+        self.shown = ""
+
+    def push(self, token: int) -> str:
+        """Return what a token adds to the text."""
+        return self._show(self._stops.push(self._detokenizer.push(token)))
+
+    def flush(self) -> str:
+        """Return what was held back, at the end."""
+        return self._show(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._stops.found is not None
+
+    def _show(self, piece: str) -> str:
+        self.shown += piece
+        return piece
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Sequence:
+    """One continuation of one request, number `index` of the `prompt_index`-th, which may produce `limit` tokens.
+
+    `laws` control it. `prompt_ids` are the tokens of `prompt`. `deliver` is called with every event. `arrival` numbers
+    submissions and `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it
+    is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held.
+    """
+
+    request: GenerationRequest
+    laws: Controller
+    prompt: str
+    prompt_ids: list[int]
+    prompt_index: int
+    index: int
+    limit: int
+    stop_ids: tuple[int, ...]
+    text: Text
+    trace: list[TokenTrace] = dataclasses.field(default_factory=list)
+    status: Status = Status.WAITING
+    deliver: Callable[[TokenEvent], None] = lambda _: None
+    arrival: int = 0
+    arrived: float = 0.0
+    turn: int = 0
+    admitted: float | None = None
+    slot: int | None = None
+    row: Any = None
+    swapped: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def priority(self) -> float:
+        """What its caller asked for, higher is sooner."""
+        return self.request.priority
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds after its arrival by which it should be done."""
+        return self.request.deadline
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on where it was when it is admitted."""
+        return self.status is Status.SWAPPED
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the text so far."""
+        return len(self.prompt_ids) + len(self.trace)
+
+    @property
+    def most_written(self) -> int:
+        """Tokens that will ever be in the cache: all but the last one it may produce."""
+        return len(self.prompt_ids) - 1 + self.limit
+
+    @property
+    def urgency(self) -> float:
+        """How urgent it is by now, see `scheduler.urgency`."""
+        return scheduler.urgency(self.priority, self.deadline, time.monotonic() - self.arrived)
+
+    def asked(self, config: DecoderConfig) -> Request:
+        """Return what the device is told of it once its prompt is in the cache."""
+        params = self.request.params
+        return request(
+            config,
+            self.prompt_ids,
+            limit=self.limit,
+            arrival=self.turn,
+            index=self.index,
+            stop_ids=self.stop_ids,
+            logprobs=params.logprobs > 0,
+            urgency=self.urgency,
+            control=self.laws,
+            **{name: getattr(params, name) for name in (*_SAMPLING, *_PENALTIES)},
+        )
+
+    def take(self, row: TokenTrace, finished: bool) -> TokenEvent:
+        """Add a token; the event is the last if the token is, or if it completes a stop string."""
+        ends_text = finished and row.token in self.stop_ids
+        piece = "" if ends_text else self.text.push(row.token)
+        self.trace.append(dataclasses.replace(row, text=piece))
+        if not finished and not self.text.stopped:
+            return self._event(piece, self.trace[-1], None)
+        reason = "stop" if ends_text or self.text.stopped else "length"
+        return dataclasses.replace(self.end(reason, piece), trace=self.trace[-1])
+
+    def end(self, reason: FinishReason, piece: str = "", error: str | None = None) -> TokenEvent:
+        """End with what is there; text held back because it might have become a stop string is shown."""
+        rest = self.text.flush()
+        if self.trace:
+            self.trace[-1] = dataclasses.replace(self.trace[-1], text=self.trace[-1].text + rest)
+        return self._last(reason, piece + rest, error)
+
+    def fail(self, error: str) -> TokenEvent:
+        """End with the text shown so far; what is held back stays back, for the tokenizer itself may have failed."""
+        return self._last("error", "", error)
+
+    def _last(self, reason: FinishReason, piece: str, error: str | None) -> TokenEvent:
+        self.status = Status.FINISHED
+        completion = Completion(
+            prompt=self.prompt,
+            prompt_tokens=len(self.prompt_ids),
+            index=self.index,
+            text=self.text.shown,
+            token_ids=tuple(row.token for row in self.trace),
+            finish_reason=reason,
+            trace=tuple(self.trace),
+            error=error,
+        )
+        return self._event(piece, None, completion)
+
+    def _event(self, piece: str, trace: TokenTrace | None, completion: Completion | None) -> TokenEvent:
+        return TokenEvent(
+            prompt_index=self.prompt_index, index=self.index, text=piece, trace=trace, completion=completion
+        )

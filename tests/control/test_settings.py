@@ -1,0 +1,70 @@
+"""Numbers of a controller changed by name: of a preset its settings, of any controller its fields."""
+
+import jax
+import pytest
+
+from et_jax.control.controller import Controller
+from et_jax.control.presets import NAMES, preset
+from et_jax.control.settings import adjusted, preset_of
+from et_jax.control.temperature import Thermostat
+from et_jax.control.temperature_rules import Newton
+from et_jax.errors import UsageError
+
+GIVEN = {"tolerance": 0.02, "min_blocks": 5, "window": 32}
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("heated", [False, True])
+def test_a_preset_is_known_by_its_numbers_and_changed_as_if_made_so(name, heated):
+    given = GIVEN | ({"target_entropy": 2.5} if heated else {})
+    made = preset(name, **given)
+    assert preset_of(made) == (name, given)
+    changes = {"tolerance": 0.1} | ({"target_entropy": 1.5} if heated else {})
+    changed = adjusted(made, changes)
+    assert changed == preset(name, **given | changes) != made
+    assert jax.tree.structure(changed) == jax.tree.structure(made)
+
+
+def test_off_has_numbers_of_its_clock_and_no_settings():
+    assert preset_of(Controller()) == ("off", {})
+    assert adjusted(Controller(), {"decay": 0.5}) != Controller() == adjusted(Controller(), {})
+    with pytest.raises(UsageError, match='control "off" has no tolerance'):
+        adjusted(Controller(), {"tolerance": 0.1})
+
+
+def test_every_number_of_a_name_changes_and_what_rests_on_it_is_worked_out_again():
+    made = preset("guarded", target_entropy=2.0)
+    changed = adjusted(made, {"high": 1.5, "decay": 0.5})
+    assert repr(changed).count("high=1.5") == repr(made).count("high=2.0") == 2
+    own = adjusted(Controller(temperature_rule=Newton(2.0)), {"low": 0.25})
+    assert own.temperature_rule == Newton(2.0, low=0.25) and own.temperature_rule.log_low == pytest.approx(
+        -1.3863, abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "sentence"),
+    [
+        (preset("guarded"), {"warmth": 1.0}, 'control has no number "warmth" here; it has ceiling, cost, decay'),
+        (preset("guarded"), {"target_entropy": 1.0}, "target_entropy, which takes another program than the one loaded"),
+        (preset("guarded"), {"min_blocks": 0}, "min_blocks, which takes another program"),
+        (preset("certified"), {"tolerance": 1.5}, "tolerance is 1.5; under certified it must be from 0 to 1."),
+        (
+            preset("guarded"),
+            {"min_blocks": 2.5},
+            "control does not fit (Guarded: min_blocks is 2.5; it must be a whole",
+        ),
+        (preset("guarded"), {"window": 2**40}, "it must be a whole number of 32 bits"),
+        (Controller(temperature_rule=Newton(2.0)), {"low": -1.0}, "Newton: low is -1.0; it must be above 0"),
+        (Controller(law=lambda signals, state: state), {"gain": 1.0}, 'no number "gain" here; it has none.'),
+    ],
+)
+def test_what_cannot_be_changed_is_told_in_a_sentence(made, changes, sentence):
+    with pytest.raises(UsageError) as told:
+        adjusted(made, changes)
+    assert sentence in str(told.value)
+
+
+def test_equal_controllers_made_in_line_are_one():
+    made = [Controller(law=Thermostat(2.0)) for _ in range(2)]
+    assert made[0] == made[1] and len(set(made)) == 1 and made[0] != Controller(law=Thermostat(2.5))

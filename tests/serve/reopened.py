@@ -1,0 +1,21 @@
+"""The same model and compiled programs, with another host around them."""
+
+from et_jax.decode.state import DecoderConfig
+from et_jax.models.transformer import Params
+from et_jax.serve import engine
+from et_jax.types import replace
+
+
+def reopened(
+    model: engine.Model, *, config: DecoderConfig | None = None, params: Params | None = None, **settings
+) -> engine.Model:
+    """Return a model that has served nothing, under other settings, weights, or, compiled anew, another decoder."""
+    other = engine.Model(
+        replace(model.settings, **{"prefix_cache": True, "preempt_every": 0, "replicas": 1} | settings),
+        config=config or model.decoder_config,
+        params=params or model.params,
+        tokenizer=model.tokenizer,
+    )
+    if config is None:
+        other._decoders = model._decoders
+    return other

@@ -1,0 +1,84 @@
+"""The settings of an engine: one list of them, each refused in one sentence, those that may change a text named."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+from jaxtyping import config
+
+from et_jax import generate
+from et_jax.control.presets import preset
+from et_jax.errors import UsageError
+from et_jax.serve.config import EngineConfig, controller
+from et_jax.serve.engine import load
+
+SIZES = ("page_size", "max_model_len", "num_pages", "max_num_seqs", "max_resident_seqs", "prefill_batch", "replicas")
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Without the run-time type checks of the test run, which would answer before the code does."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+def test_load_takes_every_setting_under_its_name_with_its_default():
+    taken = {name: given.default for name, given in inspect.signature(load).parameters.items() if name != "progress"}
+    assert taken == {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+
+def test_what_was_given_makes_the_same_settings_again():
+    one = EngineConfig(max_num_seqs=3, name=Path("a/b"), control="guarded", compilation_cache="here")  # type: ignore[arg-type]
+    assert EngineConfig(**one.given) == one
+    assert (one.name, one.control, one.compilation_cache) == ("a/b", preset("guarded"), Path("here"))
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("value", "said"), [(0, "is 0; it must be at least 1."), (2**21, "at most 1048576"), ("8", 'is "8"; it must be a')]
+)
+def test_a_size_that_cannot_be_is_named(name, value, said):
+    with pytest.raises(UsageError) as refused:
+        EngineConfig(**{name: value})
+    assert str(refused.value).startswith(f"{name} is ") and said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"preempt_every": -1}, "preempt_every is -1; it must be 0 (never) or above."),
+        ({"prefix_cache": 1}, "prefix_cache is 1; it must be true or false."),
+        ({"memory_fraction": "all"}, 'memory_fraction is "all"; it must be a number.'),
+        ({"name": 3}, "name is 3; it must be a text."),
+        ({"backend": "cuda"}, 'backend is "cuda"; choose one of'),
+        ({"control": 3}, "control is 3; it must be one of"),
+        ({"control": lambda signals, state: state}, "write Controller(law=...) for a law."),
+        ({"compilation_cache": 5}, "compilation_cache is 5; it must be a text."),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_in_one_sentence(settings, said):
+    with pytest.raises(UsageError) as refused:
+        EngineConfig(**settings)
+    assert said in str(refused.value) and str(refused.value).endswith(".")
+
+
+def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
+    changes = {"dtype", "page_size", "max_model_len", "max_num_seqs", "prefill_batch", "backend"}
+    assert EngineConfig(max_num_seqs=4).decisive.keys() == changes
+    assert EngineConfig(num_pages=9, replicas=2, max_num_batched_tokens=7).decisive == EngineConfig().decisive
+
+
+def test_the_command_line_fills_in_what_it_has():
+    args = generate.parser().parse_args(["--prompt", "a", "--page-size", "32", "--replicas", "2"])
+    settings = generate._engine(args, 5, preset("off"))
+    assert (settings.name, settings.page_size, settings.replicas, settings.max_num_seqs) == ("bundled", 32, 2, 5)
+    assert generate._engine(
+        generate.parser().parse_args(["-p", "a", "--max-num-seqs", "3"]), 5, preset("off")
+    ).given == (EngineConfig(max_num_seqs=3).given)
+
+
+def test_a_controller_stands_for_itself():
+    own = preset("certified", tolerance=0.3)
+    assert controller(own) is own and controller("certified") == preset("certified")

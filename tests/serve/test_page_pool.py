@@ -1,0 +1,268 @@
+"""The books of the pool against the table of the device, event by event, and what each of its answers promises."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from et_jax.decode import pages
+from et_jax.serve.page_pool import PagePool
+
+SIZE, CHUNK, SLOTS, BLOCKS, PAGES = 2, 4, 3, 7, 9  # eight pages for slots that could fill twenty-one
+STEPS = 6
+
+reserve = jax.jit(partial(pages.reserve, most=BLOCKS))
+release, share = jax.jit(pages.release), jax.jit(pages.share)
+increment, decrement = jax.jit(pages.increment), jax.jit(pages.decrement)
+beginnings = st.sampled_from([[1] * 9, [1] * 5 + [2] * 4, [3] * 9])
+lengths = st.sampled_from([1, 2, 4, 5, 6, 7, 9, 9])
+prompts = st.builds(lambda whole, length: whole[:length], beginnings, lengths)  # many of which begin alike
+
+
+def padded(numbers: list[int]) -> tuple[np.ndarray, np.int32]:
+    whole = np.zeros(PAGES, np.int32)
+    whole[: len(numbers)] = numbers
+    return whole, np.int32(len(numbers))
+
+
+class Pool(RuleBasedStateMachine):
+    """Plays the replica: tells the pool what it does, does to the table what the pool answers, and compares."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = PagePool(num_pages=PAGES, page_size=SIZE, chunk=CHUNK, keep_prefixes=True)
+        self.table = pages.empty(SLOTS, BLOCKS, PAGES)
+        self.prompt: dict[int, list[int]] = {}
+        self.most: dict[int, int] = {}
+        self.written: dict[int, int] = {}  # tokens in the cache, of slots that have begun
+        self.running: set[int] = set()
+        self.swapped: list[tuple[list[int], int, int]] = []
+        self.kept: set[int] = set()
+
+    # What the device does.
+
+    def evict(self, gone: list[int]) -> None:
+        assert set(gone) <= self.kept
+        self.kept -= set(gone)
+        self.table = decrement(self.table, *padded(gone))
+
+    def grow(self, blocks: dict[int, int]) -> None:
+        wanted = np.zeros(SLOTS, np.int32)
+        wanted[list(blocks)] = list(blocks.values())
+        self.table, granted = reserve(self.table, wanted)
+        assert granted.all(), "pages were promised and are not there"
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // SIZE)
+
+    def preempt(self, slot: int) -> None:
+        if slot in self.running:
+            self.swapped.append((self.prompt[slot], self.most[slot], self.written[slot]))
+        self.empty(slot)
+
+    def empty(self, slot: int) -> None:
+        self.pool.release(slot)
+        self.table = release(self.table, slot)
+        self.running.discard(slot)
+        for held in (self.prompt, self.most, self.written):
+            held.pop(slot, None)
+
+    def free_slot(self) -> int | None:
+        return next((slot for slot in range(SLOTS) if slot not in self.prompt), None)
+
+    def fits(self, tokens: int) -> bool:
+        return self.pool.pages_for(tokens) + len(self.prompt) <= self.pool.num_available
+
+    # Events.
+
+    @precondition(lambda self: self.free_slot() is not None)
+    @rule(asked=st.lists(st.tuples(prompts, st.integers(1, 6)), min_size=1, max_size=SLOTS))
+    def admit(self, asked):
+        for prompt, limit in asked:
+            slot, most = self.free_slot(), len(prompt) - 1 + limit
+            if slot is not None and self.fits(len(prompt)):
+                self.pool.admit(slot, prompt, most)
+                self.prompt[slot], self.most[slot] = prompt, most
+
+    @precondition(lambda self: self.swapped and self.free_slot() is not None and self.fits(self.swapped[0][2] + 1))
+    @rule()
+    def swap_in(self):
+        slot, (prompt, most, written) = self.free_slot(), self.swapped[0]
+        assert slot is not None
+        del self.swapped[0]
+        self.pool.swap_in(slot, prompt, most, written)
+        self.evict(self.pool.settle())
+        self.grow({slot: self.blocks(written)})
+        self.prompt[slot], self.most[slot], self.written[slot] = prompt, most, written
+        self.running.add(slot)
+
+    @precondition(lambda self: set(self.prompt) - self.running)
+    @rule(data=st.data(), calls=st.integers(1, 9))
+    def prefill(self, data, calls):
+        """What comes next of some prompts: shared pages, a chunk, the start of decoding."""
+        order = data.draw(st.permutations(range(SLOTS)))
+        for number in range(calls):
+            slot = order[number % SLOTS]
+            if slot in set(self.prompt) - self.running:
+                (self.go_on if slot in self.written else self.begin)(slot)
+
+    def begin(self, slot):
+        found = self.pool.begin(slot)
+        prefilling = [other for other in self.written if other not in self.running]
+        if found is None:
+            assert any(self.prompt[other][:CHUNK] == self.prompt[slot][:CHUNK] for other in prefilling)
+            return
+        assert set(found) <= self.kept and len(found) * SIZE <= len(self.prompt[slot]) - 1
+        assert len(found) % (CHUNK // SIZE) == 0
+        if found:
+            whole = np.zeros(BLOCKS, np.int32)
+            whole[: len(found)] = found
+            self.table = share(self.table, slot, whole, np.int32(len(found)))
+        self.written[slot] = len(found) * SIZE
+
+    def go_on(self, slot):
+        left = len(self.prompt[slot]) - 1 - self.written[slot]
+        if left:
+            self.pool.write(slot, min(left, CHUNK))
+            self.written[slot] += min(left, CHUNK)
+            self.evict(self.pool.settle())
+            self.grow({slot: self.blocks(self.written[slot])})
+            return
+        self.pool.run(slot)
+        self.running.add(slot)
+        fresh = self.pool.keep(slot, self.table.pages[slot].tolist())
+        assert not set(fresh) & self.kept and set(fresh) <= set(self.table.pages[slot].tolist())
+        self.kept |= set(fresh)
+        self.table = increment(self.table, *padded(fresh))
+
+    @precondition(lambda self: self.running)
+    @rule(wanted=st.integers(1, STEPS), victims=st.randoms(use_true_random=False))
+    def decode(self, wanted, victims):
+        """As many steps as there are pages for; where there are none for one, slots are preempted at random."""
+        steps = self.pool.affordable(wanted)
+        assert 1 <= steps <= wanted and (steps == wanted or self.pool.shortage(min(2 * steps, wanted)) > 0)
+        while (short := self.pool.shortage(steps)) > 0:
+            assert steps == 1 and len(self.prompt) > 1
+            slot = victims.choice(sorted(self.prompt))
+            freed, before = self.pool.num_freed(slot), self.pool.num_available
+            grew = self.pool.growth(1)
+            self.preempt(slot)
+            assert self.pool.num_available >= before + freed - 1 and self.pool.growth(1) <= grew
+            assert self.pool.shortage(1) < short or not freed
+        self.evict(self.pool.settle(self.pool.growth(steps)))
+        for _ in range(steps):
+            going = [slot for slot in sorted(self.running) if self.written[slot] < self.most[slot]]
+            for slot in going:
+                self.pool.write(slot)
+                self.written[slot] += 1
+            self.grow({slot: self.blocks(self.written[slot]) for slot in going})
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), finishes=st.booleans())
+    def leave(self, data, finishes):
+        (self.empty if finishes else self.preempt)(data.draw(st.sampled_from(sorted(self.prompt))))
+
+    @precondition(lambda self: self.kept and not self.prompt)
+    @rule()
+    def forget(self):
+        self.evict(self.pool.forget())
+
+    # What holds after every event.
+
+    @invariant()
+    def both_count_the_same_free_pages(self):
+        assert self.pool.num_free == int(self.table.num_free)
+
+    @invariant()
+    def references_are_the_slots_and_the_kept_pages(self):
+        held = np.asarray(self.table.pages)
+        expected = np.bincount(held[held > 0], minlength=PAGES)
+        expected[sorted(self.kept)] += 1
+        np.testing.assert_array_equal(self.table.references, expected)
+        assert self.pool.num_kept == len(self.kept)
+
+    @invariant()
+    def slots_hold_the_pages_of_what_is_written(self):
+        held = [self.blocks(self.written.get(slot, 0)) for slot in range(SLOTS)]
+        assert self.table.num_blocks.tolist() == held
+        assert all(self.pool.num_held(slot) == held[slot] for slot in self.prompt)
+        assert all(self.pool.written(slot) == self.written.get(slot, 0) for slot in self.prompt)
+
+    @invariant()
+    def what_was_promised_is_there(self):
+        """Prompts that are not prefilled yet can be, for every page of theirs is free or can be evicted."""
+        assert self.pool.num_available >= 0
+
+
+Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPool = Pool.TestCase
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(num_pages=11, page_size=2, chunk=2, keep_prefixes=True)
+
+
+def prefilled(pool: PagePool, slot: int, prompt: list[int], table: list[int], most: int = 9) -> list[int]:
+    """Take a slot through its prompt, on the pages `table`; return those kept anew."""
+    pool.admit(slot, prompt, most)
+    found = pool.begin(slot)
+    assert found is not None
+    pool.write(slot, len(prompt) - 1 - len(found) * 2)
+    pool.run(slot)
+    return pool.keep(slot, table)
+
+
+def test_a_page_is_promised_before_it_is_taken_and_counted_once(pool):
+    assert (pool.num_free, pool.num_available) == (10, 10)
+    pool.admit(0, [1, 2, 3, 4, 5], most=9)
+    assert (pool.num_free, pool.num_available) == (10, 7)
+    assert pool.begin(0) == []
+    pool.write(0, 2)
+    assert (pool.num_free, pool.num_available) == (9, 7)
+    pool.write(0, 2)
+    pool.run(0)
+    assert (pool.num_free, pool.num_available) == (8, 8)  # its next page is asked for with the next step
+    assert (pool.growth(1), pool.growth(2), pool.growth(3), pool.growth(99)) == (1, 1, 2, 3)
+
+
+def test_what_a_prompt_leaves_is_shared_and_evicted_when_no_sequence_uses_it(pool):
+    assert prefilled(pool, 0, [1, 2, 3, 4, 5], [7, 8, 0]) == [7, 8]
+    pool.admit(1, [1, 2, 3, 4, 6], most=9)
+    assert pool.begin(1) == [7, 8] and pool.num_free == 8
+    assert pool.num_freed(0) == 1 and pool.num_freed(1) == 1  # of three pages two are the other's too
+    pool.release(0)
+    assert pool.forget() == [] and pool.num_freed(1) == 3
+    pool.release(1)
+    assert pool.settle(9) == [8] and pool.settle(9) == [] and pool.forget() == [7]
+    assert (pool.num_free, pool.num_kept) == (10, 0)
+
+
+def test_a_beginning_that_is_being_prefilled_is_waited_for(pool):
+    pool.admit(0, [1, 2, 3, 4, 5], most=9)
+    pool.admit(1, [1, 2, 3, 9, 9], most=9)
+    assert pool.begin(0) == [] and pool.begin(1) is None
+    pool.write(0, 4)
+    pool.run(0)
+    pool.keep(0, [7, 8, 0])
+    assert pool.begin(1) == [7] and pool.written(1) == 2
+
+
+def test_nothing_is_kept_where_prefixes_are_not():
+    pool = PagePool(num_pages=11, page_size=2, chunk=2, keep_prefixes=False)
+    assert prefilled(pool, 0, [1, 2, 3, 4, 5], [7, 8, 0]) == []
+    pool.admit(1, [1, 2, 3, 4, 5], most=9)
+    assert pool.begin(1) == [] and pool.num_kept == 0 and pool.forget() == [] and pool.num_freed(0) == 3
+
+
+def test_a_sequence_locks_no_page_that_it_does_not_hold():
+    """It computed anew a page that was kept; were that locked as well, it could lack pages with all others gone."""
+    pool = PagePool(num_pages=11, page_size=2, chunk=4, keep_prefixes=True)
+    assert prefilled(pool, 0, [1, 2, 3], [7, 0, 0]) == [7]
+    pool.release(0)
+    assert prefilled(pool, 1, [1, 2, 3, 4, 5], [8, 9, 0]) == [9]  # [7] is less than a chunk, and is not shared
+    assert pool.num_available == 8 and pool.forget() == [7]

@@ -1,0 +1,83 @@
+"""Requests with numbers of their own: one program for all, and each text as under that controller alone."""
+
+import pytest
+
+import et_jax
+from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
+from et_jax.control.temperature import Thermostat
+from et_jax.serve.compilation import num_compiled
+from et_jax.types import replace
+
+PARAMS = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
+PROMPT = "It was in the spring of that year that the old house by the river was let again. " * 2
+GIVEN = {"target_entropy": 2.0, "tolerance": 0.05}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return et_jax.load(max_num_seqs=4, max_model_len=128, control=preset("guarded", **GIVEN))
+
+
+def numbers(i: int) -> dict[str, float]:
+    return {"target_entropy": 0.5 + i / 25, "tolerance": i / 1000, "gain": 0.02 + i / 5000, "window": 16 * (i % 4)}
+
+
+def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
+    model.warm_up()
+    before = num_compiled()
+    asked = [GenerationRequest(prompt=PROMPT, params=PARAMS, control=numbers(i)) for i in range(100)]
+    together = model.generate(asked)
+    assert num_compiled() == before and model.metrics.programs_compiled_late == 0
+    assert len({done.token_ids for done in together}) > 10  # the numbers matter
+    for i in range(0, 100, 9):
+        given = numbers(i)
+        whole = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
+        [alone] = model.generate(
+            [PROMPT], PARAMS, control=et_jax.control.settings.adjusted(whole, {"gain": given["gain"]})
+        )
+        assert (alone.token_ids, alone.trace) == (together[i].token_ids, together[i].trace)
+    assert num_compiled() == before
+
+
+def test_a_model_loaded_with_the_numbers_writes_the_same(model):
+    own = {"target_entropy": 3.0, "tolerance": 0.2}
+    [asked] = model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=own)])
+    loaded = et_jax.load(max_num_seqs=4, max_model_len=128, control=preset("guarded", **own))
+    [alone] = loaded.generate([PROMPT], PARAMS)
+    assert (alone.token_ids, alone.trace) == (asked.token_ids, asked.trace)
+
+
+def test_a_controller_that_differs_in_numbers_serves_one_request(model):
+    other = preset("guarded", target_entropy=1.0, tolerance=0.01)
+    by_value = GenerationRequest(prompt=PROMPT, params=PARAMS, control=other)
+    by_name = GenerationRequest(prompt=PROMPT, params=PARAMS, control={"target_entropy": 1, "tolerance": 0.01})
+    one, two = model.generate([by_value, by_name])
+    assert one.trace == two.trace
+
+
+@pytest.mark.parametrize(
+    ("control", "sentence"),
+    [
+        (Controller(law=Thermostat(2.0)), "control is a controller of another structure than the one that serves"),
+        ({"warmth": 1.0}, 'control has no number "warmth" here'),
+        ({"tolerance": "much"}, 'control.tolerance is "much"; it must be a number.'),
+        ({"tolerance": float("nan")}, "control.tolerance is nan; it must be a finite number."),
+        ([0.5], "it must be a Controller, or numbers by name."),
+        ({1: 0.5}, "it must be a Controller, or numbers by name."),
+    ],
+)
+def test_what_a_request_cannot_set_is_refused_alone(model, control, sentence):
+    with pytest.raises(UsageError) as told:
+        model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=control)])
+    assert sentence in str(told.value)
+
+
+def test_controllers_made_in_a_loop_compile_once_and_few_decoders_are_kept(model):
+    def made(i: int) -> Controller:
+        return Controller(law=Thermostat(1.0 + i))
+
+    decoders = [model.decoder(made(i)) for i in range(3)]
+    assert decoders[0].step is decoders[2].step and decoders[2].config.controller == made(2)
+    for i in range(1, 12):
+        model.decoder(replace(made(0), refresh_every=1 + i))
+    assert len(model._decoders) <= 4

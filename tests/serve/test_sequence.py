@@ -1,0 +1,88 @@
+"""A sequence from its first token to its completion: pieces add up, every end has its reason, counts follow tokens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_sequences import row, sequence, tokenizer
+
+from et_jax.serve.sequence import Sequence, Status
+
+WORDS = "It was in the spring of that year that the café by the river was let \N{SNOWMAN} again."
+
+
+def ids(text: str = WORDS) -> list[int]:
+    return tokenizer().encode(text)[len(tokenizer().encode("")) :]
+
+
+def played(one: Sequence, tokens: list[int]) -> list:
+    """Give a sequence tokens until it ends or they are used up, and return its events."""
+    events = []
+    for number, token in enumerate(tokens, 1):
+        events.append(one.take(row(token), number == one.limit or token in one.stop_ids))
+        if events[-1].completion is not None:
+            break
+    return events
+
+
+@given(st.integers(1, 30), st.lists(st.text("aeht rs", min_size=1, max_size=4), max_size=3))
+def test_pieces_add_up_to_the_text_before_the_first_stop_string(limit, stops):
+    tokens = ids()[:limit]
+    one = sequence([5, 6], limit=len(tokens), stop=tuple(stops))
+    events = played(one, tokens)
+    done = events[-1].completion
+    whole = tokenizer().decode(list(done.token_ids))
+    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
+    assert done.finish_reason == ("stop" if ends else "length")
+    assert "".join(event.text for event in events) == done.text == "".join(each.text for each in done.trace)
+    if ends:
+        first = min(ends)
+        assert done.text in {whole[: first - len(stop)] for stop in stops if whole[:first].endswith(stop)}
+        assert all(stop not in done.text for stop in stops)
+    else:
+        assert done.text == whole and list(done.token_ids) == tokens
+    assert [event.completion is None for event in events] == [True] * (len(events) - 1) + [False]
+    assert all(event.trace is not None for event in events) and one.status is Status.FINISHED
+
+
+@given(st.integers(1, 20), st.integers(0, 19))
+def test_tokens_are_counted_of_prompt_and_text_and_the_last_is_never_written(limit, taken):
+    one = sequence(list(range(5, 12)), limit=limit)
+    played(one, ids()[: min(taken, limit - 1)])
+    assert one.num_tokens == 7 + min(taken, limit - 1)
+    assert one.most_written == 7 + limit - 1 >= one.num_tokens - 1
+
+
+def test_a_stop_id_ends_the_text_and_adds_nothing_to_it():
+    [first, second, *_] = ids()
+    one = sequence([5], limit=9, stop_token_ids=(second,))
+    done = played(one, [first, second])[-1].completion
+    assert done.finish_reason == "stop" and list(done.token_ids) == [first, second]
+    assert done.text == tokenizer().decode([first]) and done.trace[-1].text == ""
+
+
+def test_what_was_held_back_is_shown_at_the_end_and_not_after_a_failure():
+    tokens = ids("It was so")
+    beginning = tokenizer().decode(tokens)
+    ended, failed = (sequence([5], limit=99, stop=(beginning + "!",)) for _ in range(2))
+    assert [event.text for event in played(ended, tokens)] == [""] * len(tokens)  # all may become the stop string
+    end = ended.end("abort")
+    assert end.text == beginning == end.completion.text and end.trace is None
+    assert end.completion.trace[-1].text == beginning
+    played(failed, tokens)
+    fault = failed.fail("torn")
+    assert (fault.completion.finish_reason, fault.completion.error, fault.completion.text) == ("error", "torn", "")
+    assert list(fault.completion.token_ids) == tokens
+
+
+def test_events_say_which_continuation_of_which_prompt_they_are_of():
+    one = sequence([5, 6, 7], limit=1)
+    [event] = played(one, ids())
+    assert (event.prompt_index, event.index, event.completion.index, event.completion.prompt_tokens) == (3, 1, 1, 3)
+    assert event.trace == event.completion.trace[-1]
+
+
+@pytest.mark.parametrize("status", Status)
+def test_only_what_was_swapped_out_resumes(status):
+    one = sequence([5])
+    one.status = status
+    assert one.resumes == (status is Status.SWAPPED)

@@ -1,0 +1,47 @@
+"""From settings to the sizes of a decoder: whole chunks, at least two rows, refusals in a sentence."""
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_model import LENGTH, MODEL
+
+from et_jax.errors import UsageError
+from et_jax.serve.config import EngineConfig
+from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, decoder_config
+
+sizes = st.none() | st.integers(1, 200)
+
+
+@given(st.none() | st.integers(1, 48), sizes, st.none() | st.integers(2, LENGTH), st.integers(1, 20))
+def test_chunks_are_whole_pages_and_a_call_is_whole_chunks(page_size, prefill_batch, length, seqs):
+    settings = EngineConfig(
+        page_size=page_size, prefill_batch=prefill_batch, max_model_len=length, max_num_seqs=seqs, backend="xla"
+    )
+    sized = decoder_config(settings, MODEL, jnp.float32)
+    assert sized.page_size == (page_size or DEFAULT_PAGE_SIZE["cpu"])
+    assert sized.chunk % sized.page_size == 0 and sized.prefill_batch % sized.chunk == 0
+    assert sized.max_length == (length or LENGTH)
+    assert sized.num_slots == sized.batch == max(2, seqs)  # one row alone is another program
+    assert sized.num_pages == sized.num_slots * sized.blocks_per_slot + 1
+
+
+def test_pages_that_fit_count_more_than_those_asked_for():
+    settings = EngineConfig(num_pages=30, backend="xla")
+    assert decoder_config(settings, MODEL, jnp.float32).num_pages == 30
+    assert decoder_config(settings, MODEL, jnp.float32, num_pages=20, calibration=1.5).num_pages == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_model_len": 1}, f"max_model_len is 1; bundled was made for {LENGTH} tokens, so choose from 2 to that."),
+        ({"max_model_len": LENGTH + 1}, "so choose from 2 to that."),
+        ({"num_pages": 1}, "num_pages is 1; it must be at least 2, for page 0 holds no text."),
+        ({"max_resident_seqs": 3}, "max_resident_seqs is 3; it must be at least the 8 sequences that a step serves."),
+    ],
+)
+def test_a_size_that_cannot_work_with_this_model_is_told(settings, said):
+    with pytest.raises(UsageError) as refused:
+        decoder_config(EngineConfig(**settings, backend="xla"), MODEL, jnp.float32)
+    assert said in str(refused.value)
