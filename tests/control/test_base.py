@@ -1,5 +1,6 @@
 """Laws in sequence, the packed mask of blocks, and the laws a decoder runs unasked."""
 
+import copy
 import dataclasses
 import math
 
@@ -200,9 +201,16 @@ def test_laws_run_under_vmap_row_by_row():
         assert all(np.array_equal(a, b[row]) for a, b in zip(alone, jax.tree.leaves(together), strict=True))
 
 
+def forged(state: ControlState, **fields) -> ControlState:
+    """The state with fields that the shape checks of a test run would not let `replace` set."""
+    other = copy.copy(state)
+    vars(other).update(fields)
+    return other
+
+
 def seen(signals: Signals, state: ControlState) -> ControlState:
     """Set the temperature to a list of numbers."""
-    return replace(state, temperature=jnp.zeros(3))
+    return forged(state, temperature=jnp.zeros(3))
 
 
 @pytest.mark.parametrize(
@@ -210,10 +218,10 @@ def seen(signals: Signals, state: ControlState) -> ControlState:
     [
         (seen, "The law seen sets temperature to float32[3]; it must be float32[]."),
         (
-            lambda signals, state: replace(state, wait=signals.entropy),
+            lambda signals, state: forged(state, wait=signals.entropy),
             "sets wait to float32[]; it must be int32[].",
         ),
-        (lambda signals, state: replace(state, tolerance="much"), "sets tolerance to str; it must be float32[]."),
+        (lambda signals, state: forged(state, tolerance="much"), "sets tolerance to str; it must be float32[]."),
         (lambda signals, state: signals.entropy, "must return the ControlState it is given, with fields changed"),
         (lambda signals, state: noted(state, "mine", signals.entropy), "leaves notes of {['mine'] float32[]} where {}"),
     ],
@@ -226,7 +234,7 @@ def test_what_a_law_may_not_return_is_told_in_a_sentence_that_names_it(law, sent
 
 
 def test_a_python_number_stands_for_an_array_of_the_fields_dtype():
-    after = updated(chain(lambda signals, state: replace(state, temperature=1, wait=2)), signals(), control())
+    after = updated(chain(lambda signals, state: forged(state, temperature=1, wait=2)), signals(), control())
     assert (after.temperature.dtype, after.wait.dtype) == (jnp.float32, jnp.int32)
     assert (float(after.temperature), int(after.wait)) == (1.0, 2)
 
