@@ -68,12 +68,20 @@ def test_reference_equals_the_formula(rung):
     rung("paged_attention reference = formula", TESTED, 49, check)
 
 
-def test_xla_equals_reference(rung):
-    def check(shape: Shape):
-        arguments = example(shape)
-        assert_equals_reference(run(arguments, "xla"), arguments, shape)
+def xla_is_right(shape: Shape):
+    arguments = example(shape)
+    assert_equals_reference(run(arguments, "xla"), arguments, shape)
 
-    rung("paged_attention xla = reference", TESTED, 49, check)
+
+def test_xla_equals_reference(rung):
+    """What the shapes for Hopper vary beside these is nothing to XLA."""
+    shapes = [shape for shape in TESTED if not shape.name.startswith("hopper")]
+    rung("paged_attention xla = reference", shapes, 34, xla_is_right)
+
+
+@pytest.mark.slow
+def test_xla_equals_reference_in_any_shape(rung):
+    rung("paged_attention xla = reference", TESTED, 49, xla_is_right)
 
 
 def poisoned(arguments, shape: Shape):

@@ -72,12 +72,20 @@ def test_reference_equals_the_formula(rung):
     rung("paged_prefill reference = formula", TESTED, 36, check)
 
 
-def test_xla_equals_reference(rung):
-    def check(shape: Shape):
-        arguments = example(shape)
-        assert_equals_reference(both(arguments, shape, "xla"), arguments, shape)
+def xla_is_right(shape: Shape):
+    arguments = example(shape)
+    assert_equals_reference(both(arguments, shape, "xla"), arguments, shape)
 
-    rung("paged_prefill xla = reference", TESTED, 36, check)
+
+def test_xla_equals_reference(rung):
+    """What the shapes for Hopper vary beside these is nothing to XLA."""
+    shapes = [shape for shape in TESTED if not shape.name.startswith("hopper")]
+    rung("paged_prefill xla = reference", shapes, 23, xla_is_right)
+
+
+@pytest.mark.slow
+def test_xla_equals_reference_in_any_shape(rung):
+    rung("paged_prefill xla = reference", TESTED, 36, xla_is_right)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])

@@ -40,6 +40,7 @@ def test_only_the_sinks_are_traced():
     @jax.jit
     def scaled(softmax: Softmax):
         traced.append(softmax.window)
+        assert softmax.sink_logits is not None
         return softmax.scale * softmax.sink_logits
 
     for window, sink in ((None, 1.0), (None, 2.0), (3, 1.0)):
