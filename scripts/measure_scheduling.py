@@ -128,12 +128,12 @@ def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[Generatio
             now = coming[0][1].step
         while coming and coming[0][1].step <= now:
             index, _ = coming.pop(0)
-            [text] = model.continuations(index, asked[index])
-            replica.queue.submit(text, deliver(index))
+            [sequence] = model.sequences(index, asked[index])
+            replica.queue.submit(sequence, deliver(index))
         before = model.metrics.steps
         now += 1.0
         replica.advance()
-        now += model.metrics.steps - before - 1.0  # a round in which nobody was ready took no step
+        now += model.metrics.steps - before - 1.0  # a round in which no sequence ran took no step
         waits = max(waits, int(np.asarray(replica.device.state.control.wait).max()))
         runnable = max(runnable, len(replica.slots))
         course.append((now, resolved, spent))
