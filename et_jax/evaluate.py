@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from et_jax.cli import command, streams
+from et_jax.cli import command, flags, streams
 from et_jax.cli.signals import Signals, guard
 
 if __name__ == "__main__":
@@ -73,17 +73,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="same seed, same examples (default 0)")
     p.add_argument("--haystack", type=Path, help="a text to hide answers in (default: invented sentences)")
     p.add_argument("--prompts", type=Path, help="a file of JSON lines for the tasks that are read, not generated")
-    control = p.add_argument_group("control")
-    control.add_argument(
-        "--control",
-        default="off",
-        help="off (default), paper, guarded or certified; paper and guarded, at their defaults, lose what stands far "
-        "back in a prompt (docs/control.md)",
-    )
-    control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
-    control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")
-    control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
-    control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
+    flags.add_control(p)
     machine = p.add_argument_group("model and memory")
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
@@ -222,13 +212,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     written = {"--json": None if args.json in (None, "-") else Path(args.json), "--plot": args.plot and Path(args.plot)}
     check_paths({"--haystack": args.haystack, "--prompts": args.prompts}, written, named_folder(args.model))
     text = _text(args.haystack)
-    control = preset(
-        args.control,
-        target_entropy=args.target_entropy,
-        tolerance=args.tolerance,
-        min_blocks=args.min_blocks,
-        window=args.window,
-    )
+    control = preset(args.control, **flags.knobs(args))
     from et_jax.serve.engine import load
 
     model = load(args.model, dtype=args.dtype, page_size=args.page_size, max_num_seqs=args.batch, control=control)

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from et_jax.cli import command, streams
+from et_jax.cli import command, flags, streams
 from et_jax.cli.signals import Signals, guard
 from et_jax.errors import UsageError
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from et_jax.serve.requests import SamplingParams
 
 _RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
-_KNOBS = ("target_entropy", "tolerance", "min_blocks", "window")  # of a preset
 _BATCH_SEQUENCES = 8  # decoded together where the command does not say
 
 
@@ -70,17 +69,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
-    control = p.add_argument_group("control")
-    control.add_argument(
-        "--control",
-        default="off",
-        help="off (default), paper, guarded or certified: which laws run the decoder; "
-        "paper and guarded, at their defaults, lose what stands far back in a prompt (docs/control.md)",
-    )
-    control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
-    control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")
-    control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
-    control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
+    flags.add_control(p)
     machine = p.add_argument_group("model and memory")
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
@@ -256,7 +245,8 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
         "model_files": fingerprint(folder),
         "platform": jax.default_backend(),
         **engine.decisive,
-        **{name: getattr(args, name) for name in ("control", *_KNOBS)},
+        "control": args.control,
+        **flags.knobs(args),
         **dataclasses.asdict(defaults),
     }
 
@@ -271,7 +261,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 def _controller(args: argparse.Namespace) -> "Controller":
     from et_jax.control.presets import preset
 
-    return preset(args.control, **{name: getattr(args, name) for name in _KNOBS})
+    return preset(args.control, **flags.knobs(args))
 
 
 def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":

@@ -142,7 +142,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
         params=params,
         priority=priority or 0.0,
         deadline=deadline,
-        control=body.get("control"),
+        control=_control(body),
     )
     return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
 
@@ -296,6 +296,13 @@ def _boolean(body: Mapping[str, Any], name: str) -> bool:
     if not isinstance(body[name], bool):
         raise UsageError(f"{name} is {shown(body[name])}; it must be true or false.")
     return body[name]
+
+
+def _control(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    value = body.get("control")
+    if value is not None and not isinstance(value, dict):
+        raise UsageError(f"control is {shown(value)}; it must be an object of numbers.")
+    return value
 
 
 def _number(body: Mapping[str, Any], name: str) -> float | None:

@@ -66,12 +66,12 @@ def test_what_was_held_back_is_shown_at_the_end_and_not_after_a_failure():
     ended, failed = (sequence([5], limit=99, stop=(beginning + "!",)) for _ in range(2))
     assert [event.text for event in played(ended, tokens)] == [""] * len(tokens)  # all may become the stop string
     end = ended.end("abort")
-    assert end.text == beginning == end.completion.text and end.trace is None
+    assert end.completion is not None and end.text == beginning == end.completion.text and end.trace is None
     assert end.completion.trace[-1].text == beginning
     played(failed, tokens)
-    fault = failed.fail("torn")
-    assert (fault.completion.finish_reason, fault.completion.error, fault.completion.text) == ("error", "torn", "")
-    assert list(fault.completion.token_ids) == tokens
+    fault = failed.fail("torn").completion
+    assert fault is not None and (fault.finish_reason, fault.error, fault.text) == ("error", "torn", "")
+    assert list(fault.token_ids) == tokens
 
 
 def test_events_say_which_continuation_of_which_prompt_they_are_of():

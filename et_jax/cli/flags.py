@@ -1,0 +1,26 @@
+"""Flags that several commands share."""
+
+import argparse
+
+CONTROL = ("target_entropy", "tolerance", "min_blocks", "window")
+"""Knobs of a preset, under the names that `presets.preset` gives them."""
+
+
+def add_control(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose the laws: a preset, and its knobs."""
+    control = parser.add_argument_group("control")
+    control.add_argument(
+        "--control",
+        default="off",
+        help="off (default), paper, guarded or certified: which laws run the decoder; "
+        "paper and guarded, at their defaults, lose what stands far back in a prompt (docs/control.md)",
+    )
+    control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
+    control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")
+    control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
+    control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
+
+
+def knobs(args: argparse.Namespace) -> dict[str, float | int | None]:
+    """Return what was given of a preset's knobs, None where nothing was."""
+    return {name: getattr(args, name) for name in CONTROL}

@@ -1,0 +1,20 @@
+"""Flags of the control laws: those of a preset, and no others."""
+
+import argparse
+import inspect
+
+from et_jax.cli import flags
+from et_jax.control.presets import preset
+
+
+def test_the_knobs_are_those_of_a_preset():
+    taken = [name for name, given in inspect.signature(preset).parameters.items() if given.default is None]
+    assert set(flags.CONTROL) <= set(taken)
+
+
+def test_what_was_not_given_is_left_to_the_preset():
+    parser = argparse.ArgumentParser()
+    flags.add_control(parser)
+    args = parser.parse_args(["--control", "certified", "--tolerance", "0.2"])
+    assert flags.knobs(args) == {"target_entropy": None, "tolerance": 0.2, "min_blocks": None, "window": None}
+    preset(args.control, **flags.knobs(args))  # which takes them as they are

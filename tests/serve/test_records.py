@@ -1,0 +1,81 @@
+"""A burst as records: each slot's own numbers, the weights shared by those served, work by its formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import MODEL, PAGE, configuration
+
+from et_jax.decode import cost
+from et_jax.decode.state import StepOutput, blank_signals
+from et_jax.serve.records import Burst
+from et_jax.types import replace
+
+STEPS, SLOTS = 3, 3
+TRAFFIC = cost.Traffic(weights=6000, block=10, summary=1)
+NUM_MULTIPLIED = 700
+
+
+@pytest.fixture(scope="module")
+def output() -> StepOutput:
+    """Slot 2 fails at step 1, slot 0 finishes there; every number tells its step and slot."""
+    number = np.arange(STEPS * SLOTS, dtype=np.int32).reshape(STEPS, SLOTS)
+    signals = replace(
+        blank_signals((STEPS, SLOTS)),
+        entropy=jnp.float32(number),
+        length=jnp.int32(number + 5),
+        blocks_read=jnp.int32(number + 1),
+        summaries_read=jnp.int32(number * 0 + 2),
+    )
+    return StepOutput(
+        token=jnp.int32(number + 40),
+        produced=jnp.asarray([[1, 1, 1], [1, 1, 0], [0, 1, 0]], bool),
+        finished=jnp.asarray([[0, 0, 0], [1, 0, 0], [0, 0, 0]], bool),
+        fault=jnp.int32([[0, 0, 0], [0, 0, 4], [0, 0, 0]]),
+        refused=jnp.zeros((STEPS, SLOTS), bool),
+        temperature=jnp.float32(number / 4),
+        entropic_time=jnp.float32(number / 2),
+        total_cost=jnp.zeros((STEPS, SLOTS), jnp.float32),
+        guard_rates={"stability": jnp.float32(number / 8)},
+        signals=signals,
+        top_tokens=jnp.int32(number[..., None] + np.arange(4)),
+        top_logprobs=-jnp.float32(number[..., None] + np.arange(4)),
+    )
+
+
+def burst(output: StepOutput, num_steps: int = STEPS) -> Burst:
+    return Burst(configuration(), TRAFFIC, NUM_MULTIPLIED, jax.device_get(output), num_steps)
+
+
+def test_each_record_is_of_its_step_and_slot(output):
+    for step in range(STEPS):
+        for slot in range(SLOTS):
+            got, number = burst(output).row(step, slot, 0, 1), step * SLOTS + slot
+            assert (got.trace is not None) == bool(output.produced[step, slot])
+            assert (got.finished, got.fault) == (bool(output.finished[step, slot]), int(output.fault[step, slot]))
+            if got.trace is not None:
+                one = got.trace
+                assert (one.token, one.entropy, one.temperature) == (number + 40, number, number / 4)
+                assert (one.entropic_time, one.guard_rates) == (number / 2, {"stability": number / 8})
+                assert one.blocks_held == -(-(number + 5) // PAGE) * MODEL.num_layers * MODEL.num_kv_heads
+                assert type(one.token) is int and type(one.entropy) is float and one.text == "" and one.top == ()
+
+
+def test_the_weights_are_shared_by_those_served(output):
+    served = [burst(output).num_served(step, range(SLOTS)) for step in range(STEPS)]
+    assert served == [3, 2, 1] and burst(output).num_served(0, [1]) == 1
+    rows = [burst(output).row(0, slot, 0, served[0]).trace for slot in range(SLOTS)]
+    own = [10 * (slot + 1) + 2 for slot in range(SLOTS)]
+    assert sum(row.cost for row in rows if row is not None) == pytest.approx(6000 + sum(own))
+
+
+def test_as_many_alternatives_as_are_asked_for(output):
+    trace = burst(output).row(1, 1, 2, 1).trace
+    assert trace is not None and trace.top == ((4, -4.0), (5, -5.0))
+    none = burst(replace(output, top_tokens=None, top_logprobs=None)).row(1, 1, 2, 1).trace
+    assert none is not None and none.top == ()
+
+
+def test_steps_that_were_not_run_are_not_there(output):
+    with pytest.raises(IndexError):
+        burst(output, num_steps=1).row(1, 0, 0, 1)
