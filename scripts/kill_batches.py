@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write
+from et_jax.evidence.results import RESULTS, write
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STARTING = 0.3  # share of the kills that fall by the clock, while a run starts

@@ -1,6 +1,7 @@
 """Training: the split, the order of the data, the loss, resuming, the export, and the n-gram yardstick."""
 
 import collections
+import dataclasses
 import io
 import itertools
 import json
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from et_jax.errors import UsageError
+from et_jax.evidence.shapes import SMALL
 from et_jax.models import checkpoint
-from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward
 from et_jax.training import card, corpus, export, loop, loss, ngram
 from et_jax.training.recipe import bundled_settings
@@ -48,19 +49,10 @@ def data(archive, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings():
-    model = ModelConfig(
-        architecture="llama",
+    model = dataclasses.replace(
+        SMALL,
         vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         max_positions=WINDOW,
-        norm_eps=1e-5,
-        rope_theta=10_000.0,
-        windows=(None, None),
         tie_embeddings=True,
         bos_token_id=corpus.END_ID,
         eos_token_ids=(corpus.END_ID,),

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from et_jax.errors import UsageError
+from et_jax.evidence.shapes import SMALL
 from et_jax.models.bundled import bundled_folder
-from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward
 from et_jax.tasks import words
 from et_jax.tasks.generators import TASKS, document
@@ -49,19 +49,10 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings():
-    model = ModelConfig(
-        architecture="llama",
+    model = dataclasses.replace(
+        SMALL,
         vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         max_positions=WINDOW,
-        norm_eps=1e-5,
-        rope_theta=10_000.0,
-        windows=(None, None),
         tie_embeddings=True,
         bos_token_id=corpus.END_ID,
         eos_token_ids=(corpus.END_ID,),

@@ -1,6 +1,6 @@
 """The process in which cases run: numbers come in on standard input, verdicts go out, one JSON object per line.
 
-    python -m fuzzing.worker MODULE NAME SEED FOLDER
+    python -m et_jax.evidence.fuzzing.worker MODULE NAME SEED FOLDER
 
 Whatever a case prints goes to a file in FOLDER, so that it can be weighed. A case that outlives its limit
 is ended by a timer below Python, which needs no lock of it and writes first where the case hangs.
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from fuzzing.cases import draw
-from fuzzing.judge import NOISE, Verdict, judge, shortened
+from et_jax.evidence.fuzzing.cases import draw
+from et_jax.evidence.fuzzing.judge import NOISE, Verdict, judge, shortened
 
 
 def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
@@ -33,6 +33,7 @@ def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
 
 
 def main() -> None:
+    """Run the cases whose numbers come in, until no more come."""
     module, name, seed, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     answers = os.fdopen(os.dup(1), "w")
     output = os.open(folder / "output.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC)

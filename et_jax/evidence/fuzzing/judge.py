@@ -1,12 +1,14 @@
 """What became of a case: worked, refused in one sentence, or failed, and how."""
 
 import dataclasses
+import itertools
 import traceback
 import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-from fuzzing.cases import REFUSED, Fault
+from et_jax.errors import UsageError
+from et_jax.evidence.fuzzing.cases import REFUSED, Fault
 
 LONGEST = 600  # characters of a refusal
 NOISE = 2000  # bytes of output beside it: more is pages
@@ -23,8 +25,6 @@ class Verdict:
 
 def judge(run: Callable[[Any], str], case: Any) -> Verdict:
     """Run a case and return its verdict."""
-    from et_jax.errors import UsageError
-
     try:
         return Verdict(outcome=run(case))
     except UsageError as error:
@@ -38,7 +38,9 @@ def judge(run: Callable[[Any], str], case: Any) -> Verdict:
 def _where(error: BaseException) -> str:
     """Return where an exception was raised, and where the package last had its hands on it."""
     frames = traceback.extract_tb(error.__traceback__)
-    package = [frame for frame in frames if "/et_jax/" in frame.filename.rpartition("/site-packages/")[2]]
+    files = [frame.filename.rpartition("/site-packages/")[2] for frame in frames]
+    judged = ["/et_jax/" in file and "/et_jax/evidence/" not in file for file in files]
+    package = list(itertools.compress(frames, judged))
     places = [
         f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in (*package[-1:], frames[-1])
     ]

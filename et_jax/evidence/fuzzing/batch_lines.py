@@ -5,22 +5,23 @@ import dataclasses
 import io
 import itertools
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
-from et_jax import generate
 from et_jax.errors import UsageError
+from et_jax.evidence.fuzzing.cases import ACCEPTED, REFUSED, SECONDS, Fault, Surface
+from et_jax.evidence.fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
+from et_jax.evidence.fuzzing.judge import NOISE, not_a_sentence
+from et_jax.evidence.fuzzing.small_folder import overlay, served_model
+from et_jax.evidence.fuzzing.templates import TEMPLATES
 from et_jax.serve import engine
 from et_jax.text import load_tokenizer
-from fuzzing.cases import ACCEPTED, REFUSED, SECONDS, Fault, Surface
-from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
-from fuzzing.judge import NOISE, not_a_sentence
-from fuzzing.small_folder import overlay, served_model
-from fuzzing.templates import TEMPLATES
 
+_main = runpy.run_module("et_jax.generate")["main"]  # the command, a layer above this one, as a shell would run it
 _NEIGHBOURS: tuple[dict[str, Any], ...] = (
     {"id": "one", "prompt": "Once upon a time", "max_tokens": 12, "seed": 3},
     {"custom_id": "two", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 9},
@@ -164,7 +165,7 @@ def _job(folder: Path, data: bytes | None, name: str, *, chat: bool) -> tuple[in
     command = ["--model", str(folder / "model"), "--input", str(source), "--output", str(output), "--max-tokens", "6"]
     command += ["--chat", "--system-prompt", "Be brief"] if chat else []
     with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
-        code = generate.main(command)
+        code = _main(command)
     said = errors.getvalue()
     if len(said) > NOISE:
         raise Fault("noise", f"{len(said)} characters: {said}")

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+REPOSITORY = Path(__file__).resolve().parents[2]  # where the package is used from a checkout, as the scripts do
+RESULTS = REPOSITORY / "benchmarks/results"
 
 
 def machine() -> dict[str, Any]:

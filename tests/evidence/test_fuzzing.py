@@ -8,10 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import planted_faults
 import pytest
 
+from et_jax.evidence.fuzzing import edits, watch
+from et_jax.evidence.fuzzing.cases import draw
+from et_jax.evidence.fuzzing.watch import run_cases
+
 HERE = Path(__file__).parent
-SCRIPTS = HERE.parents[1] / "scripts"
+ROOT = HERE.parents[1]
 VERDICTS = {
     "works": "accepted",
     "refuses": "refused",
@@ -29,23 +34,15 @@ VERDICTS = {
 }
 
 
-@pytest.fixture
-def planted(script, monkeypatch):
-    """Return what draws and runs the planted faults."""
-    monkeypatch.syspath_prepend(str(HERE))
-    return script("planted_faults").SURFACE
+def drawn(count: int) -> dict[int, str]:
+    return {number: draw(planted_faults.SURFACE, 0, "planted", number) for number in range(count)}
 
 
-def drawn(script, planted, count: int) -> dict[int, str]:
-    return {number: script("fuzzing.cases").draw(planted, 0, "planted", number) for number in range(count)}
-
-
-def test_every_verdict_is_reached_and_the_worker_starts_anew(script, planted):
-    cases = drawn(script, planted, 200)
+def test_every_verdict_is_reached_and_the_worker_starts_anew():
+    cases = drawn(200)
     first = {case: number for number, case in reversed(cases.items())}  # each fault once
     assert first.keys() == VERDICTS.keys()
     told = []
-    run_cases = script("fuzzing.watch").run_cases
     rows = list(run_cases("planted_faults", "planted", 0, sorted(first.values()), memory=200 * 2**20, tell=told.append))
     assert {cases[row["number"]]: row["outcome"] for row in rows} == VERDICTS
     by_case = {cases[row["number"]]: row for row in rows}
@@ -55,33 +52,36 @@ def test_every_verdict_is_reached_and_the_worker_starts_anew(script, planted):
     assert sum("the worker starts anew" in line for line in told) >= 6  # a hang is tried twice
 
 
-def test_a_case_follows_from_its_seed_surface_and_number_alone(script, planted):
+def test_a_case_follows_from_its_seed_surface_and_number_alone():
     """In another process, with other modules loaded and no case before it, the case is the same."""
-    draw = "import planted_faults, fuzzing.cases as c; print([c.draw(planted_faults.SURFACE, 0, 'planted', n) for n in "
-    paths = os.pathsep.join([str(HERE), str(SCRIPTS), *sys.path])
+    program = (
+        "from planted_faults import SURFACE; from et_jax.evidence.fuzzing.cases import draw\n"
+        "print([draw(SURFACE, 0, 'planted', number) for number in (23, 7)])"
+    )
+    paths = os.pathsep.join([str(HERE), *sys.path])
     alone = subprocess.run(
-        [sys.executable, "-c", draw + "(23, 7)])"],
+        [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
     )
-    cases = drawn(script, planted, 24)
+    cases = drawn(24)
     assert alone.stdout.strip() == str([cases[23], cases[7]]), alone.stderr
-    other = [script("fuzzing.cases").draw(planted, 1, "planted", number) for number in range(24)]
+    other = [draw(planted_faults.SURFACE, 1, "planted", number) for number in range(24)]
     assert other != list(cases.values())
 
 
 def test_a_killed_run_goes_on_without_repeating_a_case(tmp_path):
     """The parent is killed amid its cases; what is done is not done again, and no worker outlives it."""
     program = (
-        "import sys; from pathlib import Path; from fuzzing.watch import Campaign, Done, run_cases\n"
+        "import sys; from pathlib import Path; from et_jax.evidence.fuzzing.watch import Campaign, Done, run_cases\n"
         "done = Done(Path(sys.argv[1]) / 'cases.jsonl', Campaign(seed=0, code='planted'))\n"
         "left = [n for n in range(40) if ('planted', n) not in done.rows]\n"
         "for row in run_cases('slow_cases', 'planted', 0, left):\n"
         "    done.add(row)\n"
     )
     (tmp_path / "slow_cases.py").write_text(
-        "import os, time; from hypothesis import strategies as st; from fuzzing.cases import Surface\n"
+        "import os, time; from hypothesis import strategies as st; from et_jax.evidence.fuzzing.cases import Surface\n"
         f"log = {str(tmp_path / 'ran.txt')!r}\n"
         "def prepare(folder):\n"
         "    open(log + '.pid', 'w').write(str(os.getpid()))\n"
@@ -91,7 +91,7 @@ def test_a_killed_run_goes_on_without_repeating_a_case(tmp_path):
         "    return run\n"
         "SURFACE = Surface(cases=st.integers(0, 9), prepare=prepare)\n"
     )
-    paths = os.pathsep.join([str(tmp_path), str(SCRIPTS), *sys.path])
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-c", program, str(tmp_path)]
     first = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths})
     journal = tmp_path / "cases.jsonl"
@@ -115,17 +115,15 @@ def test_a_killed_run_goes_on_without_repeating_a_case(tmp_path):
     ) <= 42  # the case amid which it was killed, and one on its way
 
 
-def test_rows_of_other_code_are_not_gone_on_with(script, tmp_path):
-    watch = script("fuzzing.watch")
+def test_rows_of_other_code_are_not_gone_on_with(tmp_path):
     watch.Done(tmp_path / "cases.jsonl", watch.Campaign(seed=0, code="a"))
     watch.Done(tmp_path / "cases.jsonl", watch.Campaign(seed=0, code="a"))
     with pytest.raises(ValueError, match="other code"):
         watch.Done(tmp_path / "cases.jsonl", watch.Campaign(seed=0, code="b"))
 
 
-def test_an_edit_is_where_it_should_be(script):
+def test_an_edit_is_where_it_should_be():
     """Expected by hand: a value that JSON cannot hold, a key twice, a key gone."""
-    edits = script("fuzzing.edits")
     document = b'{"a": 1, "b": [2, 3]}'
 
     def after(kind: str, place: int, value: str = "null") -> bytes:
@@ -140,9 +138,9 @@ def test_an_edit_is_where_it_should_be(script):
 
 def test_a_short_run_finds_nothing(tmp_path):
     """Every surface, a few cases each, with the report that a long run leaves."""
-    command = [sys.executable, str(SCRIPTS / "fuzz.py"), "--cases", "70", "--seed", "0", "--work", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "scripts/fuzz.py"), "--cases", "70", "--seed", "0", "--work", str(tmp_path)]
     report = tmp_path / "fuzz.json"
-    root = os.pathsep.join([str(SCRIPTS.parent), *sys.path])
+    root = os.pathsep.join([str(ROOT), *sys.path])
     environment = os.environ | {"PYTHONPATH": root}
     ended = subprocess.run([*command, "--output", str(report)], env=environment, capture_output=True, text=True)
     assert report.exists(), ended.stderr

@@ -1,5 +1,6 @@
 """Small model folders with random weights, and the model that serves a worker's cases."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from et_jax.evidence.shapes import SMALL
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import weight_specs
 from et_jax.models.config import ModelConfig, config_to_hugging_face
@@ -15,19 +17,13 @@ from et_jax.serve.engine import Model, load
 
 LENGTH, ROWS = 128, 4  # tokens of prompt and text, and sequences decoded together
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-LLAMA = ModelConfig(
-    architecture="llama",
+LLAMA = dataclasses.replace(
+    SMALL,
     vocab_size=4096,  # the bundled tokenizer's
     hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
     num_heads=2,
     num_kv_heads=1,
-    head_dim=8,
     max_positions=256,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    windows=(None, None),
     tie_embeddings=True,
     bos_token_id=0,
     eos_token_ids=(0,),
