@@ -15,8 +15,8 @@ def head(seed=0, spread=3.0, group=1):
     return tuple(np.asarray(x, np.float32) for x in (query * spread / 8**0.5, key, value))
 
 
-def blocks(*arrays):
-    return blocks_at(*map(jnp.asarray, arrays), jnp.int32(POSITION), PAGE_SIZE)
+def blocks(query, key, value):
+    return blocks_at(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), jnp.int32(POSITION), PAGE_SIZE)
 
 
 def weights(query, key):
