@@ -9,7 +9,7 @@ turn, run loops of
     laws                  clock, damped thermostat with its counters, tolerance, drift, filter, for every row
 
 in which every pass needs the one before it. Shares are taken turn by turn and their medians shown. Nothing is
-asserted. For a large model nobody has at hand, FLOPs and bytes of the estimator as XLA counts them stand beside those
+asserted. For a large model that is not at hand, FLOPs and bytes of the estimator as XLA counts them stand beside those
 of a token of a Llama-3-8B.
 """
 

@@ -58,7 +58,7 @@ class Job:
         first = time.monotonic() - began
         said = process.communicate(timeout=PATIENCE)[1]
         if process.returncode != 0:
-            raise Broken(f"a run that nobody disturbed ended with code {process.returncode}: {said[-500:]}")
+            raise Broken(f"an undisturbed run ended with code {process.returncode}: {said[-500:]}")
         return first
 
 

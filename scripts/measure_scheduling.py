@@ -134,7 +134,7 @@ def replay(model: Model, rule: Rule, trace: list[Arrival], asked: list[Generatio
         before = model.metrics.steps
         now += 1.0
         replica.advance()
-        now += model.metrics.steps - before - 1.0  # a round in which nobody was ready took no step
+        now += model.metrics.steps - before - 1.0  # a round in which no sequence was ready took no step
         waits = max(waits, int(np.asarray(replica.state.control.wait).max()))
         runnable = max(runnable, len(replica.slots))
         course.append((now, resolved, spent))

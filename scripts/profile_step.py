@@ -10,7 +10,7 @@ holds what the one above it holds and one thing more:
     step                 signals, sampling, laws, page table: everything
 
 Lines are timed in turns and the least of each is shown. On a busy machine a difference may still come out negative;
-there, `taskset -c 0 python scripts/profile_step.py --cpu-time` counts what one core did, whoever else it served.
+there, `taskset -c 0 python scripts/profile_step.py --cpu-time` counts what one core did, whatever else it ran.
 """
 
 import argparse

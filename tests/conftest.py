@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.cache.mkdir("programs")  # pyright: ignore[reportOptionalMemberAccess]
     for program in folder.iterdir():
         if program.stat().st_mtime < time.time() - WEEK:
-            program.unlink()
+            program.unlink(missing_ok=True)  # another process may have been faster
     settings = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,

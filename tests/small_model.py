@@ -1,4 +1,4 @@
-"""A small model with random weights, driven through the hall, and the dense model it must agree with."""
+"""A small model with random weights, driven through the decoder, and the dense model it must agree with."""
 
 import dataclasses
 import functools
