@@ -9,7 +9,7 @@ import dataclasses
 
 from et_jax.evidence.results import table
 
-BFLOAT16, FLOAT32 = 2, 4
+BFLOAT16, FLOAT32 = 2.0, 4.0  # bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
