@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from aot_programs import Program, programs
+from et_jax.evidence.aot.programs import Program, programs
 
 RECORDED = 120  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
 NAME_WIDTH = 34

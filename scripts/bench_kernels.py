@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
-from report import RESULTS, write
 
+from et_jax.evidence.figures import pyplot
+from et_jax.evidence.results import RESULTS, write
 from et_jax.pallas.backend import resolve
 from et_jax.pallas.paged_attention.api import BACKENDS, paged_attention
 from et_jax.pallas.softmax import Softmax
@@ -276,11 +277,6 @@ def report(case: Case, contestants: list[Contestant], times: dict[tuple[str, flo
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draw time against the share of blocks read, a panel a case, with the line of time in proportion."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if row["name"] != "copy":
@@ -288,7 +284,7 @@ def draw(rows: list[dict], path: Path) -> None:
     columns = min(4, len(groups))
     rows_of_panels = -(-len(groups) // columns)
     size = (4.2 * columns, 3.8 * rows_of_panels)
-    figure, axes = plt.subplots(rows_of_panels, columns, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = pyplot().subplots(rows_of_panels, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[len(groups) :]:
         axis.set_visible(False)
     for axis, ((batch, context, page_size), group) in zip(axes.flat, groups.items(), strict=False):

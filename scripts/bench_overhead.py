@@ -9,7 +9,7 @@ turn, run loops of
     laws                  clock, damped thermostat with its counters, tolerance, drift, filter, for every row
 
 in which every pass needs the one before it. Shares are taken turn by turn and their medians shown. Nothing is
-asserted. For a large model nobody has at hand, FLOPs and bytes of the estimator as XLA counts them stand beside those
+asserted. For a large model that is not at hand, FLOPs and bytes of the estimator as XLA counts them stand beside those
 of a token of a Llama-3-8B.
 """
 
@@ -25,38 +25,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from profile_step import SMOLLM_135M, filled
-from report import RESULTS, table, write
 
 from et_jax.control import clock, entropy, guards, priority, smoothing, temperature, tolerance
 from et_jax.control.base import ControlState, Law, Signals, chain
 from et_jax.control.controller import Controller
 from et_jax.decode import cost
 from et_jax.decode.decoder import decode
-from et_jax.decode.state import DecoderConfig
-from et_jax.models.config import ModelConfig
+from et_jax.evidence import tables
+from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.shapes import LLAMA_3_8B, SMOLLM_135M
+from et_jax.evidence.states import filled, whole_context
 from et_jax.models.transformer import Params, describe, initialise
-from et_jax.pallas.backend import pick
-from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
 
-TARGET = 0.02  # of a step, for the estimator and the laws together
 STEPS = 32  # in one call of `decode`
 PARTS = ("estimator, raw", "estimator, tempered", "laws")
-LLAMA_3_8B = ModelConfig(
-    architecture="llama",
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_positions=8192,
-    norm_eps=1e-5,
-    rope_theta=500_000.0,
-    windows=(None,) * 32,
-)
 
 
 def laws() -> Law:
@@ -107,21 +90,8 @@ def laws_loop(signals: Signals, state: ControlState, repeats: Array) -> ControlS
 
 def measure(batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the microseconds of a step and of every part, in all turns, and the median shares."""
-    page_size = DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64)
-    config = DecoderConfig(
-        model=SMOLLM_135M,
-        num_slots=batch,
-        batch=batch,
-        page_size=page_size,
-        num_pages=batch * -(-SMOLLM_135M.max_positions // page_size) + 1,
-        max_length=SMOLLM_135M.max_positions,
-        prefill_batch=page_size,
-        chunk=page_size,
-        max_steps=STEPS,
-        cache_dtype="bfloat16",
-        backend=pick(jax.default_backend()),
-        controller=Controller(law=laws()),
-    )
+    controller = Controller(law=laws())
+    config = whole_context(SMOLLM_135M, batch, "bfloat16", max_steps=STEPS, controller=controller)
     params = initialise(SMOLLM_135M, jax.random.key(0), jnp.bfloat16)
     begin = jax.jit(partial(filled, config, args.context, 1.0))
     steps = jax.jit(partial(decode, config), donate_argnums=1)
@@ -178,16 +148,6 @@ def large_model() -> dict[str, float]:
     }
 
 
-def overhead_table(results: list[dict[str, Any]]) -> str:
-    """Return microseconds and shares of a step by rows and part; `together` is of all parts."""
-    lines = []
-    for row in results:
-        for name, us in row["median_us"].items():
-            lines.append([row["batch"], name, us, f"{row['median_share'][name]:.2%}" if name in PARTS else None])
-        lines.append([row["batch"], "together (target 2%)", None, f"{row['median_share']['together']:.2%}"])
-    return table(["rows", "chunk", "microseconds", "share of the step"], lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[2, 16], help="rows of a step (default 2 16)")
@@ -197,11 +157,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "overhead.json")
     args = parser.parse_args()
     results = [measure(batch, args) for batch in args.batch]
-    print(overhead_table(results) + "\n")
     large = large_model()
-    flops, moved = (large[f"estimator_{unit}"] for unit in ("flops", "bytes"))
-    print(f"\nLlama-3-8B: {flops:.3g} of {large['token_flops']:.3g} FLOPs, {flops / large['token_flops']:.4%}")
-    print(f"Llama-3-8B: {moved:.3g} of {large['weight_bytes']:.3g} bytes, {moved / large['weight_bytes']:.4%}")
+    print(tables.overhead(results, large))
     settings = {name: getattr(args, name) for name in ("context", "rounds", "repeats")} | {"dtype": "bfloat16"}
     model = "random weights in the shape of SmolLM-135M"
     write(args.output, "scripts/bench_overhead.py", settings | {"model": model}, rows=results, llama_3_8b=large)

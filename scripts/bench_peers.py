@@ -30,19 +30,6 @@ DTYPES = ("float32", "bfloat16")
 SIDES = ("et_jax", "transformers")
 TRIALS = 3  # runs by which a side's dtype is chosen
 PAUSE = 0.3  # seconds between turns, in which the threads of the side that ran go to sleep
-BUILT_IN = {  # SmolLM-135M (Allal et al. 2024), with random weights
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_layers": 30,
-    "num_heads": 9,
-    "num_kv_heads": 3,
-    "head_dim": 64,
-    "max_positions": 2048,
-    "norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_embeddings": True,
-}
 
 
 class EtJax:
@@ -259,13 +246,12 @@ def built_in_model(folder: Path) -> str:
     import jax.numpy as jnp
     import tokenizers
 
+    from et_jax.evidence.shapes import SMOLLM_135M
     from et_jax.models.checkpoint import write_hugging_face
-    from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import initialise
 
-    config = ModelConfig(architecture="llama", windows=(None,) * BUILT_IN["num_layers"], **BUILT_IN)
-    write_hugging_face(folder, config, initialise(config, jax.random.key(0), jnp.bfloat16))
-    words = {f"w{id}": id for id in range(config.vocab_size)}
+    write_hugging_face(folder, SMOLLM_135M, initialise(SMOLLM_135M, jax.random.key(0), jnp.bfloat16))
+    words = {f"w{id}": id for id in range(SMOLLM_135M.vocab_size)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return str(folder)
 

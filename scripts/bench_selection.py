@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from report import RESULTS, table, write
 
 from et_jax.control.select import Certified, Quest, Selector, coded_bounds
 from et_jax.decode import cache as kv
 from et_jax.decode.attention import list_blocks
 from et_jax.decode.selection import Blocks, blocks_of, select
+from et_jax.evidence import tables
+from et_jax.evidence.results import RESULTS, write
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.softmax import Softmax
@@ -145,23 +146,6 @@ def measure(rows: int, length: int, page_size: int, rounds: int) -> dict[str, An
     }
 
 
-def selection_table(results: list[dict[str, Any]]) -> str:
-    """Return milliseconds, and time over that of dense, by size and contestant."""
-    lines = [
-        [
-            f"{r['rows']} x {r['length'] // 1024}k",
-            r["page_size"],
-            name,
-            r["share_listed"].get(name),
-            ms,
-            r["over_dense"][name],
-        ]
-        for r in results
-        for name, ms in r["milliseconds"].items()
-    ]
-    return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense"], lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2)
@@ -171,7 +155,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "selection_cost.json")
     args = parser.parse_args()
     results = [measure(args.rows, length, size, args.rounds) for length in args.lengths for size in args.page_sizes]
-    print(selection_table(results))
+    print(tables.selection_cost(results))
     settings = {"rounds": args.rounds, "calls": CALLS, "tolerance": TOLERANCE, "dtype": "bfloat16", "backend": pick()}
     write(args.output, "scripts/bench_selection.py", settings, cases=results)
 

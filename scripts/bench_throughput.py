@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import RESULTS, table, write
 
 from et_jax.errors import UsageError
+from et_jax.evidence import tables
+from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
-TEXT = Path(__file__).resolve().parents[1] / "README.md"
+TEXT = REPOSITORY / "README.md"
 PROMPTS, OUTPUTS = (8, 24, 60, 150, 300), (16, 48, 96, 160)  # tokens
 DIVIDED = 16  # sequences at once, from which on replicas are timed beside one
 SHARE_ALIKE = 0.3  # of the prompts begin with the text's first tokens
@@ -121,7 +122,7 @@ def main() -> None:
     rows = [summary(name, taken, rounds["one at a time"]) for name, taken in rounds.items()]
     settings = {name: getattr(value, "name", value) for name, value in vars(args).items() if name != "output"}
     write(args.output, "scripts/bench_throughput.py", settings, rows=rows)
-    print(throughput_table(rows))
+    print(tables.throughput(rows))
 
 
 def summary(name: str, taken: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
@@ -129,36 +130,6 @@ def summary(name: str, taken: list[dict[str, float]], base: list[dict[str, float
     ratios = [mine["tokens_per_second"] / its["tokens_per_second"] for mine, its in zip(taken, base, strict=True)]
     medians = {key: statistics.median(row[key] for row in taken) for key in taken[0]}
     return {"name": name, "ratio": statistics.median(ratios), "ratios": ratios, **medians}
-
-
-def throughput_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table."""
-    header = [
-        "served",
-        "tokens/s",
-        "ratio",
-        "in single rounds",
-        "steps",
-        "moved out",
-        "prompt tokens found",
-        "compiled after warm-up",
-    ]
-    return table(
-        header,
-        [
-            [
-                row["name"],
-                row["tokens_per_second"],
-                row["ratio"],
-                f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
-                int(row["steps"]),
-                int(row["preemptions"]),
-                f"{row['cached_prompt_tokens'] / row['prompt_tokens']:.0%}",
-                int(row["compiled_late"]),
-            ]
-            for row in rows
-        ],
-    )
 
 
 if __name__ == "__main__":

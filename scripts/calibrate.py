@@ -11,36 +11,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from held_out import rows
-
 from et_jax.control.calibration import fit_temperature, negative_log_likelihood
 from et_jax.errors import UsageError
+from et_jax.evidence.held_out import held_out_logits, rows
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import write_calibration
 from et_jax.models.hub import resolve
-from et_jax.models.transformer import forward
-from et_jax.serve.engine import Model, load
-
-
-def causal_attend(layer, q, k, v, memory):
-    """Return plain causal attention over the window itself."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True), memory
-
-
-def held_out_logits(model: Model, tokens: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Return logits and targets of the second half of every row "r t", where the model has context."""
-    length = tokens.shape[1] - 1
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-
-    @jax.jit
-    def logits_of(row):
-        return forward(model.params, model.config, row[None], positions, causal_attend, None)[0][0, length // 2 :]
-
-    logits = jnp.concatenate([logits_of(row) for row in tokens[:, :-1]])
-    return logits, jnp.asarray(tokens[:, 1 + length // 2 :].reshape(-1))
+from et_jax.serve.engine import load
 
 
 def main() -> int:

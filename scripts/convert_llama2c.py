@@ -112,7 +112,7 @@ def read_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
     content, pieces = read_bytes(file, MAX_TOKENIZER_BYTES), []
     if known := other_format(content):
         raise UsageError(f"{file} is {known}, not a tokenizer in llama2.c's format; export it with llama2.c first.")
-    offset = 4  # the length of the longest piece comes first, which nobody needs
+    offset = 4  # the length of the longest piece comes first, which is not needed
     while offset + 8 <= len(content):
         score, length = struct.unpack_from("<fi", content, offset)
         if not math.isfinite(score) or not 0 <= length <= len(content) - offset - 8:

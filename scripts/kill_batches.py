@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write
+from et_jax.evidence.results import RESULTS, write
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STARTING = 0.3  # share of the kills that fall by the clock, while a run starts
@@ -58,7 +58,7 @@ class Job:
         first = time.monotonic() - began
         said = process.communicate(timeout=PATIENCE)[1]
         if process.returncode != 0:
-            raise Broken(f"a run that nobody disturbed ended with code {process.returncode}: {said[-500:]}")
+            raise Broken(f"an undisturbed run ended with code {process.returncode}: {said[-500:]}")
         return first
 
 

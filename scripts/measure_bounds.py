@@ -19,15 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from block_views import Blocks, blocks_at, capture, key_radius
-from held_out import rows
 from jaxtyping import Array, Float
-from report import RESULTS, table, write
 
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Certified
 from et_jax.errors import UsageError
+from et_jax.evidence import tables
+from et_jax.evidence.block_views import Blocks, blocks_at, capture, key_radius
+from et_jax.evidence.held_out import rows
+from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import Model, load
 from et_jax.types import replace
 
@@ -158,42 +159,6 @@ def _stack(*leaves: np.ndarray) -> np.ndarray:
     return np.stack(leaves)
 
 
-def title(case: dict[str, Any]) -> str:
-    """Return what was measured on what."""
-    return f"{case['model']} ({case['shape']}), {case['text']}"
-
-
-def bounds_table(case: dict[str, Any]) -> str:
-    """Return one model's share of blocks opened, by bound and tolerance."""
-    header = ["bound", "page", "slack, nats", *[f"eps {tolerance}" for tolerance in TOLERANCES], "unread / eps at most"]
-    return table(
-        header,
-        [
-            [
-                row["bound"],
-                size["page_size"],
-                row["slack"],
-                *row["opened"].values(),
-                row["largest_unread_over_tolerance"],
-            ]
-            for size in case["page_sizes"]
-            for row in size["bounds"]
-        ],
-    )
-
-
-def residual_table(case: dict[str, Any]) -> str:
-    """Return one model's relative error of the output, by share of blocks open and by what stands for the rest."""
-    return table(
-        ["blocks open", "page", *ESTIMATES],
-        [
-            [f"{share:.0%}", size["page_size"], *[e["relative_error"] for e in size["residual"] if e["open"] == share]]
-            for size in case["page_sizes"]
-            for share in SHARES
-        ],
-    )
-
-
 def measure_case(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one model on one text."""
     model = load(name, dtype="float32", max_num_seqs=2)
@@ -220,7 +185,7 @@ def main() -> None:
     try:
         for name, text in args.case:
             cases.append(measure_case(name, Path(text), args))
-            print(f"\n{title(cases[-1])}\n\n{bounds_table(cases[-1])}\n\n{residual_table(cases[-1])}", flush=True)
+            print(f"\n{tables.bounds(cases[-1:])}", flush=True)
     except UsageError as error:
         sys.exit(f"measure_bounds: {error}")
     settings = {"rows": args.rows, "queries_per_row": args.queries, "tolerances": TOLERANCES, "dtype": "float32"}

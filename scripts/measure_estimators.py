@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from calibrate import held_out_logits
-from held_out import rows
-from report import RESULTS, table, write
 
 from et_jax.control import entropy
 from et_jax.control.calibration import fit_temperature
 from et_jax.errors import UsageError
+from et_jax.evidence import tables
+from et_jax.evidence.held_out import held_out_logits, rows
+from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import load
 
 LISTED = (4, 16, 64)
@@ -58,21 +58,6 @@ def measure(name: str, text: Path, num_rows: int) -> dict[str, Any]:
     }
 
 
-def title(case: dict[str, Any]) -> str:
-    """Return what was measured on what."""
-    return (
-        f"{case['model']} on {case['text']}, {case['tokens']} tokens, mean entropy {case['mean_entropy']:.3f} nats, "
-        f"calibrated temperature {case['calibrated_temperature']:.3f}"
-    )
-
-
-def estimator_table(case: dict[str, Any]) -> str:
-    """Return correlation, bias, error, width (nats) and containment by estimator."""
-    header = ["estimator", "correlation", "bias", "mean error", "mean width", "contained"]
-    keys = ("estimator", "correlation", "bias", "error", "width", "containment")
-    return table(header, [[line[key] for key in keys] for line in case["estimators"]])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
@@ -83,7 +68,7 @@ def main() -> None:
     try:
         for name, text in args.case:
             cases.append(measure(name, Path(text), args.rows))
-            print(f"\n{title(cases[-1])}\n\n{estimator_table(cases[-1])}", flush=True)
+            print(f"\n{tables.estimators(cases[-1:])}", flush=True)
     except UsageError as error:
         sys.exit(f"measure_estimators: {error}")
     write(args.output, "scripts/measure_estimators.py", {"rows": args.rows, "dtype": "float32"}, cases=cases)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Array, Bool
-from report import RESULTS, table, write
 
 from et_jax.control import select
 from et_jax.control.controller import Controller
@@ -22,6 +21,7 @@ from et_jax.control.select import Mask
 from et_jax.control.view import BlockView
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate
+from et_jax.evidence.results import RESULTS, table, write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.base import Example, sentences
 from et_jax.tasks.generators import example

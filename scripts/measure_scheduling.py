@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import RESULTS, table, write
 
 from et_jax.control import clock, priority
 from et_jax.control.base import PriorityRule, chain
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
+from et_jax.evidence import tables
+from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
-TEXT = Path(__file__).resolve().parents[1] / "README.md"
+TEXT = REPOSITORY / "README.md"
 CEILING, RATE = 1.0, 0.01  # of aging: nats, and nats per step waited
 NATS_PER_BYTE = 1e-6  # ceiling of the rule that counts nats per byte: about a nat per step of the bundled model
 
@@ -176,23 +177,6 @@ def figures(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def scheduling_table(rows: list[dict[str, Any]]) -> str:
-    """Return the figures as a Markdown table."""
-    header = [
-        "rule",
-        "mean latency",
-        "median",
-        "99th percentile",
-        "first token",
-        "tokens/step",
-        "nats at half time",
-        "nats/MB",
-        "longest wait",
-        "bound",
-    ]
-    return table(header, [list(row.values()) for row in rows])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
@@ -218,7 +202,7 @@ def main() -> None:
             asked = requests(model, trace, args.text.read_text(encoding="utf-8"))
             rows = figures([replay(model, rule, trace, asked) for rule in rules()])
             cases.append({"load": share, "rows": rows})
-            print(f"{share:g} times the tokens that fit:\n\n{scheduling_table(rows)}\n")
+            print(f"{tables.scheduling(cases[-1:])}\n")
     except (UsageError, OSError) as error:
         sys.exit(str(error))
     settings = {name: getattr(value, "name", value) for name, value in vars(args).items() if name != "output"}

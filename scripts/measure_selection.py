@@ -28,9 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from held_out import rows
 from jaxtyping import Array, Bool
-from report import RESULTS, table, write
 
 from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain
@@ -43,6 +41,9 @@ from et_jax.decode.prefill import prefill
 from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, request, slot_laws
 from et_jax.decode.step import step
 from et_jax.errors import UsageError
+from et_jax.evidence import tables
+from et_jax.evidence.held_out import rows
+from et_jax.evidence.results import RESULTS, write
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
@@ -305,41 +306,6 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def selector_table(case: dict[str, Any]) -> str:
-    """Return quality by selector and share of blocks read."""
-    by = {(line["selector"], line["wanted"]): line for line in case["selectors"]}
-    head = [f"{what} at {share:.0%}" for share in SHARES for what in ("KL", "same token")]
-    lines = []
-    for name in SELECTORS:
-        cells: list[Any] = []
-        for share in SHARES:
-            line = by[name, share]
-            off = "" if abs(line["share_read"] - share) < 0.02 else f" (reads {line['share_read']:.0%})"
-            cells += [f"{line['divergence']:.3g}{off}", f"{line['agreement']:.1%}"]
-        lines.append([name, *cells])
-    return table(["selector", *head], lines)
-
-
-def tolerance_table(case: dict[str, Any]) -> str:
-    """Return quality by what sets the tolerance."""
-    keys = ("share_read", "divergence", "divergence_worst_5_percent", "agreement", "loss_added")
-    lines = []
-    for line in case["tolerances"]:
-        apart = None if line["tolerance"] == "entropy" else f"{line['difference']:.2g} ± {line['error']:.1g}"
-        lines.append([line["selector"], line["spread"], line["tolerance"], *[line[key] for key in keys], apart])
-    head = ["read", "KL", "KL, worst 5%", "same token", "loss added", "entropy's KL less this"]
-    return table(["selector", "spread", "tolerance set by", *head], lines)
-
-
-def title(case: dict[str, Any]) -> str:
-    """Return what was measured on what."""
-    first, last = case["positions"]
-    return (
-        f"{case['model']} on {case['text']}, positions {first} to {last}: dense loss {case['dense_loss']:.3f} nats a "
-        f"token, mean entropy {case['mean_entropy']:.3f}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
@@ -351,7 +317,7 @@ def main() -> None:
     try:
         for name, text in args.case:
             cases.append(measure(name, Path(text), args))
-            print(f"\n{title(cases[-1])}\n\n{selector_table(cases[-1])}\n\n{tolerance_table(cases[-1])}", flush=True)
+            print(f"\n{tables.selectors(cases[-1:])}\n\n{tables.tolerances(cases[-1:])}", flush=True)
     except UsageError as error:
         sys.exit(f"measure_selection: {error}")
     settings = {"page_size": args.page_size, "rows": args.rows, "shares": SHARES, "dtype": "float32", "seeds": SEEDS}

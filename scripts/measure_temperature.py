@@ -17,20 +17,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from held_out import rows
-from report import RESULTS, table, write
 
 from et_jax.control import guards, temperature, temperature_rules
 from et_jax.control.base import Law, TemperatureRule
 from et_jax.control.controller import Controller
 from et_jax.decode.state import request
 from et_jax.errors import UsageError
+from et_jax.evidence import tables
+from et_jax.evidence.figures import FIGURES, pyplot, save
+from et_jax.evidence.held_out import rows
+from et_jax.evidence.results import RESULTS, write
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 
 LOW, HIGH = 0.1, 2.0  # clip of every law and rule
 PROMPT = 17  # tokens
-FIGURE = Path(__file__).resolve().parents[1] / "docs/figures/temperature.png"
 DRAWN = ("fixed", "thermostat 0.05", "solve")  # in the figure
 
 
@@ -165,27 +166,9 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> tuple[dict[str, 
     return figures, drawn
 
 
-def law_table(result: dict[str, Any]) -> str:
-    """Return every law's figures at one target."""
-    header = ["law", "gain", "mean H", "mean deviation", "mean surprisal", "mean T", "T from", "to", "T at a bound"]
-    header += ["gain V >= 2", "distinct 3-grams"]
-    columns = ("law", "gain", "mean_entropy", "mean_absolute_deviation", "mean_surprisal", "mean_temperature")
-    last = ("at_bound", "gain_times_varentropy_at_least_2", "distinct_3_grams")
-    return table(
-        header,
-        [
-            [*[row[name] for name in columns], *row["temperature_range"], *[row[name] for name in last]]
-            for row in result["laws"]
-        ],
-    )
-
-
 def plot(drawn: dict[str, Any], model: str, target: float, path: Path) -> None:
     """Draw tempered entropy and temperature of the first prompt's continuation under each law to `path`."""
-    import matplotlib.pyplot as plt
-    from figures import save
-
-    figure, axes = plt.subplots(2, 1, figsize=(7, 4), sharex=True, layout="constrained")
+    figure, axes = pyplot().subplots(2, 1, figsize=(7, 4), sharex=True, layout="constrained")
     for name, shown in drawn.items():
         axes[0].plot(shown["tempered_entropy"][:, 0], label=name, linewidth=0.8)
         axes[1].plot(shown["temperature"][:, 0], linewidth=0.8)
@@ -213,12 +196,12 @@ def main() -> None:
     try:
         for name, text in args.case:
             figures, drawn = measure(name, Path(text), args)
-            for result in figures["targets"]:
-                print(f"\n{figures['model']}, target {result['target']} nats\n\n{law_table(result)}")
+            for target in args.targets:
+                print(f"\n{tables.temperature([figures], target)}")
             print(f"\nDistinct 3-grams of {figures['text']}: {figures['distinct_3_grams_of_the_text']:.3g}", flush=True)
             cases.append(figures)
             if args.plot and len(cases) == 1:
-                plot(drawn, figures["model"], args.plot_target, FIGURE)
+                plot(drawn, figures["model"], args.plot_target, FIGURES / "temperature.png")
     except UsageError as error:
         sys.exit(f"measure_temperature: {error}")
     names = ("prompts", "tokens", "burn_in", "seed")

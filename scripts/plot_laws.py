@@ -7,20 +7,22 @@ aging         the wait of a sequence that always scores least, against its bound
 interval      what the k likeliest tokens say of an entropy
 """
 
+import argparse
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from figures import FIGURES, save
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from et_jax.control import clock, entropy, priority, temperature, temperature_rules, tolerance
 from et_jax.control.base import ControlState, Law, Signals
 from et_jax.decode.state import blank_signals
+from et_jax.evidence.figures import FIGURES, pyplot, save
 from et_jax.types import replace
+
+plt = pyplot()
 
 
 def start(shape: tuple[int, ...] = ()) -> ControlState:
@@ -167,6 +169,7 @@ def interval() -> Figure:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     drawings = {
         "clocks": clocks,
         "contraction": contraction,

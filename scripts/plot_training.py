@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
+from et_jax.evidence.figures import pyplot
 
 
 def records(log: Path) -> list[dict[str, Any]]:
@@ -30,9 +31,7 @@ def curves(log: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]
 
 def draw(log: list[dict[str, Any]], path: Path) -> None:
     """Draw held-out loss over accuracy by task, with the tokens per row above."""
-    from figures import plt
-
-    figure, (losses, tasks) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
+    figure, (losses, tasks) = pyplot().subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
     for name, (steps, values) in curves(log).items():
         if name.startswith("accuracy/"):
             tasks.plot(steps, values, marker=".", label=name.removeprefix("accuracy/"))

@@ -10,7 +10,7 @@ holds what the one above it holds and one thing more:
     step                 signals, sampling, laws, page table: everything
 
 Lines are timed in turns and the least of each is shown. On a busy machine a difference may still come out negative;
-there, `taskset -c 0 python scripts/profile_step.py --cpu-time` counts what one core did, whoever else it served.
+there, `taskset -c 0 python scripts/profile_step.py --cpu-time` counts what one core did, whatever else it ran.
 """
 
 import argparse
@@ -24,31 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from et_jax.decode import cache, pages, slots
+from et_jax.decode import cache
 from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads
-from et_jax.decode.state import DecoderConfig, DecodeState, empty, request
+from et_jax.decode.state import DecoderConfig, DecodeState
 from et_jax.decode.step import step
-from et_jax.models.config import ModelConfig
+from et_jax.evidence.shapes import SMOLLM_135M
+from et_jax.evidence.states import filled, whole_context
 from et_jax.models.transformer import Attend, Params, forward, initialise
-from et_jax.pallas.backend import pick
-from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
-
-SMOLLM_135M = ModelConfig(
-    architecture="llama",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_positions=2048,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    windows=(None,) * 30,
-    tie_embeddings=True,
-)
 
 
 def without_attention(write: bool, table: Array, length: Array, run: Array) -> Attend:
@@ -122,18 +105,6 @@ def loop(kind: str, config: DecoderConfig) -> Callable[[Params, DecodeState, Any
     return jax.jit(run, donate_argnums=1)
 
 
-def filled(config: DecoderConfig, context: int, temperature: float) -> DecodeState:
-    """Return a state in which every slot holds `context` tokens and the pages for all that will come."""
-    state = empty(config)
-    rows = config.num_slots
-    blocks = config.blocks_per_slot
-    table, _ = pages.reserve(state.table, jnp.full(rows, blocks, jnp.int32), blocks)
-    asked = request(config, [5], limit=config.max_length, temperature=temperature)
-    for slot in range(rows):
-        state = slots.insert(config, state, jnp.int32(slot), asked)
-    return replace(state, table=table, length=jnp.full(rows, context, jnp.int32))
-
-
 def measure(config: DecoderConfig, args: argparse.Namespace, dtype: str) -> dict[str, float]:
     """Return the milliseconds of one step of every kind: the least over rounds in which the kinds take turns."""
     clock = time.process_time if args.cpu_time else time.perf_counter
@@ -166,23 +137,10 @@ def main() -> None:
     if min(args.batch) < 2:
         parser.error("--batch: a step has at least two rows")
     model = dataclasses.replace(SMOLLM_135M, num_layers=args.layers, windows=(None,) * args.layers)
-    page_size = DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.layers} layers, {args.context} tokens held")
     for dtype in args.dtype:
         for batch in args.batch:
-            config = DecoderConfig(
-                model=model,
-                num_slots=batch,
-                batch=batch,
-                page_size=page_size,
-                num_pages=batch * -(-model.max_positions // page_size) + 1,
-                max_length=model.max_positions,
-                prefill_batch=128 // page_size * page_size,
-                chunk=page_size,
-                max_steps=32,
-                cache_dtype=dtype,
-                backend=pick(jax.default_backend()),
-            )
+            config = whole_context(model, batch, dtype, max_steps=args.steps)
             figures = measure(config, args, dtype)
             print(f"\n{dtype}, {batch} rows: milliseconds a step, and more than the line above")
             before = 0.0

@@ -1,126 +1,17 @@
-"""Bytes and FLOPs of each kernel, and each chip's least time: the larger of bytes / bandwidth and FLOPs / rate.
+"""Print the bytes and FLOPs of each kernel, and the least time that they take on each chip.
 
-    python scripts/roofline.py
-
-Published peaks of the chips: TPU v5e 819 GB/s and 197 TFLOP/s, TPU v6e 1640 GB/s and 918 TFLOP/s (Google Cloud TPU
-documentation), H200 4800 GB/s and 989 TFLOP/s (NVIDIA data sheet, dense bfloat16). Shapes are one layer of a
-Llama-3-8B in bfloat16. No kernel reaches a floor; it says how far there is to go.
+python scripts/roofline.py
 """
 
-import dataclasses
+import argparse
 
-from report import table
-
-BFLOAT16, FLOAT32 = 2, 4
+from et_jax.evidence.roofline import roofline
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """Peak bytes and bfloat16 FLOPs a second, and the page size in tokens used there."""
-
-    name: str
-    bandwidth: float
-    rate: float
-    page_size: int
-
-    def floor(self, work: "Work") -> float:
-        """Return the least seconds the work can take."""
-        return max(work.num_bytes / self.bandwidth, work.flops / self.rate)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a call must move and compute at least."""
-
-    num_bytes: float
-    flops: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One layer's attention: query heads, KV heads, head dim; rows and tokens each."""
-
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    rows: int
-    length: int
-
-    @property
-    def name(self) -> str:
-        """Rows by length."""
-        return f"{self.rows} x {self.length // 1024}k"
-
-
-CHIPS = (
-    Chip(name="TPU v5e", bandwidth=819e9, rate=197e12, page_size=128),
-    Chip(name="TPU v6e", bandwidth=1640e9, rate=918e12, page_size=128),
-    Chip(name="H200", bandwidth=4800e9, rate=989e12, page_size=64),
-)
-SHAPES = (Shape(rows=64, length=32768), Shape(rows=8, length=131072), Shape(rows=1, length=32768))
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-CHUNK = 512
-
-
-def decode_attention(shape: Shape, share: float) -> Work:
-    """Return the work of reading a share of the blocks: every key and value of them once, four FLOPs a channel."""
-    tokens = shape.rows * shape.length * share
-    return Work(
-        num_bytes=tokens * shape.num_kv_heads * 2 * shape.head_dim * BFLOAT16,
-        flops=4.0 * tokens * shape.num_heads * shape.head_dim,
-    )
-
-
-def block_scores(shape: Shape, page_size: int) -> Work:
-    """Return the work of scoring every block by its summary: the box in bfloat16 and the mean row in float32."""
-    blocks = shape.rows * shape.length / page_size
-    row = 2 * shape.head_dim
-    return Work(
-        num_bytes=blocks * shape.num_kv_heads * row * (BFLOAT16 + FLOAT32),
-        flops=10.0 * blocks * shape.num_heads * shape.head_dim,
-    )
-
-
-def code_scores(shape: Shape, page_size: int) -> Work:
-    """Return the work of bounding every block by its 8-bit codes, read in full beside the box."""
-    tokens, blocks = shape.rows * shape.length, shape.rows * shape.length / page_size
-    return Work(
-        num_bytes=shape.num_kv_heads * shape.head_dim * (tokens + 2 * BFLOAT16 * blocks),
-        flops=2.0 * tokens * shape.num_heads * shape.head_dim,
-    )
-
-
-def prefill(shape: Shape) -> Work:
-    """Return the work of a chunk at the end of a prompt: keys and values once, the causal triangle left out."""
-    keys = shape.length - CHUNK / 2
-    return Work(
-        num_bytes=shape.length * shape.num_kv_heads * 2 * shape.head_dim * BFLOAT16,
-        flops=4.0 * CHUNK * keys * shape.num_heads * shape.head_dim,
-    )
-
-
-def floors() -> str:
-    """Return the table of every kernel, shape and chip."""
-    lines = []
-    for shape in SHAPES:
-        works = {f"decode attention, {share:g} of the blocks": decode_attention(shape, share) for share in SHARES}
-        for name, work in works.items():
-            lines.append([name, shape.name, work, [chip.floor(work) for chip in CHIPS]])
-        for name, scores in (("block scores", block_scores), ("code scores", code_scores)):
-            each = [scores(shape, chip.page_size) for chip in CHIPS]
-            lines.append([name, shape.name, each[0], [c.floor(w) for c, w in zip(CHIPS, each, strict=True)]])
-        if shape.rows == 1:
-            work = prefill(shape)
-            lines.append([f"prefill, chunk of {CHUNK}", shape.name, work, [chip.floor(work) for chip in CHIPS]])
-    header = ["kernel", "rows x tokens", "MB", "GFLOP", *[f"{chip.name}, us" for chip in CHIPS]]
-    return table(
-        header,
-        [
-            [name, size, work.num_bytes / 1e6, work.flops / 1e9, *[1e6 * seconds for seconds in times]]
-            for name, size, work, times in lines
-        ],
-    )
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(roofline())
 
 
 if __name__ == "__main__":
-    print(floors())
+    main()

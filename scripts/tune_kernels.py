@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from report import RESULTS, write
 
+from et_jax.evidence.results import RESULTS, write
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import NAMES, pick
 

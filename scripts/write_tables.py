@@ -17,97 +17,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench_overhead
-import bench_selection
-import bench_throughput
-import measure_bounds
-import measure_estimators
-import measure_scheduling
-import measure_selection
-import measure_temperature
-import roofline
-from report import RESULTS
+from et_jax.evidence import tables
+from et_jax.evidence.results import REPOSITORY, RESULTS
+from et_jax.evidence.roofline import roofline
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = REPOSITORY / "docs"
 TARGET = 2.0  # nats: of the temperature tables shown; the results hold the others
 
 
-def estimators(results: dict[str, Any]) -> str:
-    """Return the tables of how estimators agree with the exact entropy."""
-    cases = results["cases"]
-    return "\n\n".join(f"{measure_estimators.title(c)}:\n\n{measure_estimators.estimator_table(c)}" for c in cases)
-
-
-def bounds(results: dict[str, Any]) -> str:
-    """Return the tables of how much each bound opens, and of the residual."""
-    parts = [
-        f"{measure_bounds.title(case)}:\n\n{measure_bounds.bounds_table(case)}\n\n{measure_bounds.residual_table(case)}"
-        for case in results["cases"]
-    ]
-    return "\n\n".join(parts)
-
-
-def temperature(results: dict[str, Any]) -> str:
-    """Return the table of every law at the target shown, for each model."""
-    parts = []
-    for model in results["models"]:
-        [result] = [result for result in model["targets"] if result["target"] == TARGET]
-        parts.append(f"{model['model']}, target {TARGET:g} nats:\n\n{measure_temperature.law_table(result)}")
-    return "\n\n".join(parts)
-
-
-def selectors(results: dict[str, Any]) -> str:
-    """Return the tables of quality by selector."""
-    cases = results["cases"]
-    return "\n\n".join(f"{measure_selection.title(c)}:\n\n{measure_selection.selector_table(c)}" for c in cases)
-
-
-def tolerances(results: dict[str, Any]) -> str:
-    """Return the tables of quality by what sets the tolerance."""
-    return "\n\n".join(f"{c['model']}:\n\n{measure_selection.tolerance_table(c)}" for c in results["cases"])
-
-
-def overhead(results: dict[str, Any]) -> str:
-    """Return what the estimator and the laws cost of a step."""
-    large = results["llama_3_8b"]
-    flops, moved = large["estimator_flops"] / large["token_flops"], large["estimator_bytes"] / large["weight_bytes"]
-    large_model = f"{flops:.3%} of a token's FLOPs and {moved:.3%} of the weights' bytes"
-    return (
-        f"{bench_overhead.overhead_table(results['rows'])}\n\n"
-        f"On the shape of Llama-3-8B, with 128,256 tokens, one pass is {large_model}."
-    )
-
-
-def selection_cost(results: dict[str, Any]) -> str:
-    """Return what choosing blocks costs and saves."""
-    return bench_selection.selection_table(results["cases"])
-
-
-def throughput(results: dict[str, Any]) -> str:
-    """Return how fast many requests are served at once, beside one at a time."""
-    return bench_throughput.throughput_table(results["rows"])
-
-
-def scheduling(results: dict[str, Any]) -> str:
-    """Return the tables of priority rules under overload."""
-    return "\n\n".join(
-        f"{case['load']:g} times the tokens that fit:\n\n{measure_scheduling.scheduling_table(case['rows'])}"
-        for case in results["cases"]
-    )
-
-
+# By part of the document: the file of results, and the table made of it.
 CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "estimators": ("estimators.json", estimators),
-    "overhead": ("overhead.json", overhead),
-    "selection_cost": ("selection_cost.json", selection_cost),
-    "bounds": ("bounds.json", bounds),
-    "temperature": ("temperature.json", temperature),
-    "selectors": ("selection.json", selectors),
-    "tolerances": ("selection.json", tolerances),
+    "estimators": ("estimators.json", lambda found: tables.estimators(found["cases"])),
+    "overhead": ("overhead.json", lambda found: tables.overhead(found["rows"], found["llama_3_8b"])),
+    "selection_cost": ("selection_cost.json", lambda found: tables.selection_cost(found["cases"])),
+    "bounds": ("bounds.json", lambda found: tables.bounds(found["cases"])),
+    "temperature": ("temperature.json", lambda found: tables.temperature(found["models"], TARGET)),
+    "selectors": ("selection.json", lambda found: tables.selectors(found["cases"])),
+    "tolerances": ("selection.json", lambda found: tables.tolerances(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "throughput": ("throughput.json", throughput),
-    "scheduling": ("scheduling.json", scheduling),
+    "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
+    "scheduling": ("scheduling.json", lambda found: tables.scheduling(found["cases"])),
 }
 
 
@@ -157,10 +87,10 @@ def main() -> int:
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:
                 return failed
     for document, parts in (("control.md", CONTROL), ("serving.md", SERVING)):
-        for name, (file, tables) in parts.items():
+        for name, (file, shown) in parts.items():
             results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-            insert(DOCS / document, name, f"{origin(results)}\n\n{tables(results)}")
-    insert(DOCS / "kernels.md", "roofline", roofline.floors())
+            insert(DOCS / document, name, f"{origin(results)}\n\n{shown(results)}")
+    insert(DOCS / "kernels.md", "roofline", roofline())
     print(f"wrote {len(CONTROL) + len(SERVING) + 1} parts")
     return 0
 

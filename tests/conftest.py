@@ -1,6 +1,7 @@
-"""What every test shares: strict dtype promotion, repeatable examples, and the data folder."""
+"""What every test shares: strict dtype promotion, repeatable examples, compiled programs, and the data folder."""
 
 import os
+import time
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +14,25 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The same examples in every run and nothing kept between runs; the first example of many compiles.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+WEEK = 7 * 24 * 3600.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs for a week: modules, runs and the commands that tests start ask for many of them again."""
+    folder = config.cache.mkdir("programs")  # pyright: ignore[reportOptionalMemberAccess]
+    for program in folder.iterdir():
+        if program.stat().st_mtime < time.time() - WEEK:
+            program.unlink(missing_ok=True)  # another process may have been faster
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for those commands
 
 
 @pytest.fixture(scope="module", autouse=True)

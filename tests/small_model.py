@@ -11,27 +11,16 @@ import numpy as np
 from et_jax.control.controller import Controller
 from et_jax.decode import sampling
 from et_jax.decode.state import DecoderConfig, Request, law_numbers
+from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import pack
 
 DEFAULT = Controller()
-VOCABULARY, PAGE, CHUNK, LENGTH = 96, 4, 8, 64
+PAGE, CHUNK, LENGTH = 4, 8, 64
 POOL = 25  # 24 pages for three slots of up to sixteen blocks
-MODEL = ModelConfig(
-    architecture="llama",
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=LENGTH,
-    norm_eps=1e-6,
-    rope_theta=10000.0,
-    windows=(None, None),
-)
+MODEL = dataclasses.replace(SMALL, max_positions=LENGTH)
+VOCABULARY = MODEL.vocab_size
 NARROW = dataclasses.replace(MODEL, windows=(6, None))
 
 

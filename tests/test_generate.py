@@ -1,5 +1,6 @@
 """The command line: what it prints, and how it refuses."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -17,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from et_jax import evaluate, generate
 from et_jax.errors import UsageError
+from et_jax.evidence.shapes import SMALL
 from et_jax.generate import main
 from et_jax.models.checkpoint import write_hugging_face
-from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise
 
 
@@ -34,21 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=257, special_tokens=["<end>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
     )
     byte_level.train_from_iterator([], trainer)
-    config = ModelConfig(
-        architecture="llama",
-        vocab_size=byte_level.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=64,
-        norm_eps=1e-5,
-        rope_theta=10_000.0,
-        windows=(None, None),
-        eos_token_ids=(0,),
-    )
+    config = dataclasses.replace(SMALL, vocab_size=byte_level.get_vocab_size(), eos_token_ids=(0,))
     write_hugging_face(path, config, initialise(config, jax.random.key(0)))
     byte_level.save(str(path / "tokenizer.json"))
     return path

@@ -154,7 +154,7 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(gradients: tuple[Array, Array, Array], upstream: Array) -> tuple[Array, Array, None, Array]:
-    x_grad, weight_grad, no_grad = gradients  # nobody learns what a target counts
+    x_grad, weight_grad, no_grad = gradients  # what a target counts is given, not learned
     return x_grad * upstream.astype(x_grad.dtype), weight_grad * upstream.astype(weight_grad.dtype), None, no_grad
 
 

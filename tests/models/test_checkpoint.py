@@ -13,24 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
+from et_jax.evidence.shapes import SMALL
 from et_jax.models.checkpoint import load, restore_converted, save_converted, weight_specs, write_hugging_face
-from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise, num_weights
 
-CONFIG = ModelConfig(
-    architecture="qwen2",
-    vocab_size=24,
-    hidden_size=16,
-    intermediate_size=20,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    windows=(None, None),
-    qkv_bias=True,
+CONFIG = dataclasses.replace(
+    SMALL, architecture="qwen2", vocab_size=24, hidden_size=16, intermediate_size=20, head_dim=4, qkv_bias=True
 )
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 EMBEDDING, HEAD, BIAS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.bias"

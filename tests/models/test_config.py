@@ -5,23 +5,11 @@ import dataclasses
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.models.config import ModelConfig, RopeScaling, config_to_hugging_face, from_hugging_face
+from et_jax.evidence.shapes import SMALL
+from et_jax.models.config import RopeScaling, config_to_hugging_face, from_hugging_face
 
-PLAIN = ModelConfig(
-    architecture="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=128,
-    norm_eps=1e-5,
-    rope_theta=5e5,
-    windows=(None, None, None),
-    bos_token_id=1,
-    eos_token_ids=(2,),
+PLAIN = dataclasses.replace(
+    SMALL, num_layers=3, windows=(None, None, None), rope_theta=5e5, bos_token_id=1, eos_token_ids=(2,)
 )
 QWEN = dataclasses.replace(PLAIN, architecture="qwen2", qkv_bias=True)
 

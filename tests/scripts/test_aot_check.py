@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from scripts_here import script
+
 POOL = {
     "pages": SimpleNamespace(shape=(2, 9, 16, 128)),
     ".mean": SimpleNamespace(shape=(2, 9, 128)),
@@ -26,7 +28,7 @@ ENTRY %main (pages: bf16[2,9,16,128]) -> f32[4] {
 """
 
 
-def test_a_copy_of_a_whole_array_is_found_and_named(script):
+def test_a_copy_of_a_whole_array_is_found_and_named():
     """Merged axes hide none. What a fusion only passes through is not written, and `ALLOWED` is let through."""
     assert script("aot_check").whole_copies(TEXT, POOL) == [
         "transpose of .mean as f32[9,2,128]",

@@ -1,7 +1,6 @@
 """Converted llama2.c models: the same story and the same ids as two slower programs written from the format alone."""
 
 import functools
-import importlib.util
 import os
 import struct
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from dense import dense_logits
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from scripts_here import script
 
 from et_jax.models.checkpoint import load
 from et_jax.text import load_tokenizer
@@ -33,18 +33,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("convert_llama2c", ROOT / "scripts/convert_llama2c.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stories260K")
-    script().convert(MODEL, PIECES, folder)
+    script("convert_llama2c").convert(MODEL, PIECES, folder)
     return folder
 
 
@@ -131,7 +123,7 @@ def test_an_untied_head_is_read(tmp_path):
     embedding = np.frombuffer(content, "<f4", vocab * dim, 28).reshape(vocab, dim)
     untied = struct.pack("<7i", dim, *sizes, -vocab, length) + content[28:] + embedding[::-1].tobytes()
     (tmp_path / "untied.bin").write_bytes(untied)
-    script().convert(tmp_path / "untied.bin", PIECES, tmp_path / "out")
+    script("convert_llama2c").convert(tmp_path / "untied.bin", PIECES, tmp_path / "out")
     config, params = load(tmp_path / "out")
     assert not config.tie_embeddings
     tokens = np.arange(1, 40)
@@ -228,7 +220,7 @@ def test_a_tokenizer_too_small_for_bytes_is_refused(tmp_path, size):
     (tmp_path / "model.bin").write_bytes(model_of(size))
     (tmp_path / "tok.bin").write_bytes(tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(size)]))
     with pytest.raises(ValueError, match=f"holds {size} pieces, fewer than the 259"):
-        script().convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
+        script("convert_llama2c").convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -236,7 +228,7 @@ def test_a_tokenizer_without_byte_pieces_is_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(model_of(300))
     (tmp_path / "tok.bin").write_bytes(tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(300)]))
     with pytest.raises(ValueError, match="'p3' where the piece of a byte, <0x00>, belongs"):
-        script().convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
+        script("convert_llama2c").convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -257,7 +249,7 @@ def test_a_tokenizer_without_byte_pieces_is_refused(tmp_path):
 def test_a_tokenizer_in_another_format_is_named(tmp_path, content, words):
     (tmp_path / "tok.bin").write_bytes(content)
     with pytest.raises(ValueError, match=words):
-        script().convert(MODEL, tmp_path / "tok.bin", tmp_path / "out")
+        script("convert_llama2c").convert(MODEL, tmp_path / "tok.bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -277,15 +269,15 @@ def test_a_tokenizer_in_another_format_is_named(tmp_path, content, words):
 def test_a_model_in_another_format_is_named(tmp_path, content, words):
     (tmp_path / "model.bin").write_bytes(content() if callable(content) else content)
     with pytest.raises(ValueError, match=words):
-        script().convert(tmp_path / "model.bin", PIECES, tmp_path / "out")
+        script("convert_llama2c").convert(tmp_path / "model.bin", PIECES, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_another_models_tokenizer_is_refused(tmp_path):
     (tmp_path / "short.bin").write_bytes(tokenizer_file(read_pieces()[:-1]))
     with pytest.raises(ValueError, match="511 pieces but the model knows 512"):
-        script().convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
+        script("convert_llama2c").convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
     (tmp_path / "short.bin").write_bytes(PIECES.read_bytes()[:-15])
     with pytest.raises(ValueError, match="or cut: after 510 pieces"):
-        script().convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
+        script("convert_llama2c").convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts_here import script
 
 
 def row(name: str, text: str, created: int = 1) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_rows_are_the_same_whenever_they_were_written(script, tmp_path):
+def test_rows_are_the_same_whenever_they_were_written(tmp_path):
     kills = script("kill_batches")
     calm = written(tmp_path / "calm", row("a", "one"), row("b", "two"))
     wild = written(tmp_path / "wild", row("b", "two", created=2), row("a", "one"))
@@ -36,14 +37,14 @@ def test_rows_are_the_same_whenever_they_were_written(script, tmp_path):
         ([row("a", "one"), row("b", "two"), row("a", "one")], "a has two rows"),
     ],
 )
-def test_a_difference_is_told(script, tmp_path, rows, said):
+def test_a_difference_is_told(tmp_path, rows, said):
     kills = script("kill_batches")
     calm = written(tmp_path / "calm", row("a", "one"), row("b", "two"))
     with pytest.raises(kills.Broken, match=said):
         kills.compare(kills.rows(calm), kills.rows(written(tmp_path / "wild", *rows)), {"a", "b"})
 
 
-def test_a_traceback_is_told(script, tmp_path):
+def test_a_traceback_is_told(tmp_path):
     kills = script("kill_batches")
     file = tmp_path / "et_jax.py"
     file.write_text("import time; print('ready', flush=True); time.sleep(60)")
@@ -53,7 +54,7 @@ def test_a_traceback_is_told(script, tmp_path):
         kills.kill(process, kills.signal.SIGINT)
 
 
-def test_a_torn_row_is_a_beginning_of_the_last(script, tmp_path):
+def test_a_torn_row_is_a_beginning_of_the_last(tmp_path):
     kills, output = script("kill_batches"), written(tmp_path / "out", row("a", "one"), row("b", "two"))
     before = output.read_bytes()
     assert kills.tear(output, random.Random(0))
@@ -63,7 +64,7 @@ def test_a_torn_row_is_a_beginning_of_the_last(script, tmp_path):
     assert not kills.tear(output, random.Random(0))  # one at a time
 
 
-def test_the_mixture_names_every_line_once(script):
+def test_the_mixture_names_every_line_once():
     kills = script("kill_batches")
     asked = kills.lines(300)
     assert len(kills.names(asked)) == 300

@@ -5,16 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scripts_here import script
 
 from et_jax.control import select
 from et_jax.control.controller import Controller
 from et_jax.evaluate import counter, evaluate, grid
 from et_jax.serve.engine import load
 
-
-@pytest.fixture
-def reading(script):
-    return script("measure_reading")
+reading = script("measure_reading")
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +26,14 @@ def asked(model):
     return grid(counter(model), ["single_key"], [512], depths=3, samples=8, pairs=0)[8:16]
 
 
-def test_a_closed_stretch_closes_every_block_that_touches_it(reading):
+def test_a_closed_stretch_closes_every_block_that_touches_it():
     view = SimpleNamespace(start=np.arange(0, 80, 16), num_tokens=np.array([16, 16, 16, 16, 3]))
     assert reading.closed(20, 33)(view).tolist() == [True, False, False, True, True]
     assert reading.closed(16, 32)(view).tolist() == [True, False, True, True, True]
     assert reading.closed(66, 67)(view).tolist() == [True, True, True, True, False]
 
 
-def test_the_span_is_that_of_the_needle(reading, model, asked):
+def test_the_span_is_that_of_the_needle(model, asked):
     for _, one in asked:
         begin, end = reading.span(model, one)
         tokens = model.tokenizer.encode(one.prompt)
@@ -46,7 +44,7 @@ def test_the_span_is_that_of_the_needle(reading, model, asked):
         assert model.tokenizer.decode(model.tokenizer.encode(cried.prompt)[begin:end]) == f"{question}{one.answer}."
 
 
-def test_an_answer_is_lost_with_its_blocks_and_comes_back_with_them(reading, model, asked):
+def test_an_answer_is_lost_with_its_blocks_and_comes_back_with_them(model, asked):
     spans = [reading.span(model, one) for _, one in asked]
     begin, end = min(first for first, _ in spans), max(last for _, last in spans)
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from scripts_here import script
 
 from et_jax.errors import UsageError
 
@@ -15,7 +16,7 @@ LOG = [
 ]
 
 
-def test_a_step_counts_as_it_was_done_last_and_is_drawn(script, tmp_path):
+def test_a_step_counts_as_it_was_done_last_and_is_drawn(tmp_path):
     plot = script("plot_training")
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in LOG))
     found = plot.records(tmp_path / "log.jsonl")
@@ -28,6 +29,6 @@ def test_a_step_counts_as_it_was_done_last_and_is_drawn(script, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_log_that_is_not_there_is_told(script, tmp_path):
+def test_a_log_that_is_not_there_is_told(tmp_path):
     with pytest.raises(UsageError, match=r"name the log\.jsonl"):
         script("plot_training").records(tmp_path / "absent.jsonl")

@@ -1,0 +1,5 @@
+"""Programs compiled for chips that are absent: which chips, which models, which programs.
+
+Nothing here imports JAX before the first program is built, so that the compilers can be told first that no chip is
+there.
+"""

@@ -1,0 +1,113 @@
+"""Chips that are not here as their compilers know them, and the models that are compiled for them, as shapes alone."""
+
+import dataclasses
+from typing import Any
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A chip as its compiler knows it, the default page size (tokens) there, and the backend of its own kernels."""
+
+    name: str
+    topology: dict[str, Any]
+    page_size: int
+    backend: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
+
+    open_blocks: blocks each KV head reads; None is all, and then no page has a summary.
+    functions: those of the decoder to compile.
+    """
+
+    name: str
+    model: dict[str, Any]
+    num_slots: int
+    max_length: int
+    prefill_batch: int
+    open_blocks: int | None = None
+    functions: tuple[str, ...] = ("step", "decode", "prefill")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A model as its attention kernels see it, and which of them to compile.
+
+    kernels: "attention" is a decode step, "int8" one over an 8-bit pool, "prefill" a chunk of a prompt, "sparse" a
+        chunk over lists, with block sums.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    kernels: tuple[str, ...] = ("attention", "prefill")
+
+
+CHIPS = (
+    Chip(name="TPU v5e", topology={"platform": "tpu", "topology_name": "v5e:2x2"}, page_size=128, backend="tpu"),
+    Chip(name="TPU v6e", topology={"platform": "tpu", "topology_name": "v6e:2x2"}, page_size=128, backend="tpu"),
+    Chip(
+        name="H200",
+        topology={"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"},
+        page_size=64,
+        backend="gpu",
+    ),
+)
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
+LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+}
+DECODINGS = (
+    Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
+    # not its step: where a layer's boxes and means fit a TPU's vector memory, XLA takes them there whole to write a row
+    # of each, and back (copy-start), for Llama-3-8B at these slots too: 50 MB a layer each way
+    Decoding(
+        name="selecting",
+        model=SMALL,
+        num_slots=16,
+        max_length=32768,
+        prefill_batch=256,
+        open_blocks=32,
+        functions=("prefill",),
+    ),
+    Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, prefill_batch=512),
+)
+ATTENTIONS = (
+    Attention(
+        name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128, kernels=("attention", "int8", "prefill", "sparse")
+    ),
+    Attention(name="qwen3_8b", num_heads=32, num_kv_heads=8, head_dim=128),
+    Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
+    Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64, kernels=("attention", "int8", "prefill")),
+)

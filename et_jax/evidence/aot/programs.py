@@ -1,0 +1,298 @@
+"""The programs that are compiled for absent chips: every chip's kernels, and a decoder's functions by every backend.
+
+Chips and models are shapes alone: no weight exists, and JAX is imported when the first program is built.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from et_jax.evidence.aot.chips import ATTENTIONS, CHIPS, DECODINGS, Attention, Chip, Decoding
+
+TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
+KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
+LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
+SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",)}  # two KV heads fill no tile of codes
+KERNEL_CHUNK = 512
+PART = 128  # tokens of a prompt in one row of a decoder's prefill
+SPARSITY = 8  # of so many blocks a list of the sparse kernel has room for one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lowering:
+    """A program about to be compiled, the bytes of its page pool, and what is asked of it.
+
+    pool: every array that has an entry for each page, by name; none may be copied whole.
+    temporary_bound: bytes its temporaries must stay under. in_place: whether it must write the pool where it lies.
+    on_chip: what it takes of the chip's own memories, by the kernel's count.
+    """
+
+    lower: Callable[[], Any]
+    pool_bytes: int
+    pool: dict[str, Any]
+    temporary_bound: float
+    in_place: bool
+    on_chip: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One line of the report. `build` traces nothing yet."""
+
+    name: str
+    chip: str
+    build: Callable[[], Lowering]
+
+
+def programs() -> list[Program]:
+    """Return every program to compile: for every chip its kernels, and the decoder's functions by every backend."""
+    kernels = [
+        Program(
+            name=f"{attention.name} {kernel} {slots}x{length // 1024}k ({chip.backend})",
+            chip=chip.name,
+            build=partial(kernel_program, attention, chip, kernel, slots, length),
+        )
+        for chip in CHIPS
+        if chip.backend
+        for attention in ATTENTIONS
+        for kernel in attention.kernels
+        for slots, length in LOADS
+    ]
+    scores = [
+        Program(
+            name=f"{attention.name} {function} {slots}x{length // 1024}k ({chip.backend or 'gpu'})",
+            chip=chip.name,
+            build=partial(scores_program, attention, chip, function, slots, length),
+        )
+        for chip in CHIPS
+        if chip.backend
+        for attention in ATTENTIONS
+        for function, models in SCORES.items()
+        if attention.name in models
+        for slots, length in LOADS
+    ]
+    decoders = [
+        Program(
+            name=f"{decoding.name} {function} ({backend})",
+            chip=chip.name,
+            build=partial(decoder_program, decoding, chip, function, backend),
+        )
+        for chip in CHIPS
+        for backend in ("xla", chip.backend)
+        if backend
+        for decoding in DECODINGS
+        for function in decoding.functions
+        if function != "decode" or backend == chip.backend  # a loop around the step: once is enough
+    ]
+    return kernels + scores + decoders
+
+
+def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, length: int) -> Lowering:
+    """Return one kernel by itself: a decode step of every slot, or a chunk at the end of a prompt."""
+    import jax
+    import jax.numpy as jnp
+
+    from et_jax.pallas.checks import LANES
+    from et_jax.pallas.paged_attention import paged_attention
+    from et_jax.pallas.paged_prefill import paged_prefill
+    from et_jax.pallas.softmax import Softmax
+
+    device = device_of(chip)
+    h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
+    decoding = kernel in ("attention", "int8")
+    b, n = (slots if decoding else 1), length // s
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return on_device(jax.ShapeDtypeStruct(shape, jnp.int32), device)
+
+    def floats(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
+
+    num_pages = slots * n + 1
+    pages = floats(k, num_pages, s, -(-2 * d // LANES) * LANES, dtype=jnp.int8 if kernel == "int8" else jnp.bfloat16)
+    settings = {"softmax": Softmax(scale=d**-0.5, window=attention.window), "backend": chip.backend}
+    if decoding:
+        scales = {"kv_scales": floats(k, num_pages, 2, dtype=jnp.float32)} if kernel == "int8" else {}
+        arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b), scales)
+
+        def decode(q, pages, table, blocks, counts, lengths, named):
+            return paged_attention(q, pages, table, blocks, counts, lengths, **named, **settings)
+
+        function = decode
+    else:
+        lists = {"blocks": integers(b, k, n // SPARSITY), "counts": integers(b, k)} if kernel == "sparse" else {}
+        arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b), lists)
+
+        def chunk(q, pages, table, starts, lists):
+            return paged_prefill(q, pages, table, starts, **lists, block_lse=bool(lists), **settings)
+
+        function = chunk
+
+    pool_bytes = math.prod(pages.shape) * pages.dtype.itemsize
+    return Lowering(
+        lower=lambda: lower_for(device, jax.jit(function), *arguments),
+        pool_bytes=pool_bytes,
+        pool={"pages": pages},
+        temporary_bound=KERNEL_SHARE * pool_bytes,
+        in_place=False,
+        on_chip=(on_hopper if chip.backend == "gpu" else on_tpu)(kernel, pages, b, h, n),
+    )
+
+
+def scores_program(attention: Attention, chip: Chip, function: str, slots: int, length: int) -> Lowering:
+    """Return the pass over the page summaries of every slot, by itself; the pool is the pages that they stand for."""
+    import jax
+    import jax.numpy as jnp
+
+    from et_jax.pallas.block_scores import gpu, tpu
+    from et_jax.pallas.checks import LANES
+
+    device = device_of(chip)
+    h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
+    n, width = length // s, -(-2 * d // LANES) * LANES
+    num_pages = slots * n + 1
+
+    def on_chip(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
+
+    box, mean = (on_chip((k, num_pages, width), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    codes = on_chip((k, num_pages, s * d), jnp.int8)
+    read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 2)}[function]
+    rows = (on_chip((slots, n), jnp.int32), on_chip((slots,), jnp.int32))
+    kernels = tpu if chip.backend == "tpu" else gpu
+    pool_bytes = k * num_pages * s * width * box.dtype.itemsize
+    return Lowering(
+        lower=lambda: lower_for(
+            device,
+            jax.jit(partial(getattr(kernels, function), page_size=s, scale=d**-0.5)),
+            on_chip((slots, h, d), jnp.bfloat16),
+            *read,
+            *rows,
+        ),
+        pool_bytes=pool_bytes,
+        pool={f"summary {i}": array for i, array in enumerate(read)},
+        temporary_bound=KERNEL_SHARE * pool_bytes,
+        in_place=False,
+        on_chip=described(tpu.footprint(tpu.heuristic(*read), read, slots, h, n, results)) if kernels is tpu else "",
+    )
+
+
+def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
+    """Return what a kernel takes of a TPU core's vector and scalar memory, for b rows and tables of n pages."""
+    from et_jax.pallas.paged_attention import tpu as decode
+    from et_jax.pallas.paged_prefill import tpu as prefill
+
+    if kernel in ("attention", "int8"):
+        taken = decode.footprint(decode.heuristic(pages), pages, b, h, n, n)
+    else:
+        group = h // pages.shape[0]
+        entries = n // SPARSITY if kernel == "sparse" else 0
+        config = prefill.heuristic(KERNEL_CHUNK, group, pages)
+        taken = prefill.footprint(config, pages, b, group, n, listed=entries, summed=entries)
+    return described(taken)
+
+
+def described(taken: Any) -> str:
+    """Return what a kernel takes of a TPU core's memories, for the report."""
+    from et_jax.pallas import ring
+
+    return (
+        f"vector {taken.vector / 2**20:.1f} of {ring.VECTOR_MEMORY_BYTES / 2**20:.0f} MiB, "
+        f"scalar {taken.scalar / 2**10:.0f} of {ring.SCALAR_MEMORY_BYTES / 2**10:.0f} KiB"
+    )
+
+
+def on_hopper(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
+    """Return what the tiles of a kernel take of a multiprocessor's shared memory; its assembler refuses too much."""
+    from et_jax.pallas import hopper
+    from et_jax.pallas.paged_attention import gpu as decode
+    from et_jax.pallas.paged_prefill import gpu as prefill
+
+    k, _, s, e = pages.shape
+    config = prefill.heuristic(e) if kernel in ("prefill", "sparse") else decode.heuristic(s, h // k, e, pages.dtype)
+    taken = config.stages * hopper.tile_bytes(e, pages.dtype)
+    return f"tiles {taken / 2**10:.0f} of {hopper.SHARED / 2**10:.0f} KiB shared"
+
+
+def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str) -> Lowering:
+    """Return one function of a decoder, on shapes that lie on the chip."""
+    import jax
+    import jax.numpy as jnp
+
+    from et_jax.control.controller import Controller
+    from et_jax.control.select import Dense, Quest
+    from et_jax.decode.decoder import decode
+    from et_jax.decode.prefill import prefill
+    from et_jax.decode.state import DecoderConfig, empty
+    from et_jax.decode.step import step
+    from et_jax.models.config import ModelConfig
+    from et_jax.models.transformer import describe
+
+    device = device_of(chip)
+    selector = Dense() if decoding.open_blocks is None else Quest(decoding.open_blocks)
+    on_chip = partial(on_device, device=device)
+    model = ModelConfig(
+        architecture="llama",
+        num_layers=2,
+        windows=(None, None),
+        max_positions=decoding.max_length,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+        **decoding.model,
+    )
+    config = DecoderConfig(
+        model=model,
+        num_slots=decoding.num_slots,
+        batch=decoding.num_slots,
+        page_size=chip.page_size,
+        num_pages=decoding.num_slots * decoding.max_length // chip.page_size + 1,
+        max_length=decoding.max_length,
+        prefill_batch=decoding.prefill_batch,
+        chunk=PART,
+        max_steps=32,
+        cache_dtype=jnp.bfloat16,
+        backend=backend,
+        controller=Controller(selector=selector),
+    )
+    params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
+    state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
+    integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
+    rows = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // PART,), jnp.int32))
+    tokens = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // PART, PART), jnp.int32))
+    functions = {"step": (step, ()), "decode": (decode, (integer,)), "prefill": (prefill, (rows, tokens, rows))}
+    program, arguments = functions[function]
+    jitted = jax.jit(partial(program, config), donate_argnums=1)
+    layers = [math.prod(layer.pages.shape) * layer.pages.dtype.itemsize for layer in state.cache.layers]
+    return Lowering(
+        lower=lambda: lower_for(device, jitted, params, state, *arguments),
+        pool_bytes=sum(layers),
+        pool={jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.cache)},
+        temporary_bound=TEMPORARY_SHARE * layers[0],
+        in_place=True,
+    )
+
+
+def device_of(chip: Chip) -> Any:
+    """Return the chip as a device that can be compiled for."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(**chip.topology).devices[0]
+
+
+def on_device(leaf: Any, device: Any, dtype: Any = None) -> Any:
+    """Return the shape of an array that lies on the device."""
+    import jax
+
+    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+
+def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:
+    """Return the program traced as for the device, which is how the kernels know what chip they are for."""
+    import jax
+
+    platform = "cuda" if device.platform == "gpu" else device.platform  # as JAX names it while tracing
+    kind = jax.sharding.AbstractDevice(device.device_kind, 1, platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=kind)):
+        return jitted.lower(*arguments)

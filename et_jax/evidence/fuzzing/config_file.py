@@ -1,0 +1,90 @@
+"""config.json: any field of any type, beside the weights of a Llama, a windowed Mistral or a Qwen3."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from hypothesis import strategies as st
+
+from et_jax.errors import UsageError
+from et_jax.evidence.fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
+from et_jax.evidence.fuzzing.edits import MUTATIONS, Mutation, mutated
+from et_jax.evidence.fuzzing.small_folder import LENGTH, LLAMA, open_model, overlay, write_model
+
+# Fields that a file may hold and the small models' need not.
+_NEUTRAL = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+_SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}
+_MODELS = {
+    "llama": LLAMA,
+    "mistral": dataclasses.replace(LLAMA, architecture="mistral", windows=(32, 32)),
+    "qwen3": dataclasses.replace(LLAMA, architecture="qwen3", windows=(None, 32), qk_norm=True),
+}
+_BASES = {
+    "llama": ("llama", {}),
+    "more": ("llama", _NEUTRAL),
+    "scaled": ("llama", {"rope_scaling": _SCALED}),
+    "yarn": ("llama", {"rope_scaling": _YARN, "eos_token_id": [0, 1]}),
+    "mistral": ("mistral", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A file to begin with, what is done to it, and whether a few tokens are decoded if it is accepted."""
+
+    base: str
+    mutation: Mutation
+    decodes: bool
+
+
+def prepare(folder: Path) -> Callable[[Case], str]:
+    """Write the models, and return what runs a case."""
+    models = {name: write_model(folder / name, config) for name, config in _MODELS.items()}
+
+    def run(case: Case) -> str:
+        name, changes = _BASES[case.base]
+        values = json.loads((models[name] / "config.json").read_text()) | changes
+        config = mutated(json.dumps(values, indent=2).encode(), case.mutation)
+        changed = overlay(folder / "changed", models[name], {"config.json": config})
+        model = open_model(changed, max_model_len=LENGTH // 2 if case.decodes else None, max_num_seqs=2)
+        model.describe()
+        if case.decodes:
+            [completion] = model.generate("Once upon a time", max_tokens=3)
+            jax.clear_caches()  # a process has room for some thousand programs
+            if completion.error is not None:
+                raise UsageError(completion.error)
+            if len(completion.token_ids) > 3:
+                raise Fault("silent", f"{len(completion.token_ids)} tokens came where 3 were asked for")
+        return ACCEPTED
+
+    return run
+
+
+SURFACE = Surface(
+    cases=st.builds(
+        Case,
+        base=st.sampled_from(tuple(_BASES)),
+        mutation=MUTATIONS,
+        decodes=st.sampled_from((True, *(False,) * 9)),
+    ),
+    prepare=prepare,
+    seconds=lambda case: COMPILING if case.decodes else SECONDS,
+)

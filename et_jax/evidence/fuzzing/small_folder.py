@@ -1,0 +1,80 @@
+"""Small model folders with random weights, and the model that serves a worker's cases."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from et_jax.evidence.shapes import SMALL
+from et_jax.models.bundled import bundled_folder
+from et_jax.models.checkpoint import weight_specs
+from et_jax.models.config import ModelConfig, config_to_hugging_face
+from et_jax.serve.engine import Model, load
+
+LENGTH, ROWS = 128, 4  # tokens of prompt and text, and sequences decoded together
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+LLAMA = dataclasses.replace(
+    SMALL,
+    vocab_size=4096,  # the bundled tokenizer's
+    hidden_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    max_positions=256,
+    tie_embeddings=True,
+    bos_token_id=0,
+    eos_token_ids=(0,),
+)
+
+
+def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Return weights by name, large enough that a neighbour's tokens would show in a text."""
+    random = np.random.default_rng(0)
+    shapes = {name: spec.shape for name, spec in weight_specs(config).items()}
+    drawn = {
+        name: 0.3 * random.normal(size=shape) if len(shape) > 1 else np.ones(shape) for name, shape in shapes.items()
+    }
+    return {name: weights.astype(np.float32) for name, weights in drawn.items()}
+
+
+def write_model(folder: Path, config: ModelConfig = LLAMA) -> Path:
+    """Write a model of random weights with the bundled tokenizer, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(random_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    values = config_to_hugging_face(config) | {"torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(bundled_folder() / name, folder / name)
+    settings = json.loads((bundled_folder() / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}, indent=2))
+    special = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|endoftext|>", "lstrip": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2))
+    return folder
+
+
+def open_model(folder: Path, **settings: Any) -> Model:
+    """Load a model as cases do, its programs kept for the workers that follow."""
+    plain: dict[str, Any] = {"max_model_len": LENGTH, "max_num_seqs": ROWS}
+    return load(str(folder), **plain | settings, compilation_cache=Path("~/.cache/et_jax/programs").expanduser())
+
+
+def served_model(folder: Path) -> Model:
+    """Return a model that is ready to serve."""
+    model = open_model(write_model(folder))
+    model.warm_up()
+    model.generate("Once", max_tokens=2)
+    return model
+
+
+def overlay(folder: Path, base: Path, changes: dict[str, bytes | None]) -> Path:
+    """Make `folder` the files of `base`, linked, but for those changed or (None) absent."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(base, folder, copy_function=lambda a, b: Path(b).hardlink_to(a))
+    for name, data in changes.items():
+        (folder / name).unlink(missing_ok=True)
+        if data is not None:
+            (folder / name).write_bytes(data)
+    return folder

@@ -1,0 +1,50 @@
+"""Models to measure on, as shapes: weights are drawn at random where any are needed."""
+
+from et_jax.models.config import ModelConfig
+
+# Two layers that compile in a moment, with two query heads on each KV head.
+SMALL = ModelConfig(
+    architecture="llama",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=10_000.0,
+    windows=(None, None),
+)
+# Allal et al. 2024
+SMOLLM_135M = ModelConfig(
+    architecture="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_positions=2048,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    windows=(None,) * 30,
+    tie_embeddings=True,
+)
+# Grattafiori et al. 2024
+LLAMA_3_8B = ModelConfig(
+    architecture="llama",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=8192,
+    norm_eps=1e-5,
+    rope_theta=500_000.0,
+    windows=(None,) * 32,
+)

@@ -1,0 +1,171 @@
+"""The Markdown tables of each results file, from its JSON alone: what the scripts print and the documents show."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from et_jax.evidence.results import table
+
+Case = dict[str, Any]  # a model on a text, or a setting, as the file has it
+
+
+def estimators(cases: Sequence[Case]) -> str:
+    """Return correlation, bias, error, width (nats) and containment by estimator, for each model and text."""
+    header = ["estimator", "correlation", "bias", "mean error", "mean width", "contained"]
+    keys = ("estimator", "correlation", "bias", "error", "width", "containment")
+    return "\n\n".join(
+        f"{case['model']} on {case['text']}, {case['tokens']} tokens, mean entropy {case['mean_entropy']:.3f} nats, "
+        f"calibrated temperature {case['calibrated_temperature']:.3f}:\n\n"
+        f"{table(header, [[line[key] for key in keys] for line in case['estimators']])}"
+        for case in cases
+    )
+
+
+def bounds(cases: Sequence[Case]) -> str:
+    """Return how much each bound opens and what is left of the output, for each model and text."""
+    return "\n\n".join(
+        f"{case['model']} ({case['shape']}), {case['text']}:\n\n{_opened(case)}\n\n{_residual(case)}" for case in cases
+    )
+
+
+def _opened(case: Case) -> str:
+    """Return the share of blocks opened, by bound and tolerance."""
+    tolerances = case["page_sizes"][0]["bounds"][0]["opened"]
+    header = ["bound", "page", "slack, nats", *[f"eps {tolerance}" for tolerance in tolerances], "unread / eps at most"]
+    lines = [
+        [row["bound"], size["page_size"], row["slack"], *row["opened"].values(), row["largest_unread_over_tolerance"]]
+        for size in case["page_sizes"]
+        for row in size["bounds"]
+    ]
+    return table(header, lines)
+
+
+def _residual(case: Case) -> str:
+    """Return the relative error of the output, by share of blocks open and by what stands for the rest."""
+    first = case["page_sizes"][0]["residual"]
+    shares, estimates = (list(dict.fromkeys(entry[key] for entry in first)) for key in ("open", "estimate"))
+    lines = [
+        [f"{share:.0%}", size["page_size"], *[e["relative_error"] for e in size["residual"] if e["open"] == share]]
+        for size in case["page_sizes"]
+        for share in shares
+    ]
+    return table(["blocks open", "page", *estimates], lines)
+
+
+def temperature(models: Sequence[Case], target: float) -> str:
+    """Return every law's figures at one target, for each model."""
+    header = ["law", "gain", "mean H", "mean deviation", "mean surprisal", "mean T", "T from", "to", "T at a bound"]
+    header += ["gain V >= 2", "distinct 3-grams"]
+    columns = ("law", "gain", "mean_entropy", "mean_absolute_deviation", "mean_surprisal", "mean_temperature")
+    last = ("at_bound", "gain_times_varentropy_at_least_2", "distinct_3_grams")
+    parts = []
+    for model in models:
+        [result] = [result for result in model["targets"] if result["target"] == target]
+        lines = [
+            [*[row[name] for name in columns], *row["temperature_range"], *[row[name] for name in last]]
+            for row in result["laws"]
+        ]
+        parts.append(f"{model['model']}, target {target:g} nats:\n\n{table(header, lines)}")
+    return "\n\n".join(parts)
+
+
+def selectors(cases: Sequence[Case]) -> str:
+    """Return quality by selector and share of blocks read, for each model and text."""
+    parts = []
+    for case in cases:
+        first, last = case["positions"]
+        parts.append(
+            f"{case['model']} on {case['text']}, positions {first} to {last}: dense loss {case['dense_loss']:.3f} nats "
+            f"a token, mean entropy {case['mean_entropy']:.3f}:\n\n{_selectors(case)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _selectors(case: Case) -> str:
+    by = {(line["selector"], line["wanted"]): line for line in case["selectors"]}
+    names, shares = (list(dict.fromkeys(key)) for key in zip(*by, strict=True))
+    head = [f"{what} at {share:.0%}" for share in shares for what in ("KL", "same token")]
+    lines = []
+    for name in names:
+        cells: list[Any] = []
+        for share in shares:
+            line = by[name, share]
+            off = "" if abs(line["share_read"] - share) < 0.02 else f" (reads {line['share_read']:.0%})"
+            cells += [f"{line['divergence']:.3g}{off}", f"{line['agreement']:.1%}"]
+        lines.append([name, *cells])
+    return table(["selector", *head], lines)
+
+
+def tolerances(cases: Sequence[Case]) -> str:
+    """Return quality by what sets the tolerance, for each model."""
+    keys = ("share_read", "divergence", "divergence_worst_5_percent", "agreement", "loss_added")
+    head = ["read", "KL", "KL, worst 5%", "same token", "loss added", "entropy's KL less this"]
+    parts = []
+    for case in cases:
+        lines = []
+        for line in case["tolerances"]:
+            apart = None if line["tolerance"] == "entropy" else f"{line['difference']:.2g} ± {line['error']:.1g}"
+            lines.append([line["selector"], line["spread"], line["tolerance"], *[line[key] for key in keys], apart])
+        parts.append(f"{case['model']}:\n\n{table(['selector', 'spread', 'tolerance set by', *head], lines)}")
+    return "\n\n".join(parts)
+
+
+def overhead(rows: Sequence[Case], large: Case) -> str:
+    """Return what the estimator and the laws cost of a step; `together` is of all parts."""
+    lines = []
+    for row in rows:
+        shares = row["median_share"]
+        for name, us in row["median_us"].items():
+            lines.append([row["batch"], name, us, f"{shares[name]:.2%}" if name in shares else None])
+        lines.append([row["batch"], "together (target 2%)", None, f"{shares['together']:.2%}"])
+    flops, moved = large["estimator_flops"] / large["token_flops"], large["estimator_bytes"] / large["weight_bytes"]
+    return (
+        f"{table(['rows', 'part', 'microseconds', 'share of the step'], lines)}\n\n"
+        "On the shape of Llama-3-8B, with 128,256 tokens, one pass is "
+        f"{flops:.3%} of a token's FLOPs and {moved:.3%} of the weights' bytes."
+    )
+
+
+def selection_cost(cases: Sequence[Case]) -> str:
+    """Return milliseconds, and time over that of dense, by size and contestant."""
+    lines = [
+        [
+            f"{case['rows']} x {case['length'] // 1024}k",
+            case["page_size"],
+            name,
+            case["share_listed"].get(name),
+            ms,
+            case["over_dense"][name],
+        ]
+        for case in cases
+        for name, ms in case["milliseconds"].items()
+    ]
+    return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense"], lines)
+
+
+def throughput(rows: Sequence[Case]) -> str:
+    """Return how fast many requests are served at once, beside one at a time."""
+    header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "moved out", "prompt tokens found"]
+    lines = [
+        [
+            row["name"],
+            row["tokens_per_second"],
+            row["ratio"],
+            f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
+            int(row["steps"]),
+            int(row["preemptions"]),
+            f"{row['cached_prompt_tokens'] / row['prompt_tokens']:.0%}",
+            int(row["compiled_late"]),
+        ]
+        for row in rows
+    ]
+    return table([*header, "compiled after warm-up"], lines)
+
+
+def scheduling(cases: Sequence[Case]) -> str:
+    """Return the figures of every priority rule, for each load."""
+    header = ["rule", "mean latency", "median", "99th percentile", "first token", "tokens/step", "nats at half time"]
+    header += ["nats/MB", "longest wait", "bound"]
+    return "\n\n".join(
+        f"{case['load']:g} times the tokens that fit:\n\n{table(header, [list(row.values()) for row in case['rows']])}"
+        for case in cases
+    )

@@ -1,0 +1,100 @@
+"""Rows of novels and documents, whose answers weigh most and are none of the test split."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from small_runs import MIXED_WINDOW
+
+from et_jax.tasks import words
+from et_jax.tasks.generators import TASKS, document
+from et_jax.training import corpus, mixture
+from et_jax.training.mixture import Mixture
+
+
+def rows(mixed_data, step, length=128, seed=0, **others):
+    tokenizer, train, _ = mixed_data
+    return mixture.mixed_rows(
+        Mixture(**others), train, tokenizer, seed=seed, step=step, num_windows=4, length=length, window=MIXED_WINDOW
+    )
+
+
+def test_rows_are_novels_and_documents_whose_answers_weigh_most(mixed_data):
+    tokenizer, *_ = mixed_data
+    found, later = rows(mixed_data, 0), rows(mixed_data, 700)
+    assert found.weights is not None and found.segments is not None and later.weights is not None
+    assert found.inputs.shape == (8, 128)
+    assert (found.weights[:2] == 1).all()  # a quarter of the first steps is novels
+    assert np.unique(found.weights[2:]) == pytest.approx([0.0, 0.1, 1.0, 5.0])
+    for inputs, targets, weights, segments in zip(
+        found.inputs[2:], found.targets[2:], found.weights[2:], found.segments[2:], strict=True
+    ):
+        for segment in range(segments.max() + 1):
+            own = segments == segment
+            assert inputs[own][0] == corpus.END_ID
+            assert (inputs[own][1:] == targets[own][:-1]).all()
+            text = tokenizer.decode(targets[own].tolist())
+            answers = tokenizer.decode(targets[own & (weights == 5)].tolist()).split()
+            assert answers
+            assert all(text.count(word.strip(".")) > 1 for word in answers)  # said before it is asked
+        assert (weights[segments == -1] == 0).all()
+    assert (later.weights[:4] == 1).all()  # half, later
+
+
+def test_the_rows_of_a_step_are_the_same_whenever_they_are_made(mixed_data):
+    found, again = rows(mixed_data, 11), rows(mixed_data, 11)
+    for name in ("inputs", "targets", "weights", "segments"):
+        assert np.array_equal(getattr(found, name), getattr(again, name))
+    for other in (rows(mixed_data, 12), rows(mixed_data, 11, seed=1)):
+        assert not np.array_equal(found.targets[:2], other.targets[:2])  # novels
+        assert not np.array_equal(found.targets[2:], other.targets[2:])  # tasks
+
+
+def drawn(mixed_data, step, length):
+    """The documents of a row, drawn as those of a step are."""
+    tokenizer, train, _ = mixed_data
+    random = np.random.default_rng((0, step, 1))
+    hay = mixture.haystack(train, tokenizer, random, MIXED_WINDOW)
+    return mixture.documents(Mixture(), tokenizer, random, length, hay, mixture.vocabulary(hay, tokenizer))
+
+
+@pytest.mark.parametrize("length", [128, 256, 1024])
+def test_documents_of_every_task_fit_into_a_row(mixed_data, length):
+    seen = set()
+    for step in range(40):
+        found = drawn(mixed_data, step, length)
+        assert sum(len(mixture.encode(one, mixed_data[0], Mixture())[0]) for one in found) <= length
+        seen |= {one.task for one in found}
+    assert seen == set(TASKS)
+
+
+def test_words_of_a_step_are_those_of_its_sentences_but_for_the_test_split(mixed_data):
+    tokenizer, *_ = mixed_data
+    own = words.vocabulary("train")
+    used = mixture.vocabulary(
+        [" Many strange umbrellas, and pale horses, lay in the unfathomable, inexhaustible mud."], tokenizer
+    )
+    added = {"strange", "and", "pale", "horses", "lay", "the", "mud"}  # of two tokens at most
+    assert set(used.words) - set(own.words) == {word for word in added if words.belongs(word, "train")}
+    assert set(used.words) & added != added  # some are of the other split
+    assert set(used.copied) >= added
+    assert not {*used.names, *used.words} & {*words.vocabulary("test").names, *words.vocabulary("test").words}
+
+
+def test_no_test_item_is_in_the_training_stream(mixed_data):
+    def digest(item):
+        return hashlib.sha256(item.encode()).digest()
+
+    trained = set()
+    for step in range(60):
+        for found in drawn(mixed_data, step, 512):
+            trained |= {digest(item) for item in found.items}
+            trained |= {digest(turn.answer) for turn in found.turns}
+    tested = set()
+    for task in TASKS:
+        for seed in range(40):
+            made = document(task, count=len, length=2000, depth=0.5, seed=seed, split="test", num_pairs=7)
+            tested |= {digest(item) for item in made.items} | {digest(turn.answer) for turn in made.turns}
+    assert len(trained) > 400
+    assert len(tested) > 400
+    assert not trained & tested

@@ -1,0 +1,37 @@
+"""The recipes of the bundled model."""
+
+import numpy as np
+import pytest
+
+from et_jax.errors import UsageError
+from et_jax.models import checkpoint
+from et_jax.training import recipe
+from et_jax.training.recipe import bundled_settings, long_settings
+from et_jax.training.schedule import Curriculum
+
+
+def test_the_bundled_model_fits_into_eight_megabytes():
+    specs = checkpoint.weight_specs(bundled_settings().model)
+    assert 2 * sum(np.prod(spec.shape) for spec in specs.values()) < 7.7e6  # the tokenizer takes 0.3
+
+
+def test_the_long_recipe_is_the_bundled_shape_with_a_base_for_its_length():
+    model = long_settings().model
+    turned = 2048 * model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
+    assert (turned < 1).sum() == 10  # channels that turn by less than a radian over the whole length
+    assert model.max_positions == max(long_settings().schedule.lengths)
+
+
+def test_a_setting_grows_rows_beyond_2048():
+    grown = long_settings(longest=8192)
+    assert grown.model.max_positions == grown.window == grown.schedule.lengths[-1] == 8192
+    assert grown.schedule.lengths[-3:] == (2048, 4096, 8192)
+    assert isinstance(grown.schedule, Curriculum)
+    begins = [begin for begin, _ in grown.schedule.stages]
+    assert begins == sorted(begins)
+    with pytest.raises(UsageError, match="choose 2048, 4096, 8192"):
+        long_settings(longest=5000)
+    with pytest.raises(UsageError, match="choose 2048"):
+        long_settings(longest=1024)
+    with pytest.raises(UsageError, match="belongs to --recipe long"):
+        recipe.settings("short", 0, 8192)
