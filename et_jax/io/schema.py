@@ -6,6 +6,7 @@ Fields that are not read here may say anything. Every refusal is a `UsageError` 
 import json
 import os
 import re
+import reprlib
 import stat
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from et_jax.errors import UsageError
-from et_jax.io.values import shown
+from et_jax.io.values import excerpt
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ MAX_EOS_IDS = 8  # end tokens of a model, kept beside a request's own stop ids
 FETCH = "take the file from the model's repository again"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is half of a character, or of one written in two
 _SHOWN = 60  # characters of a value that a sentence shows
+_REPR = reprlib.Repr(maxstring=_SHOWN, maxother=_SHOWN)
 
 Count = Annotated[int, Meta(ge=1, le=2**22)]
 Length = Annotated[int, Meta(ge=1, le=2**30)]
@@ -37,7 +39,7 @@ Factor = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class KindFile(msgspec.Struct):
-    """What of config.json names the family; the rest is read once it is a known one."""
+    """The part of config.json that names the family; the rest is read once it is a known one."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -151,7 +153,7 @@ class AddedTokenFile(msgspec.Struct):
 
 
 class TokenizerFile(msgspec.Struct):
-    """Of tokenizer.json what is read beside the library's own reading, and before it."""
+    """Of tokenizer.json the parts that are read beside the library's own reading, and before it."""
 
     model: VocabularyFile | None = None
     added_tokens: list[AddedTokenFile] | None = None
@@ -208,7 +210,7 @@ def read_json(file: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
             [(double, _)] = Counter(name for name, _ in pairs).most_common(1)
-            raise UsageError(f"{file} holds {shown(double)} twice; {FETCH}.")
+            raise UsageError(f"{file} holds {_shortened(double)} twice; {FETCH}.")
         return values
 
     def refuse(name: str) -> None:
@@ -248,7 +250,7 @@ def checked(values: dict[str, Any], kind: type[T], source: str | Path, remedy: s
         path = ".".join(part for part in [*re.findall(r"\.(\w+)", place), *(absent.groups() if absent else ())])
         value = _value(values, path)
         reason = reason[0].lower() + reason[1:].replace("`", "")
-        said = "missing" if value is None else f"{shown(value)} ({reason})"
+        said = "missing" if value is None else f"{_shortened(value)} ({reason})"
         raise UsageError(f"{source}: the field {path} is {said}; {remedy}.") from error
 
 
@@ -260,7 +262,11 @@ def _value(values: Any, path: str) -> Any:
 
 def named(text: str) -> str:
     """Return a name for a sentence: as it is where it is a word, else quoted and cut."""
-    return text if text.isidentifier() and len(text) <= _SHOWN else shown(text)
+    return text if text.isidentifier() and len(text) <= _SHOWN else _shortened(text)
+
+
+def _shortened(value: Any) -> str:
+    return excerpt(_REPR.repr(value), _SHOWN)
 
 
 def _unreadable(file: Path, error: Exception) -> UsageError:

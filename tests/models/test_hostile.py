@@ -277,7 +277,7 @@ CASES = {
     "the config is empty": (text("config.json", ""), "config.json is not readable JSON"),
     "the config is deep": (text("config.json", DEEP), "config.json"),
     "the config is deep within": (text("config.json", '{"a":' * 100_000), "config.json"),
-    "the config has a field twice": (twice("config.json", "hidden_size"), '"hidden_size" twice'),
+    "the config has a field twice": (twice("config.json", "hidden_size"), "'hidden_size' twice"),
     "the config has an infinity": (text("config.json", '{"a": Infinity}'), "Infinity"),
     "the config has a long number": (text("config.json", '{"a": ' + "9" * 100_000 + "}"), "config.json"),
     "the config is no UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json is not readable JSON"),
