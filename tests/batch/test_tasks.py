@@ -129,7 +129,7 @@ REFUSED = [
     ({"prompt": "a", "id": ["x"]}, 'custom_id is ["x"]'),
     ({"prompt": "a", "custom_id": 7}, "custom_id is 7"),
     ({"prompt": "a", "custom_id": False}, "custom_id is false"),
-    ({"prompt": "a", "\x1b[2J\x9b": 1}, r"\u001b[2J\u009b is not a field"),
+    ({"prompt": "a", "\x1b[2J\x9b": 1}, r"\x1b[2J\x9b is not a field"),
     ({"prompt": "a", "x" * 5000: 1}, "... is not a field"),
     (envelope(COMPLETIONS, prompt="a") | {"y" * 5000: 1}, "... has no place beside"),
     (envelope(CHAT, messages=[USER[0] | {"z" * 5000: [1]}]), "..., which is not supported"),
