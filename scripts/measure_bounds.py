@@ -49,8 +49,8 @@ def intervals(blocks: Blocks) -> dict[str, Interval]:
         "box": bounds.box_mass(box, count),
         "ball": bounds.box_mass(ball, count),
         "box and ball": bounds.box_mass(narrow, count),
-        "chord, box": bounds.log_mass(box, view.middle, count),
-        "chord, both": bounds.log_mass(narrow, view.middle, count),
+        "chord, box": bounds.chord_mass(box, view.middle, count),
+        "chord, both": bounds.chord_mass(narrow, view.middle, count),
         "int8 codes": int8_mass(blocks),
         "exact": Interval(low=blocks.log_mass, high=blocks.log_mass),
     }

@@ -48,7 +48,7 @@ def both(a: Interval, b: Interval) -> Interval:
     return Interval(low=jnp.maximum(a.low, b.low), high=jnp.minimum(a.high, b.high))
 
 
-def log_mass(score: Interval, mean: Float[Array, "g n"], num_tokens: Int[Array, " n"]) -> Interval:
+def chord_mass(score: Interval, mean: Float[Array, "g n"], num_tokens: Int[Array, " n"]) -> Interval:
     """Return bounds on log Z, in nats, from the range of the scores and their mean; -inf for an empty block.
 
     Above by the chord, Z <= n [(u - mean) e^l + (mean - l) e^u] / (u - l), never above n e^u; below by
@@ -133,7 +133,7 @@ def residual_error(
     return jnp.sum(wrong, axis=-1) / (jnp.exp(log_opened - top[:, 0]) + jnp.sum(low, axis=-1))
 
 
-def kept_mass(
+def certain_share(
     upper: Float[Array, "g n"], opened: Bool[Array, " n"], log_opened: Float[Array, " g"]
 ) -> Float[Array, " g"]:
     """Return the share of attention mass certainly read: Z_S / (Z_S + U_D) for each query head.

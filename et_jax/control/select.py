@@ -10,7 +10,7 @@ from et_jax.control import bounds
 from et_jax.control.base import name_of, one_like
 from et_jax.control.bisect import above_threshold
 from et_jax.control.contribution import Contribution, influence
-from et_jax.control.view import BlockView, Need, log_mass, mass, needing, needs_of
+from et_jax.control.view import BlockView, Need, estimated_log_mass, mass, needing, needs_of
 from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, value
 
 
@@ -70,7 +70,7 @@ class _Opens(Selector):
 
     def choose(self, view: BlockView) -> Selection:
         """Return the blocks to read, their masses estimated by their mean keys."""
-        return Selection(opened=self.opened(view), estimate=log_mass(view), upper=None)
+        return Selection(opened=self.opened(view), estimate=estimated_log_mass(view), upper=None)
 
 
 @value
@@ -167,7 +167,7 @@ class Guarded(Selector):
         chosen = self.selector.choose(view)
         opened = (chosen.opened | _ends(view, self.sinks, self.window)) & (view.num_tokens > 0)
         if self.min_blocks is not None:
-            likely = jnp.max(jax.nn.log_softmax(log_mass(view), axis=-1), axis=0)
+            likely = jnp.max(jax.nn.log_softmax(estimated_log_mass(view), axis=-1), axis=0)
             opened |= _most(jnp.where(opened, jnp.inf, likely), self.min_blocks, view)
         return replace(chosen, opened=opened)
 
@@ -243,7 +243,7 @@ def box_bounds(view: BlockView) -> bounds.Interval:
 
 def chord_bounds(view: BlockView) -> bounds.Interval:
     """Return the sharpest bounds that a page's box and mean key allow: chord above, Jensen below."""
-    return bounds.log_mass(view.score, view.middle, view.num_tokens)
+    return bounds.chord_mass(view.score, view.middle, view.num_tokens)
 
 
 @needing("codes")

@@ -70,7 +70,7 @@ class BlockView:
     mean_surprisal: Float[Array, "*b n"] | None = None
 
 
-def log_mass(view: BlockView) -> Float[Array, "g n"]:
+def estimated_log_mass(view: BlockView) -> Float[Array, "g n"]:
     """Return the log of n e^{q . mean key}, a block's mass were its keys all alike; the least float if not held.
 
     By Jensen's inequality no block holds less.
@@ -82,7 +82,7 @@ def log_mass(view: BlockView) -> Float[Array, "g n"]:
 
 def mass(view: BlockView) -> Float[Array, "g n"]:
     """Return the estimated share of attention mass in each block, in [0, 1]."""
-    return jax.nn.softmax(log_mass(view), axis=-1)
+    return jax.nn.softmax(estimated_log_mass(view), axis=-1)
 
 
 def held_values(view: BlockView) -> Float[Array, "n d"]:

@@ -77,9 +77,9 @@ class Decoder:
     share: Callable[[DecodeState, Any, Any, Any], DecodeState]
     increment: Callable[[DecodeState, Any, Any], DecodeState]
     decrement: Callable[[DecodeState, Any, Any], DecodeState]
-    read_row: Callable[[DecodeState, Any], slots.Row]
+    read_row: Callable[[DecodeState, Any], slots.SlotRow]
     read_pages: Callable[[DecodeState, Any, Any], kv.KVCache]
-    write_row: Callable[[DecodeState, Any, slots.Row], tuple[DecodeState, Bool[Array, ""]]]
+    write_row: Callable[[DecodeState, Any, slots.SlotRow], tuple[DecodeState, Bool[Array, ""]]]
     write_pages: Callable[[DecodeState, Any, Any, kv.KVCache], DecodeState]
 
 

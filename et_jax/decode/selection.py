@@ -170,7 +170,7 @@ def least_share_read(chosen: Selection, blocks: Blocks, log_read: Float[Array, "
     """
     thought = chosen.estimate if chosen.upper is None else chosen.upper
     read = chosen.opened | ~blocks.readable[:, None]
-    each = jax.vmap(jax.vmap(bounds.kept_mass))(thought, read, log_read)
+    each = jax.vmap(jax.vmap(bounds.certain_share))(thought, read, log_read)
     return jnp.min(each, axis=(1, 2))
 
 

@@ -17,7 +17,7 @@ from et_jax.decode.state import DecoderConfig, DecodeState, Request, blank_signa
 from et_jax.types import replace
 
 T = TypeVar("T")
-Row = dict[str, Any]
+SlotRow = dict[str, Any]
 """All that a state knows of one slot but its pages, by the names of `DecodeState`."""
 
 
@@ -117,7 +117,7 @@ def decrement(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""])
     return replace(state, table=pages.decrement(state.table, held, count))
 
 
-def read_row(state: DecodeState, slot: Int[Array, ""]) -> Row:
+def read_row(state: DecodeState, slot: Int[Array, ""]) -> SlotRow:
     """Return a copy of all that is known of `slot` but its pages."""
     return jax.tree.map(lambda x: x[slot], _rows(state))
 
@@ -128,7 +128,7 @@ def read_pages(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], 
 
 
 def write_row(
-    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], row: Row
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], row: SlotRow
 ) -> tuple[DecodeState, Bool[Array, ""]]:
     """Seat a sequence that `read_row` copied in the empty `slot`; False, and nothing changed, where pages ran out.
 
@@ -153,7 +153,7 @@ def write_pages(
     return replace(state, cache=kv.put_pages(state.cache, places, taken))
 
 
-def _rows(state: DecodeState) -> Row:
+def _rows(state: DecodeState) -> SlotRow:
     """The fields of a state that lead with the slot."""
     names = (field.name for field in dataclasses.fields(state))
     return {name: getattr(state, name) for name in names if name not in ("table", "cache")}

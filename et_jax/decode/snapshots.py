@@ -5,6 +5,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ def save(path: str | Path, tree: object) -> None:
         try:
             with orbax.StandardCheckpointer() as checkpointer:
                 checkpointer.save(written, _numbered(leaf for _, leaf in leaves))
-            checksums.seal(written, leaves=_specs(leaves))
+            checksums.seal(written, leaves=_specs(leaves), version=version("et_jax"))
             written.rename(folder)
         except Exception as error:  # orbax and its store raise whatever they meet, some of it bare
             raise UsageError(
@@ -69,7 +70,7 @@ def restore(path: str | Path, like: T) -> T:
     sealed = checksums.check(folder, "save it again")
     if "leaves" not in sealed:
         raise UsageError(f"{path} holds no readable snapshot; save it again.")
-    _compare(path, sealed["leaves"], _specs(leaves))
+    _compare(path, sealed, _specs(leaves))
     with _quiet(), orbax.StandardCheckpointer() as checkpointer:
         try:
             found = checkpointer.restore(folder, _numbered(_shape(leaf) for _, leaf in leaves))
@@ -146,15 +147,17 @@ def _specs(leaves: list[tuple[str, Any]]) -> list[list[str]]:
     return [[name, f"{leaf.dtype}{list(leaf.shape)}"] for name, leaf in leaves]
 
 
-def _compare(path: str | Path, found: list[list[str]], wanted: list[list[str]]) -> None:
+def _compare(path: str | Path, sealed: dict[str, Any], wanted: list[list[str]]) -> None:
+    found = sealed["leaves"]
     if found == wanted:
         return
     saved, asked = ({name: spec for name, spec in specs} for specs in (found, wanted))
     differing = [name for name in sorted(saved.keys() | asked.keys()) if saved.get(name) != asked.get(name)]
     name = differing[0] if differing else "the order of its leaves"
     raise UsageError(
-        f"{path} was saved from another shape: {name} is {saved.get(name, 'absent')} in it and "
-        f"{asked.get(name, 'absent')} was asked for; restore it with the configuration it was saved with."
+        f"{path} was saved from another shape, by et_jax {sealed.get('version', '0.1')}: {name} is "
+        f"{saved.get(name, 'absent')} in it and {asked.get(name, 'absent')} was asked for; restore it with the "
+        "configuration and the version it was saved with."
     )
 
 

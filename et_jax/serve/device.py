@@ -11,7 +11,7 @@ import numpy as np
 
 from et_jax.decode.cache import KVCache
 from et_jax.decode.decoder import Decoder
-from et_jax.decode.slots import Row
+from et_jax.decode.slots import SlotRow
 from et_jax.decode.state import DecodeState, Request, StepOutput, request
 from et_jax.models.transformer import Params
 from et_jax.serve import chunks
@@ -81,7 +81,7 @@ class Device:
         pages = [self.decoder.read_pages(self.state, np.int32(slot), np.int32(first)) for first in firsts]
         return self.decoder.read_row(self.state, np.int32(slot)), pages
 
-    def swap_in(self, slot: int, row: Row, pages: list[KVCache]) -> None:
+    def swap_in(self, slot: int, row: SlotRow, pages: list[KVCache]) -> None:
         """Put into an empty slot what `swap_out` copied."""
         self.state, granted = self.decoder.write_row(self.state, np.int32(slot), row)
         self.promises.append(granted)

@@ -39,12 +39,12 @@ def ball_bounds(view, radius):
     score = bounds.both(
         bounds.box(view.query, view.key_min, view.key_max), bounds.ball(view.query, view.key_mean, radius)
     )
-    return bounds.log_mass(score, bounds.scores(view.query, view.key_mean), view.num_tokens)
+    return bounds.chord_mass(score, bounds.scores(view.query, view.key_mean), view.num_tokens)
 
 
 box, chord, ball = jax.jit(select.box_bounds), jax.jit(select.chord_bounds), jax.jit(ball_bounds)
 coded = jax.jit(lambda view, codes, scale, offset: bounds.coded_mass(view.query, codes, scale, offset, view.num_tokens))
-kept_mass = jax.jit(bounds.kept_mass)
+kept_mass = jax.jit(bounds.certain_share)
 
 
 def radius_of(b):
@@ -90,7 +90,7 @@ def test_the_chord_is_reached_by_keys_at_the_ends_of_the_box(blocks):
     """Scores at both ends and nowhere between are the worst case of the chord."""
     score = bounds.Interval(low=jnp.asarray([[-3.0]]), high=jnp.asarray([[2.0]]))
     ends = np.array([-3.0, -3.0, -3.0, 2.0])
-    got = bounds.log_mass(score, jnp.asarray([[ends.mean()]], jnp.float32), jnp.asarray([4]))
+    got = bounds.chord_mass(score, jnp.asarray([[ends.mean()]], jnp.float32), jnp.asarray([4]))
     np.testing.assert_allclose(got.high, np.log(np.exp(ends).sum()), rtol=1e-5)
     np.testing.assert_allclose(got.low, np.log(4) + ends.mean(), rtol=1e-5)
 

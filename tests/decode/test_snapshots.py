@@ -252,3 +252,11 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("text")
     with pytest.raises(UsageError, match="cannot be written"):
         snapshots.save(tmp_path / "file" / "below", tree())
+
+
+def test_a_snapshot_of_another_layout_says_which_version_wrote_it(tmp_path, monkeypatch):
+    """The state had no numbers of laws before 0.2, and snapshots named no version."""
+    monkeypatch.setattr(snapshots, "version", lambda _: "0.1.7")
+    snapshots.save(tmp_path / "tree", {"a": jnp.ones(3)})
+    with pytest.raises(UsageError, match=r"by et_jax 0\.1\.7: b is absent in it and float32\[2\] was asked for"):
+        snapshots.restore(tmp_path / "tree", {"a": jnp.ones(3), "b": jnp.ones(2)})
