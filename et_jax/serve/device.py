@@ -75,7 +75,7 @@ class Device:
         """Empty a slot."""
         self.state = self.decoder.release(self.state, np.int32(slot))
 
-    def swap_out(self, slot: int, num_pages: int) -> tuple[Row, list[KVCache]]:
+    def swap_out(self, slot: int, num_pages: int) -> tuple[SlotRow, list[KVCache]]:
         """Return copies, still to be fetched, of what is known of a slot and of its pages."""
         firsts = range(0, num_pages, self.config.pages_per_swap)
         pages = [self.decoder.read_pages(self.state, np.int32(slot), np.int32(first)) for first in firsts]
