@@ -18,7 +18,7 @@ def test_the_oracle_opens_the_least_set(seed, tolerance):
     bounds = script("measure_bounds")
     seen = blocks(query, key, value)
     exact = bounds.intervals(seen)["exact"]
-    selector = bounds.certified(lambda _: exact, slack=0.0)
+    selector = bounds.Certified(lambda _: exact, slack=0.0)
     opened = np.asarray(selector(replace(seen.view, tolerance=jnp.float32(tolerance))))
     mass = weights(query, key).reshape(-1, PAGE_SIZE).sum(-1)
     allowed = [
