@@ -35,6 +35,7 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path: Path) -> None:
         **{"presence_penalty": 1, "frequency_penalty": -0.5, "logprobs": 4, "top_k": 5, "min_p": 0.1},
         **{"repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": [1, 2], "priority": 3, "deadline": 2.5},
         **{"model": "any", "user": "me", "metadata": {"a": "b"}, "stream": False, "best_of": None},
+        "control": {"tolerance": 0.1, "window": 8},
     }
     expected = GenerationRequest(
         prompt="It was",
@@ -45,6 +46,7 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path: Path) -> None:
         ),
         priority=3.0,
         deadline=2.5,
+        control={"tolerance": 0.1, "window": 8},
     )
     named, plain = task(tmp_path, envelope(COMPLETIONS, **settings)), task(tmp_path, settings)
     assert named.request == plain.request == expected
@@ -139,6 +141,11 @@ REFUSED = [
     ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
     ({"prompt": "a", "priority": "high"}, "priority"),
     ({"prompt": "a", "deadline": 0}, "deadline is 0.0"),
+    ({"prompt": "a", "control": "guarded"}, 'control is "guarded"; it must be an object of numbers.'),
+    ({"prompt": "a", "control": [1]}, "control is [1]; it must be an object of numbers."),
+    ({"prompt": "a", "control": {"tolerance": True}}, "control.tolerance is true; it must be a number."),
+    ({"prompt": "a", "control": {"tolerance": 10**400}}, "control.tolerance is a whole number of 1329 bits"),
+    ({"prompt": "a", "control": {"x" * 5000: [1]}}, "it must be a number."),
 ]
 
 

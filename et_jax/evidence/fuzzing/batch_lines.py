@@ -32,6 +32,7 @@ _FULL = {
     **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "stop": ["zz", "y"]},
     **{"stop_token_ids": [5], "ignore_eos": True, "priority": 1.5, "deadline": 9.0, "user": "u", "echo": False},
     **{"stream": False, "response_format": {"type": "text"}, "logit_bias": {}, "metadata": {"a": "b"}},
+    **{"control": {"decay": 0.5, "noise": 0}},
 }
 _PARTS = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]
 _MESSAGES = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": _PARTS, "name": "Ann"}]
