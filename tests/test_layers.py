@@ -1,6 +1,7 @@
 """Imports go one way, from the command lines down to `types`, layer by layer. Read, never run."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -159,6 +160,16 @@ def faults(package: Path) -> list[str]:
 def test_imports_go_one_way():
     found = faults(PACKAGE)
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+def test_a_folder_is_read_from_its_docstring(name):
+    told = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text(encoding="utf-8"))) or ""
+    inside = {
+        path.stem for path in (PACKAGE / name).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    missing = {module for module in inside - {"__init__"} if not re.search(rf"\b{module}\b", told)}
+    assert not missing, f"et_jax/{name}/__init__.py does not say what is in {sorted(missing)}"
 
 
 @pytest.fixture

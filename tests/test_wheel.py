@@ -57,7 +57,7 @@ def test_the_wheel_holds_every_source_file_and_the_bundled_model(wheel):
     bundled = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("et_jax/models/bundled/**/*") if path.is_file()}
     bundled = {name for name in bundled if "__pycache__" not in name}
     assert {Path(name).suffix for name in bundled} >= {".safetensors", ".json", ".md"}
-    assert sources | bundled <= packed
+    assert sources | bundled | {"et_jax/py.typed"} <= packed
     assert {name.split("/")[0].partition("-")[0] for name in packed} == {"et_jax"}, "only the package and its metadata"
 
 

@@ -1,1 +1,1 @@
-"""What the command lines share: arguments, streams, signals, exit codes, paths."""
+"""What the command lines share: `flags` and `command` (arguments, exit codes), `streams`, `signals`, `paths`."""

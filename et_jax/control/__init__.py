@@ -1,8 +1,9 @@
-"""Laws: small pure functions of one sequence that see plain arrays, neither model nor kernel.
+"""Laws as values: each of one sequence, seeing plain arrays, neither model nor kernel.
 
 base, entropy                  what a law may see and set; how uncertain a distribution is
 clock, temperature, temperature_rules, tolerance, priority, smoothing, guards
 view, bounds, contribution, select, bisect     which blocks of the cache are read
 controller, presets            laws put together, and those that have a name
+settings                       numbers of a controller changed by name, for one request
 calibration                    the temperature at which probabilities mean what they say
 """

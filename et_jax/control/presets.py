@@ -15,7 +15,7 @@ from et_jax.io.values import shown
 NAMES = ("off", "paper", "guarded", "certified")
 SETTINGS = ("target_entropy", "tolerance", "min_blocks", "window")
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
-_GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.thermostat
+_GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
 _FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as uncertain
 
 

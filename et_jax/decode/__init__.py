@@ -2,5 +2,6 @@
 
     decoder -> prefill, step, slots -> attention, selection, sample, sampling -> cache, pages
 
-`state` has what is held between two steps, `snapshots` keeps it on disk, `cost` says what a step moves.
+`state` has what is held between two steps, `rows` which slots a step advances, `faults` what can go wrong with one.
+`snapshots` keeps a state on disk, `cost` says what a step moves.
 """

@@ -1,1 +1,7 @@
-"""The edges to the world outside: values of callers, files whole or refused, what a terminal takes."""
+"""The edges to the world outside.
+
+values              what callers give: each as a plain one of the kind that is wanted, or a sentence
+files, checksums    files whole or not there; folders whose every file has a checksum
+schema              what the JSON files of a model folder may say
+terminal, bar       what a stream is able to show; a progress bar
+"""

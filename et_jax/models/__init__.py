@@ -1,1 +1,7 @@
-"""Models as they stand in files and as functions: configuration, layers, the transformer, checkpoints."""
+"""Models as they stand in files and as functions.
+
+    hub -> checkpoint -> transformer -> layers, config
+
+`bundled` says where the model lies that travels with the package, `calibration` keeps a model's calibrated temperature
+beside its weights.
+"""

@@ -1,1 +1,7 @@
-"""Kernels: one folder each, with api, reference, xla, gpu and tpu."""
+"""Kernels: one folder each, with api, reference, xla, gpu, tpu and shapes.
+
+paged_attention, paged_prefill, block_scores
+backend, tuned                 which one serves a device, and settings measured on it
+softmax, checks, workspace     what all share: settings as one value, arguments checked, bytes set aside
+gather, ring, hopper           what those of one backend share: XLA, TPU, GPU
+"""
