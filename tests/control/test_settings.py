@@ -36,10 +36,9 @@ def test_every_number_of_a_name_changes_and_what_rests_on_it_is_worked_out_again
     made = preset("guarded", target_entropy=2.0)
     changed = adjusted(made, {"high": 1.5, "decay": 0.5})
     assert repr(changed).count("high=1.5") == repr(made).count("high=2.0") == 2
-    own = adjusted(Controller(temperature_rule=Newton(2.0)), {"low": 0.25})
-    assert own.temperature_rule == Newton(2.0, low=0.25) and own.temperature_rule.log_low == pytest.approx(
-        -1.3863, abs=1e-4
-    )
+    own = adjusted(Controller(temperature_rule=Newton(2.0)), {"low": 0.25}).temperature_rule
+    assert isinstance(own, Newton) and own == Newton(2.0, low=0.25)
+    assert own.log_low == pytest.approx(-1.3863, abs=1e-4)
 
 
 @pytest.mark.parametrize(

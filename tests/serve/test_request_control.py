@@ -4,6 +4,7 @@ import pytest
 
 import et_jax
 from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
+from et_jax.control.settings import adjusted
 from et_jax.control.temperature import Thermostat
 from et_jax.serve.compilation import num_compiled
 from et_jax.types import replace
@@ -32,9 +33,7 @@ def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
     for i in range(0, 100, 9):
         given = numbers(i)
         whole = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
-        [alone] = model.generate(
-            [PROMPT], PARAMS, control=et_jax.control.settings.adjusted(whole, {"gain": given["gain"]})
-        )
+        [alone] = model.generate([PROMPT], PARAMS, control=adjusted(whole, {"gain": given["gain"]}))
         assert (alone.token_ids, alone.trace) == (together[i].token_ids, together[i].trace)
     assert num_compiled() == before
 
