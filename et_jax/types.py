@@ -10,7 +10,7 @@ vocabulary. A *block* is logical, a *page* physical.
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import jax
 import numpy as np
@@ -63,19 +63,29 @@ def value(cls: type[T]) -> type[T]:
 
     Raises ValueError for a field that is no number, or is NaN.
     """
-    worked_out = getattr(cls, "__post_init__", None)
+    worked_out, kinds = getattr(cls, "__post_init__", None), _kinds(cls)
 
     def check(self: Any) -> None:
         for field in dataclasses.fields(self):
-            given = getattr(self, field.name)
-            if field.type is Number or (field.type in (Count, MaybeCount) and given is not None):
-                object.__setattr__(self, field.name, _plain(self, field.name, given, whole=field.type is not Number))
+            given, kind = getattr(self, field.name), kinds.get(field.name)
+            if kind is Number or (kind in (Count, MaybeCount) and given is not None):
+                object.__setattr__(self, field.name, _plain(self, field.name, given, whole=kind is not Number))
         if worked_out is not None:
             worked_out(self)
 
     for name, method in (("__post_init__", check), ("__eq__", _equal), ("__hash__", _hash)):
         setattr(cls, name, method)
     return _registered(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+def _kinds(cls: type) -> dict[str, Any]:
+    """The annotations of a class, those written as texts too."""
+    try:
+        return get_type_hints(cls)
+    except NameError:  # a text that names what comes later: the rest is read all the same
+        return {
+            name: kind for one in reversed(cls.__mro__) for name, kind in getattr(one, "__annotations__", {}).items()
+        }
 
 
 def _plain(owner: Any, name: str, given: Any, whole: bool) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int, jaxtyped
 
+from et_jax import types
 from et_jax.errors import UsageError
 from et_jax.types import pytree, replace
 
@@ -109,3 +110,12 @@ def test_a_usage_error_is_a_value_error_whose_text_is_the_sentence():
 
 def test_a_sentence_stays_on_its_line_whatever_it_quotes():
     assert str(UsageError("a\nb\x1b[2J\u2028\ud800 is bad; mend it.")) == "a\\nb\\x1b[2J\\u2028\\ud800 is bad; mend it."
+
+
+def test_numbers_are_checked_where_annotations_are_texts_too():
+    """As `from __future__ import annotations` makes them."""
+    made = type("Late", (), {"__annotations__": {"slope": "Number"}, "__module__": types.__name__})
+    late = types.value(made)
+    assert type(late(3).slope) is float and late(3) == late(3.0)
+    with pytest.raises(ValueError, match="Late: slope is 'much'; it must be a number"):
+        late("much")

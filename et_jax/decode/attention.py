@@ -151,7 +151,7 @@ def prefill_attend(
     count: Int[Array, " b"],
     end: Int[Array, " b"],
 ) -> Attend:
-    """Return the `attend` of parts of prompts: `count[b]` tokens from position `start[b]` on, read densely.
+    """Return the `attend` of chunks of prompts: `count[b]` tokens from position `start[b]` on, read densely.
 
     A row's slot holds `end[b]` tokens once every row is written: rows of one slot may share a page.
     """
@@ -173,7 +173,7 @@ def serving_backend(model: ModelConfig, page_size: int, dtype: DTypeLike) -> tup
 def scoring_backend(
     model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, attention: str
 ) -> tuple[str, tuple[str, ...]]:
-    """Return who scores this model's blocks and why no better one: the backend of attention, or the best that can."""
+    """Return what scores this model's blocks and why no better one: the backend of attention, or the best that can."""
     return _first_to_serve(partial(trace_scores, model, page_size, dtype, key_codes), attention)
 
 

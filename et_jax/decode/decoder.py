@@ -32,7 +32,7 @@ def decode(
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
 
-    With `until_end` it also stops after a step that ends a sequence, whose slot somebody may be waiting
+    With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting
     for. Returns the outputs stacked over `max_steps`, of which the returned number were run.
     """
     _, shapes = jax.eval_shape(partial(step, config), params, state)

@@ -13,8 +13,8 @@ from et_jax.types import pytree, replace
 class PageTable:
     """Pages of every slot, and the pages that are free.
 
-    `pages[b, n]` is the page of slot b's block n, 0 beyond `num_blocks[b]`. `references[p]` counts who
-    holds page p: slots, and whoever keeps it for later. The first `num_free` entries of `free` are the
+    `pages[b, n]` is the page of slot b's block n, 0 beyond `num_blocks[b]`. `references[p]` counts the
+    holders of page p: slots, and a cache that keeps it for later. The first `num_free` entries of `free` are the
     pages to hand out, last first.
     """
 
@@ -62,7 +62,7 @@ def reserve(table: PageTable, blocks: Int[Array, " b"], most: int) -> tuple[Page
 
 
 def release(table: PageTable, slot: Int[Array, ""]) -> PageTable:
-    """Give back every page of `slot`; those nobody else holds become free."""
+    """Give back every page of `slot`; those without another holder become free."""
     emptied = replace(table, pages=table.pages.at[slot].set(0), num_blocks=table.num_blocks.at[slot].set(0))
     return decrement(emptied, table.pages[slot], table.num_blocks[slot])
 
@@ -84,7 +84,7 @@ def increment(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) 
 
 
 def decrement(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
-    """Count one holder less of the first `count` of `pages`, which differ; those nobody holds become free."""
+    """Count one holder less of the first `count` of `pages`, which differ; those without a holder become free."""
     num_pages = table.references.shape[0]
     given = jnp.arange(pages.shape[0]) < count
     references = table.references.at[jnp.where(given, pages, num_pages)].add(-1, mode="drop")

@@ -1,4 +1,4 @@
-"""Prompt tokens into the cache, parts of several prompts in one call."""
+"""Prompt tokens into the cache, chunks of several prompts in one call."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -22,7 +22,7 @@ def prefill(
 ) -> tuple[DecodeState, Bool[Array, " r"]]:
     """Write the next prompt tokens of inactive slots into the cache; False where pages ran out.
 
-    Each row is a part of a prompt: the first `count` of its tokens, then padding. Parts of one prompt
+    Each row is a chunk of a prompt: the first `count` of its tokens, then padding. Chunks of one prompt
     stand one below the other, in order. Rows of no tokens do nothing. The prompt's last token is left for
     `insert`, so that every token is sampled in `step`. A refused slot is unchanged.
     """

@@ -1,4 +1,4 @@
-"""Who sits in which slot: sequences start, share pages, split, leave, and move to the host and back.
+"""What is in which slot: sequences start, share pages, split, end, and are swapped to the host and back.
 
 Like the functions of `decode`, each takes a state and returns one.
 """
@@ -130,7 +130,7 @@ def read_pages(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], 
 def write_row(
     config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], row: SlotRow
 ) -> tuple[DecodeState, Bool[Array, ""]]:
-    """Seat a sequence that `read_row` copied in the empty `slot`; False, and nothing changed, where pages ran out.
+    """Put a sequence that `read_row` copied in the empty `slot`; False, and nothing changed, where pages ran out.
 
     Its pages are reserved, and hold what it wrote only after `write_pages`.
     """

@@ -30,8 +30,8 @@ class DecoderConfig:
     """What is fixed for the life of a decoder; each field shapes the compiled programs.
 
     `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
-    slot. Prompts are prefilled `chunk` tokens at a time, in parts of `part` tokens, a multiple of
-    `page_size`, so that a chunk may hold parts of several prompts. `max_steps` is the most one `decode`
+    slot. Prompts are prefilled `prefill_batch` tokens at a time, in chunks of `chunk` tokens, a multiple of
+    `page_size`, so that one call may hold chunks of several prompts. `max_steps` is the most one `decode`
     call can run. At most `num_logprobs` alternatives are reported with a token. `penalties` keeps token
     counts. `backend` names the attention kernels. `calibration` is the temperature at which the raw
     entropy is measured: 1, or the one fitted to the model. `controller` gives the structure of all laws, and
