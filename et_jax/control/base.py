@@ -149,7 +149,9 @@ class Function(Law):
 
 
 def as_value(given: Any) -> Any:
-    """Return a value as it is, and a plain function as a value."""
+    """Return a value as it is, and a plain function as a value. Raises ValueError for anything else."""
+    if not callable(given):
+        raise ValueError(f"got {described(given)} where a function or a value that is called was wanted")
     return Function(given) if jax.tree_util.all_leaves([given]) else given
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from et_jax.control import bounds
-from et_jax.control.base import name_of, one_like
+from et_jax.control.base import described, name_of, one_like
 from et_jax.control.bisect import above_threshold
 from et_jax.control.contribution import Contribution, influence
 from et_jax.control.view import BlockView, Need, estimated_log_mass, mass, needing, needs_of
@@ -92,7 +92,12 @@ class MaskSelector(_Opens):
 
 
 def as_selector(selector: AnySelector) -> Selector:
-    """Return a selector as it is, or the one that opens what a plain function answers."""
+    """Return a selector as it is, or the one that opens what a plain function answers.
+
+    Raises ValueError for anything else.
+    """
+    if not callable(selector):
+        raise ValueError(f"selector: got {described(selector)}, wanted a selector, a function, or a tuple of them")
     return selector if isinstance(selector, Selector) else MaskSelector(selector)
 
 

@@ -10,7 +10,7 @@ import jax
 from et_jax.control import presets, select, temperature, tolerance
 from et_jax.control.controller import Controller
 from et_jax.errors import UsageError
-from et_jax.io.values import shown
+from et_jax.io.values import number, shown, whole
 
 
 def adjusted(controller: Controller, changes: Mapping[str, int | float]) -> Controller:
@@ -45,10 +45,13 @@ def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Cont
     found = preset_of(controller)
     if found is not None:
         name, settings = found
-        settings |= {setting: rest.pop(setting) for setting in presets.SETTINGS if setting in rest}
+        for setting in presets.SETTINGS:
+            if setting in rest:
+                counted = setting in ("min_blocks", "window")
+                settings[setting] = (whole if counted else number)(setting, rest.pop(setting))
         changed = presets.preset(name, **settings)
-    for name, number in rest.items():
-        changed = _with(changed, name, number)
+    for name, given in rest.items():
+        changed = _with(changed, name, given)
     return changed
 
 
@@ -62,7 +65,7 @@ def preset_of(controller: Controller) -> tuple[str, dict[str, Any]] | None:
     }
     if read["tolerance"] is None:
         read["tolerance"] = _first(controller, tolerance.EntropyThreshold, "greatest")
-    known = {key: number for key, number in read.items() if number is not None}
+    known = {key: given for key, given in read.items() if given is not None}
     for name in presets.NAMES:
         settings = {} if name == "off" else known
         with contextlib.suppress(UsageError):
@@ -97,17 +100,17 @@ def _names(tree: Any) -> set[str]:
     return {field.name for field, given in each if _is_number(field, given)}
 
 
-def _with(tree: Any, name: str, number: int | float) -> Any:
+def _with(tree: Any, name: str, given: int | float) -> Any:
     """The tree with every number of that name changed; what is worked out of it is worked out again."""
     if isinstance(tree, tuple):
-        return tuple(_with(one, name, number) for one in tree)
+        return tuple(_with(one, name, given) for one in tree)
     if not dataclasses.is_dataclass(tree):
         return tree
     changes = {}
     for field in dataclasses.fields(tree):
         old = getattr(tree, field.name)
         if field.name == name and _is_number(field, old):
-            changes[name] = number
+            changes[name] = given
         elif field.init and not field.metadata.get("static"):
-            changes[field.name] = _with(old, name, number)
+            changes[field.name] = _with(old, name, given)
     return dataclasses.replace(tree, **changes)

@@ -87,10 +87,6 @@ def controller(control: Control) -> Controller:
         raise UsageError(
             f"control is {values.shown(control)}; it must be one of {', '.join(NAMES)} or a Controller{advice}."
         )
-    try:
-        hash(control)
-    except TypeError as error:
-        raise UsageError(f"control cannot be told from others ({error}); write its lists as tuples.") from error
     return control
 
 

@@ -66,4 +66,4 @@ def test_a_clock_beside_another_leaves_it_alone(signals, state, run):
     pair = chain(PAPER, BESIDE)
     states = run(pair, state(pair), seen)
     np.testing.assert_allclose(states.entropic_time, [0, 2, 2, 3.5])
-    np.testing.assert_allclose(states.notes["second_clock"]["entropic_time"], [0, 2, 2, 2.5])
+    np.testing.assert_allclose(states.notes["second_clock"].entropic_time, [0, 2, 2, 2.5])

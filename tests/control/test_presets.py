@@ -1,6 +1,7 @@
 """Controllers by name: what each keeps, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,33 @@ from et_jax.errors import UsageError
 from et_jax.models.transformer import describe
 from et_jax.types import replace
 
+compiled: dict[Any, decoding.Decoder] = {}
+
+
+def bound(controller: Controller) -> decoding.Decoder:
+    """The decoder of a controller, compiled once for all of one structure."""
+    structure, config = jax.tree.structure(controller), configuration(controller=controller)
+    if structure not in compiled:
+        compiled[structure] = decoding.decoder(config)
+    return replace(compiled[structure], config=config)
+
+
 PROMPT = prompt(3, 20)  # five blocks, and eight more while 32 tokens are written
 
 
 def signals_of(name: str, sharpness: float = 1.0, **knobs):
     """What a greedy run observed under a preset; a sharper model is surer of its next token."""
     params = replace(weights(), final_norm=weights().final_norm * jnp.float32(sharpness))
-    d = decoding.decoder(configuration(controller=preset(name, **knobs)))
+    d = bound(preset(name, **knobs))
     state = start(d, params, d.empty(), 1, PROMPT, temperature=0.0, limit=32)
     return run(d, params, state)[1][1].signals
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tolerance_zero_reads_everything_and_changes_no_text(name):
-    d = decoding.decoder(configuration(controller=preset(name, **({} if name == "off" else {"tolerance": 0.0}))))
+    d = bound(preset(name, **({} if name == "off" else {"tolerance": 0.0})))
     rows = paged_texts(d, weights(), temperature=0.8)
-    assert texts(rows) == texts(paged_texts(decoding.decoder(configuration()), weights(), temperature=0.8))
+    assert texts(rows) == texts(paged_texts(bound(Controller()), weights(), temperature=0.8))
     for row in rows.values():
         held = row.signals.pages_held * MODEL.num_layers * MODEL.num_kv_heads
         np.testing.assert_array_equal(row.signals.blocks_read, held)
@@ -57,7 +69,7 @@ def test_a_threshold_prunes_only_what_the_entropy_calls_certain(name):
 
 
 def heat(name: str, target: float):
-    d = decoding.decoder(configuration(controller=preset(name, target_entropy=target)))
+    d = bound(preset(name, target_entropy=target))
     state = start(d, weights(), d.empty(), 1, PROMPT[:5], temperature=0.9, limit=40)
     return run(d, weights(), state)[1][1]
 
@@ -90,8 +102,9 @@ def test_a_small_vocabulary_is_listed_whole():
 
 
 def test_the_same_preset_is_one_controller():
-    """So that a model compiles once for it."""
-    assert preset("guarded", tolerance=0.1) is preset("guarded", tolerance=0.1)
+    """So that a model compiles once for it, and for all of its numbers."""
+    assert preset("guarded", tolerance=0.1) == preset("guarded", tolerance=0.1) != preset("guarded")
+    assert jax.tree.structure(preset("guarded", tolerance=0.1)) == jax.tree.structure(preset("guarded"))
     assert isinstance(preset("off"), Controller)
 
 

@@ -37,15 +37,15 @@ def test_drift_keeps_the_running_mean_and_variance_of_the_falls(signals, state, 
     h = np.array([5.0, 3.5, 4.0, 0.5, 0.25])
     notes = run(DRIFT, state(DRIFT), signals(entropy=h)).notes["entropy_drift"]
     mean, variance = 0.0, 0.25
-    np.testing.assert_allclose([notes["mean"][0], notes["variance"][0]], [mean, variance])
+    np.testing.assert_allclose([notes.mean[0], notes.variance[0]], [mean, variance])
     for t in range(1, len(h)):
         fall = h[t - 1] - h[t]
         # The weighted moments of the old distribution and one new point.
         old = mean
         mean = 0.8 * old + 0.2 * fall
         variance = 0.8 * (variance + old**2) + 0.2 * fall**2 - mean**2
-        np.testing.assert_allclose(notes["mean"][t], mean, rtol=1e-5)
-        np.testing.assert_allclose(notes["variance"][t], variance, rtol=1e-4)
+        np.testing.assert_allclose(notes.mean[t], mean, rtol=1e-5)
+        np.testing.assert_allclose(notes.variance[t], variance, rtol=1e-4)
 
 
 def test_paper_priorities_by_hand(signals, state, run):
@@ -61,7 +61,7 @@ def test_paper_priorities_by_hand(signals, state, run):
 
 
 def test_a_priority_without_its_law_says_so(signals, state):
-    with pytest.raises(ValueError, match="add the law entropy_drift"):
+    with pytest.raises(ValueError, match="add the law EntropyDrift"):
         priority.LinearPriority()(signals(cost=0.0), state())
 
 

@@ -46,6 +46,7 @@ def test_every_number_of_a_name_changes_and_what_rests_on_it_is_worked_out_again
     [
         (preset("guarded"), {"warmth": 1.0}, 'control has no number "warmth" here; it has ceiling, cost, decay'),
         (preset("guarded"), {"target_entropy": 1.0}, "target_entropy, which takes another program than the one loaded"),
+        (preset("guarded"), {"min_blocks": 2.5}, "min_blocks is 2.5; it must be a whole number."),
         (preset("guarded"), {"min_blocks": 0}, "min_blocks, which takes another program"),
         (preset("certified"), {"tolerance": 1.5}, "tolerance is 1.5; under certified it must be from 0 to 1."),
         (preset("guarded"), {"sinks": 2**40}, "it must be a whole number of 32 bits"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import temperature
+from et_jax.control.base import updated
 
 LOW, HIGH = 0.4, 2.5
 GRID = np.linspace(np.log(LOW), np.log(HIGH), 400)
@@ -43,13 +44,13 @@ def logits(seed, spread, size=60):
 @pytest.fixture(scope="module")
 def loop(signals, state):
     """Return a function that runs a law against logits, one row a token, and gives log T before every token."""
+    update = jax.jit(updated)
 
     def walk(law, rows, noise, start):
-        update = jax.jit(law.update)
         now, xs = state(law, temperature=np.exp(start)), [start]
         for z, xi in zip(rows, noise, strict=True):
             h, v = entropy_at(z, xs[-1])
-            now = update(signals(tempered_entropy=h + xi, tempered_varentropy=v, entropy=0.0), now)
+            now = update(law, signals(tempered_entropy=h + xi, tempered_varentropy=v, entropy=0.0), now)
             xs.append(float(np.log(np.float64(now.temperature))))
         return np.array(xs)
 
