@@ -1,6 +1,7 @@
 """The pytree decorator: a frozen dataclass that JAX takes apart and rebuilds around anything."""
 
 import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -115,7 +116,7 @@ def test_a_sentence_stays_on_its_line_whatever_it_quotes():
 def test_numbers_are_checked_where_annotations_are_texts_too():
     """As `from __future__ import annotations` makes them."""
     made = type("Late", (), {"__annotations__": {"slope": "Number"}, "__module__": types.__name__})
-    late = types.value(made)
+    late: Any = types.value(made)
     assert type(late(3).slope) is float and late(3) == late(3.0)
     with pytest.raises(ValueError, match="Late: slope is 'much'; it must be a number"):
         late("much")
