@@ -43,9 +43,9 @@ def derived(*, init: Literal[False] = False) -> Any:
     return dataclasses.field(init=init, repr=False, default=0.0)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
 def pytree(cls: type[T]) -> type[T]:
-    """Return `cls` as a frozen keyword-only dataclass that is also a JAX pytree, every field a child.
+    """Return `cls` as a frozen keyword-only dataclass and JAX pytree, all but its static fields its children.
 
     Unflattening bypasses `__init__`: JAX rebuilds trees around objects that are no arrays (shape
     structs, sentinels, layouts), which a shape-checking `__init__` would refuse.
@@ -134,8 +134,7 @@ def _registered(cls: type[T]) -> type[T]:
 
     def unflatten(structure, children):
         tree = object.__new__(cls)
-        vars(tree).update(zip(names, children, strict=True))
-        vars(tree).update(zip(fixed, structure, strict=True))
+        vars(tree).update(zip(names + fixed, (*children, *structure), strict=True))
         return tree
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)

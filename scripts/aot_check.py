@@ -11,10 +11,12 @@ that has an entry for each page: a copy may also hide in the place of an output.
 import argparse
 import importlib.util
 import math
+import multiprocessing
 import os
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from et_jax.evidence.aot.programs import Program, programs
 
 RECORDED = 120  # programs compiled when this list was last read; fewer is a failure, more asks for a new number here
 NAME_WIDTH = 34
+MOST_WORKERS = 4  # compilers at once, of up to 2 GB each
 
 # Arrays that a compiler may copy whole: a float for each page and KV head, at page size 128 and head dim 64 in bfloat16
 # one byte in 8,192 of the pool. A TPU lays them out pages first for the write and heads first at rest.
@@ -49,6 +52,11 @@ def whole_copies(text: str, pool: dict[str, Any]) -> list[str]:
         if name is not None and not any(allowed in name for allowed in ALLOWED):
             copied[f"{found['op']} of {name} as {found['type']}[{found['shape']}]"] = None
     return list(copied)
+
+
+def check_numbered(number: int) -> tuple[str, bool]:
+    """Check a program of the list, which alone can be told to another process."""
+    return check(programs()[number])
 
 
 def check(program: Program) -> tuple[str, bool]:
@@ -95,12 +103,14 @@ def main() -> int:
     print(
         f"{'chip':8} {'program':{NAME_WIDTH}} {'temp MB':>10} {'pool MB':>10} {'args MB':>10} {'alias MB':>10} {'s':>6}"
     )
-    selected = [program for program in programs() if args.only in f"{program.chip} {program.name}"]
+    named = enumerate(f"{program.chip} {program.name}" for program in programs())
+    selected = [number for number, name in named if args.only in name]
     passed = 0
-    for program in selected:
-        line, good = check(program)
-        print(line, flush=True)
-        passed += good
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for line, good in pool.map(check_numbered, selected):
+            print(line, flush=True)
+            passed += good
     print(f"{passed} of {len(selected)} programs passed")
     if not args.only and len(selected) < RECORDED:
         print(f"{RECORDED} programs are recorded: some have gone from the list.", file=sys.stderr)

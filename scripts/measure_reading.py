@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool
 
 from et_jax.control import select
 from et_jax.control.controller import Controller
-from et_jax.control.select import Mask
 from et_jax.control.view import BlockView
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate
@@ -25,6 +24,7 @@ from et_jax.evidence.results import RESULTS, table, write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.base import Example, sentences
 from et_jax.tasks.generators import example
+from et_jax.types import Count, value
 
 TASKS = ("single_key", "multi_key", "passkey", "line_retrieval")  # whose needle is the question with its answer
 DEPTHS = (0.2, 0.4, 0.6, 0.8)
@@ -32,13 +32,15 @@ _ENDS = '.!?"\u201d\u2019'  # of a sentence
 WINDOW = 64  # tokens that sinks_window reads besides four sinks
 
 
-def closed(begin: int, end: int) -> Mask:
-    """Return a selector that opens all but the blocks with a token from `begin` on and before `end`."""
+@value
+class Closed:
+    """A mask that opens all but the blocks with a token from `begin` on and before `end`."""
 
-    def mask(view: BlockView) -> Bool[Array, " n"]:
-        return (view.start + view.num_tokens <= begin) | (view.start >= end)
+    begin: Count
+    end: Count
 
-    return mask
+    def __call__(self, view: BlockView) -> Bool[Array, " n"]:
+        return (view.start + view.num_tokens <= self.begin) | (view.start >= self.end)
 
 
 def span(model: Model, example: Example) -> tuple[int, int]:
@@ -67,8 +69,8 @@ def measure(
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         ways = {
             "all open": select.Dense(),
-            "the needle's blocks closed": closed(begin, end),
-            "as many others closed": closed(length - end, length - begin),
+            "the needle's blocks closed": Closed(begin, end),
+            "as many others closed": Closed(length - end, length - begin),
             f"4 sinks and the last {WINDOW} tokens open": select.SinksWindow(4, WINDOW),
         }
         for way, selector in ways.items():

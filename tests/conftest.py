@@ -42,6 +42,14 @@ def _compiled_programs_end_with_their_module():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def hardly_optimised():
+    """Compile in a hurry: for programs that take longer to compile well than to run, and of which speed is no part."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the folder of real weights, text and prompts: ET_JAX_SHARED, or `shared` beside the repository."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from et_jax.control import bounds
-from et_jax.control.base import described, name_of, one_like
+from et_jax.control.base import as_value, described, name_of, one_like
 from et_jax.control.bisect import above_threshold
 from et_jax.control.contribution import Contribution, influence
 from et_jax.control.view import BlockView, Need, estimated_log_mass, mass, needing, needs_of
@@ -75,17 +75,23 @@ class _Opens(Selector):
 
 @value
 class MaskSelector(_Opens):
-    """Opens what a plain function answers, which says by `view.needing` what it reads beside the summaries."""
+    """Opens what a function or a value with numbers answers, which says by `needs` what it reads beside the summaries.
 
-    mask: Mask = static()
+    For a plain function that is `view.needing`.
+    """
+
+    mask: Mask
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", as_value(self.mask))
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the function needs, and the summaries."""
-        return SUMMARIES | needs_of(self.mask)
+        """What the mask needs, and the summaries."""
+        return SUMMARIES | needs_of(getattr(self.mask, "function", self.mask))
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
-        """Return the function's mask. Raises ValueError where it is none over the blocks."""
+        """Return the mask. Raises ValueError where it is none over the blocks."""
         return one_like(
             jnp.zeros(view.start.shape, bool), self.mask(view), f"The selector {name_of(self.mask)} returns"
         )

@@ -144,7 +144,7 @@ def selection_cost(cases: Sequence[Case]) -> str:
 
 def throughput(rows: Sequence[Case]) -> str:
     """Return how fast many requests are served at once, beside one at a time."""
-    header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "moved out", "prompt tokens found"]
+    header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "swapped out", "prompt tokens found"]
     lines = [
         [
             row["name"],

@@ -1,15 +1,13 @@
 """The softmax of attention: its settings as one value, and what every kernel does with them alike."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from et_jax.pallas.checks import require, require_shape
+from et_jax.types import pytree, replace, static
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Softmax:
     """What turns a query and the keys it sees into weights; with z_j the scores, weights are exp(z_j) over their sum.
 
@@ -20,12 +18,12 @@ class Softmax:
     window: tokens a query sees, its own included, None for all (Mistral 7B, Jiang et al. 2023).
     sink_logits: one more logit a query head, in the sum only (gpt-oss, 2025).
 
-    A pytree: the sinks are its only child; the rest shapes the program.
+    The sinks are its only child; the rest shapes the program.
     """
 
-    scale: float
-    soft_cap: float | None = None
-    window: int | None = None
+    scale: float = static()
+    soft_cap: float | None = static(default=None)
+    window: int | None = static(default=None)
     sink_logits: Float[Array, " h"] | None = None
 
     def __post_init__(self) -> None:
@@ -45,23 +43,9 @@ class Softmax:
         return self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
     @property
-    def static(self) -> "Softmax":
+    def without_sinks(self) -> "Softmax":
         """The settings without the sinks, which a kernel takes as an array."""
-        return dataclasses.replace(self, sink_logits=None)
-
-
-def _flatten(softmax: Softmax) -> tuple[tuple[object], tuple[object, ...]]:
-    return (softmax.sink_logits,), (softmax.scale, softmax.soft_cap, softmax.window)
-
-
-def _unflatten(settings: tuple[object, ...], children: tuple[object]) -> Softmax:
-    """Rebuild around what may be no array, which a shape-checking `__init__` would refuse."""
-    softmax = object.__new__(Softmax)
-    vars(softmax).update(zip(("scale", "soft_cap", "window", "sink_logits"), (*settings, *children), strict=True))
-    return softmax
-
-
-jax.tree_util.register_pytree_node(Softmax, _flatten, _unflatten)
+        return replace(self, sink_logits=None)
 
 
 def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:

@@ -79,7 +79,7 @@ def disturb(model: str, source: Path, output: Path, count: int, kills: int) -> N
 @pytest.mark.parametrize(
     ("model", "count", "kills", "max_tokens"),
     [
-        ("paper", 500, 10, 8),
+        ("paper", 500, 5, 8),
         ("bundled", 40, 3, 6),
         pytest.param("bundled", 500, 10, 6, marks=pytest.mark.slow),
     ],

@@ -50,7 +50,7 @@ def test_tolerance_zero_reads_everything_and_changes_no_text(name):
 
 def test_each_knob_reaches_what_it_is_named_for():
     """A larger minimum or window, or a smaller tolerance, reads more."""
-    loose = dict(tolerance=0.9, min_blocks=0, window=8)
+    loose = dict(tolerance=0.9, min_blocks=1, window=8)
     few = signals_of("certified", **loose)
     for change in ({"min_blocks": 14}, {"window": 48}, {"tolerance": 0.01}):
         assert few.blocks_read.sum() < signals_of("certified", **loose | change).blocks_read.sum()
@@ -59,7 +59,7 @@ def test_each_knob_reaches_what_it_is_named_for():
 @pytest.mark.parametrize("name", ["paper", "guarded"])
 def test_a_threshold_prunes_only_what_the_entropy_calls_certain(name):
     """After an entropy above the reference of 2 nats nothing is left out; a surer model leaves out."""
-    unsure, sure = (signals_of(name, sharpness, tolerance=5.0, min_blocks=0, window=0) for sharpness in (1.0, 30.0))
+    unsure, sure = (signals_of(name, sharpness, tolerance=5.0, min_blocks=1, window=1) for sharpness in (1.0, 30.0))
     held = unsure.pages_held * MODEL.num_layers * MODEL.num_kv_heads
     assert (unsure.entropy > 2.0).all()
     np.testing.assert_array_equal(unsure.blocks_read, held)

@@ -201,7 +201,7 @@ Slots.TestCase.settings = settings(
 TestSlots = Slots.TestCase
 
 
-def test_a_sequence_moved_out_and_in_has_every_bit_it_had():
+def test_a_sequence_swapped_out_and_in_has_every_bit_it_had():
     d, tokens = decoder(), PROMPTS[1]
     state = d.empty()
     for at in range(0, len(tokens) - 1, CHUNK):

@@ -11,6 +11,11 @@ from ladder import compiled
 from et_jax.pallas import ring
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _interpreters_are_hardly_optimised(hardly_optimised):
+    """A rung proves what a kernel computes; the code that a CPU gets for an interpreter is no part of that."""
+
+
 @pytest.fixture
 def rung(capsys):
     """Check every shape of a rung and say how many there were; fewer than recorded fails."""

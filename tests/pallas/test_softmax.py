@@ -47,7 +47,7 @@ def test_only_the_sinks_are_traced():
         softmax = Softmax(scale=0.5, window=window, sink_logits=jnp.full(2, sink))
         np.testing.assert_array_equal(scaled(softmax), [sink / 2] * 2)
     assert traced == [None, 3]
-    assert jax.tree.leaves(softmax.static) == [] and softmax.static == Softmax(scale=0.5, window=3)
+    assert jax.tree.leaves(softmax.without_sinks) == [] and softmax.without_sinks == Softmax(scale=0.5, window=3)
 
 
 def test_the_soft_cap_bounds_the_scores_and_leaves_small_ones():

@@ -28,9 +28,9 @@ def asked(model):
 
 def test_a_closed_stretch_closes_every_block_that_touches_it():
     view = SimpleNamespace(start=np.arange(0, 80, 16), num_tokens=np.array([16, 16, 16, 16, 3]))
-    assert reading.closed(20, 33)(view).tolist() == [True, False, False, True, True]
-    assert reading.closed(16, 32)(view).tolist() == [True, False, True, True, True]
-    assert reading.closed(66, 67)(view).tolist() == [True, True, True, True, False]
+    assert reading.Closed(20, 33)(view).tolist() == [True, False, False, True, True]
+    assert reading.Closed(16, 32)(view).tolist() == [True, False, True, True, True]
+    assert reading.Closed(66, 67)(view).tolist() == [True, True, True, True, False]
 
 
 def test_the_span_is_that_of_the_needle(model, asked):
@@ -52,6 +52,6 @@ def test_an_answer_is_lost_with_its_blocks_and_comes_back_with_them(model, asked
         return np.mean([answer.right for answer in evaluate(model, asked, control=Controller(selector=selector))])
 
     assert accuracy(select.Dense()) >= 0.9
-    assert accuracy(reading.closed(begin, end)) <= 0.15
+    assert accuracy(reading.Closed(begin, end)) <= 0.15
     assert accuracy(select.SinksWindow(4, 64)) <= 0.15
-    assert accuracy(reading.closed(512 - 64 - (end - begin), 512 - 64)) >= 0.9  # as many blocks, of others
+    assert accuracy(reading.Closed(512 - 64 - (end - begin), 512 - 64)) >= 0.9  # as many blocks, of others

@@ -5,6 +5,9 @@ from et_jax.models.transformer import Params
 from et_jax.serve import engine
 from et_jax.types import replace
 
+SIZES = {"max_num_seqs": 4, "max_resident_seqs": 6, "max_model_len": 128, "num_pages": 40, "prefill_batch": 32}
+"""Six slots of which four advance, and fewer pages than they may fill: whoever loads these shares programs."""
+
 
 def reopened(
     model: engine.Model, *, config: DecoderConfig | None = None, params: Params | None = None, **settings

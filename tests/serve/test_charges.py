@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from reopened import reopened
+from reopened import SIZES, reopened
 
 from et_jax.decode.cost import num_bytes
 from et_jax.serve import engine
@@ -15,7 +15,7 @@ LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model():
-    return engine.load(max_num_seqs=4, max_resident_seqs=5, max_model_len=128, prefill_batch=32)
+    return engine.load(**SIZES)
 
 
 def opened(model, **settings) -> engine.Model:

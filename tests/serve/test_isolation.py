@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reopened import reopened
+from reopened import SIZES, reopened
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
@@ -21,8 +21,7 @@ MARKED = 77  # the seed of the request that something happens to
 
 @pytest.fixture(scope="module")
 def model():
-    """Six slots of which four advance."""
-    return engine.load(max_num_seqs=4, max_resident_seqs=6, max_model_len=128, num_pages=40, prefill_batch=32)
+    return engine.load(**SIZES)
 
 
 def opened(model, **changes) -> engine.Model:

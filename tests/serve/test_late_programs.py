@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from reopened import reopened
+from reopened import SIZES, reopened
 
 from et_jax.control.base import Law, chain, claim, noted
 from et_jax.control.controller import Controller
@@ -15,8 +15,7 @@ SENTENCE = "It was in the spring of that year that the old house by the river wa
 
 @pytest.fixture(scope="module")
 def model():
-    """Five slots of which three advance, and fewer pages than they may fill."""
-    return engine.load(max_num_seqs=3, max_resident_seqs=5, max_model_len=128, num_pages=20, prefill_batch=32)
+    return engine.load(**SIZES)
 
 
 def everything(tokenizer) -> list[GenerationRequest]:
@@ -66,7 +65,6 @@ def own() -> Controller:
         {"prefix_cache": False},
         {"preempt_every": 2},
         {"replicas": 2},
-        {"control": "paper"},
         {"control": "guarded", "preempt_every": 2},
         {"control": "certified"},
         {"control": "own"},

@@ -1,6 +1,7 @@
 """Requests with numbers of their own: one program for all, and each text as under that controller alone."""
 
 import pytest
+from reopened import SIZES
 
 import et_jax
 from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
@@ -17,7 +18,7 @@ GIVEN = {"target_entropy": 2.0, "tolerance": 0.05}
 
 @pytest.fixture(scope="module")
 def model():
-    return et_jax.load(max_num_seqs=4, max_model_len=128, control=preset("guarded", **GIVEN))
+    return et_jax.load(**SIZES, control=preset("guarded", **GIVEN))
 
 
 def numbers(i: int) -> dict[str, float]:
@@ -47,7 +48,7 @@ def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
 def test_a_model_loaded_with_the_numbers_writes_the_same(model):
     own = {"target_entropy": 3.0, "tolerance": 0.2}
     [asked] = model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=own)])
-    loaded = et_jax.load(max_num_seqs=4, max_model_len=128, control=preset("guarded", **own))
+    loaded = et_jax.load(**SIZES, control=preset("guarded", **own))
     [alone] = loaded.generate([PROMPT], PARAMS)
     assert uncharged(alone) == uncharged(asked)
 

@@ -15,6 +15,11 @@ from et_jax.training.schedule import Curriculum
 from et_jax.training.settings import Settings
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _steps_are_hardly_optimised(hardly_optimised):
+    """A test takes a handful of steps with each program."""
+
+
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory):
     """A corpus of twelve works of words drawn by frequency."""

@@ -35,8 +35,10 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(settings):
         scores, _ = forward(loss.unstack(params, 2), settings.model, inputs, positions, attend, None)
         return -jnp.take_along_axis(jax.nn.log_softmax(scores), targets[..., None], axis=-1).mean()
 
-    expected, wanted = jax.value_and_grad(plain)(params)
-    found, gradients = jax.value_and_grad(loss.mean_loss)(params, settings.model, inputs, targets)
+    expected, wanted = jax.jit(jax.value_and_grad(plain))(params)
+    found, gradients = jax.jit(jax.value_and_grad(loss.mean_loss), static_argnums=1)(
+        params, settings.model, inputs, targets
+    )
     assert float(found) == pytest.approx(float(expected), abs=1e-3)  # bfloat16 rounds logits of size 0.1 to 2^-12
     assert loss.token_losses(params, settings.model, inputs, targets).mean().item() == pytest.approx(
         float(found), abs=1e-5
@@ -92,8 +94,8 @@ def test_the_weighted_loss_and_its_gradient_are_those_of_the_formula(mixed_setti
         losses = -jnp.take_along_axis(jax.nn.log_softmax(scores), targets[..., None], axis=-1)[..., 0]
         return (losses * weights).sum() / weights.sum()
 
-    expected, wanted = jax.value_and_grad(plain)(params)
-    found, gradients = jax.value_and_grad(loss.mean_loss)(
+    expected, wanted = jax.jit(jax.value_and_grad(plain))(params)
+    found, gradients = jax.jit(jax.value_and_grad(loss.mean_loss), static_argnums=1)(
         params, mixed_settings.model, inputs, targets, weights, segments
     )
     assert float(found) == pytest.approx(float(expected), abs=1e-3)  # bfloat16 rounds logits of size 0.1 to 2^-12
@@ -110,7 +112,8 @@ def test_hits_are_where_the_likeliest_token_of_the_plain_model_is_the_target(mix
 
     positions = jnp.broadcast_to(jnp.arange(24), inputs.shape)
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), loss.unstack(params, 2))
-    best = forward(exact, mixed_settings.model, inputs, positions, attend, None)[0].argmax(axis=-1)
+    scores = jax.jit(lambda params: forward(params, mixed_settings.model, inputs, positions, attend, None)[0])(exact)
+    best = scores.argmax(axis=-1)
     targets = jnp.where(jnp.arange(24) % 3 == 0, best, (best + 1) % MIXED_VOCAB)
     found = loss.hits(params, mixed_settings.model, inputs, targets)
     assert (found == (jnp.arange(24) % 3 == 0)).mean() > 0.9  # products in bfloat16 may swap the two likeliest

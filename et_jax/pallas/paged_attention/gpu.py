@@ -110,7 +110,7 @@ def paged_attention(
     num_parts = -(-m // config.part)
     counts = jnp.minimum(counts, m)
     query = jnp.pad(q.reshape(b, k, group, d), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))
-    settings = {"config": config, "softmax": softmax.static}
+    settings = {"config": config, "softmax": softmax.without_sinks}
     scales, staged, layout, converted = [], jnp.bfloat16, LAYOUT, []
     if kv_scales is not None:
         scales, staged, layout = [listed_scales(kv_scales, page_table, blocks, counts)], jnp.int8, hopper.LAYOUT_INT8

@@ -72,7 +72,7 @@ def paged_attention(
     def scalars(size, index):
         return pl.BlockSpec((1, 1, size), lambda i, *_: (index(i), 0, 0), memory_space=pltpu.SMEM)
 
-    kernel = partial(_kernel, config=config, head_dim=d, joint=joint, softmax=softmax.static, num_heads=k)
+    kernel = partial(_kernel, config=config, head_dim=d, joint=joint, softmax=softmax.without_sinks, num_heads=k)
     mixed, block_lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -93,7 +93,7 @@ def paged_prefill(
     if counts is not None:
         counts = jnp.minimum(counts, m)
     tile_sums = jax.ShapeDtypeStruct((b, k, m * (s // TILE), num_rows), jnp.float32) if block_lse else None
-    settings = {"config": config, "softmax": softmax.static}
+    settings = {"config": config, "softmax": softmax.without_sinks}
     out, tile_lse = plgpu.kernel(
         functools.partial(_attend_block, group=group, num_queries=t, simulated=interpret is not None, **settings),
         out_type=(jax.ShapeDtypeStruct(query.shape, jnp.bfloat16), tile_sums),

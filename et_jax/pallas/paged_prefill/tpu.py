@@ -117,7 +117,7 @@ def paged_prefill(
             num_heads=k,
             head_dim=d,
             joint=joint,
-            softmax=softmax.static,
+            softmax=softmax.without_sinks,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
