@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal
 
 import jax
@@ -197,13 +197,6 @@ def law_numbers(controller: Controller) -> Controller:
     return jax.tree.map(lambda x: np.asarray(x, np.int32 if isinstance(x, int) else np.float32), controller)
 
 
-@lru_cache(maxsize=128)
-def _on_device(controller: Controller) -> Controller:
-    """Return `law_numbers`, put once for all requests under one controller: they are a transfer each."""
-    with jax.ensure_compile_time_eval():  # what a trace puts ends with it
-        return jax.device_put(law_numbers(controller))
-
-
 def slot_laws(config: DecoderConfig) -> Controller:
     """Return the numbers of the configuration's own controller, for every slot."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_slots, *x.shape)), law_numbers(config.controller))
@@ -326,7 +319,7 @@ def request(
         "index": np.int32(index),
         "stop_ids": np.array([*stops, *[-1] * (config.num_stop_ids - len(stops))], np.int32),
         "logprobs": np.bool_(logprobs),
-        "laws": _on_device(laws),
+        "laws": law_numbers(laws),
         "in_prompt": in_prompt if config.penalties else None,
     }
     fields, settings = jax.device_put((fields, settings))  # one transfer for all

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import bounds, contribution, select
-from et_jax.types import replace
+from et_jax.types import Count, replace, value
 
 FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
 NUM_BLOCKS = 10
@@ -205,3 +205,17 @@ def test_a_bound_far_above_all_that_is_proved_proves_nothing(blocks, far):
     low = jnp.zeros((2, NUM_BLOCKS)).at[:, 1].set(5.0)
     given = bounds.Interval(low=low, high=low.at[:, 0].set(far))  # block 1 holds more than all others
     assert np.asarray(select.Certified(lambda _: given)(view))[1]
+
+
+@value
+class _Before:
+    end: Count
+
+    def __call__(self, view):
+        return view.start < self.end
+
+
+def test_the_numbers_of_a_mask_are_leaves():
+    one, other = (select.as_selector(_Before(end)) for end in (4, 8))
+    assert jax.tree.leaves(one) == [4] and one != other
+    assert jax.tree.structure(one) == jax.tree.structure(other)
