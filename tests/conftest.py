@@ -44,10 +44,16 @@ def _compiled_programs_end_with_their_module():
 
 @pytest.fixture(scope="module")
 def hardly_optimised():
-    """Compile in a hurry: for programs that take longer to compile well than to run, and of which speed is no part."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    """Compile in a hurry, here and in commands: for programs that take longer to compile well than to run.
+
+    The tests of a step, of a replica and of all arithmetic compile as is served.
+    """
+    name = "jax_disable_most_optimizations"
+    jax.config.update(name, True)
+    os.environ[name.upper()] = "1"
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    del os.environ[name.upper()]
+    jax.config.update(name, False)
 
 
 @pytest.fixture(scope="session")

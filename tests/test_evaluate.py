@@ -12,6 +12,8 @@ from et_jax.errors import UsageError
 from et_jax.tasks import files
 from et_jax.tasks.base import Example
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 class Reader:
     """Stands for a model: knows answers by their prompts, counts letters as tokens, notes what it was asked."""

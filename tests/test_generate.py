@@ -23,6 +23,8 @@ from et_jax.generate import main
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.transformer import initialise
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

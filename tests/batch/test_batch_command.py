@@ -13,6 +13,8 @@ from et_jax.generate import main
 from et_jax.models.bundled import bundled_folder
 from et_jax.serve import engine
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 PROGRAMS = {"paper": [str(Path(__file__).with_name("stand_in.py"))], "bundled": ["-m", "et_jax.generate"]}
 ROOT = Path(__file__).resolve().parents[2]
 

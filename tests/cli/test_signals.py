@@ -12,6 +12,8 @@ from quick import generating, started
 from et_jax.cli import signals as module_of_signals
 from et_jax.cli.signals import Signals
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_keeps_the_text(number: int, code: int) -> None:

@@ -16,6 +16,8 @@ from et_jax.errors import UsageError
 from et_jax.models.transformer import describe
 from et_jax.types import replace
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 compiled: dict[Any, decoding.Decoder] = {}
 
 

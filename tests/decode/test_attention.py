@@ -13,6 +13,8 @@ from et_jax.control.select import Certified, coded_bounds
 from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads, scoring_backend, serving_backend
 from et_jax.decode.state import empty
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 def test_rows_that_do_not_run_read_and_write_nothing():
     config = configuration(controller=Controller(selector=Certified(coded_bounds)))

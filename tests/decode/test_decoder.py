@@ -13,6 +13,8 @@ from small_model import MODEL, PROMPTS, configuration, prompt, run, start, texts
 from et_jax.decode import decoder as decoding
 from et_jax.models.transformer import initialise
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 def test_a_snapshot_survives_a_donating_step_and_continues_the_same_text():
     d, params = made("plain"), weights()

@@ -31,6 +31,8 @@ from et_jax.decode import decoder as decoding
 from et_jax.decode import selection
 from et_jax.models.transformer import initialise
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 SLOT, TOKENS = 2, prompt(7, 29)
 BOUNDS = {"box": select.box_bounds, "chord": select.chord_bounds, "coded": select.coded_bounds}
 

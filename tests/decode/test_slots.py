@@ -30,6 +30,8 @@ from et_jax.decode import decoder as decoding
 from et_jax.serve.chunks import pack
 from et_jax.serve.prefix_cache import PrefixCache
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 SLOTS, POOL, LONGEST = 3, 14, 8 * PAGE
 PROMPTS = [prompt(1, 3), prompt(2, CHUNK + 2), [*prompt(2, CHUNK + 2)[: CHUNK + 1], 7, 8, 9], prompt(3, 2 * CHUNK + 1)]
 

@@ -18,6 +18,8 @@ from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise
 from et_jax.types import pytree, replace
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 MODEL = ModelConfig(
     architecture="llama",
     vocab_size=64,

@@ -15,6 +15,8 @@ from et_jax.evidence.fuzzing import edits, watch
 from et_jax.evidence.fuzzing.cases import draw
 from et_jax.evidence.fuzzing.watch import run_cases
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 VERDICTS = {
@@ -138,7 +140,7 @@ def test_an_edit_is_where_it_should_be():
 
 def test_a_short_run_finds_nothing(tmp_path):
     """Every surface, a few cases each, with the report that a long run leaves."""
-    command = [sys.executable, str(ROOT / "scripts/fuzz.py"), "--cases", "70", "--seed", "0", "--work", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "scripts/fuzz.py"), "--cases", "35", "--seed", "0", "--work", str(tmp_path)]
     report = tmp_path / "fuzz.json"
     root = os.pathsep.join([str(ROOT), *sys.path])
     environment = os.environ | {"PYTHONPATH": root}
@@ -146,5 +148,5 @@ def test_a_short_run_finds_nothing(tmp_path):
     assert report.exists(), ended.stderr
     values = json.loads(report.read_text())
     assert values["failures"] == [] and ended.returncode == 0
-    assert sum(sum(counted.values()) for counted in values["surfaces"].values()) == 70
+    assert sum(sum(counted.values()) for counted in values["surfaces"].values()) == 35
     assert all(counted.get("refused") for counted in values["surfaces"].values())

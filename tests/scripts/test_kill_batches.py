@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from scripts_here import script
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 def row(name: str, text: str, created: int = 1) -> dict[str, Any]:
     body = {"created": created, "choices": [{"text": text}], "usage": {}, "entropic": {"entropic_time": 1.0}}

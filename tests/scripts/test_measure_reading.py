@@ -12,6 +12,8 @@ from et_jax.control.controller import Controller
 from et_jax.evaluate import counter, evaluate, grid
 from et_jax.serve.engine import load
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 reading = script("measure_reading")
 
 

@@ -9,6 +9,8 @@ from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 PROMPT = "It was in the spring of that year"
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 

@@ -14,6 +14,8 @@ from et_jax.control.select import SinksWindow
 from et_jax.decode import decoder as decoding
 from et_jax.serve import chunks
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 LONG = prompt(3, 22)  # five chunks of a page and one of two tokens
 
 

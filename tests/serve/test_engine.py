@@ -17,6 +17,8 @@ from et_jax.models.calibration import write_calibration
 from et_jax.serve import engine, loading
 from et_jax.serve.requests import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 GOLDEN = Path(__file__).parents[1] / "golden/tinystories-656k.json"
 ONCE = "Once upon a time"
 LILY = "One day, a little girl named Lily found a needle in her"

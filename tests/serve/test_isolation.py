@@ -15,6 +15,8 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
 from et_jax.types import replace, value
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
 MARKED = 77  # the seed of the request that something happens to
 

@@ -14,6 +14,8 @@ from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 BRIEF = SamplingParams(max_tokens=2)
 
 

@@ -86,7 +86,7 @@ def same(one, other) -> bool:
 
 @pytest.fixture(scope="module")
 def requests(model):
-    return mixture(40, model.tokenizer)
+    return mixture(28, model.tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_every_text_has_the_bits_it_has_alone(model, requests, alone, settings, 
     assert [same(*pair) for pair in zip(together, alone, strict=True)] == [True] * len(requests)
     metrics = busy.metrics
     assert metrics.generated_tokens == sum(len(completion.token_ids) for completion in together)
-    assert metrics.preemptions > 20 or "preempt_every" not in settings
+    assert metrics.preemptions > 10 or "preempt_every" not in settings
     assert (metrics.cached_prompt_tokens > 0) == settings.get("prefix_cache", True)
     assert metrics.programs_compiled_late == 0
 
@@ -175,10 +175,10 @@ def test_an_idle_engine_holds_no_page_but_those_kept_for_prompts_to_come(model, 
 
 
 def test_four_times_more_than_fit_all_end_and_nothing_piles_up(model):
-    """Arrays and pages are as many after the eighth wave of requests as after the second."""
+    """Arrays and pages are as many after the fourth wave of requests as after the second."""
     busy = opened(model)
     counts = []
-    for wave in range(8):
+    for wave in range(4):
         requests = mixture(24, busy.tokenizer, seed=wave)
         done = busy.generate(requests)
         assert len(done) == 24 and {completion.finish_reason for completion in done} <= {"stop", "length"}

@@ -12,6 +12,8 @@ from reopened import reopened
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "prefill_batch": 32}
 PROMPTS = [f"In the year {year} the old king" for year in range(1800, 1812)]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=3, temperature=0.9)

@@ -11,6 +11,8 @@ from et_jax.serve.compilation import num_compiled
 from et_jax.serve.completions import Completion, TokenTrace
 from et_jax.types import replace
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 PARAMS = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
 PROMPT = "It was in the spring of that year that the old house by the river was let again. " * 2
 GIVEN = {"target_entropy": 2.0, "tolerance": 0.05}

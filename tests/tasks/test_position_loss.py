@@ -11,6 +11,8 @@ from et_jax.decode.decoder import decoder
 from et_jax.errors import UsageError
 from et_jax.tasks import position_loss
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 def bound(selector=None, num_pages=3 * LENGTH // PAGE + 1):
     controller = Controller(selector=selector or select.Dense())

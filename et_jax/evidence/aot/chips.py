@@ -34,7 +34,7 @@ class Decoding:
     """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
 
     open_blocks: blocks each KV head reads; None is all, and then no page has a summary.
-    functions: those of the decoder to compile.
+    steps: whether its step is compiled, alone and in the loop around it, or its prefill alone.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Decoding:
     max_length: int
     prefill_batch: int
     open_blocks: int | None = None
-    functions: tuple[str, ...] = ("step", "decode", "prefill")
+    steps: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,15 +99,14 @@ DECODINGS = (
         max_length=32768,
         prefill_batch=256,
         open_blocks=32,
-        functions=("prefill",),
+        steps=False,
     ),
     Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, prefill_batch=512),
 )
-ATTENTIONS = (
+ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
     Attention(
         name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128, kernels=("attention", "int8", "prefill", "sparse")
     ),
-    Attention(name="qwen3_8b", num_heads=32, num_kv_heads=8, head_dim=128),
     Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
     Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64, kernels=("attention", "int8", "prefill")),
 )

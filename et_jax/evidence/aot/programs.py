@@ -47,7 +47,10 @@ class Program:
 
 
 def programs() -> list[Program]:
-    """Return every program to compile: for every chip its kernels, and the decoder's functions by every backend."""
+    """Return every program to compile: for every chip its kernels, and the decoder's functions by every backend.
+
+    By the chip's own kernels the step is compiled within the loop of steps alone.
+    """
     kernels = [
         Program(
             name=f"{attention.name} {kernel} {slots}x{length // 1024}k ({chip.backend})",
@@ -80,11 +83,11 @@ def programs() -> list[Program]:
             build=partial(decoder_program, decoding, chip, function, backend),
         )
         for chip in CHIPS
-        for backend in ("xla", chip.backend)
+        for backend, functions in (("xla", ("step", "prefill")), (chip.backend, ("decode", "prefill")))
         if backend
         for decoding in DECODINGS
-        for function in decoding.functions
-        if function != "decode" or backend == chip.backend  # a loop around the step: once is enough
+        for function in functions
+        if function == "prefill" or decoding.steps
     ]
     return kernels + scores + decoders
 
