@@ -81,8 +81,8 @@ def disturb(model: str, source: Path, output: Path, count: int, kills: int) -> N
 @pytest.mark.parametrize(
     ("model", "count", "kills", "max_tokens"),
     [
-        ("paper", 500, 5, 8),
-        ("bundled", 40, 3, 6),
+        ("paper", 500, 4, 8),
+        ("bundled", 40, 2, 6),
         pytest.param("bundled", 500, 10, 6, marks=pytest.mark.slow),
     ],
 )
