@@ -37,7 +37,9 @@ class Signals:
     the next, in nats. `tempered_*` is after temperature, before truncation; `truncated_entropy` after
     both. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
     `kept_mass` is the share of attention mass on the blocks read, the least over layers and query heads:
-    certain under a certified selector, else an estimate that may be too high. `blocks_read` counts
+    certain under a certified selector, else an estimate that may be too high. `attention_entropy` is that of
+    a query head over its blocks, from 0 to 1 (see `view.attention_entropy`): the mean over layers and heads,
+    and the least; NaN where no layer chose blocks by this token. `blocks_read` counts
     blocks over layers and KV heads, `summaries_read` those looked at to choose. `cost` is in bytes, and
     nominal: this sequence's own cache reads and the share of the weights that it would have were every row
     of the step served; what a text is charged (`TokenTrace.cost`) depends on the company. `length` counts
@@ -55,6 +57,8 @@ class Signals:
     truncated_entropy: Float[Array, "*b"]
     surprisal: Float[Array, "*b"]
     kept_mass: Float[Array, "*b"]
+    attention_entropy: Float[Array, "*b"]
+    least_attention_entropy: Float[Array, "*b"]
     blocks_read: Int[Array, "*b"]
     summaries_read: Int[Array, "*b"]
     cost: Float[Array, "*b"]

@@ -10,7 +10,8 @@ from et_jax.control import bounds
 from et_jax.control.base import as_value, described, name_of, one_like
 from et_jax.control.bisect import above_threshold
 from et_jax.control.contribution import Contribution, influence
-from et_jax.control.view import BlockView, Need, estimated_log_mass, mass, needing, needs_of
+from et_jax.control.head_tolerance import HeadRule
+from et_jax.control.view import BlockView, Need, estimated_log_mass, mass, needing, needs_of, tail
 from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, value
 
 
@@ -184,6 +185,37 @@ class Guarded(Selector):
 
 
 @value
+class PerHead(Selector):
+    """What `selector` opens where `rule` has given every query head a tolerance of its own.
+
+    For the selectors that go by a tolerance: `TopMass`, `ActiveSet` and `Certified`. What one proves it
+    proves of each head for its own tolerance.
+    """
+
+    selector: AnySelector
+    rule: HeadRule
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "selector", as_selector(self.selector))
+        object.__setattr__(self, "rule", as_value(self.rule))
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the selector within needs."""
+        return self.selector.needs | needs_of(getattr(self.rule, "function", self.rule))
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the selector within reads all."""
+        return self.selector.reads_all
+
+    def choose(self, view: BlockView) -> Selection:
+        """Return what the selector within opens. Raises ValueError where the rule gives no tolerance a head."""
+        each = one_like(view.head_tolerance, self.rule(view), f"The rule {name_of(self.rule)} returns")
+        return self.selector.choose(replace(view, head_tolerance=each))
+
+
+@value
 class Quest(_Opens):
     """The `num_blocks` blocks with the greatest possible score: max over the group of sum_c max(q_c min_c, q_c max_c).
 
@@ -209,18 +241,19 @@ def _most(score: Float[Array, " n"], num_blocks: Count, view: BlockView) -> Bool
 class TopMass(_Opens):
     """The fewest blocks that leave at most the tolerance of the estimated mass unread, for every query head.
 
-    The estimate takes a block's keys for their mean, so nothing is certified. Ties open together;
-    tolerance 0 opens everything. Source: the top-p of Twilight (Lin et al. 2025), over blocks.
+    The estimate takes a block's keys for their mean, so nothing is certified. The tail, which is read in any
+    case, counts as read. Ties open together; tolerance 0 opens everything. Source: the top-p of Twilight (Lin
+    et al. 2025), over blocks.
     """
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
         """Return the blocks of the greatest estimated mass."""
-        share = mass(view)
+        share, read = mass(view), tail(view)
 
         def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
-            return jnp.sum(jnp.where(opened, 0.0, share), axis=-1) <= view.tolerance
+            return jnp.sum(jnp.where(opened | read, 0.0, share), axis=-1) <= view.head_tolerance
 
-        return jnp.any(above_threshold(share, allowed), axis=0) | (view.tolerance <= 0)
+        return jnp.any(above_threshold(share, allowed), axis=0) | read | jnp.any(view.head_tolerance <= 0)
 
 
 @value
@@ -240,7 +273,8 @@ class ActiveSet(_Opens):
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
         """Return the blocks above the threshold."""
-        return jnp.any(self.contribution(view) > view.tolerance, axis=0) | (view.tolerance <= 0)
+        tolerance = view.head_tolerance
+        return jnp.any(self.contribution(view) > tolerance[:, None], axis=0) | jnp.any(tolerance <= 0)
 
 
 MassBounds = Callable[[BlockView], bounds.Interval]
@@ -272,8 +306,9 @@ class Certified(Selector):
     Opens blocks by their upper bound U_b until U_D <= eps / (1 - eps) L_S, with U_D the sum over closed
     blocks and L_S that of the lower bounds over opened ones: then the mass left unread is at most
     U_D / (Z_S + U_D) <= eps. Where the bounds are too wide to prove it, everything is opened. `slack`, in
-    nats, widens both bounds against rounding. Ties open together; tolerance 0 opens everything. It holds
-    for the query and the stored keys of this head and step, and says nothing of the step's output.
+    nats, widens both bounds against rounding. The tail is read in any case, so it counts in L_S, at its own
+    mass. Ties open together; tolerance 0 opens everything. It holds for the query and the stored keys of this
+    head and step, each head for its own tolerance, and says nothing of the step's output.
     """
 
     mass_bounds: MassBounds = static(default=chord_bounds)
@@ -286,7 +321,9 @@ class Certified(Selector):
 
     def choose(self, view: BlockView) -> Selection:
         """Return blocks enough for the proof, and the bounds it rests on."""
-        log, slack = self.mass_bounds(view), self.slack
+        log, slack, eps, ends = self.mass_bounds(view), self.slack, view.head_tolerance, tail(view)
+        known = view.tail_log_mass[:, None]
+        log = bounds.Interval(low=jnp.where(ends, known, log.low), high=jnp.where(ends, known, log.high))
         # Both are taken over the greatest lower bound: over the greatest upper one, which may be 100 nats above
         # anything provable, they would round to 0, and 0 left against 0 read would pass for a proof.
         least = jnp.max(log.low, axis=-1, keepdims=True)
@@ -294,9 +331,9 @@ class Certified(Selector):
         upper, lower = jnp.exp(jnp.minimum(log.high + slack - least, 80.0)), jnp.exp(log.low - slack - least)
 
         def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
-            unread = jnp.sum(jnp.where(opened, 0.0, upper), axis=-1)
-            read = jnp.sum(jnp.where(opened, lower, 0.0), axis=-1)
-            return (1.0 - view.tolerance) * unread <= view.tolerance * read
+            unread = jnp.sum(jnp.where(opened | ends, 0.0, upper), axis=-1)
+            read = jnp.sum(jnp.where(opened | ends, lower, 0.0), axis=-1)
+            return (1.0 - eps) * unread <= eps * read
 
-        opened = jnp.any(above_threshold(log.high, allowed), axis=0) | (view.tolerance <= 0)
+        opened = jnp.any(above_threshold(log.high, allowed), axis=0) | ends | jnp.any(eps <= 0)
         return Selection(opened=opened, estimate=0.5 * (log.low + log.high), upper=log.high + slack)

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.bounds import Interval
 from et_jax.types import pytree
@@ -47,11 +47,13 @@ class BlockView:
     `value_radius` is the greatest distance of a value from the block's mean value. Blocks cover
     positions `start` to `start + num_tokens - 1`; `num_tokens` is 0 where the sequence holds no block,
     and where a sliding window hides part of one, for then its summary speaks of tokens that are not seen.
-    `length` counts the sequence's tokens. `tolerance` is the attention mass that may be left unread.
-    `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
-    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats; each is
-    None unless the selector needs what it is made of (see `needing`). A selector sees one view; `*b` is many
-    at once.
+    `length` counts the sequence's tokens. `tolerance` is the attention mass that may be left unread, and
+    `head_tolerance` that of each query head, the same unless a rule of heads sets them apart. The block that
+    the sequence ends in is always read: `tail_log_mass` is the log of its attention mass, from its keys
+    themselves. `layer` and `kv_head` say whose view it is. `coded` bounds the log of a block's attention mass
+    by 8-bit copies of its keys (see `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its
+    tokens, both in nats; each is None unless the selector needs what it is made of (see `needing`). A selector
+    sees one view; `*b` is many at once.
     """
 
     query: Float[Array, "*b g d"]
@@ -66,18 +68,51 @@ class BlockView:
     num_tokens: Int[Array, "*b n"]
     length: Int[Array, "*b"]
     tolerance: Float[Array, "*b"]
+    head_tolerance: Float[Array, "*b g"]
+    tail_log_mass: Float[Array, "*b g"]
+    layer: Int[Array, "*b"]
+    kv_head: Int[Array, "*b"]
     coded: Interval | None = None
     mean_surprisal: Float[Array, "*b n"] | None = None
+
+
+def tail(view: BlockView) -> Bool[Array, " n"]:
+    """Return which block the sequence ends in; none where a sliding window hides part of that one."""
+    return (view.num_tokens > 0) & (view.start + view.num_tokens == view.length)
 
 
 def estimated_log_mass(view: BlockView) -> Float[Array, "g n"]:
     """Return the log of n e^{q . mean key}, a block's mass were its keys all alike; the least float if not held.
 
-    By Jensen's inequality no block holds less.
+    By Jensen's inequality no block holds less. That of the tail is its own.
     """
-    held = view.num_tokens > 0
     log_count = jnp.log(jnp.maximum(view.num_tokens, 1).astype(jnp.float32))
-    return jnp.where(held, log_count + view.middle, jnp.finfo(jnp.float32).min)
+    log_mass = jnp.where(tail(view), view.tail_log_mass[:, None], log_count + view.middle)
+    return jnp.where(view.num_tokens > 0, log_mass, jnp.finfo(jnp.float32).min)
+
+
+def likeliest_log_mass(view: BlockView) -> Float[Array, "g n"]:
+    """Return the best guess at the log of each block's mass: the middle of what 8-bit keys allow, or `estimated`.
+
+    Of a block that is not held it is the least float.
+    """
+    if view.coded is None:
+        return estimated_log_mass(view)
+    log_mass = jnp.where(tail(view), view.tail_log_mass[:, None], 0.5 * (view.coded.low + view.coded.high))
+    return jnp.where(view.num_tokens > 0, log_mass, jnp.finfo(jnp.float32).min)
+
+
+def attention_entropy(log_mass: Float[Array, "*b n"], held: Bool[Array, "*#b n"]) -> Float[Array, "*b"]:
+    """Return the entropy of attention over the blocks held, over log(1 + their number): from 0 to below 1.
+
+        p_b = softmax of log_mass,  h = -sum_b p_b log p_b / log(1 + blocks held)
+
+    0 where none is held. The denominator is that of one block more, so a single block gives 0 and not 0 / 0.
+    """
+    log_mass = jnp.where(held, log_mass, jnp.finfo(jnp.float32).min)
+    log_share = jax.nn.log_softmax(log_mass, axis=-1)
+    entropy = -jnp.sum(jnp.where(held, jnp.exp(log_share) * log_share, 0.0), axis=-1)
+    return entropy / jnp.log1p(jnp.maximum(jnp.sum(held, axis=-1), 1).astype(jnp.float32))
 
 
 def mass(view: BlockView) -> Float[Array, "g n"]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import Selection, Selector
+from et_jax.control.view import attention_entropy
 from et_jax.decode.cache import KVCache, LayerCache, token_width, write
 from et_jax.decode.selection import (
     Blocks,
@@ -42,12 +43,17 @@ class ReadStats:
 
     `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
     looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
+    `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
+    token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
     `block_masks` holds each layer's packed mask.
     """
 
     blocks_read: Int[Array, " b"]
     summaries_read: Int[Array, " b"]
     kept_mass: Float[Array, " b"]
+    entropies: Float[Array, " b"]
+    num_entropies: Float[Array, " b"]
+    least_entropy: Float[Array, " b"]
     block_masks: tuple[UInt32[Array, "b k n32"], ...]
 
 
@@ -100,8 +106,16 @@ class ReadPolicy:
 
 def no_reads(batch: int) -> ReadStats:
     """Return stats of nothing read."""
-    zeros = jnp.zeros(batch, jnp.int32)
-    return ReadStats(blocks_read=zeros, summaries_read=zeros, kept_mass=jnp.ones(batch, jnp.float32), block_masks=())
+    zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.float32)
+    return ReadStats(
+        blocks_read=zeros,
+        summaries_read=zeros,
+        kept_mass=ones,
+        entropies=0.0 * ones,
+        num_entropies=0.0 * ones,
+        least_entropy=jnp.inf * ones,
+        block_masks=(),
+    )
 
 
 def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
@@ -134,10 +148,16 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
             stats = _note(memory.stats, counts, chosen.opened)
             kept = jnp.where(row.fresh, least_share_read(chosen, blocks, log_read), row.kept_mass)
             looked = jnp.where(row.fresh, held_blocks(lengths, reading.page_size), 0) * reading.model.num_kv_heads
+            entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
             stats = replace(
                 stats,
                 kept_mass=jnp.minimum(stats.kept_mass, kept),
                 summaries_read=stats.summaries_read + looked,
+                entropies=stats.entropies + jnp.where(row.fresh, jnp.sum(entropy, axis=(1, 2)), 0.0),
+                num_entropies=stats.num_entropies + jnp.where(row.fresh, float(reading.model.num_heads), 0.0),
+                least_entropy=jnp.where(
+                    row.fresh, jnp.minimum(stats.least_entropy, jnp.min(entropy, axis=(1, 2))), stats.least_entropy
+                ),
             )
         return out[:, None], LayerCarry(cache=cache, stats=stats)
 

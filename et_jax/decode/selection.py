@@ -117,9 +117,28 @@ def _view(
         num_tokens=for_heads(blocks.num_tokens),
         length=for_heads(blocks.length),
         tolerance=for_heads(tolerance),
+        head_tolerance=jnp.broadcast_to(tolerance[:, None, None], query.shape[:3]),
+        tail_log_mass=tail_log_mass(query, cache.layers[layer], blocks),
+        layer=jnp.full((b, k), layer, jnp.int32),
+        kv_head=jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (b, k)),
         coded=coded,
         mean_surprisal=None if surprisal is None else for_heads(surprisal),
     )
+
+
+def tail_log_mass(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks) -> Float[Array, "b k g"]:
+    """Return the log of the attention mass of the block each row ends in, in nats, from its keys up to that end.
+
+    A page's summary is of all that was written to it, by rows that share it too; this is of what the row sees.
+    The least float for an empty row.
+    """
+    d, s = query.shape[3], layer.pages.shape[2]
+    last = jnp.maximum(blocks.length - 1, 0)
+    page = jnp.take_along_axis(blocks.table, (last // s)[:, None], axis=1)[:, 0]
+    key = layer.pages[:, page, :, :d].astype(jnp.float32)
+    score = jnp.einsum("bkgd,kbsd->bkgs", query, key, precision=jax.lax.Precision.HIGHEST)
+    seen = (last // s * s)[:, None] + jnp.arange(s) < blocks.length[:, None]
+    return jax.nn.logsumexp(jnp.where(seen[:, None, None], score, jnp.finfo(jnp.float32).min), axis=-1)
 
 
 def trace_scores(model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:

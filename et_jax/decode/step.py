@@ -123,7 +123,7 @@ def measure(
     log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
     estimate = rows.take(state.laws).estimator(log_prob, calibrated)
     generated = rows.take(state.generated) + 1
-    length = rows.position + rows.run.astype(jnp.int32)
+    length, looked = rows.position + rows.run.astype(jnp.int32), stats.num_entropies > 0
     signals = replace(
         rows.take(state.signals),
         entropy=estimate.entropy,
@@ -132,6 +132,8 @@ def measure(
         entropy_high=estimate.high,
         margin=entropy.margin(logits, raw),
         kept_mass=stats.kept_mass,
+        attention_entropy=jnp.where(looked, stats.entropies / jnp.maximum(stats.num_entropies, 1.0), jnp.nan),
+        least_attention_entropy=jnp.where(looked, stats.least_entropy, jnp.nan),
         blocks_read=stats.blocks_read,
         summaries_read=stats.summaries_read,
         cost=cost.nominal_bytes(traffic(params, state.cache), config.batch, stats.blocks_read, stats.summaries_read),

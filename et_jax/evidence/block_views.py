@@ -83,7 +83,7 @@ def blocks_at(
 
     scores = jnp.einsum("gd,nsd->gns", query, key, precision=jax.lax.Precision.HIGHEST)
     scores = jnp.where(held, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=(1, 2))
+    log_mass, weights = jax.nn.logsumexp(scores, axis=-1), jax.nn.softmax(scores, axis=(1, 2))
     key_min = jnp.where(filled, jnp.min(jnp.where(counts, key, jnp.inf), axis=1), 0.0)
     key_max = jnp.where(filled, jnp.max(jnp.where(counts, key, -jnp.inf), axis=1), 0.0)
     view = BlockView(
@@ -99,12 +99,16 @@ def blocks_at(
         num_tokens=num_tokens,
         length=position + 1,
         tolerance=jnp.float32(0.0),
+        head_tolerance=jnp.zeros(query.shape[0]),
+        tail_log_mass=log_mass[:, position // page_size],
+        layer=jnp.int32(0),
+        kv_head=jnp.int32(0),
     )
     return Blocks(
         view=view,
         key=key,
         held=held,
-        log_mass=jax.nn.logsumexp(scores, axis=-1),
+        log_mass=log_mass,
         share=jnp.sum(weights, axis=-1),
         output=jnp.einsum("gns,nsd->gnd", weights, value, precision=jax.lax.Precision.HIGHEST),
     )

@@ -16,7 +16,8 @@ def plot_trace(completion: Completion, path: Path) -> None:
     """Draw `completion` to `path`; the format follows the suffix.
 
     From the top: the text, each token on a shade of its entropy; entropy and surprisal (nats) with
-    temperature; the share of blocks read; entropic time (nats) against cost (MB moved).
+    temperature; the share of blocks read, with the mean and the least attention entropy of the query heads
+    where blocks were chosen; entropic time (nats) against cost (MB moved).
     """
     import matplotlib
 
@@ -55,6 +56,13 @@ def plot_trace(completion: Completion, path: Path) -> None:
 
     share = [row.blocks_read / row.blocks_held for row in rows]
     axes[2].fill_between(token, share, color="tab:green", alpha=0.4, step="mid")
+    known = [(i, row) for i, row in zip(token, rows, strict=True) if row.attention_entropy is not None]
+    if known:
+        places = [i for i, _ in known]
+        axes[2].plot(places, [row.attention_entropy for _, row in known], color="tab:brown", label="attention entropy")
+        least = [row.least_attention_entropy for _, row in known]
+        axes[2].plot(places, least, ":", color="tab:brown", label="the least of a head")
+        axes[2].legend(loc="lower right", ncols=2, frameon=False)
     axes[2].set(ylabel="share of\nblocks read", xlabel="token", xlim=(0.5, max(len(rows), 1) + 0.5), ylim=(0, 1.05))
 
     moved = np.cumsum([row.cost for row in rows]) / 1e6

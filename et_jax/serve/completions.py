@@ -12,6 +12,7 @@ class TokenTrace:
 
     `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
     the one it was sampled at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads.
+    `attention_entropy` and the least of it are as in `Signals`, None where no layer chose blocks.
     `entropic_time` (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own
     blocks and summaries, and the weights divided by the sequences that its step brought a token, so it
     depends on the company, as what laws see (`Signals.cost`) does not. `flops` are its own FLOPs.
@@ -32,6 +33,8 @@ class TokenTrace:
     entropic_time: float
     cost: float
     flops: float
+    attention_entropy: float | None = None
+    least_attention_entropy: float | None = None
     guard_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     top: tuple[tuple[int, float], ...] = ()
 
@@ -141,6 +144,7 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "nats_per_byte": time / cost if rows else 0.0,
         "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows]),
         "least_mass_kept": min((row.kept_mass for row in rows), default=None),
+        "mean_attention_entropy": _mean([row.attention_entropy for row in rows if row.attention_entropy is not None]),
         "temperature_range": _range([row.temperature for row in rows]),
         "guard_rates": rates,
     }

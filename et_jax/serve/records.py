@@ -1,6 +1,7 @@
 """From a burst of steps to one record per token, as plain host values."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,9 +73,16 @@ class Burst:
             blocks_read=read,
             blocks_held=-(-length // config.page_size) * heads,
             kept_mass=signals.kept_mass[step][slot],
+            attention_entropy=_known(signals.attention_entropy[step][slot]),
+            least_attention_entropy=_known(signals.least_attention_entropy[step][slot]),
             entropic_time=output.entropic_time[step][slot],
             cost=cost.charged_bytes(self._traffic, num_served, read, looked),
             flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim) + looking,
             guard_rates={name: rate[step][slot] for name, rate in output.guard_rates.items()},
             top=top,
         )
+
+
+def _known(signal: float) -> float | None:
+    """A signal, None where it is not known."""
+    return None if math.isnan(signal) else signal

@@ -86,10 +86,22 @@ class Blocks:
     value: np.ndarray
     log_mass: np.ndarray
 
-    def of_first_query(self, **fields) -> BlockView:
+    def tolerating(self, tolerance: float, **fields) -> BlockView:
+        """Return the view with another tolerance, of the sequence and every head."""
+        each = jnp.full(self.view.head_tolerance.shape, tolerance, jnp.float32)
+        return replace(self.view, tolerance=jnp.float32(tolerance), head_tolerance=each, **fields)
+
+    def of_first_query(self, tolerance: float | None = None) -> BlockView:
         """Return the view of a group of one query, the first."""
-        score = Interval(low=self.view.score.low[:1], high=self.view.score.high[:1])
-        return replace(self.view, query=self.view.query[:1], score=score, middle=self.view.middle[:1], **fields)
+        given = self.view if tolerance is None else self.tolerating(tolerance)
+        score = Interval(low=given.score.low[:1], high=given.score.high[:1])
+        each = {name: getattr(given, name)[:1] for name in ("query", "middle", "head_tolerance", "tail_log_mass")}
+        return replace(given, score=score, **each)
+
+    def tail(self) -> np.ndarray:
+        """Return which block the sequence ends in."""
+        held = np.asarray(self.view.num_tokens) > 0
+        return np.arange(len(held)) == held.sum() - 1
 
     def unread(self, opened) -> np.ndarray:
         """Return the share of each query head's mass in the blocks not opened."""
@@ -151,6 +163,10 @@ def blocks():
                 num_tokens=jnp.asarray(num_tokens, jnp.int32),
                 length=jnp.int32((held - 1) * PAGE_SIZE + num_tokens[held - 1]),
                 tolerance=jnp.float32(tolerance),
+                head_tolerance=jnp.full(GROUP, tolerance, jnp.float32),
+                tail_log_mass=jnp.asarray(log_mass[:, held - 1], jnp.float32),
+                layer=jnp.int32(0),
+                kv_head=jnp.int32(0),
             )
         return Blocks(view=view, key=key, value=value, log_mass=log_mass)
 

@@ -167,6 +167,10 @@ def view(length: int, num_blocks: int, page_size: int) -> BlockView:
         num_tokens=jnp.clip(length - start, 0, page_size),
         length=jnp.int32(length),
         tolerance=jnp.float32(0),
+        head_tolerance=jnp.zeros(2),
+        tail_log_mass=jnp.zeros(2),
+        layer=jnp.int32(0),
+        kv_head=jnp.int32(0),
     )
 
 

@@ -9,7 +9,7 @@ from et_jax.report.plot import plot_trace
 from et_jax.serve.completions import Completion, TokenTrace
 
 
-def completion(*texts: str) -> Completion:
+def completion(*texts: str, **figures: float) -> Completion:
     rows = [
         TokenTrace(
             token=i,
@@ -24,6 +24,7 @@ def completion(*texts: str) -> Completion:
             entropic_time=1.0,
             cost=1.0,
             flops=1.0,
+            **figures,
         )
         for i, text in enumerate(texts)
     ]
@@ -45,3 +46,12 @@ def test_any_text_is_drawn_without_a_word(texts: tuple[str, ...], tmp_path: Path
     plot_trace(completion(*texts), tmp_path / "picture.svg")
     ElementTree.parse(tmp_path / "picture.svg")
     plot_trace(completion(*texts), tmp_path / "picture.png")
+
+
+def test_attention_entropy_is_drawn_where_it_is_known(tmp_path: Path) -> None:
+    def drawn(**figures: float) -> str:
+        plot_trace(completion("a", "b", **figures), tmp_path / "picture.svg")
+        return (tmp_path / "picture.svg").read_text(encoding="utf-8")
+
+    assert "<!-- attention entropy -->" in drawn(attention_entropy=0.5, least_attention_entropy=0.1)
+    assert "attention entropy" not in drawn()
