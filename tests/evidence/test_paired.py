@@ -1,0 +1,44 @@
+"""Budgets that are met, and intervals that hold what they should."""
+
+import numpy as np
+import pytest
+
+from et_jax.evidence.paired import matched, saving
+
+
+@pytest.mark.parametrize("wanted", [0.9, 0.5, 0.1])
+def test_a_budget_is_met_to_a_thousandth(wanted):
+    """Of a curve whose inverse is known."""
+    asked = []
+
+    def run(setting: float) -> tuple[float, str]:
+        asked.append(setting)
+        return 1.0 / (1.0 + setting**0.5), f"at {setting}"
+
+    setting, result = matched(run, wanted, 1e-7, 1e3)
+    assert setting == pytest.approx((1 / wanted - 1) ** 2, rel=0.03) and result == f"at {setting}"
+    assert abs(1.0 / (1.0 + setting**0.5) - wanted) <= 1e-3 * wanted and len(asked) < 30
+
+
+def test_a_budget_that_no_setting_spends_is_told_with_the_nearest():
+    with pytest.raises(ValueError, match=r"no setting from 1e-07 to 1000 spends 0.5000; the nearest is 0.6000"):
+        matched(lambda setting: (0.6 if setting < 1 else 0.2, None), 0.5, 1e-7, 1e3)
+
+
+def test_a_saving_is_a_share_of_the_baseline_over_the_same_rows():
+    baseline = np.array([1.0, 2.0, 4.0, 8.0])
+    same = saving(0.75 * baseline, baseline)
+    assert (same.share, same.low, same.high) == (0.25, 0.25, 0.25) and same.visible == pytest.approx(0.0, abs=1e-12)
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says_and_a_visible_saving_is_seen():
+    """200 sets of 40 rows whose true saving is 0.2: about 190 intervals hold it, and nearly all exclude none."""
+    rng = np.random.default_rng(0)
+    held = seen = 0
+    for _ in range(200):
+        baseline = rng.gamma(4.0, size=40)
+        found = saving(baseline * 0.8 * rng.gamma(25.0, 1 / 25.0, size=40), baseline)
+        held += found.low <= 0.2 <= found.high
+        seen += found.low > 0.0
+        assert found.visible < 0.2
+    assert 178 <= held <= 199 and seen >= 190
