@@ -24,13 +24,13 @@ from jaxtyping import Array, Float
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Certified
+from et_jax.control.view import tolerating
 from et_jax.errors import UsageError
 from et_jax.evidence import tables
 from et_jax.evidence.block_views import Blocks, blocks_at, capture, key_radius
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import Model, load
-from et_jax.types import replace
 
 TOLERANCES = (0.5, 0.2, 0.1, 0.05, 0.01, 0.001)
 SHARES = (0.1, 0.25, 0.5)  # of the blocks, open for the residual estimate
@@ -77,7 +77,7 @@ def choices(blocks: Blocks) -> dict[str, dict[str, Array]]:
         selector = Certified(lambda _, given=interval: given, slack=0.0 if name == "exact" else 1e-3)
 
         def at(tolerance: Array, selector=selector) -> tuple[Array, Array]:
-            opened = selector(replace(blocks.view, tolerance=tolerance)) & filled
+            opened = selector(tolerating(blocks.view, tolerance)) & filled
             unread = jnp.max(jnp.sum(jnp.where(opened, 0.0, blocks.share), axis=-1))
             return jnp.sum(opened, dtype=jnp.float32) / count, unread / tolerance
 

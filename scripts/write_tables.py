@@ -34,6 +34,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "temperature": ("temperature.json", lambda found: tables.temperature(found["models"], TARGET)),
     "selectors": ("selection.json", lambda found: tables.selectors(found["cases"])),
     "tolerances": ("selection.json", lambda found: tables.tolerances(found["cases"])),
+    "attention_entropy": ("attention_entropy.json", lambda found: tables.arms(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
@@ -78,6 +79,7 @@ def main() -> int:
             ("measure_bounds", *cases),
             ("measure_temperature", *cases, "--plot"),
             ("measure_selection", *cases),
+            ("measure_attention_entropy", *cases),
             ("measure_scheduling", "--trace", args.trace),
             ("bench_throughput",),
             ("bench_overhead",),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.bounds import Interval
-from et_jax.types import pytree
+from et_jax.types import pytree, replace
 
 Need = Literal["summaries", "codes", "surprisals"]
 """What a selector may look at, which costs bytes: boxes and means of blocks, 8-bit keys, the tokens' surprisals."""
@@ -74,6 +74,11 @@ class BlockView:
     kv_head: Int[Array, "*b"]
     coded: Interval | None = None
     mean_surprisal: Float[Array, "*b n"] | None = None
+
+
+def tolerating(view: BlockView, tolerance: Float[Array, ""]) -> BlockView:
+    """Return the view of a sequence with another tolerance, the same for every head."""
+    return replace(view, tolerance=tolerance, head_tolerance=jnp.full_like(view.head_tolerance, tolerance))
 
 
 def tail(view: BlockView) -> Bool[Array, " n"]:

@@ -51,6 +51,35 @@ def _residual(case: Case) -> str:
     return table(["blocks open", "page", *estimates], lines)
 
 
+def arms(cases: Sequence[Case]) -> str:
+    """Return what each arm saves of the divergence, with its interval, by share of blocks read."""
+    parts = []
+    for case in cases:
+        shares = list(dict.fromkeys(line["share"] for line in case["arms"]))
+        by_arm: dict[tuple[bool, str], dict[float, Case]] = {}
+        for line in case["arms"]:
+            by_arm.setdefault((line["residual"], line["arm"]), {})[line["share"]] = line
+        lines = [
+            ["mean value" if residual else "nothing", arm, *[_saving(found.get(share)) for share in shares]]
+            for (residual, arm), found in by_arm.items()
+        ]
+        parts.append(
+            f"{case['model']} on {case['text']}, {case['context']} tokens, {case['rows']} rows:\n\n"
+            f"{table(['unread counts as', 'tolerance by', *[f'{share:.0%} read' for share in shares]], lines)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _saving(line: Case | None) -> str | None:
+    """The divergence of the baseline, the saving of any other arm; a dash where no setting spends the budget."""
+    if line is None or "missed" in line:
+        return None
+    saving = line["saving"]
+    if saving["low"] == saving["high"] == 0.0:
+        return f"KL {line['divergence']:.3g}"
+    return f"{saving['share']:+.0%} ({saving['low']:+.0%} to {saving['high']:+.0%})"
+
+
 def temperature(models: Sequence[Case], target: float) -> str:
     """Return every law's figures at one target, for each model."""
     header = ["law", "gain", "mean H", "mean deviation", "mean surprisal", "mean T", "T from", "to", "T at a bound"]

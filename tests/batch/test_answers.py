@@ -32,6 +32,7 @@ def test_a_completion_body() -> None:
         "nats_per_byte": 0.08,
         "mean_share_read": 0.5,
         "least_mass_kept": 0.9,
+        "mean_attention_entropy": None,
         "temperature_range": [0.5, 0.5],
         "guard_rates": {"stability": 0.25},
     }

@@ -10,7 +10,7 @@ import pytest
 
 from et_jax.control.base import ControlState, Signals, as_value, updated
 from et_jax.control.bounds import Interval
-from et_jax.control.view import BlockView
+from et_jax.control.view import BlockView, tolerating
 from et_jax.types import replace
 
 WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held"}
@@ -88,8 +88,7 @@ class Blocks:
 
     def tolerating(self, tolerance: float, **fields) -> BlockView:
         """Return the view with another tolerance, of the sequence and every head."""
-        each = jnp.full(self.view.head_tolerance.shape, tolerance, jnp.float32)
-        return replace(self.view, tolerance=jnp.float32(tolerance), head_tolerance=each, **fields)
+        return replace(tolerating(self.view, jnp.float32(tolerance)), **fields)
 
     def of_first_query(self, tolerance: float | None = None) -> BlockView:
         """Return the view of a group of one query, the first."""
