@@ -35,6 +35,7 @@ class Decoding:
 
     open_blocks: blocks each KV head reads; None is all, and then no page has a summary.
     steps: whether its step is compiled, alone and in the loop around it, or its prefill alone.
+    by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Decoding:
     prefill_batch: int
     open_blocks: int | None = None
     steps: bool = True
+    by_xla: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,8 @@ DECODINGS = (
         open_blocks=32,
         steps=False,
     ),
-    Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, prefill_batch=512),
+    # by XLA the small one takes the same path
+    Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, prefill_batch=512, by_xla=False),
 )
 ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
     Attention(

@@ -86,6 +86,7 @@ def programs() -> list[Program]:
         for backend, functions in (("xla", ("step", "prefill")), (chip.backend, ("decode", "prefill")))
         if backend
         for decoding in DECODINGS
+        if decoding.by_xla or backend != "xla"
         for function in functions
         if function == "prefill" or decoding.steps
     ]
