@@ -135,7 +135,9 @@ def tail_log_mass(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blo
     d, s = query.shape[3], layer.pages.shape[2]
     last = jnp.maximum(blocks.length - 1, 0)
     page = jnp.take_along_axis(blocks.table, (last // s)[:, None], axis=1)[:, 0]
-    key = layer.pages[:, page, :, :d].astype(jnp.float32)
+    # every axis but the last is indexed: a window over heads or tokens makes XLA lay the pool out anew on TPU
+    head = jnp.arange(layer.pages.shape[0])[:, None, None]
+    key = layer.pages[head, page[:, None], jnp.arange(s)][..., :d].astype(jnp.float32)
     score = jnp.einsum("bkgd,kbsd->bkgs", query, key, precision=jax.lax.Precision.HIGHEST)
     seen = (last // s * s)[:, None] + jnp.arange(s) < blocks.length[:, None]
     return jax.nn.logsumexp(jnp.where(seen[:, None, None], score, jnp.finfo(jnp.float32).min), axis=-1)
