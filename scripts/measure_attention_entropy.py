@@ -75,7 +75,7 @@ class Bench:
             score = self.run(arm, tolerance, factors, half)
             return float(score.read.sum() / score.held.sum()), score
 
-        return paired.matched(spend, share, 1e-7, 1e3 if factors is None else 1e2)[1]
+        return paired.matched(spend, share, 1e-7, 1e3)[1]
 
 
 def mass(view: BlockView) -> Float[Array, "g n"]:
@@ -195,6 +195,12 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="choose the slope on the first half, and stop")
     parser.add_argument("--output", type=Path, default=RESULTS / "attention_entropy.json")
     args = parser.parse_args()
+    if args.rows < 4:
+        parser.error(f"--rows is {args.rows}; it must be at least 4, two for each half")
+    if args.page_size < 1:
+        parser.error(f"--page-size is {args.page_size}; it must be at least 1 token")
+    if wrong := [share for share in args.shares if not 0 < share < 1]:
+        parser.error(f"--shares has {wrong[0]}; a share of blocks lies between 0 and 1")
     cases = []
     for name, text in args.case:
         try:

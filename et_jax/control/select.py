@@ -11,7 +11,7 @@ from et_jax.control.base import as_value, described, name_of, one_like
 from et_jax.control.bisect import above_threshold
 from et_jax.control.contribution import Contribution, influence
 from et_jax.control.head_tolerance import HeadRule
-from et_jax.control.view import BlockView, Need, estimated_log_mass, mass, needing, needs_of, tail
+from et_jax.control.view import BlockView, Need, estimated_log_mass, exact_at_tail, mass, needing, needs_of, tail
 from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, value
 
 
@@ -322,8 +322,7 @@ class Certified(Selector):
     def choose(self, view: BlockView) -> Selection:
         """Return blocks enough for the proof, and the bounds it rests on."""
         log, slack, eps, ends = self.mass_bounds(view), self.slack, view.head_tolerance, tail(view)
-        known = view.tail_log_mass[:, None]
-        log = bounds.Interval(low=jnp.where(ends, known, log.low), high=jnp.where(ends, known, log.high))
+        log = bounds.Interval(low=exact_at_tail(view, log.low), high=exact_at_tail(view, log.high))
         # Both are taken over the greatest lower bound: over the greatest upper one, which may be 100 nats above
         # anything provable, they would round to 0, and 0 left against 0 read would pass for a proof.
         least = jnp.max(log.low, axis=-1, keepdims=True)

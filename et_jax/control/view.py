@@ -86,24 +86,28 @@ def tail(view: BlockView) -> Bool[Array, " n"]:
     return (view.num_tokens > 0) & (view.start + view.num_tokens == view.length)
 
 
+def exact_at_tail(view: BlockView, log_mass: Float[Array, "g n"]) -> Float[Array, "g n"]:
+    """Return what is thought of each block's log mass with the tail's own in its place."""
+    return jnp.where(tail(view), view.tail_log_mass[:, None], log_mass)
+
+
 def estimated_log_mass(view: BlockView) -> Float[Array, "g n"]:
     """Return the log of n e^{q . mean key}, a block's mass were its keys all alike; the least float if not held.
 
     By Jensen's inequality no block holds less. That of the tail is its own.
     """
     log_count = jnp.log(jnp.maximum(view.num_tokens, 1).astype(jnp.float32))
-    log_mass = jnp.where(tail(view), view.tail_log_mass[:, None], log_count + view.middle)
-    return jnp.where(view.num_tokens > 0, log_mass, jnp.finfo(jnp.float32).min)
+    return jnp.where(view.num_tokens > 0, exact_at_tail(view, log_count + view.middle), jnp.finfo(jnp.float32).min)
 
 
 def likeliest_log_mass(view: BlockView) -> Float[Array, "g n"]:
-    """Return the best guess at the log of each block's mass: the middle of what 8-bit keys allow, or `estimated`.
+    """Return the best guess at the log of each block's mass: the middle of what 8-bit keys allow, or the mean keys.
 
     Of a block that is not held it is the least float.
     """
     if view.coded is None:
         return estimated_log_mass(view)
-    log_mass = jnp.where(tail(view), view.tail_log_mass[:, None], 0.5 * (view.coded.low + view.coded.high))
+    log_mass = exact_at_tail(view, 0.5 * (view.coded.low + view.coded.high))
     return jnp.where(view.num_tokens > 0, log_mass, jnp.finfo(jnp.float32).min)
 
 
