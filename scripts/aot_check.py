@@ -26,9 +26,10 @@ RECORDED = 96  # programs compiled when this list was last read; fewer is a fail
 NAME_WIDTH = 34
 MOST_WORKERS = 4  # compilers at once, of up to 2 GB each
 
-# Arrays that a compiler may copy whole: a float for each page and KV head, at page size 128 and head dim 64 in bfloat16
-# one byte in 8,192 of the pool. A TPU lays them out pages first for the write and heads first at rest.
-ALLOWED = ("value_radius",)
+# What a compiler may copy whole. A float for each page and KV head is one byte in 8,192 of the pool, at page size 128
+# and head dim 64 in bfloat16; a TPU lays these out pages first for the write and heads first at rest. And where boxes
+# and means of a layer fit a TPU's vector memory, XLA takes them there to write a row of each, and back (copy-start).
+ALLOWED = (re.compile("value_radius"), re.compile(r"copy-start of .*summary"))
 INSTRUCTION = re.compile(
     r"^\s*(?P<root>ROOT )?%?[\w.-]+ = \(?(?P<type>\w+)\[(?P<shape>[\d,]*)\].* "
     r"(?P<op>copy|copy-start|transpose|convert)\("
@@ -49,8 +50,9 @@ def whole_copies(text: str, pool: dict[str, Any]) -> list[str]:
         if found is None or (fused and not found["root"]):
             continue
         name = names.get(math.prod(int(size) for size in found["shape"].split(",") if size))
-        if name is not None and not any(allowed in name for allowed in ALLOWED):
-            copied[f"{found['op']} of {name} as {found['type']}[{found['shape']}]"] = None
+        copy = f"{found['op']} of {name} as {found['type']}[{found['shape']}]"
+        if name is not None and not any(allowed.search(copy) for allowed in ALLOWED):
+            copied[copy] = None
     return list(copied)
 
 

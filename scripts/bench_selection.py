@@ -10,8 +10,11 @@ Random bfloat16 keys in the shape of a Llama-3-8B layer, a few rows of one lengt
     choose quest    the choosing and listing alone
     certified int8  choose from 8-bit codes what provably holds all but half of the mass, list, read
     choose int8     the choosing and listing alone
+    by entropy      choose int8 with each head's tolerance by the entropy of its attention, as `certified` reads
+    by error        choose by expected error, as `adaptive` reads
 
-Every call depends on the one before it. Nothing is asserted.
+"adds" is what the last two take beyond choose int8, as a share of dense attention, the median over turns. Every call
+depends on the one before it. Nothing is asserted.
 """
 
 import argparse
@@ -26,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from et_jax.control.select import Certified, Quest, Selector, coded_bounds
+from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.select import Certified, ExpectedError, PerHead, Quest, Selector, coded_bounds
 from et_jax.decode import cache as kv
 from et_jax.decode.attention import list_blocks
 from et_jax.decode.selection import Blocks, blocks_of, select
@@ -35,10 +39,12 @@ from et_jax.evidence.results import RESULTS, write
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.softmax import Softmax
+from et_jax.types import Table
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHARE = 1 / 8
 TOLERANCE = 0.5
+ADDING = ("by entropy", "by error")
 CALLS = 4  # in one timed run, each needing the one before
 
 
@@ -61,7 +67,9 @@ def chosen(selector: Selector, query: Array, cache: kv.KVCache, blocks: Blocks) 
     """Return the list of blocks the selector opens, and how many they are."""
     grouped = query.astype(jnp.float32).reshape(query.shape[0], KV_HEADS, -1, DIM) * DIM**-0.5
     tolerance = jnp.full(query.shape[0], TOLERANCE, jnp.float32)
-    return list_blocks(select(selector, grouped, cache, 0, blocks, tolerance, pick()).opened)
+    even = Table(np.ones((1, KV_HEADS, HEADS // KV_HEADS), np.float32))
+    each = jax.tree.map(lambda number: jnp.full(query.shape[0], number), selector)  # numbers have a row each
+    return list_blocks(select(each, grouped, cache, 0, blocks, tolerance, pick(), even).opened)
 
 
 def every(query: Array, cache: kv.KVCache, blocks: Blocks) -> tuple[Array, Array]:
@@ -86,13 +94,16 @@ def contestants(num_blocks: int) -> dict[str, Callable[[Array, kv.KVCache, Block
         return query + (listed[..., :1].sum(axis=1)[:, None] > num_blocks).astype(query.dtype), counts
 
     few = partial(chosen, Quest(round(SHARE * num_blocks)))
-    sure = partial(chosen, Certified(coded_bounds))
+    proved = Certified(coded_bounds)
+    sure = partial(chosen, proved)
     return {
         "dense": partial(attend, every),
         "quest": partial(attend, few),
         "choose quest": partial(only, few),
         "certified int8": partial(attend, sure),
         "choose int8": partial(only, sure),
+        "by entropy": partial(only, partial(chosen, PerHead(proved, AttentionEntropy()))),
+        "by error": partial(only, partial(chosen, ExpectedError())),
     }
 
 
@@ -136,12 +147,14 @@ def measure(rows: int, length: int, page_size: int, rounds: int) -> dict[str, An
             run()
             times[name].append(1e3 * (time.perf_counter() - began) / CALLS)
     against = np.asarray(times["dense"])
+    added = {name: np.subtract(times[name], times["choose int8"]) / against for name in ADDING}
     return {
         "rows": rows,
         "length": length,
         "page_size": page_size,
         "milliseconds": {name: float(np.median(each)) for name, each in times.items()},
         "over_dense": {name: float(np.median(np.asarray(each) / against)) for name, each in times.items()},
+        "adds_to_dense": {name: float(np.median(each)) for name, each in added.items()},
         "share_listed": {name: share for name, share in listed.items() if share > 0},
     }
 

@@ -6,42 +6,51 @@ Rows of held-out text at full context are read densely but for the last tokens (
 through the model reading less, the true next token given each time. Every arm's tolerance is searched until it reads
 the wanted share of blocks to within a thousandth; what is compared is the KL divergence from dense. Savings are over
 the same blocks read at one constant tolerance, with 95% intervals from resampling rows, and the smallest saving that
-would have been seen. Constants of heads and layers come from the first half of the rows, everything is measured on the
-second. With `--fit` only the slope of attention entropy is chosen, on the first half, and nothing is written.
+would have been seen. Constants and sensitivities of heads come from the first half of the rows, everything is measured
+on the second. With `--fit` only the slope of attention entropy is chosen, on the first half, and nothing is written.
+With `--add` the cases join those that the file holds.
 
 The arms: attention entropy of each head as served ("attention entropy"); its constant part ("each head's", "each
 layer's"); its values shuffled over the tokens of a head, or over the heads of a token, and their mean over the heads;
-the entropy of the next token, of the step before and of this very step (which no decoder knows yet), with either sign;
-thresholds on a block's estimated mass and on what it would change; and an oracle that knows what each block changes.
+each layer's constant by its sensitivity alone; the entropy of the next token, of the step before and of this very step
+(which no decoder knows yet), with either sign; a second reading at a tenth of the tolerance for the tenth of tokens
+whose margin is least, its blocks counted; one constant for the likeliest mass, not proved; thresholds on a block's
+mass, on what it would change, and on that by the head's sensitivity; the least expected error, as `adaptive` reads,
+with sensitivities and without, and with attention entropy on top; and an oracle that knows each block's effect.
 """
 
 import argparse
+import dataclasses
+import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from et_jax.control import select
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.view import BlockView, held_values, likeliest_log_mass
+from et_jax.control.view import BlockView, held_values, likeliest_log_mass, needing
 from et_jax.errors import UsageError
 from et_jax.evidence import forced, paired
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.sensitivity import head_sensitivity
 from et_jax.serve.engine import load
 from et_jax.types import replace
 
 SHARES = (0.5, 0.35, 0.25, 0.15)
 SLOPES = (0.0, 0.8, 1.2, 5 / 3, 2.5, 3.5, 5.0)
 FITTED = {0.0: 2.0, 1.0: 0.8}  # the slope where unread blocks are dropped, and where they count as their mean value
-SPREADS = (0.1, 0.3)  # of the log of a tolerance that the next token's entropy sets, either way
+SPREAD = 0.1  # of the log of a tolerance that the next token's entropy sets, either way
+FEW = 2  # rows on which a tolerance is searched before all are asked
+REDONE = 0.1  # of the tokens are read again, at this part of the tolerance
 MEASURED = 256  # tokens a row
 CERTIFIED = select.Certified(select.coded_bounds)
+UNCAPPED = 1e6  # tolerances from nothing to this are searched
 
 
 class Bench:
@@ -56,44 +65,104 @@ class Bench:
         self.text = forced.text(model.config, model.params, tokens, self.start)
         self.rng = np.random.default_rng(0)
         self.count = tokens.shape[0]
+        known = np.asarray(tokens[self.half(True), :-1])
+        self.sensitivity = jnp.asarray(head_sensitivity(model.config, model.params, known, self.start), jnp.float32)
 
     def half(self, first: bool) -> slice:
         return slice(0, self.count // 2) if first else slice(self.count // 2, self.count)
 
-    def run(self, arm: forced.Arm, tolerance: float, factors: np.ndarray | None, half: slice) -> forced.Score:
-        """Return the scores on some of the rows; no factors means the same tolerance for all."""
+    def run(self, arm: "Served", tolerance: float, half: slice) -> forced.Score:
+        """Return the scores on some of the rows."""
         c, line = self.config, jax.tree.map(lambda x: x[half], self.text)
         r, m = line.measured.shape
         whole = (r, c.num_layers, m, c.num_kv_heads, c.group_size)
-        given = jnp.ones(whole) if factors is None else jnp.asarray(np.broadcast_to(factors, whole), jnp.float32)
-        return forced.run(c, self.params, line, arm, jnp.float32(tolerance), given, page_size=self.page_size)
+        factors = arm.factors if np.ndim(arm.factors) == 0 else arm.factors[: half.stop - half.start]
+        factors = jnp.asarray(np.broadcast_to(factors, whole), jnp.float32)
+        sensitivity = jnp.ones_like(self.sensitivity) if arm.insensitive else self.sensitivity
+        at = jnp.float32(tolerance)
+        return forced.run(c, self.params, line, arm.arm, at, factors, sensitivity, page_size=self.page_size)
 
-    def at_share(self, arm: forced.Arm, share: float, factors: np.ndarray | None, half: slice) -> forced.Score:
-        """Return the scores where the arm reads this share of blocks."""
+    def at_share(self, arm: "Served", share: float, half: slice) -> tuple[float, forced.Score]:
+        """Return the tolerance at which the arm reads this share of blocks, and the scores there."""
 
-        def spend(tolerance: float) -> tuple[float, forced.Score]:
-            score = self.run(arm, tolerance, factors, half)
+        def spend(tolerance: float, rows: slice) -> tuple[float, forced.Score]:
+            score = self.run(arm, tolerance, rows)
+            if arm.redone:
+                score = redone(score, self.run(arm, REDONE * tolerance, rows))
             return float(score.read.sum() / score.held.sum()), score
 
-        return paired.matched(spend, share, 1e-7, 1e3)[1]
+        few = slice(half.start, half.start + FEW)
+        about, _ = paired.matched(lambda t: spend(t, few), share, 1e-9, UNCAPPED, within=0.02)
+        return paired.matched(lambda t: spend(t, half), share, 1e-9, UNCAPPED, start=about)
 
 
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """An arm, factors of its heads' tolerances, "r l m k g", and whether it takes all heads for alike.
+
+    With `redone` the tokens of least margin are read a second time.
+    """
+
+    arm: forced.Arm
+    factors: Any = 1.0
+    insensitive: bool = False
+    redone: bool = False
+
+
+def redone(once: forced.Score, again: forced.Score) -> forced.Score:
+    """Return the scores where the tokens of least margin are read again, the blocks of both readings counted.
+
+    What a token leaves in the cache for those after it stays that of its own reading.
+    """
+    small = once.margin <= jnp.quantile(once.margin, REDONE)
+
+    def chosen(one: Array, other: Array) -> Array:
+        return jnp.where(small, other, one)
+
+    return replace(
+        once,
+        divergence=chosen(once.divergence, again.divergence),
+        loss=chosen(once.loss, again.loss),
+        agrees=chosen(once.agrees, again.agrees),
+        read=once.read + jnp.where(small, again.read, 0),
+    )
+
+
+@needing("codes")
 def mass(view: BlockView) -> Float[Array, "g n"]:
     """Return each block's share of the attention mass, by the 8-bit keys that certified selection goes by."""
     return jax.nn.softmax(likeliest_log_mass(view), axis=-1)
 
 
+@needing("codes")
 def change(view: BlockView) -> Float[Array, "g n"]:
     """Return how far a head's output would move without each block, over its length, by the mean values."""
+    return moved(view) / jnp.linalg.norm(mass(view) @ held_values(view), axis=-1, keepdims=True)
+
+
+@needing("codes")
+def unproved(view: BlockView) -> Bool[Array, " n"]:
+    """Return the fewest blocks that leave at most a head's tolerance of the likeliest mass unread."""
+    return select.fewest(view, mass(view))
+
+
+@needing("codes", "sensitivity")
+def sensitive_change(view: BlockView) -> Float[Array, "g n"]:
+    """Return what leaving out each block would cost by its change alone: the root of the nats, by the mean values."""
+    assert view.sensitivity is not None
+    return moved(view) * jnp.sqrt(view.sensitivity)[:, None]
+
+
+def moved(view: BlockView) -> Float[Array, "g n"]:
+    """Return how far a head's output would move without each block, by the mean values."""
     share, mean = mass(view), held_values(view)
-    out = share @ mean
-    moved = share * jnp.linalg.norm(mean - out[:, None], axis=-1) / jnp.maximum(1.0 - share, 1e-9)
-    return moved / jnp.linalg.norm(out, axis=-1, keepdims=True)
+    apart = jnp.linalg.norm(mean - (share @ mean)[:, None], axis=-1)
+    return share * apart / jnp.maximum(1.0 - share, 1e-9)
 
 
 def logs_of_factors(entropy: np.ndarray, rule: AttentionEntropy) -> np.ndarray:
     """Return the log of each head's factor, "r l m k g"."""
-    return float(rule.slope) * (entropy - float(rule.centre))
+    return float(rule.slope) * (entropy - 1.0)
 
 
 def of_tokens(signal: np.ndarray, spread: float) -> np.ndarray:
@@ -101,11 +170,17 @@ def of_tokens(signal: np.ndarray, spread: float) -> np.ndarray:
     return np.exp(spread * (signal - signal.mean()) / signal.std())[:, None, :, None, None]
 
 
-def arms(bench: Bench, rule: AttentionEntropy, residual: float) -> dict[str, tuple[forced.Arm, np.ndarray | None]]:
-    """Return every arm by name, and the factors its heads' tolerances are given."""
-    certified = forced.Arm(CERTIFIED, residual)
-    driven = replace(certified, selector=select.PerHead(CERTIFIED, rule))
-    dense = {first: bench.run(certified, 0.0, None, bench.half(first)) for first in (True, False)}
+def arms(bench: Bench, rule: AttentionEntropy, residual: float) -> dict[str, Served]:
+    """Return every arm by name."""
+
+    def opening(selector: select.Selector, **more: Any) -> Served:
+        return Served(forced.Arm(selector, residual), **more)
+
+    def factored(factors: np.ndarray) -> Served:
+        return opening(CERTIFIED, factors=factors)
+
+    constant = opening(CERTIFIED)
+    dense = {first: bench.run(constant, 0.0, bench.half(first)) for first in (True, False)}
     known, logs = (logs_of_factors(np.asarray(dense[first].entropy), rule) for first in (True, False))
     true = np.asarray(bench.text.log_probs[bench.half(False)], np.float64)
     now = -(np.exp(true) * true).sum(-1)
@@ -115,26 +190,38 @@ def arms(bench: Bench, rule: AttentionEntropy, residual: float) -> dict[str, tup
     over_tokens = over_tokens.reshape(num_layers, k, g, r, m).transpose(3, 0, 4, 1, 2)
     over_heads = bench.rng.permuted(logs.transpose(0, 2, 1, 3, 4).reshape(r * m, num_layers * k * g), axis=1)
     over_heads = over_heads.reshape(r, m, num_layers, k, g).transpose(0, 2, 1, 3, 4)
+    of_layers = np.asarray(bench.sensitivity).mean((1, 2)) ** -0.5
 
     tokens = {
-        f"next token's, {when}, {sign * spread:+.2f}": (certified, of_tokens(signal, sign * spread))
+        f"next token's, {when}, {sign}": factored(of_tokens(signal, float(f"{sign}{SPREAD}")))
         for when, signal in (("before", before), ("now", now))
-        for sign in (1, -1)
-        for spread in SPREADS
+        for sign in ("+", "-")
     }
-    return {
-        "constant": (certified, None),
-        "attention entropy": (driven, None),
-        "each head's": (certified, np.exp(known.mean((0, 2), keepdims=True))),
-        "each layer's": (certified, np.exp(known.mean((0, 2, 3, 4), keepdims=True))),
-        "shuffled over tokens": (certified, np.exp(over_tokens)),
-        "shuffled over heads": (certified, np.exp(over_heads)),
-        "mean over heads": (certified, np.exp(logs.mean((1, 3, 4), keepdims=True))),
+    found = {
+        "constant": constant,
+        "attention entropy": opening(select.PerHead(CERTIFIED, rule)),
+        "each head's": factored(np.exp(known.mean((0, 2), keepdims=True))),
+        "each layer's": factored(np.exp(known.mean((0, 2, 3, 4), keepdims=True))),
+        "each layer's, by sensitivity": factored((of_layers / of_layers.max())[None, :, None, None, None]),
+        "shuffled over tokens": factored(np.exp(over_tokens)),
+        "shuffled over heads": factored(np.exp(over_heads)),
+        "mean over heads": factored(np.exp(logs.mean((1, 3, 4), keepdims=True))),
         **tokens,
-        "mass above a threshold": (replace(certified, selector=select.ActiveSet(mass)), None),
-        "change above a threshold": (replace(certified, selector=select.ActiveSet(change)), None),
-        "oracle": (replace(certified, oracle=True), None),
+        "constant, read again": opening(CERTIFIED, redone=True),
+        "constant, not proved": opening(select.MaskSelector(unproved)),
+        "mass above a threshold": opening(select.ActiveSet(mass)),
+        "change above a threshold": opening(select.ActiveSet(change)),
+        "change by sensitivity": opening(select.ActiveSet(sensitive_change)),
     }
+    if residual:
+        least = select.ExpectedError()
+        found |= {
+            "expected error": opening(least),
+            "expected error, heads alike": opening(least, insensitive=True),
+            "expected error, attention entropy": opening(select.PerHead(least, rule)),
+            "expected error, read again": opening(least, redone=True),
+        }
+    return found | {"oracle": Served(forced.Arm(CERTIFIED, residual, oracle=True))}
 
 
 def summary(score: forced.Score) -> dict[str, Any]:
@@ -154,10 +241,10 @@ def compare(bench: Bench, shares: tuple[float, ...]) -> list[dict[str, Any]]:
         each = arms(bench, AttentionEntropy(slope), residual)
         for share in shares:
             baseline = None
-            for name, (arm, factors) in each.items():
+            for name, arm in each.items():
                 line = {"share": share, "residual": bool(residual), "arm": name}
                 try:
-                    score = bench.at_share(arm, share, factors, bench.half(False))
+                    tolerance, score = bench.at_share(arm, share, bench.half(False))
                 except ValueError as error:
                     lines.append(line | {"missed": str(error)})
                     print(f"{share:.2f} {'residual' if residual else 'drop':9} {name:34} {error}", flush=True)
@@ -165,10 +252,11 @@ def compare(bench: Bench, shares: tuple[float, ...]) -> list[dict[str, Any]]:
                 loss = np.asarray(score.divergence, np.float64).sum(1)
                 baseline = loss if baseline is None else baseline
                 saved = paired.saving(loss, baseline)
-                lines.append(line | summary(score) | {"saving": asdict(saved)})
+                lines.append(line | {"tolerance": tolerance} | summary(score) | {"saving": dataclasses.asdict(saved)})
                 print(
                     f"{share:.2f} {'residual' if residual else 'drop':9} {name:34} {loss.mean() / MEASURED:.6f} "
-                    f"{saved.share:+.3f} ({saved.low:+.3f} to {saved.high:+.3f}, visible {saved.visible:.3f})",
+                    f"{saved.share:+.3f} ({saved.low:+.3f} to {saved.high:+.3f}, visible {saved.visible:.3f}) "
+                    f"at {tolerance:.3g}",
                     flush=True,
                 )
     return lines
@@ -180,8 +268,8 @@ def fit(bench: Bench, shares: tuple[float, ...]) -> None:
         for share in shares:
             losses = {}
             for slope in SLOPES:
-                arm = forced.Arm(select.PerHead(CERTIFIED, AttentionEntropy(slope)), residual)
-                losses[slope] = float(bench.at_share(arm, share, None, bench.half(True)).divergence.mean())
+                arm = Served(forced.Arm(select.PerHead(CERTIFIED, AttentionEntropy(slope)), residual))
+                losses[slope] = float(bench.at_share(arm, share, bench.half(True))[1].divergence.mean())
             saved = " ".join(f"{slope:.2f}: {1 - loss / losses[0.0]:+.3f}" for slope, loss in losses.items())
             print(f"{share:.2f} {'residual' if residual else 'drop':9} {saved}", flush=True)
 
@@ -192,6 +280,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--rows", type=int, default=48, help="rows of text at full context, two halves (default 48)")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--add", action="store_true", help="keep the other cases of the output file")
     parser.add_argument("--fit", action="store_true", help="choose the slope on the first half, and stop")
     parser.add_argument("--output", type=Path, default=RESULTS / "attention_entropy.json")
     args = parser.parse_args()
@@ -214,6 +303,10 @@ def main() -> None:
         lines = compare(bench, args.shares)
         case = {"model": Path(name).name, "text": Path(text).name, "context": bench.config.max_positions}
         cases.append(case | {"rows": bench.count // 2, "first": bench.start, "arms": lines})
+    if cases and args.add:
+        fresh = {(case["model"], case["text"]) for case in cases}
+        old = json.loads(args.output.read_text(encoding="utf-8"))["cases"]
+        cases = [case for case in old if (case["model"], case["text"]) not in fresh] + cases
     if cases:
         settings = {
             "page_size": args.page_size,

@@ -151,7 +151,7 @@ def test_reads_standard_input(
         (["--stop", ""], 'stop holds ""'),
         (["--system-prompt", "Be kind."], "--system-prompt needs --chat"),
         (["--chat"], "no chat template"),
-        (["--control", "entropic"], 'control is "entropic"; choose one of off, paper, guarded, certified'),
+        (["--control", "entropic"], 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive'),
         (["--target-entropy", "2"], 'control "off" has no target_entropy'),
         (["--control", "certified", "--tolerance", "2"], "tolerance is 2.0; under certified it must be from 0 to 1"),
         (["--max-model-len", "4096"], "made for 64 tokens"),

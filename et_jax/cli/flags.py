@@ -12,11 +12,15 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--control",
         default="off",
-        help="off (default), paper, guarded or certified: which laws run the decoder; "
+        help="off (default), paper, guarded, certified or adaptive: which laws run the decoder; "
         "paper and guarded, at their defaults, lose what stands far back in a prompt (docs/control.md)",
     )
     control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
-    control.add_argument("--tolerance", type=float, help="the most attention that may be left unread (default 0.05)")
+    control.add_argument(
+        "--tolerance",
+        type=float,
+        help="what may be left unread: a share of attention (default 0.05), under adaptive nats a token (0.001)",
+    )
     control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
     control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
 

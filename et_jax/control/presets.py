@@ -8,11 +8,12 @@ from et_jax.control.base import Law, PriorityRule, chain
 from et_jax.control.contribution import relative_influence
 from et_jax.control.controller import Controller
 from et_jax.control.entropy import TailCorrectedEstimator
+from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 
-NAMES = ("off", "paper", "guarded", "certified")
+NAMES = ("off", "paper", "guarded", "certified", "adaptive")
 SETTINGS = ("target_entropy", "tolerance", "min_blocks", "window")
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
@@ -33,15 +34,18 @@ def preset(
     entropy, blocks with E_b > theta, a floor on the entropy and on the number of blocks, limits on
     rates. "guarded" is the same with exact entropy, sinks and a recent window always read, and a
     temperature that only cools. "certified" reads all but a proved share of the attention mass of every
-    head, from 8-bit copies of the keys, and lets the rest count as its mean value; the share is constant,
-    for where that was measured an entropy-driven one did no better (docs/control.md).
+    head, from 8-bit copies of the keys, and lets the rest count as its mean value; the share is less for
+    heads that look at few blocks, by the entropy of their attention. "adaptive" reads the blocks of greatest
+    expected error, from the same copies and the model's measured sensitivity to each head, which
+    `scripts/calibrate.py` measures, and lets the rest count as its mean value.
 
     "paper" and "guarded", at their defaults, lose what stands far back in a prompt: of 40 passkeys in 2048
     tokens they find 4 and 17, where "off" and "certified" find all.
 
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's.
-    `tolerance` is what may be left unread: a share of attention mass under "certified"; else theta where
-    the model is certain, the relative change of a head's output that a block must promise to be read.
+    `tolerance` is what may be left unread: under "certified" a share of attention mass that no head passes,
+    under "adaptive" an expected divergence in nats a token; else theta where the model is certain, the relative
+    change of a head's output that a block must promise to be read.
     `min_blocks` are read at least, and the last `window` tokens always.
 
     Raises UsageError for an unknown name, a value out of range, or a knob that "off" does not have.
@@ -56,14 +60,14 @@ def preset(
     _check(name, given)
     if name == "off":
         return Controller()
-    return {"paper": _paper, "guarded": _guarded, "certified": _certified}[name](**given)
+    return {"paper": _paper, "guarded": _guarded, "certified": _certified, "adaptive": _adaptive}[name](**given)
 
 
 def _check(name: str, given: dict[str, int | float]) -> None:
     if name not in NAMES:
         raise UsageError(f"control is {shown(name)}; choose one of {', '.join(NAMES)}.")
     if name == "off" and given:
-        raise UsageError(f'control "off" has no {next(iter(given))}; choose paper, guarded or certified to set it.')
+        raise UsageError(f'control "off" has no {next(iter(given))}; choose one of {", ".join(NAMES[1:])} to set it.')
     for knob, value in given.items():
         if math.isinf(value):
             raise UsageError(f"{knob} is {value}; it must be a finite number.")
@@ -103,10 +107,22 @@ def _guarded(
 def _certified(
     target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 64
 ) -> Controller:
-    proved = select.Certified(select.coded_bounds)
+    proved = select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy())
+    return _by_mean_values(proved, target_entropy, tolerance, min_blocks, window)
+
+
+def _adaptive(
+    target_entropy: float | None = None, tolerance: float = 0.001, min_blocks: int = 3, window: int = 64
+) -> Controller:
+    return _by_mean_values(select.ExpectedError(), target_entropy, tolerance, min_blocks, window)
+
+
+def _by_mean_values(
+    selector: select.Selector, target_entropy: float | None, tolerance: float, min_blocks: int, window: int
+) -> Controller:
     return Controller(
         law=_chained(*_cooling(target_entropy), tolerances.Constant(tolerance)),
-        selector=select.Guarded(proved, window=window, min_blocks=min_blocks),
+        selector=select.Guarded(selector, window=window, min_blocks=min_blocks),
         priority=_aged(),
         residual=True,
     )

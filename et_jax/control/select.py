@@ -9,9 +9,19 @@ from jaxtyping import Array, Bool, Float
 from et_jax.control import bounds
 from et_jax.control.base import as_value, described, name_of, one_like
 from et_jax.control.bisect import above_threshold
-from et_jax.control.contribution import Contribution, influence
+from et_jax.control.contribution import Contribution, influence, squared_error
 from et_jax.control.head_tolerance import HeadRule
-from et_jax.control.view import BlockView, Need, estimated_log_mass, exact_at_tail, mass, needing, needs_of, tail
+from et_jax.control.view import (
+    BlockView,
+    Need,
+    estimated_log_mass,
+    exact_at_tail,
+    likeliest_log_mass,
+    mass,
+    needing,
+    needs_of,
+    tail,
+)
 from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, value
 
 
@@ -70,8 +80,8 @@ class _Opens(Selector):
         raise NotImplementedError
 
     def choose(self, view: BlockView) -> Selection:
-        """Return the blocks to read, their masses estimated by their mean keys."""
-        return Selection(opened=self.opened(view), estimate=estimated_log_mass(view), upper=None)
+        """Return the blocks to read, and the best guess at their masses."""
+        return Selection(opened=self.opened(view), estimate=likeliest_log_mass(view), upper=None)
 
 
 @value
@@ -188,8 +198,8 @@ class Guarded(Selector):
 class PerHead(Selector):
     """What `selector` opens where `rule` has given every query head a tolerance of its own.
 
-    For the selectors that go by a tolerance: `TopMass`, `ActiveSet` and `Certified`. What one proves it
-    proves of each head for its own tolerance.
+    For the selectors that go by a tolerance: `TopMass`, `ActiveSet`, `Certified` and `ExpectedError`. What
+    one proves it proves of each head for its own tolerance.
     """
 
     selector: AnySelector
@@ -248,12 +258,23 @@ class TopMass(_Opens):
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
         """Return the blocks of the greatest estimated mass."""
-        share, read = mass(view), tail(view)
+        return fewest(view, mass(view))
 
-        def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
-            return jnp.sum(jnp.where(opened | read, 0.0, share), axis=-1) <= view.head_tolerance
 
-        return jnp.any(above_threshold(share, allowed), axis=0) | read | jnp.any(view.head_tolerance <= 0)
+def fewest(view: BlockView, price: Float[Array, "g n"]) -> Bool[Array, " n"]:
+    """Return the fewest blocks without which every query head pays at most its tolerance, the tail aside.
+
+    `price` is what a block costs that is not read, at least 0. The tail is read, what costs nothing is not. Ties open
+    together; tolerance 0 opens everything.
+    """
+    read = tail(view)
+
+    def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
+        return jnp.sum(jnp.where(opened | read, 0.0, price), axis=-1) <= view.head_tolerance
+
+    needed = (price > 0) & ~allowed(jnp.zeros_like(price, bool))[:, None]
+    opened = jnp.any(above_threshold(price, allowed) & needed, axis=0)
+    return opened | read | jnp.any(view.head_tolerance <= 0)
 
 
 @value
@@ -336,3 +357,33 @@ class Certified(Selector):
 
         opened = jnp.any(above_threshold(log.high, allowed), axis=0) | ends | jnp.any(eps <= 0)
         return Selection(opened=opened, estimate=0.5 * (log.low + log.high), upper=log.high + slack)
+
+
+_ERROR_NEEDS: frozenset[Need] = frozenset({"codes", "sensitivity"})
+
+
+@value
+class ExpectedError(Selector):
+    """The fewest blocks that leave an expected divergence of at most the tolerance, in nats a token.
+
+    Where unread blocks count as their mean value (`Controller.residual`), a head's output errs by the square of
+    `contribution.squared_error` for each of them, and the next token's distribution by that times the model's
+    sensitivity to the head, which `scripts/calibrate.py` measures. Every query head of the model spends an
+    equal share of the tolerance, on the blocks of least error, the tail aside. An expectation, not a proof; the masses
+    it speaks of are bounded for certain. Ties open together; tolerance 0 opens everything.
+    """
+
+    slack: Number = 1e-3
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """8-bit keys and the model's sensitivity."""
+        return SUMMARIES | _ERROR_NEEDS
+
+    def choose(self, view: BlockView) -> Selection:
+        """Return the blocks of the greatest expected error."""
+        if view.coded is None or view.sensitivity is None:
+            raise ValueError("ExpectedError: this view has no key codes, or no sensitivity of its heads.")
+        opened = fewest(view, view.sensitivity[:, None] * squared_error(view))
+        upper = exact_at_tail(view, view.coded.high) + self.slack
+        return Selection(opened=opened, estimate=likeliest_log_mass(view), upper=upper)

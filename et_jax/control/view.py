@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control.bounds import Interval
 from et_jax.types import pytree, replace
 
-Need = Literal["summaries", "codes", "surprisals"]
-"""What a selector may look at, which costs bytes: boxes and means of blocks, 8-bit keys, the tokens' surprisals."""
+Need = Literal["summaries", "codes", "surprisals", "sensitivity"]
+"""What a selector may look at: boxes and means of blocks, 8-bit keys and the tokens' surprisals, which cost bytes, and
+how sensitive the model is to each of its heads, which must have been measured."""
 
 F = TypeVar("F", bound=Callable)
 
@@ -20,7 +21,8 @@ def needing(*needs: Need) -> Callable[[F], F]:
     """Return a decorator that says what a function of a `BlockView` reads beside the summaries.
 
     The cache keeps exactly what the selectors of its layers need: "codes" is what `BlockView.coded` is
-    made of, "surprisals" what `mean_surprisal` is made of.
+    made of, "surprisals" what `mean_surprisal` is made of. "sensitivity" is kept beside the model
+    (`models.calibration`).
     """
     unknown = set(needs) - set(get_args(Need))
     if unknown:
@@ -50,10 +52,11 @@ class BlockView:
     `length` counts the sequence's tokens. `tolerance` is the attention mass that may be left unread, and
     `head_tolerance` that of each query head, the same unless a rule of heads sets them apart. The block that
     the sequence ends in is always read: `tail_log_mass` is the log of its attention mass, from its keys
-    themselves. `layer` and `kv_head` say whose view it is. `coded` bounds the log of a block's attention mass
-    by 8-bit copies of its keys (see `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its
-    tokens, both in nats; each is None unless the selector needs what it is made of (see `needing`). A selector
-    sees one view; `*b` is many at once.
+    themselves. `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
+    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats. `sensitivity` is what
+    an error of length 1 in each head's output costs, in nats of divergence, times the model's number of query heads:
+    over the tolerance, one head's part is a share of its own. Each of the three is None unless the selector needs it
+    (see `needing`). A selector sees one view; `*b` is many at once.
     """
 
     query: Float[Array, "*b g d"]
@@ -70,10 +73,9 @@ class BlockView:
     tolerance: Float[Array, "*b"]
     head_tolerance: Float[Array, "*b g"]
     tail_log_mass: Float[Array, "*b g"]
-    layer: Int[Array, "*b"]
-    kv_head: Int[Array, "*b"]
     coded: Interval | None = None
     mean_surprisal: Float[Array, "*b n"] | None = None
+    sensitivity: Float[Array, "*b g"] | None = None
 
 
 def tolerating(view: BlockView, tolerance: Float[Array, ""]) -> BlockView:

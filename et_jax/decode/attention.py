@@ -34,7 +34,7 @@ from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.pallas.softmax import Softmax
-from et_jax.types import pytree, replace
+from et_jax.types import Table, pytree, replace
 
 
 @pytree
@@ -89,7 +89,8 @@ class ReadPolicy:
     """How attention reads the cache: the model's shape, the page size, the backend.
 
     `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
-    tokens. `residual` lets unread blocks count as their mean.
+    tokens. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where
+    it has been measured.
     """
 
     model: ModelConfig
@@ -98,6 +99,7 @@ class ReadPolicy:
     scores_backend: str
     refresh_every: int = 1
     residual: bool = False
+    sensitivity: Table | None = None
 
     def softmax(self, layer: int) -> Softmax:
         """Return the softmax of a layer."""
@@ -251,7 +253,8 @@ def _choose(
     """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
 
     def choose() -> Selection:
-        return select(row.selectors[layer], query, cache, layer, blocks, row.tolerance, reading.scores_backend)
+        selector, backend = row.selectors[layer], reading.scores_backend
+        return select(selector, query, cache, layer, blocks, row.tolerance, backend, reading.sensitivity)
 
     if reading.refresh_every == 1:
         return choose()

@@ -16,7 +16,7 @@ from et_jax.control.view import BlockView
 from et_jax.decode.cache import KVCache, LayerCache, empty
 from et_jax.models.config import ModelConfig
 from et_jax.pallas.block_scores import block_scores, code_scores
-from et_jax.types import pytree, replace
+from et_jax.types import Table, pytree, replace
 
 
 @pytree
@@ -72,13 +72,17 @@ def select(
     blocks: Blocks,
     tolerance: Float[Array, " b"],
     backend: str,
+    sensitivity: Table | None = None,
 ) -> Selection:
     """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
 
     The selector's numbers have a row each. `query` is float32 and scaled. `backend` names the kernels that score
-    the blocks.
+    the blocks. `sensitivity` is that of every head of the model, "l k g" (see `models.calibration`).
     """
     view = _view(query, cache, layer, blocks, tolerance, backend)
+    if sensitivity is not None:
+        of_layer = jnp.asarray(sensitivity.array[layer] * sensitivity.array.size, jnp.float32)
+        view = replace(view, sensitivity=jnp.broadcast_to(of_layer, query.shape[:3]))
     over_heads = jax.vmap(lambda one, view: one.choose(view), in_axes=(None, 0))
     chosen = jax.vmap(over_heads)(selector, view)
     opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
@@ -119,8 +123,6 @@ def _view(
         tolerance=for_heads(tolerance),
         head_tolerance=jnp.broadcast_to(tolerance[:, None, None], query.shape[:3]),
         tail_log_mass=tail_log_mass(query, cache.layers[layer], blocks),
-        layer=jnp.full((b, k), layer, jnp.int32),
-        kv_head=jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (b, k)),
         coded=coded,
         mean_surprisal=None if surprisal is None else for_heads(surprisal),
     )

@@ -18,6 +18,7 @@ from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.attention import ReadPolicy, scoring_backend
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
+from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
 from et_jax.types import pytree
 
@@ -33,10 +34,10 @@ class DecoderConfig:
     slot. Prompts are prefilled `prefill_batch` tokens at a time, in chunks of `chunk` tokens, a multiple of
     `page_size`, so that one call may hold chunks of several prompts. `max_steps` is the most one `decode`
     call can run. At most `num_logprobs` alternatives are reported with a token. `penalties` keeps token
-    counts. `backend` names the attention kernels. `calibration` is the temperature at which the raw
-    entropy is measured: 1, or the one fitted to the model. `controller` gives the structure of all laws, and
-    the numbers of requests that bring none of their own. `keep` names what the state holds beyond what the
-    controller's selectors need: "codes", "surprisals", "logits", the last ones of every slot.
+    counts. `backend` names the attention kernels. `calibration` is what was measured of the model.
+    `controller` gives the structure of all laws, and the numbers of requests that bring none of their own.
+    `keep` names what the state holds beyond what the controller's selectors need: "codes", "surprisals",
+    "logits", the last ones of every slot.
     """
 
     model: ModelConfig
@@ -53,7 +54,7 @@ class DecoderConfig:
     num_logprobs: int = 0
     num_stop_ids: int = 8
     penalties: bool = False
-    calibration: float = 1.0
+    calibration: Calibration = dataclasses.field(default_factory=Calibration)
     controller: Controller = dataclasses.field(default_factory=Controller)
     keep: frozenset[Keep] = frozenset()
 
@@ -80,7 +81,7 @@ class DecoderConfig:
     @property
     def keeps(self) -> frozenset[str]:
         """What the state holds beside keys and values: needs of selectors, `keep`, and what those rest on."""
-        needed = self.keep.union(*(selector.needs for selector in self.selectors))
+        needed = self.keep.union(*(selector.needs for selector in self.selectors)) - {"sensitivity"}
         codes, surprisals = "codes" in needed, "surprisals" in needed
         return needed | ({"summaries"} if codes else set()) | ({"logits"} if surprisals else set())
 
@@ -106,6 +107,7 @@ class DecoderConfig:
             scores_backend=self.scoring[0],
             refresh_every=control.refresh_every,
             residual=control.residual,
+            sensitivity=self.calibration.sensitivity,
         )
 
 

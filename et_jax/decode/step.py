@@ -118,7 +118,7 @@ def measure(
 ) -> tuple[Signals, entropy.Moments]:
     """Return the raw signals of this step, before sampling, and the moments of the logits as they are."""
     raw = entropy.moments(logits)
-    at = config.calibration
+    at = config.calibration.temperature
     calibrated = raw if at == 1.0 else entropy.moments(logits, at)
     log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
     estimate = rows.take(state.laws).estimator(log_prob, calibrated)

@@ -101,8 +101,6 @@ def blocks_at(
         tolerance=jnp.float32(0.0),
         head_tolerance=jnp.zeros(query.shape[0]),
         tail_log_mass=log_mass[:, position // page_size],
-        layer=jnp.int32(0),
-        kv_head=jnp.int32(0),
     )
     return Blocks(
         view=view,

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import bounds
-from et_jax.control.select import Selector
+from et_jax.control.select import Selector, fewest
 from et_jax.control.view import BlockView, attention_entropy, tail
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
-from et_jax.types import Number, pytree, static, value
+from et_jax.types import Number, pytree, replace, static, value
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -26,8 +26,8 @@ HIGHEST = jax.lax.Precision.HIGHEST
 class Arm:
     """A way of reading less: a selector, and whether unread blocks count as their mean value.
 
-    With `oracle` the selector is not asked: the blocks read are those whose true effect on a head's output
-    is above the head's tolerance, in units of the output's length (see `_effect`).
+    With `oracle` the selector is not asked: of every head the fewest blocks are read without which its
+    tolerance is not passed, by their true effect on its output (see `_effect`).
     """
 
     selector: Selector
@@ -54,13 +54,14 @@ class Text:
 class Score:
     """What an arm gave: nats of KL from dense and of loss, agreement of the likeliest token, "*r m".
 
-    `read` of `held` blocks were read, over layers and KV heads; `entropy` is each query head's attention
-    entropy, of the masses as the selector guesses them.
+    `margin` is how far the likeliest logit stands above the next. `read` of `held` blocks were read, over layers and
+    KV heads; `entropy` is each query head's attention entropy, of the masses as the selector guesses them.
     """
 
     divergence: Float[Array, "*r m"]
     loss: Float[Array, "*r m"]
     agrees: Bool[Array, "*r m"]
+    margin: Float[Array, "*r m"]
     read: Int[Array, "*r m"]
     held: Int[Array, "*r m"]
     entropy: Float[Array, "*r l m k g"]
@@ -102,10 +103,11 @@ def run(
     arm: Arm,
     tolerance: Float[Array, ""],
     factors: Float[Array, "r l m k g"],
+    sensitivity: Float[Array, "l k g"],
     *,
     page_size: int,
 ) -> Score:
-    """Return what an arm gives, each query head at `tolerance` times its factor."""
+    """Return what an arm gives of a model that is so sensitive to its heads, each at `tolerance` times its factor."""
 
     def one(row: tuple[Text, Array]) -> Score:
         line, factor = row
@@ -115,11 +117,15 @@ def run(
         def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
             key, val = (jnp.concatenate([old[layer], new[0]]) for old, new in ((line.keys, k), (line.values, v)))
             grouped = q[0].reshape(count, config.num_kv_heads, config.group_size, -1) * config.head_dim**-0.5
-            read_head = partial(_read, arm, positions, layer, page_size)
-            heads = jnp.arange(config.num_kv_heads, dtype=jnp.int32)
-            out, opened, entropy = jax.vmap(read_head, in_axes=(0, 1, 1, 1, None, 1), out_axes=1)(
-                heads, grouped, key, val, tolerance, factor[layer]
+            heads = _Head(
+                query=grouped.swapaxes(0, 1),
+                key=_in_blocks(key, page_size),
+                value=_in_blocks(val, page_size),
+                factor=factor[layer].swapaxes(0, 1),
+                sensitivity=sensitivity[layer] * sensitivity.size,
             )
+            read_head = partial(_read, arm, positions, tolerance)
+            out, opened, entropy = jax.vmap(read_head, out_axes=1)(heads)
             noted = jnp.sum(opened, axis=(1, 2), dtype=jnp.int32), entropy
             return out.reshape(q.shape), (*memory, noted)
 
@@ -132,6 +138,7 @@ def run(
             divergence=jnp.sum(jnp.exp(true) * (true - got), axis=-1),
             loss=-jnp.take_along_axis(got, line.following[:, None], axis=-1)[:, 0],
             agrees=jnp.argmax(true, axis=-1) == jnp.argmax(got, axis=-1),
+            margin=jnp.subtract(*jnp.moveaxis(jax.lax.top_k(got, 2)[0], -1, 0)),
             read=sum(read for read, _ in layers),
             held=(positions // page_size + 1) * config.num_kv_heads * config.num_layers,
             entropy=jnp.stack([entropy for _, entropy in layers]),
@@ -140,35 +147,46 @@ def run(
     return jax.lax.map(one, (text, factors))
 
 
+@pytree
+class _Head:
+    """A KV head of a layer: every measured token's queries, keys and values in blocks, factors of the tolerance."""
+
+    query: Float[Array, "*k m g d"]
+    key: Float[Array, "*k n s d"]
+    value: Float[Array, "*k n s d"]
+    factor: Float[Array, "*k m g"]
+    sensitivity: Float[Array, "*k g"]
+
+
+def _in_blocks(x: Float[Array, "t k d"], page_size: int) -> Float[Array, "k n s d"]:
+    x = jnp.pad(x, ((0, -x.shape[0] % page_size), (0, 0), (0, 0)))
+    return x.reshape(-1, page_size, *x.shape[1:]).transpose(2, 0, 1, 3)
+
+
 def _read(
-    arm: Arm,
-    positions: Int[Array, " m"],
-    layer: int,
-    page_size: int,
-    kv_head: Int[Array, ""],
-    query: Float[Array, "m g d"],
-    key: Float[Array, "t d"],
-    val: Float[Array, "t d"],
-    tolerance: Float[Array, ""],
-    factor: Float[Array, "m g"],
+    arm: Arm, positions: Int[Array, " m"], tolerance: Float[Array, ""], head: _Head
 ) -> tuple[Float[Array, "m g d"], Bool[Array, "m n"], Float[Array, "m g"]]:
     """One KV head: the mixed values of every measured token, the blocks it read, and its heads' attention entropy."""
-    pad = -key.shape[0] % page_size
-    key, val = (jnp.pad(x, ((0, pad), (0, 0))).reshape(-1, page_size, x.shape[-1]) for x in (key, val))
-    view, score = _views(positions, layer, page_size, kv_head, query, key, val, tolerance, factor)
-    chosen = jax.vmap(arm.selector.choose)(view)
+    view, score = _views(positions, tolerance, head)
+    needs = arm.selector.needs
+    asked = replace(
+        view,
+        coded=view.coded if "codes" in needs else None,
+        sensitivity=view.sensitivity if "sensitivity" in needs else None,
+    )
+    chosen = jax.vmap(arm.selector.choose)(asked)
     held = view.num_tokens > 0
     opened = chosen.opened
     if arm.oracle:
-        effect = _effect(score, val, view, chosen.estimate, arm.residual)
-        opened = jnp.any(effect > view.head_tolerance[..., None], axis=1)
+        effect = _effect(score, head.value, view, chosen.estimate, arm.residual)
+        opened = jax.vmap(fewest)(view, head.sensitivity[:, None] * jnp.square(effect))
     opened = (opened | jax.vmap(tail)(view)) & held
     seen = jnp.where(opened[:, None, :, None], score, -jnp.inf)
     log_read = jax.nn.logsumexp(seen, axis=(2, 3))
     left = jnp.where((held & ~opened)[:, None], chosen.estimate, -jnp.inf)
     left = jnp.where(arm.residual > 0, left, -jnp.inf)
     whole = jnp.logaddexp(log_read, jax.nn.logsumexp(left, axis=-1))
-    out = jnp.einsum("mgns,nsd->mgd", jnp.exp(seen - whole[..., None, None]), val, precision=HIGHEST)
+    out = jnp.einsum("mgns,nsd->mgd", jnp.exp(seen - whole[..., None, None]), head.value, precision=HIGHEST)
     out += jnp.einsum("mgn,mnd->mgd", jnp.exp(left - whole[..., None]), view.value_mean, precision=HIGHEST)
     return out, opened, attention_entropy(chosen.estimate, held[:, None])
 
@@ -180,7 +198,7 @@ def _effect(
     estimate: Float[Array, "m g n"],
     residual: Number,
 ) -> Float[Array, "m g n"]:
-    """How far a head's output would move were one block alone not read, over its length.
+    """How far a head's output would move were one block alone not read.
 
     With a_b the block's true share of the mass, v_b its own output, o the whole one: a_b |v_b - o| / (1 - a_b)
     where it is dropped; |a_b v_b - c_b u_b - (a_b - c_b) o| / (1 - a_b + c_b) where its mean value u_b stands for
@@ -194,25 +212,17 @@ def _effect(
     mean = view.value_mean[:, None]
     out = jnp.sum(part, axis=2, keepdims=True)
     moved = part - guess[..., None] * mean - (share - guess)[..., None] * out
-    effect = jnp.linalg.norm(moved, axis=-1) / jnp.maximum(1.0 - share + guess, 1e-9)
-    return effect / jnp.linalg.norm(out, axis=-1)
+    return jnp.linalg.norm(moved, axis=-1) / jnp.maximum(1.0 - share + guess, 1e-9)
 
 
 def _views(
-    positions: Int[Array, " m"],
-    layer: int,
-    page_size: int,
-    kv_head: Int[Array, ""],
-    query: Float[Array, "m g d"],
-    key: Float[Array, "n s d"],
-    val: Float[Array, "n s d"],
-    tolerance: Float[Array, ""],
-    factor: Float[Array, "m g"],
+    positions: Int[Array, " m"], tolerance: Float[Array, ""], head: _Head
 ) -> tuple[BlockView, Float[Array, "m g n s"]]:
     """What a selector sees at every position, and the true scores, -inf beyond the position.
 
     Whole blocks are summarised once. The block a position lies in is summarised up to it.
     """
+    query, key, val = head.query, head.key, head.value
     (n, s, _), m = key.shape, positions.shape[0]
     at, offset, block = positions // s, positions % s, jnp.arange(n)
     ends = block == at[:, None]
@@ -255,10 +265,9 @@ def _views(
         num_tokens=num_tokens.astype(jnp.int32),
         length=positions + 1,
         tolerance=jnp.broadcast_to(tolerance, m),
-        head_tolerance=tolerance * factor,
+        head_tolerance=tolerance * head.factor,
+        sensitivity=jnp.broadcast_to(head.sensitivity, head.factor.shape),
         tail_log_mass=jnp.take_along_axis(log_mass, at[:, None, None], axis=-1)[..., 0],
-        layer=jnp.full(m, layer, jnp.int32),
-        kv_head=jnp.broadcast_to(kv_head, m),
         coded=bounds.Interval(
             low=jnp.where(held, coded - error, -jnp.inf), high=jnp.where(held, coded + error, -jnp.inf)
         ),

@@ -27,27 +27,39 @@ class Saving:
     visible: float
 
 
-def matched(run: Callable[[float], tuple[float, T]], wanted: float, least: float, most: float) -> tuple[float, T]:
-    """Return the setting at which a budget is spent to within a thousandth of it, and what the run there gave.
+def matched(
+    run: Callable[[float], tuple[float, T]],
+    wanted: float,
+    least: float,
+    most: float,
+    *,
+    within: float = 1e-3,
+    start: float | None = None,
+) -> tuple[float, T]:
+    """Return the setting at which a budget is spent to within a part `within` of it, and what the run there gave.
 
     `run` answers the budget and the result at a setting between `least` and `most`, over which the budget
-    does not rise. Between two settings the next is guessed on the line between them, by logarithms.
+    does not rise. The search begins at `start`, where it is known to be near, and strides until the budget lies
+    between two settings; between two the next is guessed on the line between them, by logarithms.
 
     Raises ValueError where no setting comes near enough, with the nearest.
     """
     low, high, nearest = math.log(least), math.log(most), (math.inf, 0.0)
     more, less = 1.0, 0.0  # spent at either end: all, and nothing
+    at, stride = None if start is None else math.log(start), 0.05
     for _ in range(40):
-        near = min(max((more - wanted) / max(more - less, 1e-9), 0.1), 0.9)
-        middle = low + near * (high - low)
-        spent, result = run(math.exp(middle))
-        if abs(spent - wanted) <= 1e-3 * wanted:
-            return math.exp(middle), result
+        if at is None:
+            at = low + min(max((more - wanted) / max(more - less, 1e-9), 0.1), 0.9) * (high - low)
+        spent, result = run(math.exp(at))
+        if abs(spent - wanted) <= within * wanted:
+            return math.exp(at), result
         nearest = min(nearest, (abs(spent - wanted), spent))
         if spent > wanted:
-            low, more = middle, spent
+            low, more, ahead = at, spent, at + stride
         else:
-            high, less = middle, spent
+            high, less, ahead = at, spent, at - stride
+        strides = start is not None and (more == 1.0 or less == 0.0) and low < ahead < high
+        at, stride = ahead if strides else None, 3 * stride
     raise ValueError(f"no setting from {least:g} to {most:g} spends {wanted:.4f}; the nearest is {nearest[1]:.4f}")
 
 

@@ -80,6 +80,24 @@ def _saving(line: Case | None) -> str | None:
     return f"{saving['share']:+.0%} ({saving['low']:+.0%} to {saving['high']:+.0%})"
 
 
+def free_running(tasks: Sequence[Case]) -> str:
+    """Return right answers by task, kind of tolerance and share of blocks read; a star where fewer than by chance."""
+    shares = list(dict.fromkeys(line["share"] for line in tasks[0]["arms"]))
+    lines = []
+    for task in tasks:
+        for name in dict.fromkeys(line["tolerance_by"] for line in task["arms"]):
+            by_share = {line["share"]: line for line in task["arms"] if line["tolerance_by"] == name}
+            cells = [_right(by_share[share]) for share in shares]
+            lines.append([task["task"], name, f"{task['dense']}/{task['questions']}", *cells])
+    return table(["task", "tolerance by", "all read", *[f"{share:.0%} read" for share in shares]], lines)
+
+
+def _right(line: Case) -> str | None:
+    if "missed" in line:
+        return None
+    return f"{line['right']}{'*' if line['p'] < 0.05 else ''}"
+
+
 def temperature(models: Sequence[Case], target: float) -> str:
     """Return every law's figures at one target, for each model."""
     header = ["law", "gain", "mean H", "mean deviation", "mean surprisal", "mean T", "T from", "to", "T at a bound"]
@@ -164,11 +182,12 @@ def selection_cost(cases: Sequence[Case]) -> str:
             case["share_listed"].get(name),
             ms,
             case["over_dense"][name],
+            f"{case['adds_to_dense'][name]:.1%}" if name in case["adds_to_dense"] else None,
         ]
         for case in cases
         for name, ms in case["milliseconds"].items()
     ]
-    return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense"], lines)
+    return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense", "adds"], lines)
 
 
 def throughput(rows: Sequence[Case]) -> str:

@@ -166,6 +166,7 @@ class CalibrationFile(msgspec.Struct):
     """calibration.json."""
 
     temperature: Factor
+    sensitivity: list[list[list[Annotated[float, Meta(ge=0, le=1e12)]]]] | None = None
 
 
 def is_there(file: Path) -> bool:

@@ -1,28 +1,62 @@
-"""The calibrated temperature of a model, kept beside its weights in calibration.json."""
+"""What was measured of a model on held-out text, kept beside its weights in calibration.json."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from et_jax.errors import UsageError
 from et_jax.io.schema import CalibrationFile, checked, is_there, read_json
+from et_jax.models.config import ModelConfig
+from et_jax.types import Table
 
 FILE = "calibration.json"
+_REMEDY = "measure it again with scripts/calibrate.py, or delete the file"
 
 
-def read_calibration(folder: Path) -> float:
-    """Return the temperature at which the model's raw entropy is measured: 1 where none was fitted.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The temperature at which the raw entropy is measured, and how sensitive the model is to its heads.
 
-    Raises UsageError for a file that holds no positive temperature.
+    `sensitivity` is, for each layer, KV head and query head of its group, "l k g", what a squared error of length 1 in
+    the head's output costs: nats of divergence of the next token's distribution; None where it was not measured.
+    """
+
+    temperature: float = 1.0
+    sensitivity: Table | None = None
+
+
+def read_calibration(folder: Path, config: ModelConfig) -> Calibration:
+    """Return what was measured of a model: temperature 1 and no sensitivity where nothing was.
+
+    Raises UsageError for a file that holds no positive temperature, or sensitivities of other heads.
     """
     path = folder / FILE
     if not is_there(path):
-        return 1.0
-    remedy = "fit it again with scripts/calibrate.py, or delete the file"
-    return checked(read_json(path), CalibrationFile, path, remedy).temperature
+        return Calibration()
+    found = checked(read_json(path), CalibrationFile, path, _REMEDY)
+    if found.sensitivity is None:
+        return Calibration(temperature=found.temperature)
+    shape = config.num_layers, config.num_kv_heads, config.group_size
+    try:
+        table = np.array(found.sensitivity, np.float32).reshape(shape)
+    except ValueError as error:
+        raise UsageError(
+            f"{path}: sensitivity is not one number for each of {shape[0]} layers, {shape[1]} KV heads and their "
+            f"{shape[2]} query heads; {_REMEDY}."
+        ) from error
+    return Calibration(temperature=found.temperature, sensitivity=Table(table))
 
 
-def write_calibration(folder: Path, temperature: float, facts: dict[str, Any]) -> Path:
-    """Write the temperature and how it was found beside the weights, and return the file."""
+def write_calibration(folder: Path, calibration: Calibration, facts: dict[str, Any]) -> Path:
+    """Write what was measured, and how, beside the weights, and return the file."""
     path = folder / FILE
-    path.write_text(json.dumps({"temperature": temperature} | facts, indent=1) + "\n", encoding="utf-8")
+    content: dict[str, Any] = {"temperature": calibration.temperature}
+    if calibration.sensitivity is not None:
+        content["sensitivity"] = [
+            [[float(f"{head:.4g}") for head in group] for group in layer] for layer in calibration.sensitivity.array
+        ]
+    path.write_text(json.dumps(content | facts, indent=1) + "\n", encoding="utf-8")
     return path

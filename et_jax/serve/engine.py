@@ -30,6 +30,7 @@ from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
+from et_jax.serve.sizing import check_measured
 from et_jax.serve.streams import serve
 from et_jax.text import Tokenizer
 from et_jax.types import replace
@@ -336,7 +337,11 @@ class Model:
         return replace(found, config=config)
 
     def _controller(self, control: Control | None) -> Controller:
-        return self.decoder_config.controller if control is None else controller(control)
+        if control is None:
+            return self.decoder_config.controller
+        found = controller(control)
+        check_measured(self.name, replace(self.decoder_config, controller=found))
+        return found
 
 
 def _structure(config: DecoderConfig) -> Structure:

@@ -16,7 +16,7 @@ from et_jax.serve.compilation import keep_programs
 from et_jax.serve.config import PROGRAMS, EngineConfig
 from et_jax.serve.device_memory import num_sharing, usable_memory
 from et_jax.serve.preflight import Plan, plan
-from et_jax.serve.sizing import decoder_config
+from et_jax.serve.sizing import check_measured, decoder_config
 from et_jax.text import Tokenizer, load_tokenizer
 
 
@@ -49,8 +49,9 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
     model, params = load_checkpoint(folder, settings.dtype)
-    dtype, calibration = params.embedding.dtype, read_calibration(folder)
+    dtype, calibration = params.embedding.dtype, read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration)
+    check_measured(settings.name, config)
     return Opened(config=config, params=params, tokenizer=tokenizer, plan=fitting)
 
 

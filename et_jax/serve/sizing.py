@@ -7,6 +7,7 @@ from et_jax.decode.attention import serving_backend
 from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
+from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
 from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
@@ -23,7 +24,7 @@ def decoder_config(
     dtype: DTypeLike,
     *,
     num_pages: int | None = None,
-    calibration: float = 1.0,
+    calibration: Calibration | None = None,
 ) -> DecoderConfig:
     """Return the decoder of a model, whose weights are of `dtype`, under these settings.
 
@@ -67,9 +68,19 @@ def decoder_config(
         num_logprobs=MAX_LOGPROBS,
         num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
         penalties=True,
-        calibration=calibration,
+        calibration=calibration or Calibration(),
         controller=controller(settings.control),
     )
+
+
+def check_measured(name: str, config: DecoderConfig) -> None:
+    """Raise UsageError where the controller goes by what was not measured of the model."""
+    needed: frozenset[str] = frozenset().union(*(selector.needs for selector in config.selectors))
+    if "sensitivity" in needed and config.calibration.sensitivity is None:
+        raise UsageError(
+            f"{name} has no measured sensitivity of its heads, which this control goes by; measure it with "
+            "scripts/calibrate.py, or choose certified."
+        )
 
 
 def _multiple(size: int, unit: int) -> int:

@@ -164,8 +164,6 @@ def blocks():
                 tolerance=jnp.float32(tolerance),
                 head_tolerance=jnp.full(GROUP, tolerance, jnp.float32),
                 tail_log_mass=jnp.asarray(log_mass[:, held - 1], jnp.float32),
-                layer=jnp.int32(0),
-                kv_head=jnp.int32(0),
             )
         return Blocks(view=view, key=key, value=value, log_mass=log_mass)
 

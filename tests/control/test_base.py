@@ -169,8 +169,6 @@ def view(length: int, num_blocks: int, page_size: int) -> BlockView:
         tolerance=jnp.float32(0),
         head_tolerance=jnp.zeros(2),
         tail_log_mass=jnp.zeros(2),
-        layer=jnp.int32(0),
-        kv_head=jnp.int32(0),
     )
 
 

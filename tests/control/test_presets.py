@@ -13,17 +13,20 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import decoder as decoding
 from et_jax.errors import UsageError
+from et_jax.models.calibration import Calibration
 from et_jax.models.transformer import describe
-from et_jax.types import replace
+from et_jax.types import Table, replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
+SENSITIVITY = Table(np.full((MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size), 0.05, np.float32))
 compiled: dict[Any, decoding.Decoder] = {}
 
 
 def bound(controller: Controller) -> decoding.Decoder:
     """The decoder of a controller, compiled once for all of one structure."""
-    structure, config = jax.tree.structure(controller), configuration(controller=controller)
+    structure = jax.tree.structure(controller)
+    config = configuration(controller=controller, calibration=Calibration(sensitivity=SENSITIVITY))
     if structure not in compiled:
         compiled[structure] = decoding.decoder(config)
     return replace(compiled[structure], config=config)
@@ -78,13 +81,13 @@ def heat(name: str, target: float):
 
 def test_a_target_moves_the_temperature_and_guards_only_cool():
     """The entropy of these weights lies near 4 nats: a target of 1 cools, one of 4.5 would heat."""
-    for name in ("paper", "guarded", "certified"):
+    for name in ("paper", "guarded", "certified", "adaptive"):
         cooled = heat(name, 1.0)
         assert (np.diff(cooled.temperature[:6]) < 0).all() and cooled.temperature[0] == np.float32(0.9)
         assert np.abs(cooled.signals.tempered_entropy[-8:].mean() - 1.0) < 0.5
         assert set(cooled.guard_rates) == {"temperature_saturation", "stability"}
     assert heat("paper", 4.5).temperature[-1] > 0.9
-    for name in ("guarded", "certified"):
+    for name in ("guarded", "certified", "adaptive"):
         assert (heat(name, 4.5).temperature <= np.float32(0.9)).all()
 
 
@@ -113,7 +116,7 @@ def test_the_same_preset_is_one_controller():
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified.'),
+        ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive.'),
         ("off", {"window": 3}, 'control "off" has no window'),
         ("paper", {"target_entropy": 0.0}, "target_entropy is 0.0; it must be above 0 nats."),
         ("paper", {"target_entropy": float("nan")}, "target_entropy is nan"),

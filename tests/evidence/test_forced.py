@@ -14,17 +14,21 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.tolerance import Constant
 from et_jax.decode import decoder as decoding
 from et_jax.evidence import forced
-from et_jax.types import replace
+from et_jax.models.calibration import Calibration
+from et_jax.types import Table, replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 START, SLOT = 32, 1
+HEADS = MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size
+SENSITIVITY = jnp.geomspace(0.05, 2.0, MODEL.num_layers * MODEL.num_heads).reshape(HEADS)  # no two heads alike
 CODED = select.Certified(select.coded_bounds)
 ARMS = {
     "certified": (CODED, 0.2, False),
     "per head": (select.PerHead(CODED, AttentionEntropy()), 0.1, True),
     "top mass": (select.TopMass(), 0.1, False),
     "influence": (select.ActiveSet(contribution.relative_influence), 0.2, True),
+    "expected error": (select.ExpectedError(), 0.01, True),
 }
 
 
@@ -37,7 +41,8 @@ def text():
 def step_by_step(selector, tolerance: float, residual: bool, tokens: list[int]):
     """The decoder's log-probabilities and blocks read, the next token given each time."""
     controller = Controller(law=chain(EmaEntropy(), Constant(tolerance)), selector=selector, residual=residual)
-    d = decoding.decoder(configuration(controller=controller, keep=frozenset({"logits"})))
+    measured = Calibration(sensitivity=Table(np.asarray(SENSITIVITY)))
+    d = decoding.decoder(configuration(controller=controller, keep=frozenset({"logits"}), calibration=measured))
     state = start(d, weights(), d.empty(), SLOT, tokens[: START + 1], temperature=0.0, limit=LENGTH)
     logits, signals = [], []
     for token in tokens[START + 1 :]:
@@ -49,9 +54,10 @@ def step_by_step(selector, tolerance: float, residual: bool, tokens: list[int]):
     return np.stack(logits), jax.tree.map(lambda *x: np.stack(x), *signals)
 
 
-def factors(text, value: float = 1.0):
-    r, m = text.measured.shape
-    return jnp.full((r, MODEL.num_layers, m, MODEL.num_kv_heads, MODEL.group_size), value, jnp.float32)
+def score(line: forced.Text, arm: forced.Arm, tolerance: float, factor: float = 1.0) -> forced.Score:
+    r, m = line.measured.shape
+    factors = jnp.full((r, HEADS[0], m, *HEADS[1:]), factor, jnp.float32)
+    return forced.run(MODEL, weights(), line, arm, jnp.float32(tolerance), factors, SENSITIVITY, page_size=PAGE)
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -59,7 +65,7 @@ def test_an_arm_is_the_decoder_under_its_selector(text, name):
     selector, tolerance, residual = ARMS[name]
     tokens, line = text
     arm = forced.Arm(selector, float(residual))
-    got = forced.run(MODEL, weights(), line, arm, jnp.float32(tolerance), factors(line), page_size=PAGE)
+    got = score(line, arm, tolerance)
     assert int(got.read.sum()) < int(got.held.sum())
     for row, given in enumerate(tokens.tolist()):
         logits, signals = step_by_step(selector, tolerance, residual, given)
@@ -76,7 +82,7 @@ def test_all_read_is_dense_and_a_factor_is_a_tolerance(text):
     arm = forced.Arm(CODED)
 
     def run(tolerance: float, factor: float):
-        return forced.run(MODEL, weights(), line, arm, jnp.float32(tolerance), factors(line, factor), page_size=PAGE)
+        return score(line, arm, tolerance, factor)
 
     whole = run(0.0, 1.0)
     np.testing.assert_array_equal(whole.read, whole.held)
@@ -85,12 +91,12 @@ def test_all_read_is_dense_and_a_factor_is_a_tolerance(text):
 
 
 def test_the_oracle_opens_what_moves_the_output(text):
-    """A threshold of nothing opens all but what moves nothing; one above every change opens the tail alone."""
+    """A tolerance of nothing opens everything; one above every effect opens the tail alone."""
     _, line = text
     oracle = forced.Arm(CODED, oracle=True)
 
     def run(tolerance: float):
-        return forced.run(MODEL, weights(), line, oracle, jnp.float32(tolerance), factors(line), page_size=PAGE)
+        return score(line, oracle, tolerance)
 
     tails = MODEL.num_layers * MODEL.num_kv_heads
     assert (np.asarray(run(1e9).read) == tails).all()

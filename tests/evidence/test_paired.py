@@ -6,18 +6,22 @@ import pytest
 from et_jax.evidence.paired import matched, saving
 
 
+@pytest.mark.parametrize("near", [None, 0.5, 0.97, 1.1, 1e-9, 1e9])
 @pytest.mark.parametrize("wanted", [0.9, 0.5, 0.1])
-def test_a_budget_is_met_to_a_thousandth(wanted):
-    """Of a curve whose inverse is known."""
+def test_a_budget_is_met_to_a_thousandth(wanted, near):
+    """Of a curve whose inverse is known, from nowhere or from a start so many times the answer."""
     asked = []
 
     def run(setting: float) -> tuple[float, str]:
         asked.append(setting)
         return 1.0 / (1.0 + setting**0.5), f"at {setting}"
 
-    setting, result = matched(run, wanted, 1e-7, 1e3)
-    assert setting == pytest.approx((1 / wanted - 1) ** 2, rel=0.03) and result == f"at {setting}"
-    assert abs(1.0 / (1.0 + setting**0.5) - wanted) <= 1e-3 * wanted and len(asked) < 30
+    answer = (1 / wanted - 1) ** 2
+    start = None if near is None else min(max(near * answer, 1e-7), 1e3)
+    setting, result = matched(run, wanted, 1e-7, 1e3, start=start)
+    assert setting == pytest.approx(answer, rel=0.03) and result == f"at {setting}"
+    assert abs(1.0 / (1.0 + setting**0.5) - wanted) <= 1e-3 * wanted
+    assert len(asked) < (6 if near in (0.97, 1.1) else 30)
 
 
 def test_a_budget_that_no_setting_spends_is_told_with_the_nearest():

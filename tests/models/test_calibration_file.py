@@ -1,21 +1,54 @@
-"""The calibrated temperature beside a model: written, read, refused."""
+"""What was measured of a model, beside it: written, read, refused."""
 
+import json
+
+import numpy as np
 import pytest
+from small_model import MODEL
 
 from et_jax.errors import UsageError
-from et_jax.models.calibration import read_calibration, write_calibration
+from et_jax.models.bundled import bundled_folder
+from et_jax.models.calibration import Calibration, read_calibration, write_calibration
+from et_jax.models.checkpoint import read_config
+from et_jax.types import Table
+
+SHAPE = MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size
 
 
 def test_what_is_written_is_read(tmp_path):
-    assert read_calibration(tmp_path) == 1.0
-    write_calibration(tmp_path, 1.0625, {"tokens": 100})
-    assert read_calibration(tmp_path) == 1.0625
+    assert read_calibration(tmp_path, MODEL) == Calibration()
+    write_calibration(tmp_path, Calibration(temperature=1.0625), {"tokens": 100})
+    assert read_calibration(tmp_path, MODEL) == Calibration(temperature=1.0625)
+    table = Table(np.arange(1, 1 + np.prod(SHAPE), dtype=np.float32).reshape(SHAPE) / 8)
+    write_calibration(tmp_path, Calibration(temperature=2.0, sensitivity=table), {})
+    assert read_calibration(tmp_path, MODEL) == Calibration(temperature=2.0, sensitivity=table)
+
+
+def test_the_bundled_model_has_been_measured():
+    folder = bundled_folder()
+    config = read_config(folder)
+    found = read_calibration(folder, config).sensitivity
+    assert found is not None
+    assert found.array.shape == (config.num_layers, config.num_kv_heads, config.group_size)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"temperature": "warm"}', '{"temperature": 0}', '{"temperature": NaN}', "[1]", "\udcff"]
+    "text",
+    [
+        "",
+        "{}",
+        '{"temperature": "warm"}',
+        '{"temperature": 0}',
+        '{"temperature": NaN}',
+        "[1]",
+        "\udcff",
+        '{"temperature": 1.0, "sensitivity": [[[1.0]]]}',
+        '{"temperature": 1.0, "sensitivity": [[[1.0, 2.0], [3.0]]]}',
+        '{"temperature": 1.0, "sensitivity": []}',
+        json.dumps({"temperature": 1.0, "sensitivity": (-np.ones(SHAPE)).tolist()}),
+    ],
 )
 def test_a_damaged_file_is_refused_in_one_sentence(tmp_path, text):
     (tmp_path / "calibration.json").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UsageError, match=r"calibration\.json"):
-        read_calibration(tmp_path)
+        read_calibration(tmp_path, MODEL)

@@ -8,6 +8,7 @@ POOL = {
     "pages": SimpleNamespace(shape=(2, 9, 16, 128)),
     ".mean": SimpleNamespace(shape=(2, 9, 128)),
     ".value_radius": SimpleNamespace(shape=(2, 9)),
+    ".summary.key_box": SimpleNamespace(shape=(2, 9, 64)),
 }
 TEXT = """
 %fused_computation.1 (param_0.1: bf16[18,16,128]) -> f32[4] {
@@ -21,6 +22,8 @@ TEXT = """
 
 ENTRY %main (pages: bf16[2,9,16,128]) -> f32[4] {
   %copy.3 = f32[2,9]{1,0} copy(%radius)
+  %copy-start.2 = (bf16[2,9,64]{2,1,0:S(1)}, bf16[2,9,64]{2,1,0}, u32[]) copy-start(%boxes)
+  %copy.5 = bf16[2,9,64]{2,1,0} copy(%boxes)
   %copy.4 = s32[16,128]{1,0} copy(%table)
   %add.1 = bf16[2,9,16,128]{3,2,1,0} add(%pages, %pages)
   %copy-start.1 = (bf16[18,16,128]{2,1,0}, bf16[18,16,128]{2,1,0}, u32[]) copy-start(%pages)
@@ -32,5 +35,6 @@ def test_a_copy_of_a_whole_array_is_found_and_named():
     """Merged axes hide none. What a fusion only passes through is not written, and `ALLOWED` is let through."""
     assert script("aot_check").whole_copies(TEXT, POOL) == [
         "transpose of .mean as f32[9,2,128]",
+        "copy of .summary.key_box as bf16[2,9,64]",
         "copy-start of pages as bf16[18,16,128]",
     ]

@@ -13,9 +13,10 @@ from reopened import reopened
 
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
-from et_jax.models.calibration import write_calibration
+from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.serve import engine, loading
 from et_jax.serve.requests import SamplingParams
+from et_jax.types import Table
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -299,10 +300,31 @@ def test_control_is_a_preset_by_name_or_a_controller(model):
         model.generate(ONCE, control="strict")
 
 
+def test_adaptive_reads_by_the_measured_sensitivity_and_is_refused_without_one(folder, model, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    c = model.config
+    even = np.full((c.num_layers, c.num_kv_heads, c.group_size), 0.05, np.float32)
+    write_calibration(tmp_path, Calibration(sensitivity=Table(even)), {})
+    measured = opened(tmp_path, max_num_seqs=3, prefill_batch=32)
+    loose, careful = (preset("adaptive", tolerance=nats, window=16, min_blocks=1) for nats in (1.0, 1e-6))
+    prompt = list(range(5, 5 + min(200, measured.max_model_len - 20)))
+    few, most = (
+        sum(row.blocks_read for row in measured.generate(prompt, max_tokens=12, seed=5, control=one)[0].trace)
+        for one in (loose, careful)
+    )
+    assert few < 0.8 * most
+    said = "has no measured sensitivity of its heads, which this control goes by; measure it with scripts/calibrate.py"
+    with pytest.raises(UsageError, match=said):
+        model.generate(ONCE, control="adaptive")
+    with pytest.raises(UsageError, match=said):
+        opened(folder, max_num_seqs=3, control="adaptive")
+
+
 def test_a_calibrated_model_measures_its_entropy_at_that_temperature(folder, model, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    write_calibration(tmp_path, 1.5, {})
+    write_calibration(tmp_path, Calibration(temperature=1.5), {})
     calibrated = opened(tmp_path, max_num_seqs=3, prefill_batch=32)
     got, plain = (m.generate(ONCE, max_tokens=6, temperature=0.0)[0] for m in (calibrated, model))
     assert got.token_ids == plain.token_ids and got.logprobs == pytest.approx(plain.logprobs, abs=1e-5)

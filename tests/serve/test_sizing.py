@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from small_model import LENGTH, MODEL
 
 from et_jax.errors import UsageError
+from et_jax.models.calibration import Calibration
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, decoder_config
 
@@ -29,7 +30,10 @@ def test_chunks_are_whole_pages_and_a_call_is_whole_chunks(page_size, prefill_ba
 def test_pages_that_fit_count_more_than_those_asked_for():
     settings = EngineConfig(num_pages=30, backend="xla")
     assert decoder_config(settings, MODEL, jnp.float32).num_pages == 30
-    assert decoder_config(settings, MODEL, jnp.float32, num_pages=20, calibration=1.5).num_pages == 20
+    assert (
+        decoder_config(settings, MODEL, jnp.float32, num_pages=20, calibration=Calibration(temperature=1.5)).num_pages
+        == 20
+    )
 
 
 @pytest.mark.parametrize(

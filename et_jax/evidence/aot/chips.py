@@ -33,8 +33,7 @@ class Chip:
 class Decoding:
     """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
 
-    open_blocks: blocks each KV head reads; None is all, and then no page has a summary.
-    steps: whether its step is compiled, alone and in the loop around it, or its prefill alone.
+    control: the preset it reads by; with "off" no page has a summary.
     by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
     """
 
@@ -43,8 +42,7 @@ class Decoding:
     num_slots: int
     max_length: int
     prefill_batch: int
-    open_blocks: int | None = None
-    steps: bool = True
+    control: str = "off"
     by_xla: bool = True
 
 
@@ -92,19 +90,17 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
 }
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
-    # not its step: where a layer's boxes and means fit a TPU's vector memory, XLA takes them there whole to write a row
-    # of each, and back (copy-start), for Llama-3-8B at these slots too: 50 MB a layer each way
-    Decoding(
-        name="selecting",
-        model=SMALL,
-        num_slots=16,
-        max_length=32768,
-        prefill_batch=256,
-        open_blocks=32,
-        steps=False,
-    ),
     # by XLA the small one takes the same path
     Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, prefill_batch=512, by_xla=False),
+    Decoding(
+        name="adaptive",
+        model=LLAMA3_8B,
+        num_slots=16,
+        max_length=32768,
+        prefill_batch=512,
+        control="adaptive",
+        by_xla=False,
+    ),
 )
 ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
     Attention(

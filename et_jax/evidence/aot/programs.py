@@ -88,7 +88,6 @@ def programs() -> list[Program]:
         for decoding in DECODINGS
         if decoding.by_xla or backend != "xla"
         for function in functions
-        if function == "prefill" or decoding.steps
     ]
     return kernels + scores + decoders
 
@@ -224,18 +223,19 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     """Return one function of a decoder, on shapes that lie on the chip."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
-    from et_jax.control.controller import Controller
-    from et_jax.control.select import Dense, Quest
+    from et_jax.control.presets import preset
     from et_jax.decode.decoder import decode
     from et_jax.decode.prefill import prefill
     from et_jax.decode.state import DecoderConfig, empty
     from et_jax.decode.step import step
+    from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import describe
+    from et_jax.types import Table
 
     device = device_of(chip)
-    selector = Dense() if decoding.open_blocks is None else Quest(decoding.open_blocks)
     on_chip = partial(on_device, device=device)
     model = ModelConfig(
         architecture="llama",
@@ -258,7 +258,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         max_steps=32,
         cache_dtype=jnp.bfloat16,
         backend=backend,
-        controller=Controller(selector=selector),
+        controller=preset(decoding.control),
+        calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
     params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
