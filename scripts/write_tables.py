@@ -35,6 +35,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "selectors": ("selection.json", lambda found: tables.selectors(found["cases"])),
     "tolerances": ("selection.json", lambda found: tables.tolerances(found["cases"])),
     "attention_entropy": ("attention_entropy.json", lambda found: tables.arms(found["cases"])),
+    "free_running": ("free_running.json", lambda found: tables.free_running(found["tasks"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
@@ -80,6 +81,7 @@ def main() -> int:
             ("measure_temperature", *cases, "--plot"),
             ("measure_selection", *cases),
             ("measure_attention_entropy", *cases),
+            ("measure_free_running",),
             ("measure_scheduling", "--trace", args.trace),
             ("bench_throughput",),
             ("bench_overhead",),

@@ -19,7 +19,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--tolerance",
         type=float,
-        help="what may be left unread: a share of attention (default 0.05), under adaptive nats a token (0.001)",
+        help="what may be left unread: a share of attention (default 0.05), under adaptive nats a token (0.0001)",
     )
     control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
     control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")

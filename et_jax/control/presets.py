@@ -112,7 +112,7 @@ def _certified(
 
 
 def _adaptive(
-    target_entropy: float | None = None, tolerance: float = 0.001, min_blocks: int = 3, window: int = 64
+    target_entropy: float | None = None, tolerance: float = 1e-4, min_blocks: int = 3, window: int = 64
 ) -> Controller:
     return _by_mean_values(select.ExpectedError(), target_entropy, tolerance, min_blocks, window)
 
