@@ -59,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
         description="Ask a model questions whose answers stand somewhere in a long text.",
         allow_abbrev=False,
     )
-    p.add_argument("--model", default="bundled", help="bundled (default), a Hugging Face folder, or a hub name")
+    p.add_argument(
+        "--model", default="bundled", help="bundled (default), bundled-small, a Hugging Face folder, or a hub name"
+    )
     p.add_argument(
         "--task",
         action="append",

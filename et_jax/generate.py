@@ -39,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
         description="Continue a prompt, or every line of a file, with the entropy of every token measured.",
         allow_abbrev=False,
     )
-    p.add_argument("--model", default="bundled", help="bundled (default), a Hugging Face folder, or a hub name")
+    p.add_argument(
+        "--model", default="bundled", help="bundled (default), bundled-small, a Hugging Face folder, or a hub name"
+    )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
     source.add_argument(
@@ -70,6 +72,15 @@ def parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
     flags.add_control(p)
+    draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
+    draft.add_argument("--draft", choices=["lookup"], help="lookup: from what the text read so before (default: none)")
+    draft.add_argument("--draft-tokens", type=int, default=8, help="drafted in a step at most (default 8)")
+    draft.add_argument(
+        "--draft-length",
+        default="acceptance",
+        choices=["acceptance", "entropy", "fixed"],
+        help="how many: by what was accepted (default), by how certain the model is, or as many as that",
+    )
     machine = p.add_argument_group("model and memory")
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
@@ -236,10 +247,9 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
     import jax
 
     from et_jax.batch.fingerprint import fingerprint
-    from et_jax.models.bundled import bundled_folder
     from et_jax.models.hub import resolve
 
-    folder = bundled_folder() if args.model == "bundled" else resolve(args.model)
+    folder = resolve(args.model)
     return {
         "model": args.model,
         "model_files": fingerprint(folder),

@@ -12,9 +12,10 @@ Random bfloat16 keys in the shape of a Llama-3-8B layer, a few rows of one lengt
     choose int8     the choosing and listing alone
     by entropy      choose int8 with each head's tolerance by the entropy of its attention, as `certified` reads
     by error        choose by expected error, as `adaptive` reads
+    entropy alone   the tolerances of all heads by attention entropy, from scores that are there: what `certified` adds
+    error alone     the errors to expect of all blocks, likewise: what `adaptive` adds
 
-"adds" is what the last two take beyond choose int8, as a share of dense attention, the median over turns. Every call
-depends on the one before it. Nothing is asserted.
+Every call but of the last two depends on the one before it. Nothing is asserted.
 """
 
 import argparse
@@ -29,11 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from et_jax.control.contribution import squared_error
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.select import Certified, ExpectedError, PerHead, Quest, Selector, coded_bounds
+from et_jax.control.view import BlockView
 from et_jax.decode import cache as kv
 from et_jax.decode.attention import list_blocks
-from et_jax.decode.selection import Blocks, blocks_of, select
+from et_jax.decode.selection import Blocks, blocks_of, select, view_of
 from et_jax.evidence import tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.pallas.backend import pick
@@ -44,8 +47,8 @@ from et_jax.types import Table
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHARE = 1 / 8
 TOLERANCE = 0.5
-ADDING = ("by entropy", "by error")
-CALLS = 4  # in one timed run, each needing the one before
+ALONE: dict[str, Callable[[BlockView], Array]] = {"entropy alone": AttentionEntropy(), "error alone": squared_error}
+CALLS = 4  # in one timed run
 
 
 def stored(rows: int, length: int, page_size: int, codes: bool) -> tuple[kv.KVCache, Blocks]:
@@ -63,10 +66,15 @@ def stored(rows: int, length: int, page_size: int, codes: bool) -> tuple[kv.KVCa
     return kv.KVCache(layers=(layer,), surprisal=None), blocks_of(table, count, page_size, None)
 
 
+def asked(query: Array) -> tuple[Array, Array]:
+    """Return the queries as selection takes them, and the tolerance of every row."""
+    grouped = query.astype(jnp.float32).reshape(query.shape[0], KV_HEADS, -1, DIM) * DIM**-0.5
+    return grouped, jnp.full(query.shape[0], TOLERANCE, jnp.float32)
+
+
 def chosen(selector: Selector, query: Array, cache: kv.KVCache, blocks: Blocks) -> tuple[Array, Array]:
     """Return the list of blocks the selector opens, and how many they are."""
-    grouped = query.astype(jnp.float32).reshape(query.shape[0], KV_HEADS, -1, DIM) * DIM**-0.5
-    tolerance = jnp.full(query.shape[0], TOLERANCE, jnp.float32)
+    grouped, tolerance = asked(query)
     even = Table(np.ones((1, KV_HEADS, HEADS // KV_HEADS), np.float32))
     each = jax.tree.map(lambda number: jnp.full(query.shape[0], number), selector)  # numbers have a row each
     return list_blocks(select(each, grouped, cache, 0, blocks, tolerance, pick(), even).opened)
@@ -140,6 +148,15 @@ def measure(rows: int, length: int, page_size: int, rounds: int) -> dict[str, An
     runs = {name: chain(call, cache, blocks) for name, call in contestants(length // page_size).items()}
     runs = {"contiguous": chain(contiguous, key, value)} | runs
     listed = {name: float(np.mean(run()[1])) * page_size / length for name, run in runs.items()}
+    grouped, tolerance = asked(query)
+    view = jax.jit(view_of, static_argnums=(2, 5))(grouped, cache, 0, blocks, tolerance, pick())
+
+    def alone(rule: Callable[[BlockView], Array]) -> Callable[[], Any]:
+        compiled = jax.jit(jax.vmap(jax.vmap(rule)))
+        jax.block_until_ready(compiled(view))
+        return lambda: [jax.block_until_ready(compiled(view)) for _ in range(CALLS)]
+
+    runs |= {name: alone(rule) for name, rule in ALONE.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -147,14 +164,12 @@ def measure(rows: int, length: int, page_size: int, rounds: int) -> dict[str, An
             run()
             times[name].append(1e3 * (time.perf_counter() - began) / CALLS)
     against = np.asarray(times["dense"])
-    added = {name: np.subtract(times[name], times["choose int8"]) / against for name in ADDING}
     return {
         "rows": rows,
         "length": length,
         "page_size": page_size,
         "milliseconds": {name: float(np.median(each)) for name, each in times.items()},
         "over_dense": {name: float(np.median(np.asarray(each) / against)) for name, each in times.items()},
-        "adds_to_dense": {name: float(np.median(each)) for name, each in added.items()},
         "share_listed": {name: share for name, share in listed.items() if share > 0},
     }
 

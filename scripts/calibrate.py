@@ -18,7 +18,6 @@ from et_jax.control.calibration import fit_temperature, negative_log_likelihood
 from et_jax.errors import UsageError
 from et_jax.evidence.held_out import held_out_logits, rows
 from et_jax.evidence.sensitivity import head_sensitivity
-from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.models.hub import resolve
 from et_jax.serve.engine import load
@@ -30,13 +29,15 @@ WORTH = 1e-3  # nats a token that a temperature must save
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="bundled, a Hugging Face folder, or a hub name")
+    parser.add_argument(
+        "--model", default="bundled", help="bundled, bundled-small, a Hugging Face folder, or a hub name"
+    )
     parser.add_argument("--text", required=True, type=Path, help="a tar archive of works, or a file of stories")
     parser.add_argument("--output", type=Path, help="folder for calibration.json (default: the model's own)")
     parser.add_argument("--rows", type=int, default=16, help="rows of the model's full context (default 16)")
     args = parser.parse_args()
     try:
-        folder = bundled_folder() if args.model == "bundled" else resolve(args.model)
+        folder = resolve(args.model)
         model = load(args.model, dtype="float32", max_num_seqs=2)
         if any(model.config.windows):
             raise UsageError("This script attends over whole rows; a model with sliding windows needs another.")

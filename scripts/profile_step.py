@@ -28,8 +28,11 @@ from et_jax.decode import cache
 from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads
 from et_jax.decode.state import DecoderConfig, DecodeState
 from et_jax.decode.step import step
+from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
+from et_jax.models.checkpoint import read_config
+from et_jax.models.hub import resolve
 from et_jax.models.transformer import Attend, Params, forward, initialise
 from et_jax.types import replace
 
@@ -59,6 +62,7 @@ def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState
         row = ReadRow(
             table=table,
             length=length,
+            end=length + 1,
             run=run,
             tolerance=state.control.tolerance,
             fresh=run,
@@ -130,14 +134,23 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="tokens in every sequence at the start (default 64)")
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (default 16)")
     parser.add_argument("--rounds", type=int, default=7, help="runs of every line (default 7)")
-    parser.add_argument("--layers", type=int, default=30, help="layers of the model (default 30, as SmolLM-135M)")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--layers", type=int, default=30, help="layers of SmolLM-135M (default 30, all of them)")
+    shape.add_argument("--model", help="take another model's shape: bundled, bundled-small, a folder, or a hub name")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling (default 0, greedy)")
     parser.add_argument("--cpu-time", action="store_true", help="count processor time, not time that passes")
     args = parser.parse_args()
     if min(args.batch) < 2:
         parser.error("--batch: a step has at least two rows")
     model = dataclasses.replace(SMOLLM_135M, num_layers=args.layers, windows=(None,) * args.layers)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.layers} layers, {args.context} tokens held")
+    if args.model is not None:
+        try:
+            model = read_config(resolve(args.model))
+        except UsageError as error:
+            parser.error(str(error))
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {model.num_layers} layers, {args.context} tokens held"
+    )
     for dtype in args.dtype:
         for batch in args.batch:
             config = whole_context(model, batch, dtype, max_steps=args.steps)

@@ -1,4 +1,4 @@
-"""Train the bundled model, or export it with its card from the last checkpoint of its training.
+"""Train a bundled model, or export it with its card from the last checkpoint of its training.
 
 While it trains, `kill PID` saves a checkpoint and ends, the same command resumes, `kill -STOP` and
 `kill -CONT` pause and continue; PID is in the file `pid` of the run's folder.
@@ -13,17 +13,21 @@ from tokenizers import Tokenizer
 from et_jax.errors import UsageError
 from et_jax.models import checkpoint, hub
 from et_jax.models.bundled import bundled_folder
-from et_jax.training import card, compact, corpus, export, loop, recipe
+from et_jax.training import card, compact, corpus, distillation, export, loop, recipe, student_card
+from et_jax.training.distillation import Teacher
 from et_jax.training.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "../shared/text/novels/novels.tar.xz"
+RECIPES = "novels alone, tasks too, or the small model from a teacher"
+OWN = Path("own")  # what --export means by itself: the folder in the package
 HARDWARE = "two cores of an AMD EPYC that served other programs too"
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--recipe", choices=["short", "long"], default="short", help="novels alone, or tasks too")
+    p.add_argument("--recipe", choices=["short", "long", "small"], default="short", help=RECIPES)
+    p.add_argument("--teacher", help="whose distributions --recipe small learns: bundled, or a model's folder")
     p.add_argument("--longest", type=int, default=corpus.WINDOW, help="tokens of the last rows: 8192 on a GPU")
     p.add_argument("--corpus", type=Path, default=CORPUS, help="tar archive of .txt files")
     p.add_argument("--folder", type=Path, help="checkpoints, log, cached tokens (default runs/RECIPE)")
@@ -31,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, help="train this many steps in all: the reproducible way")
     p.add_argument("--minutes", type=float, help="train as many steps as fit into this wall time")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--export", type=Path, nargs="?", const=bundled_folder(), help="write the model's folder instead")
+    p.add_argument("--export", type=Path, nargs="?", const=OWN, help="write the model's folder instead")
     p.add_argument("--keep", type=Path, help="write the last checkpoint there in few bytes instead, to go on from")
     p.add_argument("--hardware", default=HARDWARE, help="what the model card says the training ran on")
     p.add_argument("--history", default="", help="a paragraph for the model card: how these weights came about")
@@ -41,37 +45,57 @@ def parser() -> argparse.ArgumentParser:
 
 def _start(name: str, settings: Settings) -> tuple[tuple[loop.TrainState, int], Tokenizer]:
     """The state to begin with, and the tokenizer that belongs to it."""
-    bundled = bundled_folder()
     if compact.is_state(Path(name)):
-        return compact.read(Path(name), settings), Tokenizer.from_file(str(bundled / "tokenizer.json"))
-    source = bundled if name == "bundled" else hub.resolve(name)
+        return compact.read(Path(name), settings), corpus.read_tokenizer(bundled_folder())
+    source = hub.resolve(name)
     weights = checkpoint.load(source)[1]
-    return loop.start_from(weights, settings), Tokenizer.from_file(str(source / "tokenizer.json"))
+    return loop.start_from(weights, settings), corpus.read_tokenizer(source)
+
+
+def _teacher(name: str | None, settings: Settings, own: list[Path | None]) -> tuple[Teacher | None, Tokenizer | None]:
+    """The teacher and its tokenizer, None for a recipe without one; `own` are the folders of the student."""
+    if settings.distilled != (name is not None):
+        raise UsageError("Only --recipe small learns from a teacher, and it needs one: give it --teacher bundled.")
+    if name is None:
+        return None, None
+    folder = hub.resolve(name)
+    if any(one is not None and one.resolve() == folder.resolve() for one in own):
+        raise UsageError(f"The teacher {name} is the student's own folder; give the model that it shall learn from.")
+    return distillation.read_teacher(folder, settings)
 
 
 def main() -> None:
     """Parse the arguments and train or export."""
     args = parser().parse_args()
     folder = args.folder or ROOT / "runs" / args.recipe
+    own = bundled_folder("bundled-small" if args.recipe == "small" else "bundled")
+    target = own if args.export is OWN else args.export
     try:
         settings = recipe.settings(args.recipe, args.seed, args.longest)
-        start, tokenizer = _start(args.start, settings) if args.start else (None, None)
+        teacher, taught = _teacher(args.teacher, settings, [target or own, args.start and hub.resolve(args.start)])
+        start, tokenizer = _start(args.start, settings) if args.start else (None, taught)
         tokenizer, train_tokens, held_out = corpus.prepare(args.corpus, folder / "data", recipe.VOCAB_SIZE, tokenizer)
+        if taught is not None:
+            distillation.check_tokens(taught, tokenizer)
+        if teacher is not None and start is None:
+            start = loop.start_beside(teacher, settings)
         if args.keep is not None:
             size = compact.write(*loop.load_state(folder, settings), args.keep)
             print(f"{args.keep}: {size / 1e6:.1f} MB")
             return
-        if args.export is None:
-            loop.train(
-                settings, train_tokens, held_out, folder, args.steps, args.minutes, tokenizer=tokenizer, start=start
-            )
+        if target is None:
+            given = {"tokenizer": tokenizer, "start": start, "teacher": teacher}
+            loop.train(settings, train_tokens, held_out, folder, args.steps, args.minutes, **given)
             return
         params, step = loop.load_params(folder, settings)
-        size = export.export(params, settings.model, tokenizer, args.export)
-        figures = card.measure(params, settings, held_out)
         run = card.Run(folder=folder, step=step, hardware=args.hardware, history=args.history, accuracy=args.accuracy)
-        card.write_card(figures, settings, run, held_out, args.export / "README.md")
-        print(f"{args.export}: step {step}, {size / 1e6:.2f} MB, {figures.per_token} nats per token by row length")
+        size = export.export(params, settings.model, tokenizer, target)
+        if teacher is None:
+            card.write_card(card.measure(params, settings, held_out), settings, run, held_out, target / "README.md")
+        else:
+            figures = student_card.measure(params, settings, teacher, held_out, tokenizer)
+            student_card.write_card(figures, settings, run, held_out, target / "README.md")
+        print(f"{target}: step {step}, {size / 1e6:.2f} MB")
     except UsageError as error:
         sys.exit(str(error))
 

@@ -29,6 +29,7 @@ TARGET = 2.0  # nats: of the temperature tables shown; the results hold the othe
 CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "estimators": ("estimators.json", lambda found: tables.estimators(found["cases"])),
     "overhead": ("overhead.json", lambda found: tables.overhead(found["rows"], found["llama_3_8b"])),
+    "sampling": ("sampling.json", lambda found: tables.sampling(found["cases"], found["steps"])),
     "selection_cost": ("selection_cost.json", lambda found: tables.selection_cost(found["cases"])),
     "bounds": ("bounds.json", lambda found: tables.bounds(found["cases"])),
     "temperature": ("temperature.json", lambda found: tables.temperature(found["models"], TARGET)),
@@ -86,6 +87,7 @@ def main() -> int:
             ("bench_throughput",),
             ("bench_overhead",),
             ("bench_selection",),
+            ("bench_sampling",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:

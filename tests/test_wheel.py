@@ -51,12 +51,14 @@ def elsewhere(tmp_path) -> dict:
     return {"cwd": tmp_path, "env": kept | {"HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}}
 
 
-def test_the_wheel_holds_every_source_file_and_the_bundled_model(wheel):
+def test_the_wheel_holds_every_source_file_and_the_bundled_models(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     sources = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("et_jax/**/*.py")}
-    bundled = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("et_jax/models/bundled/**/*") if path.is_file()}
+    bundled = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("et_jax/models/bundled*/**/*") if path.is_file()}
     bundled = {name for name in bundled if "__pycache__" not in name}
-    assert {Path(name).suffix for name in bundled} >= {".safetensors", ".json", ".md"}
+    for folder in ("et_jax/models/bundled/", "et_jax/models/bundled_small/"):
+        suffixes = {Path(name).suffix for name in bundled if name.startswith(folder)}
+        assert suffixes >= {".safetensors", ".json", ".md"}
     assert sources | bundled | {"et_jax/py.typed"} <= packed
     assert {name.split("/")[0].partition("-")[0] for name in packed} == {"et_jax"}, "only the package and its metadata"
 

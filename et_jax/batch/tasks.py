@@ -23,7 +23,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_N = 128  # as the OpenAI API documents
 _MAX_NAME = 512  # characters of a custom_id
 _ENVELOPE = {"custom_id", "method", "url", "body"}
-_INTEGERS = {"max_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs"}
+_INTEGERS = {"max_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs", "draft_tokens"}
 _NUMBERS = {
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("priority", "deadline"),
@@ -143,6 +143,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
         priority=priority or 0.0,
         deadline=deadline,
         control=_control(body),
+        draft_tokens=body.get("draft_tokens"),
     )
     return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from et_jax.sums import log_sum_exp, total
 from et_jax.types import pytree
 
 
@@ -130,7 +131,7 @@ def residual_error(
     high, low, guess = (jnp.exp(x + unread - top) for x in (mass.high, mass.low, estimate))
     doubt = jnp.maximum(high - guess, guess - low)
     wrong = jnp.where(high > 0, high * value_radius + doubt * apart, 0.0)
-    return jnp.sum(wrong, axis=-1) / (jnp.exp(log_opened - top[:, 0]) + jnp.sum(low, axis=-1))
+    return total(wrong) / (jnp.exp(log_opened - top[:, 0]) + total(low))
 
 
 def certain_share(
@@ -141,5 +142,5 @@ def certain_share(
     `upper` bounds every block's log Z, and `log_opened` is log Z_S, the log-sum-exp that attention
     returned for the opened blocks, in nats. 1 where nothing was left unread.
     """
-    left = jax.nn.logsumexp(jnp.where(opened, -jnp.inf, upper), axis=-1)
+    left = log_sum_exp(jnp.where(opened, -jnp.inf, upper))
     return jnp.where(jnp.isneginf(left), 1.0, jax.nn.sigmoid(log_opened - left))

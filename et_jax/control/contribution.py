@@ -7,12 +7,12 @@ keys for their mean. Source: Entropic-Time Inference, section 3.2.
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from et_jax.control.view import BlockView, held_values, likeliest_log_mass, needing
 from et_jax.control.view import mass as mass
+from et_jax.sums import length, softmax, total
 
 Contribution = Callable[[BlockView], Float[Array, "g n"]]
 """An estimate of E_b for each query head and block. `view.mass` is E_b with surprisal 1."""
@@ -37,10 +37,10 @@ def _influence(view: BlockView) -> tuple[Float[Array, "g n"], Float[Array, " g"]
     """How far the output would move without each block, and its length."""
     share, value = mass(view), held_values(view)
     out = jnp.matmul(share, value)
-    apart = jnp.linalg.norm(value[None] - out[:, None], axis=-1)
+    apart = length(value[None] - out[:, None])
     rest = 1.0 - share
     moved = jnp.where(rest > 0, share * apart / jnp.where(rest > 0, rest, 1.0), jnp.inf)
-    return moved, jnp.linalg.norm(out, axis=-1)
+    return moved, length(out)
 
 
 def value_gauss(view: BlockView) -> Float[Array, "g n"]:
@@ -50,12 +50,12 @@ def value_gauss(view: BlockView) -> Float[Array, "g n"]:
     within a block is not stored and not counted.
     """
     weight = view.num_tokens.astype(jnp.float32)[:, None]
-    weight = weight / jnp.maximum(jnp.sum(weight), 1.0)
+    weight = weight / jnp.maximum(total(weight[:, 0]), 1.0)
     value = held_values(view)
-    apart = value - jnp.sum(weight * value, axis=0)
-    variance = jnp.sum(weight * apart * apart, axis=0)
+    apart = value - total(weight * value, 0)
+    variance = total(weight * apart * apart, 0)
     ratio = apart * apart / jnp.maximum(variance, jnp.finfo(jnp.float32).tiny)
-    return mass(view) * (0.5 * jnp.sum(ratio, axis=-1))
+    return mass(view) * (0.5 * total(ratio))
 
 
 @needing("surprisals")
@@ -85,4 +85,4 @@ def squared_error(view: BlockView) -> Float[Array, "g n"]:
     gap = jnp.maximum(log_mass - jnp.log(count) - view.middle, 0.0)
     uneven = jnp.minimum(2.0 * gap / count, 1.0)
     far = jnp.where(view.num_tokens > 0, view.value_radius, 0.0)
-    return jnp.square(jax.nn.softmax(log_mass, axis=-1) * far) * jnp.where(view.num_tokens > 0, uneven, 0.0)
+    return jnp.square(softmax(log_mass) * far) * jnp.where(view.num_tokens > 0, uneven, 0.0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jaxtyping import Array, Float, Int
 
+from et_jax.sums import total
 from et_jax.types import Number, pytree, static, value
 
 
@@ -59,9 +60,9 @@ def moments(logits: Float[Array, "*b v"], temperature: Float[Array, "*b"] | floa
     weight = jnp.where(absent, 0.0, jnp.exp(u))
     return Moments(
         peak=peak,
-        s0=jnp.sum(weight, axis=-1),
-        s1=jnp.sum(weight * u, axis=-1),
-        s2=jnp.sum(weight * u * u, axis=-1),
+        s0=total(weight),
+        s1=total(weight * u),
+        s2=total(weight * u * u),
     )
 
 
@@ -119,7 +120,7 @@ def top_k(log_prob: Float[Array, "*b k"], num_tokens: int) -> Estimate:
     """
     p = jnp.exp(log_prob.astype(jnp.float32))
     low, high = _interval(log_prob, num_tokens)
-    truncated = jnp.sum(entr(p / jnp.sum(p, axis=-1, keepdims=True)), axis=-1)
+    truncated = total(entr(p / total(p)[..., None]))
     return _widened(truncated, low, high, log_prob.shape[-1], num_tokens)
 
 
@@ -147,8 +148,8 @@ def _interval(log_prob: Float[Array, "*b k"], num_tokens: int) -> tuple[Float[Ar
     if k > num_tokens:
         raise ValueError(f"log_prob lists {k} tokens; a vocabulary of num_tokens={num_tokens} holds at most that many")
     p = jnp.exp(log_prob.astype(jnp.float32))
-    tail = jnp.clip(1.0 - jnp.sum(p, axis=-1), 0.0, 1.0)
-    head = jnp.sum(entr(p), axis=-1) + entr(tail)
+    tail = jnp.clip(1.0 - total(p), 0.0, 1.0)
+    head = total(entr(p)) + entr(tail)
     num_tail = max(num_tokens - k, 1)
     share = jnp.clip(jnp.min(p, axis=-1) / jnp.maximum(tail, jnp.finfo(jnp.float32).tiny), 1.0 / num_tail, 1.0)
     full = jnp.floor(1.0 / share)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -22,6 +21,7 @@ from et_jax.control.view import (
     needs_of,
     tail,
 )
+from et_jax.sums import log_softmax, total
 from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, value
 
 
@@ -189,7 +189,7 @@ class Guarded(Selector):
         chosen = self.selector.choose(view)
         opened = (chosen.opened | _ends(view, self.sinks, self.window)) & (view.num_tokens > 0)
         if self.min_blocks is not None:
-            likely = jnp.max(jax.nn.log_softmax(estimated_log_mass(view), axis=-1), axis=0)
+            likely = jnp.max(log_softmax(estimated_log_mass(view)), axis=0)
             opened |= _most(jnp.where(opened, jnp.inf, likely), self.min_blocks, view)
         return replace(chosen, opened=opened)
 
@@ -270,7 +270,7 @@ def fewest(view: BlockView, price: Float[Array, "g n"]) -> Bool[Array, " n"]:
     read = tail(view)
 
     def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
-        return jnp.sum(jnp.where(opened | read, 0.0, price), axis=-1) <= view.head_tolerance
+        return total(jnp.where(opened | read, 0.0, price)) <= view.head_tolerance
 
     needed = (price > 0) & ~allowed(jnp.zeros_like(price, bool))[:, None]
     opened = jnp.any(above_threshold(price, allowed) & needed, axis=0)
@@ -351,8 +351,8 @@ class Certified(Selector):
         upper, lower = jnp.exp(jnp.minimum(log.high + slack - least, 80.0)), jnp.exp(log.low - slack - least)
 
         def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
-            unread = jnp.sum(jnp.where(opened | ends, 0.0, upper), axis=-1)
-            read = jnp.sum(jnp.where(opened | ends, lower, 0.0), axis=-1)
+            unread = total(jnp.where(opened | ends, 0.0, upper))
+            read = total(jnp.where(opened | ends, lower, 0.0))
             return (1.0 - eps) * unread <= eps * read
 
         opened = jnp.any(above_threshold(log.high, allowed), axis=0) | ends | jnp.any(eps <= 0)

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.bounds import Interval
+from et_jax.sums import log_softmax, softmax, total
 from et_jax.types import pytree, replace
 
 Need = Literal["summaries", "codes", "surprisals", "sensitivity"]
@@ -121,14 +121,14 @@ def attention_entropy(log_mass: Float[Array, "*b n"], held: Bool[Array, "*#b n"]
     0 where none is held. The denominator is that of one block more, so a single block gives 0 and not 0 / 0.
     """
     log_mass = jnp.where(held, log_mass, jnp.finfo(jnp.float32).min)
-    log_share = jax.nn.log_softmax(log_mass, axis=-1)
-    entropy = -jnp.sum(jnp.where(held, jnp.exp(log_share) * log_share, 0.0), axis=-1)
+    log_share = log_softmax(log_mass)
+    entropy = -total(jnp.where(held, jnp.exp(log_share) * log_share, 0.0))
     return entropy / jnp.log1p(jnp.maximum(jnp.sum(held, axis=-1), 1).astype(jnp.float32))
 
 
 def mass(view: BlockView) -> Float[Array, "g n"]:
     """Return the estimated share of attention mass in each block, in [0, 1]."""
-    return jax.nn.softmax(estimated_log_mass(view), axis=-1)
+    return softmax(estimated_log_mass(view))
 
 
 def held_values(view: BlockView) -> Float[Array, "n d"]:

@@ -34,6 +34,7 @@ from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.pallas.softmax import Softmax
+from et_jax.sums import log_sum_exp, total
 from et_jax.types import Table, pytree, replace
 
 
@@ -71,11 +72,13 @@ class ReadRow:
 
     Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
     `block_mask`, those last read, are read again and nothing is chosen anew; `kept_mass` is what was
-    kept then. `selectors` are those of every layer, their numbers with a row each.
+    kept then. Rows of one slot stand beside each other: its cache holds `end` tokens once all are written, and each row
+    sees those up to its own. `selectors` are those of every layer, their numbers with a row each.
     """
 
     table: Int[Array, "b n"]
     length: Int[Array, " b"]
+    end: Int[Array, " b"]
     run: Bool[Array, " b"]
     tolerance: Float[Array, " b"]
     fresh: Bool[Array, " b"]
@@ -126,7 +129,7 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
     lengths = jnp.where(row.run, row.length + 1, 0)
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: LayerCarry) -> tuple[Array, LayerCarry]:
-        cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count)
+        cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count, row.end)
         cache = _with_layer(memory.cache, layer, cached)
         queries = q[:, 0]
         blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
@@ -140,7 +143,7 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
             chosen = _choose(reading, layer, grouped, cache, blocks, row)
             listed, counts = list_blocks(chosen.opened)
             out, block_lse = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
-            log_read = jax.nn.logsumexp(block_lse, axis=-1).reshape(grouped.shape[:3])
+            log_read = log_sum_exp(block_lse).reshape(grouped.shape[:3])
             if reading.residual:
                 assert cached.summary is not None  # `select` has looked at it
                 d = reading.model.head_dim
@@ -155,7 +158,7 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
                 stats,
                 kept_mass=jnp.minimum(stats.kept_mass, kept),
                 summaries_read=stats.summaries_read + looked,
-                entropies=stats.entropies + jnp.where(row.fresh, jnp.sum(entropy, axis=(1, 2)), 0.0),
+                entropies=stats.entropies + jnp.where(row.fresh, total(entropy.reshape(entropy.shape[0], -1)), 0.0),
                 num_entropies=stats.num_entropies + jnp.where(row.fresh, float(reading.model.num_heads), 0.0),
                 least_entropy=jnp.where(
                     row.fresh, jnp.minimum(stats.least_entropy, jnp.min(entropy, axis=(1, 2))), stats.least_entropy

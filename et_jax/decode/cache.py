@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.checks import SUBLANES, padded_width
+from et_jax.sums import total
 from et_jax.types import pytree, replace
 
 
@@ -178,13 +179,13 @@ def summarise(pages: Float[Array, "k *p s e"], num_tokens: Int[Array, "*p"], hea
         [jnp.min(jnp.where(keep, key, jnp.inf), axis=-2), jnp.max(jnp.where(keep, key, -jnp.inf), axis=-2)], axis=-1
     )
     tokens = jnp.where(keep, pages.astype(jnp.float32), 0.0)
-    mean = jnp.sum(tokens, axis=-2) / jnp.maximum(num_tokens, 1).astype(jnp.float32)[None, ..., None]
+    mean = total(tokens, -2) / jnp.maximum(num_tokens, 1).astype(jnp.float32)[None, ..., None]
     apart = jnp.where(keep, value.astype(jnp.float32) - mean[..., None, d : 2 * d], 0.0)
     pad = [(0, 0)] * (box.ndim - 1) + [(0, e - 2 * d)]
     return PageSummary(
         key_box=jnp.pad(box, pad),
         mean=mean,
-        value_radius=jnp.sqrt(jnp.max(jnp.sum(apart * apart, axis=-1), axis=-1)),
+        value_radius=jnp.sqrt(jnp.max(total(apart * apart), axis=-1)),
     )
 
 

@@ -61,6 +61,21 @@ def reserve(table: PageTable, blocks: Int[Array, " b"], most: int) -> tuple[Page
     ), granted
 
 
+def truncate(table: PageTable, surplus: Int[Array, " b"], most: int) -> PageTable:
+    """Give back the last `surplus` pages of every slot, `most` at most, which no other holds."""
+    steps = jnp.arange(most)
+    rows = jnp.arange(surplus.shape[0])[:, None]
+    given = steps < surplus[:, None]  # "b most"
+    block = table.num_blocks[:, None] - 1 - steps
+    page = table.pages[rows, jnp.maximum(block, 0)]
+    emptied = replace(
+        table,
+        pages=table.pages.at[rows, jnp.where(given, block, table.pages.shape[1])].set(0, mode="drop"),
+        num_blocks=table.num_blocks - jnp.sum(given, axis=1, dtype=jnp.int32),
+    )
+    return _freed(emptied, page.reshape(-1), given.reshape(-1))
+
+
 def release(table: PageTable, slot: Int[Array, ""]) -> PageTable:
     """Give back every page of `slot`; those without another holder become free."""
     emptied = replace(table, pages=table.pages.at[slot].set(0), num_blocks=table.num_blocks.at[slot].set(0))
@@ -85,8 +100,12 @@ def increment(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) 
 
 def decrement(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
     """Count one holder less of the first `count` of `pages`, which differ; those without a holder become free."""
+    return _freed(table, pages, jnp.arange(pages.shape[0]) < count)
+
+
+def _freed(table: PageTable, pages: Int[Array, " m"], given: Bool[Array, " m"]) -> PageTable:
+    """The table after one holder less of the pages that are `given`."""
     num_pages = table.references.shape[0]
-    given = jnp.arange(pages.shape[0]) < count
     references = table.references.at[jnp.where(given, pages, num_pages)].add(-1, mode="drop")
     freed = given & (references[pages] == 0)
     place = jnp.where(freed, table.num_free + jnp.cumsum(freed) - 1, num_pages)

@@ -41,7 +41,7 @@ def sample(
     heat = _heat(rows.take(state.laws).temperature_rule, altered, settings, signals, control)
     normaliser = entropy.log_normaliser(raw)
     cut = sampling.threshold(altered, heat, settings, normaliser - control.surprisal_cap)
-    token = sampling.sample_token(altered, heat, cut, sampling.uniform(settings, rows.position + 1))
+    token = sampling.sample_token(altered, heat, cut, settings.key, rows.position + 1)
     warm = _tempered(altered, heat, penalised, raw)
     kept = _truncated_entropy(altered, heat, cut, entropy.entropy(warm))
     logit = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]

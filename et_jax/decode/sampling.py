@@ -1,4 +1,4 @@
-"""One token from logits: penalties, temperature, truncation, a draw with the request's own key.
+"""One token from logits: penalties, temperature, truncation, a race with the noise of the request's own key.
 
 Nothing sorts the vocabulary. Truncation finds one threshold per row: tokens whose logit reaches it are
 kept, ties together. Thresholds are bisected over the ordered bit patterns of float32, so they are exact.
@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from et_jax.decode.noise import race_noise
+from et_jax.sums import total
 from et_jax.types import pytree, replace
 
 _ROWS_TOGETHER = 4  # rows of logits that a CPU truncates together: it passes over those rows alone that ask for it
-_LANES = 256  # vocabulary entries per partial sum of the draw: about the square root of a large vocabulary
 
 
 @pytree
@@ -21,8 +22,8 @@ class Sampling:
     """What a request asks of sampling, one row per slot.
 
     `temperature` 0 is greedy. Off values: `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1,
-    `presence_penalty` and `frequency_penalty` 0. `key` is the request's own key data; a token's draw
-    folds in its position.
+    `presence_penalty` and `frequency_penalty` 0. `key` is the request's own key data; the noise
+    of a token is that of the key and the token's position.
     """
 
     temperature: Float[Array, "*b"]
@@ -109,7 +110,7 @@ def threshold(
         some = logits[rows]
         mass = jnp.exp((some - peak[rows][:, None]) / heat[rows][:, None])
         mass = jnp.where(some >= cut_k[rows][:, None], mass, 0.0)
-        return _cut(some, mass, sampling.top_p[rows] * jnp.sum(mass, axis=-1))
+        return _cut(some, mass, sampling.top_p[rows] * total(mass))
 
     cut_p = _among(wants_p, bisect_p)
     cut_min = jnp.where(asks, peak + heat * jnp.log(sampling.min_p), -jnp.inf)
@@ -146,7 +147,7 @@ def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[A
     def halve(_: Int[Array, ""], bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]):
         low, high = bounds  # the weight at or above low reaches the goal; above high it does not
         middle = low + (high - low) // 2 + (high - low) % 2
-        reached = jnp.sum(jnp.where(keys >= middle[:, None], weight, 0.0), axis=-1) >= goal
+        reached = total(jnp.where(keys >= middle[:, None], weight, 0.0)) >= goal
         return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
 
     low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)))
@@ -170,37 +171,32 @@ def fold_key(sampling: Sampling, number: Int[Array, ""]) -> Sampling:
     return replace(sampling, key=jax.random.key_data(key))
 
 
-def uniform(sampling: Sampling, position: Int[Array, " b"]) -> Float[Array, " b"]:
-    """Return one number in [0, 1) per row, from the request's key folded with the token's position."""
-
-    def draw(key: UInt32[Array, " 2"], position: Int[Array, ""]) -> Float[Array, ""]:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
-
-    return jax.vmap(draw)(sampling.key, position)
-
-
 def sample_token(
-    logits: Float[Array, "b v"], temperature: Float[Array, " b"], cut: Float[Array, " b"], u: Float[Array, " b"]
+    logits: Float[Array, "b v"],
+    temperature: Float[Array, " b"],
+    cut: Float[Array, " b"],
+    key: UInt32[Array, "b 2"],
+    position: Int[Array, " b"],
 ) -> Int[Array, " b"]:
-    """Return one token per row by inverse CDF of softmax(logits / temperature) over logits >= cut.
+    """Return one token per row, sampled from softmax(logits / temperature) over logits >= cut.
 
-    Greedy where the temperature is 0. Partial sums over runs of the vocabulary find the run, then the
-    token within it, so that no cumulative sum over the whole vocabulary is needed.
+    The winner of a race: the greatest weight / E, with the noise E of `race_noise` for the key and the position that
+    the token will have. Greedy where the temperature is 0: the first of the greatest. Noise is made if any row is warm,
+    for the whole vocabulary: on a CPU, gathering the few tokens that a cut leaves takes longer than their noise.
     """
-    heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    # the first of the greatest: XLA's own argmax takes over ten times as long on CPU
-    size = logits.shape[-1]
-    greedy = jnp.min(jnp.where(logits == peak, jnp.arange(size, dtype=jnp.int32), size - 1), axis=-1)
-    weight = jnp.where(logits >= cut[:, None], jnp.exp((logits - peak) / heat), 0.0)
-    weight = jnp.pad(weight, ((0, 0), (0, -weight.shape[-1] % _LANES))).reshape(weight.shape[0], -1, _LANES)
-    runs = jnp.cumsum(jnp.sum(weight, axis=-1), axis=-1)
-    target = u * runs[:, -1]
-    run = jnp.argmax(runs > target[:, None], axis=-1)
-    before = jnp.where(run > 0, jnp.take_along_axis(runs, jnp.maximum(run - 1, 0)[:, None], axis=-1)[:, 0], 0.0)
-    inside = jnp.take_along_axis(weight, run[:, None, None], axis=1)[:, 0]
-    within = jnp.cumsum(inside, axis=-1) > (target - before)[:, None]
-    # Rounding may leave the target just past the run's own sum: then its last token of any weight.
-    last = _LANES - 1 - jnp.argmax(inside[:, ::-1] > 0, axis=-1)
-    lane = jnp.where(jnp.any(within, axis=-1), jnp.argmax(within & (inside > 0), axis=-1), last)
-    return jnp.where(temperature > 0, (run * _LANES + lane).astype(jnp.int32), greedy)
+    warm = temperature > 0
+
+    def race() -> Int[Array, " b"]:
+        heat = jnp.where(warm, temperature, 1.0)[:, None]
+        weight = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / heat)
+        score = jnp.where(logits >= cut[:, None], weight / race_noise(key, position, logits.shape[-1]), 0.0)
+        return _first_of_greatest(jnp.where(warm[:, None], score, logits))
+
+    return jax.lax.cond(jnp.any(warm), race, lambda: _first_of_greatest(logits))
+
+
+def _first_of_greatest(score: Float[Array, "b v"]) -> Int[Array, " b"]:
+    """The argmax of every row: XLA's own takes over ten times as long on a CPU."""
+    last = score.shape[-1] - 1
+    peak = jnp.max(score, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(score == peak, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)

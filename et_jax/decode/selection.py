@@ -4,6 +4,8 @@ Selectors see one sequence's blocks (`control.view.BlockView`); the cache holds 
 one is made of the other.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -13,9 +15,10 @@ from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Selection, Selector
 from et_jax.control.view import BlockView
-from et_jax.decode.cache import KVCache, LayerCache, empty
+from et_jax.decode.cache import KVCache, LayerCache, PageSummary, empty, summarise
 from et_jax.models.config import ModelConfig
 from et_jax.pallas.block_scores import block_scores, code_scores
+from et_jax.sums import log_sum_exp, total
 from et_jax.types import Table, pytree, replace
 
 
@@ -79,7 +82,7 @@ def select(
     The selector's numbers have a row each. `query` is float32 and scaled. `backend` names the kernels that score
     the blocks. `sensitivity` is that of every head of the model, "l k g" (see `models.calibration`).
     """
-    view = _view(query, cache, layer, blocks, tolerance, backend)
+    view = view_of(query, cache, layer, blocks, tolerance, backend)
     if sensitivity is not None:
         of_layer = jnp.asarray(sensitivity.array[layer] * sensitivity.array.size, jnp.float32)
         view = replace(view, sensitivity=jnp.broadcast_to(of_layer, query.shape[:3]))
@@ -89,7 +92,7 @@ def select(
     return replace(chosen, opened=opened)
 
 
-def _view(
+def view_of(
     query: Float[Array, "b k g d"],
     cache: KVCache,
     layer: int,
@@ -97,12 +100,22 @@ def _view(
     tolerance: Float[Array, " b"],
     backend: str,
 ) -> BlockView:
-    """What selectors see of every row and KV head, "b k" in front of every field."""
+    """Return what selectors see of every row and KV head, "b k" in front of every field. Errors as `select`."""
     (b, k, _, d), stored = query.shape, cache.layers[layer].summary
     if stored is None:
         raise ValueError("cache: got one that keeps no summaries, by which selectors choose")
     score, middle, coded = _scores(query, cache.layers[layer], blocks, backend)
-    box, mean = (x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32) for x in (stored.key_box, stored.mean))
+    held = jax.tree.map(lambda x: x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32), stored)
+    tail = _tail(query, cache.layers[layer], blocks)
+    at_tail = (jnp.arange(blocks.table.shape[1]) == tail.block[:, None])[:, None]  # "b 1 n"
+
+    def exact(own: Float[Array, "b k *x"], kept: Float[Array, "b k *y"], axis: int) -> Float[Array, "b k *y"]:
+        there = jnp.expand_dims(at_tail, tuple(range(2, axis)) + tuple(range(axis + 1, kept.ndim)))
+        return jnp.where(there, jnp.expand_dims(own, axis), kept)
+
+    box, mean, radius = (
+        exact(getattr(tail.summary, name), getattr(held, name), 2) for name in ("key_box", "mean", "value_radius")
+    )
 
     def for_heads(x: Shaped[Array, "b *rest"]) -> Shaped[Array, "b k *rest"]:
         return jnp.broadcast_to(x[:, None], (b, k, *x.shape[1:]))
@@ -110,39 +123,61 @@ def _view(
     surprisal = _mean_surprisal(cache, blocks)
     return BlockView(
         query=query,
-        score=score,
-        middle=middle,
+        score=jax.tree.map(partial(exact, axis=3), tail.score, score),
+        middle=exact(tail.middle, middle, 3),
         key_min=box[..., :d],
         key_max=box[..., d : 2 * d],
         key_mean=mean[..., :d],
         value_mean=mean[..., d : 2 * d],
-        value_radius=stored.value_radius[:, blocks.table].swapaxes(0, 1),
+        value_radius=radius,
         start=jnp.broadcast_to(blocks.start, (b, k, *blocks.start.shape)),
         num_tokens=for_heads(blocks.num_tokens),
         length=for_heads(blocks.length),
         tolerance=for_heads(tolerance),
         head_tolerance=jnp.broadcast_to(tolerance[:, None, None], query.shape[:3]),
-        tail_log_mass=tail_log_mass(query, cache.layers[layer], blocks),
+        tail_log_mass=tail.log_mass,
         coded=coded,
         mean_surprisal=None if surprisal is None else for_heads(surprisal),
     )
 
 
-def tail_log_mass(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks) -> Float[Array, "b k g"]:
-    """Return the log of the attention mass of the block each row ends in, in nats, from its keys up to that end.
+@pytree
+class _Tail:
+    """The block each row ends in, from its own keys and values up to that end; log mass in nats.
 
-    A page's summary is of all that was written to it, by rows that share it too; this is of what the row sees.
-    The least float for an empty row.
+    A page's summary is of all that was written to it: by rows that share it too, and after this row's end.
     """
+
+    block: Int[Array, " b"]
+    summary: PageSummary
+    score: Interval
+    middle: Float[Array, "b k g"]
+    log_mass: Float[Array, "b k g"]
+
+
+def _tail(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks) -> _Tail:
+    """Look at the one page that each row ends in; its log mass is the least float for an empty row."""
     d, s = query.shape[3], layer.pages.shape[2]
     last = jnp.maximum(blocks.length - 1, 0)
     page = jnp.take_along_axis(blocks.table, (last // s)[:, None], axis=1)[:, 0]
     # every axis but the last is indexed: a window over heads or tokens makes XLA lay the pool out anew on TPU
     head = jnp.arange(layer.pages.shape[0])[:, None, None]
-    key = layer.pages[head, page[:, None], jnp.arange(s)][..., :d].astype(jnp.float32)
-    score = jnp.einsum("bkgd,kbsd->bkgs", query, key, precision=jax.lax.Precision.HIGHEST)
-    seen = (last // s * s)[:, None] + jnp.arange(s) < blocks.length[:, None]
-    return jax.nn.logsumexp(jnp.where(seen[:, None, None], score, jnp.finfo(jnp.float32).min), axis=-1)
+    token = layer.pages[head, page[:, None], jnp.arange(s)]
+    num_tokens = blocks.length - last // s * s
+    summary = jax.tree.map(lambda x: x.swapaxes(0, 1).astype(jnp.float32), summarise(token, num_tokens, d))
+    score = jnp.einsum(
+        "bkgd,kbsd->bkgs", query, token[..., :d].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    seen = (jnp.arange(s) < num_tokens[:, None])[:, None, None]
+    over_heads = jax.vmap(jax.vmap(lambda q, low, high: bounds.box(q, low[None], high[None])))
+    box = over_heads(query, summary.key_box[..., :d], summary.key_box[..., d : 2 * d])
+    return _Tail(
+        block=last // s,
+        summary=summary,
+        score=jax.tree.map(lambda x: x[..., 0], box),
+        middle=total(query * summary.mean[..., None, :d]),
+        log_mass=log_sum_exp(jnp.where(seen, score, jnp.finfo(jnp.float32).min)),
+    )
 
 
 def trace_scores(model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
@@ -181,8 +216,7 @@ def _mean_surprisal(cache: KVCache, blocks: Blocks) -> Float[Array, "b n"] | Non
         return None
     each = cache.surprisal[blocks.table]
     counts = jnp.arange(each.shape[-1]) < blocks.num_tokens[..., None]
-    total = jnp.sum(jnp.where(counts, each, 0.0), axis=-1)
-    return total / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
+    return total(jnp.where(counts, each, 0.0)) / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
 
 
 def least_share_read(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Float[Array, " b"]:
@@ -218,5 +252,5 @@ def with_residual(
     weight, read = jnp.exp(left - top), jnp.exp(log_read[..., None] - top)
     value = jnp.where(unread.swapaxes(2, 3), value_mean, 0.0)
     mixed = jnp.einsum("bkgn,bknd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)
-    total = read + jnp.sum(weight, axis=-1, keepdims=True)
-    return (read * out + mixed) / jnp.where(total > 0, total, 1.0)
+    whole = read + total(weight)[..., None]
+    return (read * out + mixed) / jnp.where(whole > 0, whole, 1.0)

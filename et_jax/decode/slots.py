@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from et_jax.control import draft
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, sampling
 from et_jax.decode.sampling import TokenCounts
@@ -45,6 +46,8 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         logprobs=state.logprobs.at[slot].set(request.logprobs),
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
+        text=None if state.text is None else put(state.text, request.text),
+        draft=None if state.draft is None else put(state.draft, draft.started(request.num_drafted)),
         laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),
         control=put(state.control, fresh_control(config, request.laws, request.sampling.temperature)),

@@ -11,12 +11,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.base import ControlState, Signals, num_words, started
+from et_jax.control.base import ControlState, Signals, num_words, started, updated
 from et_jax.control.controller import Controller
+from et_jax.control.draft import DraftState
+from et_jax.control.draft import started as drafting_started
 from et_jax.control.select import Selector
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.attention import ReadPolicy, scoring_backend
+from et_jax.decode.draft import Drafting
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
@@ -37,7 +40,8 @@ class DecoderConfig:
     counts. `backend` names the attention kernels. `calibration` is what was measured of the model.
     `controller` gives the structure of all laws, and the numbers of requests that bring none of their own.
     `keep` names what the state holds beyond what the controller's selectors need: "codes", "surprisals",
-    "logits", the last ones of every slot.
+    "logits", the last ones of every slot. `draft` says how tokens are drafted, None that none are; laws by
+    which one token sets what the next may read (`steers_reading`) leave nothing to draft.
     """
 
     model: ModelConfig
@@ -57,6 +61,7 @@ class DecoderConfig:
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
     controller: Controller = dataclasses.field(default_factory=Controller)
     keep: frozenset[Keep] = frozenset()
+    draft: Drafting | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -67,6 +72,26 @@ class DecoderConfig:
         selector = self.controller.selector
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
+        if self.draft is not None and self.steers_reading:
+            raise ValueError("draft: got a controller that sets what a token reads by the token before it")
+
+    @property
+    def steers_reading(self) -> bool:
+        """Whether what a token's step observes decides what the next token reads.
+
+        True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
+        selectors that go by surprisals.
+        """
+        steers = []
+
+        def run(signals: Signals, state: ControlState) -> ControlState:
+            after = updated(self.controller.law, signals, state)
+            steers.append(after.tolerance is not state.tolerance or after.block_mask is not state.block_mask)
+            return after
+
+        start = partial(fresh_control, self, law_numbers(self.controller))
+        jax.eval_shape(run, blank_signals(()), jax.eval_shape(start, jnp.zeros((), jnp.float32)))
+        return steers[0] or self.controller.refresh_every > 1 or "surprisals" in self.keeps
 
     @property
     def pages_per_swap(self) -> int:
@@ -117,7 +142,8 @@ class Request:
 
     `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
     prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
-    that several continuations of one prompt differ. `logprobs` asks for alternatives.
+    that several continuations of one prompt differ. `logprobs` asks for alternatives. `text` are the prompt's
+    tokens and `num_drafted` the most to draft in a step; None and 0 where the decoder drafts nothing.
     """
 
     token: Int[Array, ""]
@@ -130,6 +156,8 @@ class Request:
     sampling: Sampling
     laws: Controller
     in_prompt: Bool[Array, " v"] | None
+    text: Int[Array, " n"] | None
+    num_drafted: Int[Array, ""]
 
 
 @pytree
@@ -139,7 +167,8 @@ class DecodeState:
     `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
     tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
-    are kept (`DecoderConfig.keeps`).
+    are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
+    `draft` how its drafts fare; both are None where nothing is drafted.
     """
 
     token: Int[Array, " b"]
@@ -153,6 +182,8 @@ class DecodeState:
     logprobs: Bool[Array, " b"]
     sampling: Sampling
     counts: TokenCounts | None
+    text: Int[Array, "b n"] | None
+    draft: DraftState | None
     laws: Controller
     signals: Signals
     logits: Float[Array, "b v"] | None
@@ -170,7 +201,9 @@ class StepOutput:
     a field to what it may not be (`faults.sentence`). `temperature`
     is the one the token was drawn at. `guard_rates` is the share of tokens that each counting guard has
     flagged, by its name. `top_tokens` and `top_logprobs` are None where the decoder reports none, and 0
-    in steps where no sequence asks for them.
+    in steps where no sequence asks for them. `drafted` counts the tokens that were drafted for a slot in the step,
+    `accepted` those that held; `blocks_wasted` and `summaries_wasted` are what was read for the others. All four
+    stand with its first token.
     """
 
     token: Int[Array, "*b"]
@@ -181,6 +214,10 @@ class StepOutput:
     temperature: Float[Array, "*b"]
     entropic_time: Float[Array, "*b"]
     total_cost: Float[Array, "*b"]
+    drafted: Int[Array, "*b"]
+    accepted: Int[Array, "*b"]
+    blocks_wasted: Int[Array, "*b"]
+    summaries_wasted: Int[Array, "*b"]
     guard_rates: dict[str, Float[Array, "*b"]]
     signals: Signals
     top_tokens: Int[Array, "*b a"] | None
@@ -249,6 +286,8 @@ def empty(config: DecoderConfig) -> DecodeState:
         logprobs=jnp.zeros(b, bool),
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
+        text=None if config.draft is None else integers(b, config.max_length),
+        draft=None if config.draft is None else drafting_started(integers(b)),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,
@@ -287,12 +326,14 @@ def request(
     arrival: int = 0,
     urgency: float = 0.0,
     control: Controller | None = None,
+    num_drafted: int | None = None,
 ) -> Request:
     """Return the request to continue `prompt`, whose tokens but the last are prefilled, by `limit` tokens.
 
     The settings are those of `sampling.Sampling`. Stop ids beyond the vocabulary can never be sampled and
     are left out; more than the decoder keeps raise ValueError. `control` brings numbers of its own, those of
-    `config.controller` by default; one of another structure raises ValueError.
+    `config.controller` by default; one of another structure raises ValueError. At most `num_drafted` tokens are drafted
+    in a step, as many as the decoder can by default.
     """
     laws = config.controller if control is None else control
     if jax.tree.structure(laws) != jax.tree.structure(config.controller):
@@ -323,6 +364,13 @@ def request(
         "logprobs": np.bool_(logprobs),
         "laws": law_numbers(laws),
         "in_prompt": in_prompt if config.penalties else None,
+        "text": None,
+        "num_drafted": np.int32(0),
     }
+    if config.draft is not None:
+        most = config.draft.most
+        fields["text"] = np.zeros(config.max_length, np.int32)
+        fields["text"][: len(prompt)] = prompt
+        fields["num_drafted"] = np.int32(most if num_drafted is None else min(num_drafted, most))
     fields, settings = jax.device_put((fields, settings))  # one transfer for all
     return Request(sampling=Sampling(**settings), **fields)

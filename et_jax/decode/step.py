@@ -1,50 +1,44 @@
-"""One token for every sequence served: choose, reserve, extend, measure, sample, control, commit."""
+"""One step: choose, propose, reserve, extend, verify; a sequence gains a token, or several where drafts hold."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from et_jax.control import entropy, guards
-from et_jax.control.base import ControlState, Signals, name_of, one_like, updated
+from et_jax.control import entropy
+from et_jax.control.base import ControlState, Signals, name_of, one_like
 from et_jax.control.controller import Controller
 from et_jax.decode import cache as kv
-from et_jax.decode import cost, faults, pages, sampling
+from et_jax.decode import cost, pages
+from et_jax.decode import draft as drafting
 from et_jax.decode.attention import LayerCarry, ReadRow, ReadStats, decode_attend, no_reads
+from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.rows import Rows, at_slots
-from et_jax.decode.sample import Sampled, sample
-from et_jax.decode.sampling import Sampling
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
+from et_jax.decode.verify import advance, verify
 from et_jax.models.transformer import Params, forward
-from et_jax.types import pytree, replace
+from et_jax.types import replace
 
 
 def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[DecodeState, StepOutput]:
-    """Advance the sequences served by one token.
+    """Advance the sequences served by one token, or by several where drafts are accepted.
 
-    choose -> reserve -> extend -> measure -> sample -> control -> commit. A slot that got no page is
-    refused: no token, and its clock, key and control are unchanged.
+    choose -> propose -> reserve -> extend -> verify. A slot that got no page is refused: no token, and its
+    clock, key and control are unchanged. Under `config.draft` the output leads with the positions after the
+    newest token: what the first holds is a step without drafts.
     """
     state, chosen = choose(config, state)
     table, rows = reserve(config, state, chosen)
-    logits, memory = extend(config, params, state, rows, table)
-    signals, raw = measure(config, params, state, rows, logits, memory.stats)
-    sampled = sample(state, rows, logits, signals, raw)
-    verdict = control(state, rows, sampled, raw, memory.stats)
-    after = commit(replace(state, table=table, cache=memory.cache), rows, logits, sampled, verdict)
-    return after, report(config, state, after, rows, logits, raw, sampled, verdict)
-
-
-@pytree
-class Verdict:
-    """What becomes of every row: what the laws decide, and whether its token stands.
-
-    `fault` is above 0 where the row failed; a row that runs and does not fail has `produced` a token.
-    """
-
-    control: ControlState
-    fault: Int[Array, " r"]
-    produced: Bool[Array, " r"]
-    finished: Bool[Array, " r"]
+    moved = traffic(params, state.cache)
+    state = replace(state, table=table)
+    if config.draft is None:
+        logits, memory = extend(config, params, state, rows, rows.position + 1)
+        after, output, _ = advance(config, moved, replace(state, cache=memory.cache), rows, logits, memory.stats, True)
+        return after, output
+    drafts = propose(config.draft, state, rows)
+    state, drafts = reserve_drafts(config, state, rows, drafts)
+    cache, logits, stats, at = extend_drafted(config, config.draft, params, state, rows, drafts)
+    state = replace(state, cache=cache)
+    return verify(config, config.draft, moved, state, rows, drafts, logits, stats, at)
 
 
 @jax.named_scope("choose")
@@ -83,13 +77,17 @@ def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[page
 
 @jax.named_scope("extend")
 def extend(
-    config: DecoderConfig, params: Params, state: DecodeState, rows: Rows, table: pages.PageTable
+    config: DecoderConfig, params: Params, state: DecodeState, rows: Rows, end: Int[Array, " r"]
 ) -> tuple[Float[Array, "r v"], LayerCarry]:
-    """Write the rows' tokens into the cache and read it: the logits of what comes next, and what was read."""
+    """Write the rows' tokens into the cache and read it: the logits of what comes next, and what was read.
+
+    A row's slot holds `end` tokens once all rows are written, of which the row sees those up to its own.
+    """
     control = rows.take(state.control)
     row = ReadRow(
-        table=rows.take(table.pages),
+        table=rows.take(state.table.pages),
         length=rows.position,
+        end=end,
         run=rows.run,
         tolerance=control.tolerance,
         fresh=rows.take(state.generated) % config.controller.refresh_every == 0,
@@ -102,133 +100,62 @@ def extend(
         surprisal = jnp.where(rows.position == 0, 0.0, entropy.surprisal(rows.take(state.logits), rows.token))
         cache = kv.write_surprisal(cache, surprisal[:, None], row.table, row.length, row.run.astype(jnp.int32))
     attend = decode_attend(config.read_policy, row)
-    memory = LayerCarry(cache=cache, stats=no_reads(config.batch))
+    memory = LayerCarry(cache=cache, stats=no_reads(rows.token.shape[0]))
     logits, memory = forward(params, config.model, rows.token[:, None], rows.position[:, None], attend, memory)
     return logits[:, 0], memory
 
 
-@jax.named_scope("measure")
-def measure(
-    config: DecoderConfig,
-    params: Params,
-    state: DecodeState,
-    rows: Rows,
-    logits: Float[Array, "r v"],
-    stats: ReadStats,
-) -> tuple[Signals, entropy.Moments]:
-    """Return the raw signals of this step, before sampling, and the moments of the logits as they are."""
-    raw = entropy.moments(logits)
-    at = config.calibration.temperature
-    calibrated = raw if at == 1.0 else entropy.moments(logits, at)
-    log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
-    estimate = rows.take(state.laws).estimator(log_prob, calibrated)
-    generated = rows.take(state.generated) + 1
-    length, looked = rows.position + rows.run.astype(jnp.int32), stats.num_entropies > 0
-    signals = replace(
-        rows.take(state.signals),
-        entropy=estimate.entropy,
-        varentropy=entropy.varentropy(calibrated),
-        entropy_low=estimate.low,
-        entropy_high=estimate.high,
-        margin=entropy.margin(logits, raw),
-        kept_mass=stats.kept_mass,
-        attention_entropy=jnp.where(looked, stats.entropies / jnp.maximum(stats.num_entropies, 1.0), jnp.nan),
-        least_attention_entropy=jnp.where(looked, stats.least_entropy, jnp.nan),
-        blocks_read=stats.blocks_read,
-        summaries_read=stats.summaries_read,
-        cost=cost.nominal_bytes(traffic(params, state.cache), config.batch, stats.blocks_read, stats.summaries_read),
-        length=length,
-        generated=generated,
-        remaining=rows.take(state.limit) - generated,
-        arrival=rows.take(state.arrival),
-        pages_held=-(-length // config.page_size),
-        urgency=rows.take(state.urgency),
-    )
-    return signals, raw
-
-
-@jax.named_scope("control")
-def control(state: DecodeState, rows: Rows, sampled: Sampled, raw: entropy.Moments, stats: ReadStats) -> Verdict:
-    """Run the laws on every row, and judge it; greedy requests stay greedy under every law."""
-    before, settings, signals = rows.take(state.control), rows.take(state.sampling), sampled.signals
-    read = replace(before, block_mask=jnp.stack(stats.block_masks, axis=1), total_cost=before.total_cost + signals.cost)
-    decided = _cold(settings, jax.vmap(_after_token)(rows.take(state.laws), signals, read))
-    found = faults.fault(raw.s0, sampled.temperature, _cold(settings, before), decided)
-    fault = jnp.where(rows.run, found, 0)
-    produced = rows.run & (fault == 0)
-    stopped = jnp.any(sampled.token[:, None] == rows.take(state.stop_ids), axis=1)
-    ended = stopped | (signals.generated >= rows.take(state.limit))
-    return Verdict(control=decided, fault=fault, produced=produced, finished=produced & ended)
-
-
-@jax.named_scope("commit")
-def commit(
-    state: DecodeState,
-    rows: Rows,
-    logits: Float[Array, "r v"],
-    sampled: Sampled,
-    verdict: Verdict,
-) -> DecodeState:
-    """Put what the rows came to back into their slots, where a token was produced; the others wait on."""
-    waited = jnp.where(state.active, state.control.wait + 1, 0)
-    slots = (state.token, state.length, state.generated, state.signals, state.logits)
-    new = (
-        sampled.token,
-        rows.position + 1,
-        sampled.signals.generated,
-        sampled.signals,
-        None if state.logits is None else logits,
-    )
-    token, length, generated, signals, last = rows.put_where(verdict.produced, slots, new)
-    decided = replace(verdict.control, wait=jnp.zeros_like(verdict.control.wait))
-    stays = rows.take(state.active) & ~verdict.finished & (verdict.fault == 0)
-    counts = state.counts
-    if counts is not None:
-        counts = sampling.count(counts, rows.slot, sampled.token, verdict.produced)
-    return replace(
-        state,
-        token=token,
-        length=length,
-        generated=generated,
-        active=rows.put(state.active, stays),
-        counts=counts,
-        signals=signals,
-        logits=last,
-        control=rows.put_where(verdict.produced, replace(state.control, wait=waited), decided),
+@jax.named_scope("propose")
+def propose(how: Drafting, state: DecodeState, rows: Rows) -> Drafts:
+    """Guess what follows the newest token of every row, as far as its sequence drafts at all."""
+    assert state.text is not None and state.draft is not None
+    wanted, left = rows.take((state.draft.length, state.limit - state.generated))
+    return Drafts(
+        token=how.drafter(rows.take(state.text), rows.position, how.most),
+        count=drafting.allowed(rows.run, wanted, left, how.most),
     )
 
 
-def report(
-    config: DecoderConfig,
-    before: DecodeState,
-    after: DecodeState,
-    rows: Rows,
-    logits: Float[Array, "r v"],
-    raw: entropy.Moments,
-    sampled: Sampled,
-    verdict: Verdict,
-) -> StepOutput:
-    """Return what the step did, slot by slot."""
-    refused = rows.take(before.active) & ~rows.run
-    top = _alternatives(config, logits, rows.run & rows.take(before.logprobs))
-    if top is not None:
-        top = rows.spread(config.num_slots, (top[0] - entropy.log_normaliser(raw)[:, None], top[1]))
-    told = (verdict.produced, verdict.finished, verdict.fault, refused, sampled.temperature)
-    produced, finished, fault, refused, temperature = rows.spread(config.num_slots, told)
-    return StepOutput(
-        token=after.token,
-        produced=produced,
-        finished=finished,
-        fault=fault,
-        refused=refused,
-        temperature=temperature,
-        entropic_time=after.control.entropic_time,
-        total_cost=after.control.total_cost,
-        guard_rates=guards.rates(after.control),
-        signals=after.signals,
-        top_tokens=None if top is None else top[1],
-        top_logprobs=None if top is None else top[0],
-    )
+@jax.named_scope("reserve")
+def reserve_drafts(config: DecoderConfig, state: DecodeState, rows: Rows, drafts: Drafts) -> tuple[DecodeState, Drafts]:
+    """Find pages for drafted tokens among those left over; a row that got none drafts nothing."""
+    most = drafts.token.shape[1] // config.page_size + 1
+    last = rows.position + drafts.count
+    wanted = jnp.where(drafts.count > 0, last // config.page_size + 1, 0)
+    table, granted = pages.reserve(state.table, rows.spread(config.num_slots, wanted), most)
+    return replace(state, table=table), replace(drafts, count=jnp.where(rows.take(granted), drafts.count, 0))
+
+
+def extend_drafted(
+    config: DecoderConfig, how: Drafting, params: Params, state: DecodeState, rows: Rows, drafts: Drafts
+) -> tuple[kv.KVCache, Float[Array, "w v"], ReadStats, Int[Array, "r t1"]]:
+    """Extend by the rows and their drafts, in the least number of rows that holds them.
+
+    Returns the cache, logits and stats of every row, and which of them each token of a row is.
+    """
+    widths = how.widths(config.batch)
+    whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
+    needed = config.batch + jnp.sum(drafts.count)
+
+    def run(width: int, cache: kv.KVCache) -> tuple[Float[Array, "w v"], LayerCarry]:
+        some, ends = jax.tree.map(lambda x: x[:width], (whole, end))
+        return extend(config, params, replace(state, cache=cache), some, ends)
+
+    # A loop of no trips or one is the conditional that copies no pool (a TPU's `cond` does).
+    logits, memory = jax.eval_shape(lambda: run(widths[-1], state.cache))
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (logits, memory.stats))
+    cache, wide = state.cache, blank
+    for width, narrower in zip(widths, (0, *widths), strict=False):
+
+        def fill(_: Int[Array, ""], carry: tuple, width: int = width) -> tuple:
+            cache, wide = carry
+            logits, memory = run(width, cache)
+            return memory.cache, jax.tree.map(lambda old, new: old.at[:width].set(new), wide, (logits, memory.stats))
+
+        this = (needed <= width) & (needed > narrower)
+        cache, wide = jax.lax.fori_loop(0, this.astype(jnp.int32), fill, (cache, wide))
+    logits, stats = wide
+    return cache, logits, stats, at
 
 
 def traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
@@ -242,26 +169,6 @@ def traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
     )
 
 
-def _alternatives(
-    config: DecoderConfig, logits: Float[Array, "r v"], asked: Bool[Array, " r"]
-) -> tuple[Float[Array, "r a"], Int[Array, "r a"]] | None:
-    """The greatest logits and their tokens, or zeros where no row asks; None where the decoder reports none."""
-    if not config.num_logprobs:
-        return None
-    shape = logits.shape[0], config.num_logprobs
-    nothing = jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
-    return jax.lax.cond(jnp.any(asked), lambda: tuple(jax.lax.top_k(logits, config.num_logprobs)), lambda: nothing)
-
-
 def _priority(laws: Controller, signals: Signals, control: ControlState) -> Float[Array, ""]:
     score = laws.priority(signals, control)
     return one_like(control.priority, score, f"The priority rule {name_of(laws.priority)} returns")
-
-
-def _after_token(laws: Controller, signals: Signals, control: ControlState) -> ControlState:
-    return updated(laws.law, signals, control)
-
-
-def _cold(settings: Sampling, control: ControlState) -> ControlState:
-    """The control state with temperature 0 where the request is greedy."""
-    return replace(control, temperature=jnp.where(settings.temperature == 0, 0.0, control.temperature))

@@ -1,5 +1,6 @@
 """The Markdown tables of each results file, from its JSON alone: what the scripts print and the documents show."""
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,6 +173,17 @@ def overhead(rows: Sequence[Case], large: Case) -> str:
     )
 
 
+def sampling(cases: Sequence[Case], steps: Sequence[Case]) -> str:
+    """Return milliseconds of a token of all rows and of its noise by generator, then of whole steps."""
+    header = ["vocabulary", "rows", *cases[0]["milliseconds"]]
+    lines = [[f"{case['vocab_size']:,}", case["rows"], *case["milliseconds"].values()] for case in cases]
+    whole = [[step["rows"], *step["milliseconds"].values()] for step in steps]
+    return (
+        f"Milliseconds a token of all rows; from `hash` on, of the noise alone:\n\n{table(header, lines)}\n\n"
+        f"Milliseconds a step of the bundled model:\n\n{table(['rows', *steps[0]['milliseconds']], whole)}"
+    )
+
+
 def selection_cost(cases: Sequence[Case]) -> str:
     """Return milliseconds, and time over that of dense, by size and contestant."""
     lines = [
@@ -182,12 +194,36 @@ def selection_cost(cases: Sequence[Case]) -> str:
             case["share_listed"].get(name),
             ms,
             case["over_dense"][name],
-            f"{case['adds_to_dense'][name]:.1%}" if name in case["adds_to_dense"] else None,
         ]
         for case in cases
         for name, ms in case["milliseconds"].items()
     ]
-    return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense", "adds"], lines)
+    return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense"], lines)
+
+
+def drafting(looked_up: Sequence[Case], forced: Sequence[Case]) -> str:
+    """Return what lookups save on every kind of prompt, and what drafts save that hold at a given rate."""
+    lines = []
+    for kind in dict.fromkeys(case["kind"] for case in looked_up):
+        own = [case for case in looked_up if case["kind"] == kind]
+        for name, cases in (
+            ("that go on", [c for c in own if not c["circle"]]),
+            ("in a circle", [c for c in own if c["circle"]]),
+        ):
+            if cases:
+                ratios = [case["ratio"] for case in cases]
+                share = sum(case["accepted"] for case in cases) / max(sum(case["drafted"] for case in cases), 1)
+                spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                lines.append([kind, f"{len(cases)} {name}", f"{share:.0%}", statistics.median(ratios), spread])
+    parts = [table(["prompts", "texts", "drafted tokens accepted", "over plain, median", "single texts"], lines)]
+    rates = sorted({case["rate"] for case in forced})
+    for batch in sorted({case["batch"] for case in forced}):
+        own = {(case["length"], case["rate"]): case["ratio"] for case in forced if case["batch"] == batch}
+        lengths = list(dict.fromkeys(length for length, _ in own))
+        lines = [[length, *(own[length, rate] for rate in rates)] for length in lengths]
+        noun = "sequence" if batch == 1 else "sequences"
+        parts.append(f"{batch} {noun}:\n\n" + table(["drafted", *(f"{rate:.0%} hold" for rate in rates)], lines))
+    return "\n\n".join(parts)
 
 
 def throughput(rows: Sequence[Case]) -> str:

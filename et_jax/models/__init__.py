@@ -2,6 +2,6 @@
 
     hub -> checkpoint -> transformer -> layers, config
 
-`bundled` says where the model lies that travels with the package, `calibration` keeps a model's calibrated temperature
+`bundled` says where the models lie that travel with the package, `calibration` keeps a model's calibrated temperature
 beside its weights.
 """

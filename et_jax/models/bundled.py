@@ -1,14 +1,21 @@
-"""Where the bundled model lies: a Hugging Face folder of about 8 MB inside the package."""
+"""Where the bundled models lie: Hugging Face folders inside the package, one of about 8 MB and one of about 1.5."""
 
 from pathlib import Path
 
+_FOLDERS = {"bundled": "bundled", "bundled-small": "bundled_small"}
 
-def bundled_folder() -> Path:
-    """Return the folder of the model that is installed with the package."""
-    return Path(__file__).parent / "bundled"
+
+def is_bundled(name: str | Path) -> bool:
+    """Return whether `name` is that of a model which is installed with the package."""
+    return str(name) in _FOLDERS
+
+
+def bundled_folder(name: str = "bundled") -> Path:
+    """Return the folder of a model that is installed with the package."""
+    return Path(__file__).parent / _FOLDERS[name]
 
 
 def named_folder(name: str) -> Path | None:
-    """Return the folder that `name` has on this machine without a download: the bundled one, or a path."""
-    folder = bundled_folder() if name == "bundled" else Path(name).expanduser()
+    """Return the folder that `name` has on this machine without a download: a bundled one, or a path."""
+    folder = bundled_folder(name) if is_bundled(name) else Path(name).expanduser()
     return folder if folder.is_dir() else None

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder of one's own, or the local copy of one on the Hugging Face hub."""
+"""Where a model lies: inside the package, in a folder of one's own, or in the local copy of one on the hub."""
 
 import re
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io.schema import named
+from et_jax.models.bundled import bundled_folder, is_bundled
 from et_jax.models.checkpoint import read_config
 
 HUB_FILES = (
@@ -24,13 +25,15 @@ _PATIENCE = 5.0  # seconds that the hub has to answer at all
 
 
 def resolve(name: str | Path, check: Callable[[Path], object] | None = None) -> Path:
-    """Return the folder of a model: `name` itself, or the local copy of the hub model `owner/model`.
+    """Return the folder of a model: a bundled one by its name, `name` itself, or the local copy of `owner/model`.
 
     From the hub config.json comes first: `check`, by default `read_config`, sees its folder before any
     weight is downloaded. A hub that cannot be reached is asked once; then what the cache holds serves. The
     token and the cache are the hub library's own (HF_TOKEN, HF_HOME). Raises UsageError where there is no
     such model.
     """
+    if is_bundled(name):
+        return bundled_folder(str(name))
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():

@@ -18,7 +18,8 @@ class TokenTrace:
     depends on the company, as what laws see (`Signals.cost`) does not. `flops` are its own FLOPs.
     `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
     token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
-    log-probability).
+    log-probability). `accepted` tokens had been drafted and cost no step of their own; the first token of each
+    step says how many were `drafted` in it, and is charged for those that were not accepted.
     """
 
     token: int
@@ -36,6 +37,8 @@ class TokenTrace:
     attention_entropy: float | None = None
     least_attention_entropy: float | None = None
     guard_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    drafted: int = 0
+    accepted: bool = False
     top: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -147,6 +150,8 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "mean_attention_entropy": _mean([row.attention_entropy for row in rows if row.attention_entropy is not None]),
         "temperature_range": _range([row.temperature for row in rows]),
         "guard_rates": rates,
+        "drafted_tokens": sum(row.drafted for row in rows),
+        "accepted_tokens": sum(row.accepted for row in rows),
     }
 
 

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.control.controller import Controller
+from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, EntropyLength, FixedLength
 from et_jax.control.presets import NAMES, preset
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.pallas.backend import NAMES as BACKENDS
 
+DRAFTERS = ("lookup",)
+LENGTHS = {"acceptance": AcceptanceLength(), "entropy": EntropyLength(), "fixed": FixedLength()}
 PROGRAMS = "~/.cache/et_jax/programs"  # where compiled programs are kept unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 
@@ -42,6 +45,9 @@ class EngineConfig:
     preempt_every: int = 0
     replicas: int = 1
     control: Control = "off"
+    draft: str | None = None
+    draft_tokens: int = 8
+    draft_length: str = "acceptance"
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -60,6 +66,10 @@ class EngineConfig:
                 checked[name] = _count(name, getattr(self, name))
         for name in ("max_num_seqs", "max_num_batched_tokens", "replicas"):
             checked[name] = _count(name, getattr(self, name))
+        for name, known in (("draft", (None, *DRAFTERS)), ("draft_length", tuple(LENGTHS))):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name} is {values.shown(getattr(self, name))}; choose one of {_listed(known)}.")
+        checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(f"backend is {values.shown(self.backend)}; choose one of {', '.join(BACKENDS)} or None.")
         if self.compilation_cache is not None:
@@ -88,6 +98,10 @@ def controller(control: Control) -> Controller:
             f"control is {values.shown(control)}; it must be one of {', '.join(NAMES)} or a Controller{advice}."
         )
     return control
+
+
+def _listed(names: tuple[str | None, ...]) -> str:
+    return ", ".join(map(str, names))
 
 
 def _count(name: str, value: Any) -> int:

@@ -30,7 +30,7 @@ from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
-from et_jax.serve.sizing import check_measured
+from et_jax.serve.sizing import check_measured, drafting
 from et_jax.serve.streams import serve
 from et_jax.text import Tokenizer
 from et_jax.types import replace
@@ -63,12 +63,15 @@ def load(
     preempt_every: int = 0,
     replicas: int = 1,
     control: Control = "off",
+    draft: str | None = None,
+    draft_tokens: int = 8,
+    draft_length: str = "acceptance",
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
-    """Return a model ready to generate: "bundled", a Hugging Face folder, or a hub name "owner/model".
+    """Return a model ready to generate: "bundled", "bundled-small", a Hugging Face folder, or a hub name "owner/model".
 
     `dtype` is "auto", "bfloat16" or "float32". `page_size` tokens share a page (16 on CPU, 64 on GPU,
     128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
@@ -84,7 +87,10 @@ def load(
     all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
     host's work for one and the device's for another overlap.
 
-    `control` is a preset's name or a Controller (see `presets.preset`).
+    `control` is a preset's name or a Controller (see `presets.preset`). `draft` "lookup" guesses up to `draft_tokens`
+    of a text's next tokens from what it read so before, and verifies them in one step: the text is the one it would be
+    without. `draft_length` decides how many: "acceptance", by how many were accepted so far, "entropy", by how
+    certain the model is, or "fixed". A controller by which one token decides what the next reads is not drafted for.
     `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
     cannot be written `progress` is told, and they are kept in memory only.
 
@@ -245,9 +251,19 @@ class Model:
             f"cache {d.num_pages} pages of {d.page_size} tokens, {d.num_slots} slots of {d.max_length} tokens, "
             f"{d.batch} served in a step"
             + ("" if self.settings.replicas == 1 else f", {self.settings.replicas} times over"),
+            *self._drafting(),
             *([] if self._plan is None else self._plan.table()),
             f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
         ]
+
+    def _drafting(self) -> list[str]:
+        """Say how tokens are drafted, or why not where it was asked for."""
+        if self.settings.draft is None:
+            return []
+        draft = self.decoder_config.draft
+        if draft is None:
+            return ["drafts off: under this control one token decides what the next reads"]
+        return [f"up to {draft.most} tokens drafted by {self.settings.draft}, {self.settings.draft_length} length"]
 
     def _scoring(self) -> list[str]:
         """Say what scores blocks, where the model's own controller chooses any."""
@@ -276,7 +292,7 @@ class Model:
 
         Raises UsageError where it cannot be served.
         """
-        config = replace(self.decoder_config, controller=self._controller(control))
+        config = self._configuration(control)
         return sequences_of(request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name)
 
     def _serve(
@@ -327,7 +343,7 @@ class Model:
 
         `keep` is that of `DecoderConfig`. The last few are kept.
         """
-        config = replace(self.decoder_config, controller=self._controller(control), keep=keep)
+        config = self._configuration(control, keep)
         wanted = _structure(config)
         with self._lock:
             found = self._decoders.pop(wanted, None) or decoder(config)
@@ -336,11 +352,15 @@ class Model:
                 del self._decoders[old]
         return replace(found, config=config)
 
+    def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
+        plain = replace(self.decoder_config, draft=None)  # which another controller may not allow
+        return drafting(self.settings, replace(plain, controller=self._controller(control), keep=keep))
+
     def _controller(self, control: Control | None) -> Controller:
         if control is None:
             return self.decoder_config.controller
         found = controller(control)
-        check_measured(self.name, replace(self.decoder_config, controller=found))
+        check_measured(self.name, replace(self.decoder_config, controller=found, draft=None))
         return found
 
 

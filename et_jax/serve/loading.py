@@ -6,7 +6,6 @@ from pathlib import Path
 
 from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
-from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
@@ -45,7 +44,7 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
 
     _keep_programs(settings.compilation_cache, tell)
     tell(f"loading {settings.name}")
-    folder = bundled_folder() if settings.name == "bundled" else resolve(settings.name, fit)
+    folder = resolve(settings.name, fit)
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
     model, params = load_checkpoint(folder, settings.dtype)

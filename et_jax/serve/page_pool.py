@@ -40,12 +40,15 @@ class PagePool:
     """The claims on `num_pages` pages of `page_size` tokens; page 0, the null page, is one of them and never claimed.
 
     With `keep_prefixes` full pages of prompts are kept and shared, in whole chunks of `chunk` tokens. Slots are the
-    numbers that the device knows them by.
+    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int, chunk: int, keep_prefixes: bool) -> None:
+    def __init__(
+        self, *, num_pages: int, page_size: int, chunk: int, keep_prefixes: bool, most_per_step: int = 1
+    ) -> None:
         self._num_pages, self._page_size, self._chunk = num_pages - 1, page_size, chunk
         self._prefixes = PrefixCache(page_size) if keep_prefixes else None
+        self._most_per_step = most_per_step
         self._claims: dict[int, Claim] = {}
 
     # What there is.
@@ -142,9 +145,10 @@ class PagePool:
     # What makes room.
 
     def growth(self, num_steps: int) -> int:
-        """Return the pages that running sequences take in so many steps."""
+        """Return the pages that running sequences take in so many steps at most, every drafted token accepted."""
+        num_tokens = num_steps * self._most_per_step
         running = (claim for claim in self._claims.values() if claim.running)
-        grown = ((claim.written, min(claim.written + num_steps, claim.most)) for claim in running)
+        grown = ((claim.written, min(claim.written + num_tokens, claim.most)) for claim in running)
         return sum(self.pages_for(after) - self.pages_for(before) for before, after in grown)
 
     def shortage(self, num_steps: int) -> int:

@@ -25,39 +25,65 @@ class StepRow:
 class Burst:
     """The first `num_steps` steps of an `output` of numpy arrays stacked over steps, as Python numbers.
 
-    `traffic` is what a step may read; `num_multiplied` weights meet every token.
+    Where tokens are drafted each step is stacked over positions too. `traffic` is what a step may read;
+    `num_multiplied` weights meet every token.
     """
 
     def __init__(
         self, config: DecoderConfig, traffic: cost.Traffic, num_multiplied: int, output: StepOutput, num_steps: int
     ) -> None:
         self._config, self._traffic, self._num_multiplied = config, traffic, num_multiplied
-        self._output: Any = jax.tree.map(lambda x: np.asarray(x[:num_steps]).tolist(), output)  # all at once
+        cut = jax.tree.map(lambda x: np.asarray(x[:num_steps]), output)
+        told = np.ones((num_steps, 1), bool)
+        if config.draft is not None:  # most positions hold nothing
+            told = np.any(cut.produced | (cut.fault > 0), axis=-1)
+            told[:, 0] = True
+            cut = jax.tree.map(lambda x: x[told], cut)
+        self._places = np.where(told, np.cumsum(told).reshape(told.shape) - 1, -1)
+        self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)  # all at once
+
+    def num_positions(self, step: int) -> int:
+        """Return at how many positions, one after the other, a step brought tokens."""
+        return int(np.sum(self._places[step] >= 0))
 
     def num_served(self, step: int, slots: Iterable[int]) -> int:
         """Return how many of `slots` a step brought a token."""
-        return sum(self._output.produced[step][slot] for slot in slots)
+        return sum(self._output.produced[self._places[step][0]][slot] for slot in slots)
 
-    def row(self, step: int, slot: int, asked: int, num_served: int) -> StepRow:
-        """Return what a step did for a slot, one of the `num_served` that share its weights.
+    def num_produced(self, step: int, slots: Iterable[int]) -> int:
+        """Return how many tokens a step brought `slots`."""
+        produced = [self._output.produced[place] for place in self._places[step] if place >= 0]
+        return sum(each[slot] for slot in slots for each in produced)
+
+    def row(self, step: int, position: int, slot: int, asked: int, num_produced: int) -> StepRow:
+        """Return what a step did for a slot at a position, one of the `num_produced` tokens that share its weights.
 
         `asked` is how many alternatives of the token are wanted.
         """
-        output = self._output
+        output, place = self._output, self._places[step][position]
         return StepRow(
-            finished=output.finished[step][slot],
-            fault=output.fault[step][slot],
-            trace=self._trace(step, slot, asked, num_served) if output.produced[step][slot] else None,
+            finished=output.finished[place][slot],
+            fault=output.fault[place][slot],
+            trace=self._trace(step, position, slot, asked, num_produced) if output.produced[place][slot] else None,
         )
 
-    def _trace(self, step: int, slot: int, asked: int, num_served: int) -> TokenTrace:
+    def _trace(self, step: int, position: int, slot: int, asked: int, num_produced: int) -> TokenTrace:
         config, output, model = self._config, self._output, self._config.model
+        first, step = self._places[step][0], self._places[step][position]
+        drafted, accepted = output.drafted[first][slot], output.accepted[first][slot]
         signals, heads = output.signals, model.num_layers * model.num_kv_heads
         read, looked = signals.blocks_read[step][slot], signals.summaries_read[step][slot]
         length = signals.length[step][slot]
         tokens_read = min(read * config.page_size, length * heads)
         codes = config.page_size if "codes" in config.keeps else 0
         looking = cost.selection_flops(looked, model.group_size, model.head_dim, codes)
+        wasted_read, wasted_looks, wasted = 0, 0, 0.0
+        if position == 0 and drafted > accepted:
+            wasted_read, wasted_looks = output.blocks_wasted[first][slot], output.summaries_wasted[first][slot]
+            tokens = wasted_read * config.page_size
+            wasted = cost.token_flops(0, tokens, model.group_size, model.head_dim)
+            wasted += (drafted - accepted) * cost.token_flops(self._num_multiplied, 0, 1, 1)
+            wasted += cost.selection_flops(wasted_looks, model.group_size, model.head_dim, codes)
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:
             top = tuple(
@@ -76,8 +102,12 @@ class Burst:
             attention_entropy=_known(signals.attention_entropy[step][slot]),
             least_attention_entropy=_known(signals.least_attention_entropy[step][slot]),
             entropic_time=output.entropic_time[step][slot],
-            cost=cost.charged_bytes(self._traffic, num_served, read, looked),
-            flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim) + looking,
+            cost=cost.charged_bytes(self._traffic, num_produced, read + wasted_read, looked + wasted_looks),
+            flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim)
+            + looking
+            + wasted,
+            drafted=0 if position else drafted,
+            accepted=position < accepted,
             guard_rates={name: rate[step][slot] for name, rate in output.guard_rates.items()},
             top=top,
         )

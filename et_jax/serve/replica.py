@@ -59,6 +59,7 @@ class Replica:
             page_size=self.config.page_size,
             chunk=self.config.chunk,
             keep_prefixes=keep_prefixes,
+            most_per_step=1 if self.config.draft is None else 1 + self.config.draft.most,
         )
         self.slots: dict[int, Sequence] = {}
         self.lock, self.broken = threading.Lock(), False
@@ -306,11 +307,13 @@ class Replica:
         self.metrics.steps += ran
         burst = Burst(self.config, self._traffic, self._num_multiplied, output, ran)
         for step in range(ran):
-            running = self._with(Status.RUNNING)
-            num_served = burst.num_served(step, running)
-            self._count_idle(num_served)
-            for slot, sequence in running.items():
-                self._take(slot, sequence, burst.row(step, slot, asked[slot], num_served))
+            num_produced = burst.num_produced(step, self._with(Status.RUNNING))
+            for position in range(burst.num_positions(step)):
+                running = self._with(Status.RUNNING)
+                if position == 0:
+                    self._count_idle(burst.num_served(step, running))
+                for slot, sequence in running.items():
+                    self._take(slot, sequence, burst.row(step, position, slot, asked[slot], num_produced))
 
     def _count_idle(self, num_served: int) -> None:
         """Count the rows of a step that brought no sequence a token: empty, failed, or past the end of their text."""
@@ -325,6 +328,8 @@ class Replica:
         if row.trace is None:
             return None
         self.metrics.generated_tokens += 1
+        self.metrics.drafted_tokens += row.trace.drafted
+        self.metrics.accepted_tokens += row.trace.accepted
         self.pool.write(slot)
         try:
             event = sequence.take(row.trace, row.finished)

@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from et_jax.control.controller import Controller
+from et_jax.control.draft import MOST_DRAFTED
 from et_jax.errors import UsageError
 from et_jax.io import values
 
@@ -103,7 +104,8 @@ class GenerationRequest:
     Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission. Ids
     come as any list or array of whole numbers and are kept as a tuple. `control` sets numbers of the
     controller for this request alone: by name, as `{"tolerance": 0.1}` (see `control.settings.adjusted`), or
-    as a controller that differs in numbers alone.
+    as a controller that differs in numbers alone. At most `draft_tokens` tokens are drafted for it in a step, 0 for
+    none, None for as many as the engine drafts.
 
     Raises UsageError for a value of another type, a priority that is no number, or a deadline that is not
     ahead.
@@ -114,6 +116,7 @@ class GenerationRequest:
     priority: float = 0.0
     deadline: float | None = None
     control: Controller | Mapping[str, Any] | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _prompt(self.prompt))
@@ -127,6 +130,9 @@ class GenerationRequest:
             if not deadline > 0:
                 raise UsageError(f"deadline is {deadline}; it must be a number of seconds above 0.")
             object.__setattr__(self, "deadline", deadline)
+        if self.draft_tokens is not None:
+            whole = values.whole("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
+            object.__setattr__(self, "draft_tokens", whole)
 
 
 def _numbers(given: Any) -> dict[str, int | float]:

@@ -129,6 +129,7 @@ class Sequence:
             logprobs=params.logprobs > 0,
             urgency=self.urgency,
             control=self.laws,
+            num_drafted=self.request.draft_tokens,
             **{name: getattr(params, name) for name in (*_SAMPLING, *_PENALTIES)},
         )
 

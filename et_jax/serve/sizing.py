@@ -4,13 +4,15 @@ import jax
 from jax.typing import DTypeLike
 
 from et_jax.decode.attention import serving_backend
+from et_jax.decode.draft import Drafting
 from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
-from et_jax.serve.config import EngineConfig, controller
+from et_jax.serve.config import LENGTHS, EngineConfig, controller
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
+from et_jax.types import replace
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
 _MANY = 16  # sequences at once, from which on prompts are more often short of a call than a call of prompts
@@ -53,7 +55,7 @@ def decoder_config(
     prefill_batch = _multiple(min(prefill_batch, length), page_size)
     chunk = _multiple(min(_CHUNK.get(platform, 128), prefill_batch), page_size)
     everything = num_slots * -(-length // page_size) + 1
-    return DecoderConfig(
+    plain = DecoderConfig(
         model=model,
         num_slots=num_slots,
         batch=batch,
@@ -71,6 +73,15 @@ def decoder_config(
         calibration=calibration or Calibration(),
         controller=controller(settings.control),
     )
+    return drafting(settings, plain)
+
+
+def drafting(settings: EngineConfig, config: DecoderConfig) -> DecoderConfig:
+    """Return the configuration with the drafts that the settings ask for, without where its controller allows none."""
+    plain = replace(config, draft=None)
+    if settings.draft is None or plain.steers_reading:
+        return plain
+    return replace(plain, draft=Drafting(most=settings.draft_tokens, length=LENGTHS[settings.draft_length]))
 
 
 def check_measured(name: str, config: DecoderConfig) -> None:

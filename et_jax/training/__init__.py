@@ -1,7 +1,7 @@
-"""Training of the bundled model. Nothing that decodes imports this package.
+"""Training of the bundled models. Nothing that decodes imports this package.
 
-    corpus, mixture -> loop (schedule, loss) -> export, card
+    corpus, mixture -> loop (schedule, loss, distillation) -> export, card or student_card
 
-`recipe` has the settings that made it and `settings` what a run is; `probe` asks the tasks during training, `ngram` is
-the yardstick, `compact` the state that is kept beside the code.
+`recipe` has the settings that made them and `settings` what a run is; `probe` asks the tasks during training, `ngram`
+is the yardstick, `compact` the state that is kept beside the code.
 """

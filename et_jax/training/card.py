@@ -3,14 +3,12 @@
 import dataclasses
 import itertools
 import json
-import math
 import string
 from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.models.checkpoint import weight_specs
-from et_jax.models.transformer import Params
+from et_jax.models.transformer import Params, num_weights
 from et_jax.training import corpus
 from et_jax.training.loop import evaluate
 from et_jax.training.schedule import Curriculum
@@ -19,7 +17,7 @@ from et_jax.training.settings import Settings
 SHORT_STEPS = 2070  # of the training on novels alone, with which the one for long contexts began
 BUCKETS = (0, 16, 64, 256, 512, 1024, 1536, 2048)  # positions between which the loss is averaged
 
-TEMPLATE = string.Template("""\
+CARD = string.Template("""\
 ---
 license: apache-2.0
 language: en
@@ -27,11 +25,9 @@ library_name: et_jax
 pipeline_tag: text-generation
 ---
 
-# The bundled model
+# $title
 
-A small language model of English novels, so that et_jax decodes something real without a download.
-It is for trying the decoder out and for its tests; it knows no facts and follows no instructions.
-
+$introduction
 ## Shape
 
 Llama (`LlamaForCausalLM`): $layers, $heads, feed-forward $ffn, tied embedding, $weights weights in
@@ -55,7 +51,22 @@ To make it again, from the works as a tar archive of .txt files:
 
 $commands
 
-$recall## Held-out loss
+$measured## Limits
+
+$limits
+## Licence
+
+Weights: Apache-2.0. The texts are in the public domain.
+""")
+
+
+INTRODUCTION = """\
+A small language model of English novels, so that et_jax decodes something real without a download.
+It is for trying the decoder out and for its tests; it knows no facts and follows no instructions.
+"""
+
+HELD_OUT = string.Template("""\
+## Held-out loss
 
 All $tokens tokens of the held-out works, each work cut into rows of $long:
 
@@ -72,18 +83,14 @@ By length of the rows: $lengths tokens. By position in rows of $long:
 | --- | --- |
 $positions
 
-## Limits
+""")
 
+LIMITS = string.Template("""\
 It writes in the voice of its century, with that century's prejudices. It keeps a sentence together and a
 scene only loosely. It almost never ends a text: only the last token of each work taught it to. Many of the
 works have hard line breaks, so it sometimes breaks a line in mid-sentence. Beyond $context positions it is
 untrained.
-
-## Licence
-
-Weights: Apache-2.0. The texts are in the public domain.
 """)
-
 
 RECALL = string.Template("""\
 ## What it finds again
@@ -152,32 +159,40 @@ def write_card(figures: Figures, settings: Settings, run: Run, held_out: corpus.
             f"{yardstick} is not there; run scripts/ngram_baseline.py first, the model card compares with it."
         )
     ngram = json.loads(yardstick.read_text())
-    card.write_text(TEMPLATE.substitute(_texts(figures, settings, run, held_out, ngram)), encoding="utf-8")
+    recall = "" if run.accuracy is None else _recall(json.loads(run.accuracy.read_text()))
+    measured = recall + HELD_OUT.substitute(_losses(figures, settings, held_out, ngram))
+    limits = LIMITS.substitute(context=settings.model.max_positions)
+    own = {"title": "The bundled model", "introduction": INTRODUCTION, "measured": measured, "limits": limits}
+    card.write_text(CARD.substitute(texts(settings, run, held_out) | own), encoding="utf-8")
 
 
-def _texts(
-    figures: Figures, settings: Settings, run: Run, held_out: corpus.Tokens, ngram: dict[str, Any]
-) -> dict[str, str]:
+def texts(settings: Settings, run: Run, held_out: corpus.Tokens) -> dict[str, str]:
+    """Return what any card says of the model's shape, its data and its training."""
     notes = {side: json.loads((run.folder / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
     model = settings.model
-    ratio = len(held_out.ids) / held_out.num_bytes
-    longest = settings.schedule.lengths[-1]
-    nats = figures.per_token[longest]
-    gain = ngram["per_token"] - nats
-    return _training(settings, run, ngram) | {
+    return _training(settings, run, notes["train"]["starts"][-1]) | {
         "layers": f"{model.num_layers} layers of width {model.hidden_size}",
         "heads": f"{model.num_heads} query heads on {model.num_kv_heads} key-value heads of {model.head_dim}",
         "ffn": str(model.intermediate_size),
-        "weights": f"{sum(math.prod(spec.shape) for spec in weight_specs(model).values()):,}",
+        "weights": f"{num_weights(model):,}",
         "vocab": str(model.vocab_size),
-        "bytes": f"{1 / ratio:.2f}",
+        "bytes": f"{held_out.num_bytes / len(held_out.ids):.2f}",
         "context": str(model.max_positions),
         "base": f"{model.rope_theta:,.0f}",
         "end": f"`{corpus.END_OF_TEXT}` (id {corpus.END_ID})",
         "works": str(sum(len(side["works"]) for side in notes.values())),
         "held_out": ", ".join(Path(name).stem for name in notes["held_out"]["works"]),
+    }
+
+
+def _losses(figures: Figures, settings: Settings, held_out: corpus.Tokens, ngram: dict[str, Any]) -> dict[str, str]:
+    """What the card says of the loss on held-out text."""
+    ratio = len(held_out.ids) / held_out.num_bytes
+    longest = settings.schedule.lengths[-1]
+    nats = figures.per_token[longest]
+    gain = ngram["per_token"] - nats
+    return {
         "corpus": f"{ngram['train_tokens'] / 1e6:.1f} M",
-        "recall": "" if run.accuracy is None else _recall(json.loads(run.accuracy.read_text())),
         "long": str(longest),
         "tokens": f"{len(held_out.ids):,}",
         "nats": f"{nats:.3f}",
@@ -193,14 +208,14 @@ def _texts(
     }
 
 
-def _training(settings: Settings, run: Run, ngram: dict[str, Any]) -> dict[str, str]:
+def _training(settings: Settings, run: Run, num_tokens: int) -> dict[str, str]:
     """What the card says of data, rows and rates."""
     schedule, mixture = settings.schedule, settings.mixture
     per_step = settings.windows_per_step * settings.window
     tokens = run.step * per_step / 1e6
     passed = f"{tokens:.1f} M tokens in {run.step} steps"
     if mixture is None:
-        passed += f", {run.step * per_step / ngram['train_tokens']:.2f} passes over {ngram['train_tokens'] / 1e6:.1f} M"
+        passed += f", {run.step * per_step / num_tokens:.2f} passes over {num_tokens / 1e6:.1f} M"
     else:
         novels = sum(mixture.num_novels(step, settings.windows_per_step) for step in range(run.step))
         share = novels / (run.step * settings.windows_per_step)
@@ -229,6 +244,9 @@ def _training(settings: Settings, run: Run, ngram: dict[str, Any]) -> dict[str, 
 def _commands(settings: Settings, step: int) -> list[str]:
     train = "train_bundled.py --corpus novels.tar.xz"
     ngram = "ngram_baseline.py --corpus novels.tar.xz --folder runs/"
+    if settings.distilled:
+        student = f"{train} --recipe small --teacher bundled"
+        return [f"{student} --steps {step} --seed {settings.seed}", f"{student} --export"]
     if settings.mixture is None:
         return [f"{ngram}short", f"{train} --steps {step} --seed {settings.seed}", f"{train} --export"]
     return [

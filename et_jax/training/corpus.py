@@ -88,6 +88,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a model's folder."""
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise UsageError(f"{folder} has no readable tokenizer.json ({error}); name a model that has one.") from error
+
+
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
     """Return the tokens of the works `texts`, in their order."""
     parts, starts = [], [0]
@@ -169,6 +177,12 @@ def held_out_rows(tokens: Tokens, length: int) -> Rows:
     padded = [np.pad(work, (0, -len(work) % length), constant_values=END_ID) for work in works]
     masks = [np.arange(len(rows)) < len(work) for rows, work in zip(padded, works, strict=True)]
     return _rows(np.concatenate(padded).reshape(-1, length), np.concatenate(masks).reshape(-1, length))
+
+
+def spread(rows: Rows, count: int) -> Rows:
+    """Return `count` of the rows, spread evenly from the first to the last."""
+    chosen = np.linspace(0, len(rows.inputs) - 1, count).astype(int)
+    return Rows(inputs=rows.inputs[chosen], targets=rows.targets[chosen], target_mask=rows.target_mask[chosen])
 
 
 def _rows(targets: np.ndarray, mask: np.ndarray) -> Rows:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from et_jax.errors import UsageError
 from et_jax.models.transformer import Params, initialise
 from et_jax.training import corpus, loss, probe
+from et_jax.training.distillation import Teacher, agreement, projected
 from et_jax.training.mixture import Batch, mixed_rows
 from et_jax.training.settings import Settings
 from et_jax.types import pytree
@@ -65,6 +66,12 @@ def initial_state(settings: Settings) -> TrainState:
     return TrainState(params=params, optimizer=optimizer(settings).init(params))
 
 
+def start_beside(teacher: Teacher, settings: Settings) -> tuple[TrainState, int]:
+    """Return the start of a student: random layers, an embedding drawn from its teacher's, after no steps."""
+    params = projected(initial_state(settings).params, teacher)
+    return TrainState(params=params, optimizer=optimizer(settings).init(params)), 0
+
+
 def start_from(params: Params, settings: Settings) -> tuple[TrainState, int]:
     """Return a start from the weights of a model, with an empty optimizer memory, after no steps."""
     stacked = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.stack(params))
@@ -80,11 +87,19 @@ def train_step(
     factor: Float[Array, ""],
     weights: Float[Array, "b t"] | None = None,
     segments: Int[Array, "b t"] | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[TrainState, Float[Array, ""]]:
-    """Return the state after one step at `factor` of the peak rates, and the loss before it, nats per token."""
-    value, gradients = jax.value_and_grad(loss.mean_loss)(
-        state.params, settings.model, inputs, targets, weights, segments
-    )
+    """Return the state after one step at `factor` of the peak rates, and the loss before it, nats per token.
+
+    That is the divergence from the teacher where there is one.
+    """
+
+    def value_of(params: Params) -> Float[Array, ""]:
+        if teacher is None:
+            return loss.mean_loss(params, settings.model, inputs, targets, weights, segments)
+        return loss.mean_divergence(params, settings.model, inputs, teacher.params, teacher.config, weights, segments)
+
+    value, gradients = jax.value_and_grad(value_of)(state.params)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its integer step count
         updates, memory = optimizer(settings).update(gradients, state.optimizer, state.params)
     params = jax.tree.map(lambda leaf, update: leaf + factor * update, state.params, updates)
@@ -114,11 +129,12 @@ def train(
     *,
     tokenizer: Tokenizer | None = None,
     start: tuple[TrainState, int] | None = None,
+    teacher: Teacher | None = None,
 ) -> int:
     """Train to the end, or until SIGTERM, from the last checkpoint in `folder`; return the steps done.
 
     Without a checkpoint it begins with `start`, a state and the steps it has had, or from random weights.
-    The tasks of a mixture need the `tokenizer` that made the tokens.
+    The tasks of a mixture need the `tokenizer` that made the tokens, and settings of a student its `teacher`.
     With `steps` the run is reproducible; with `minutes` of wall time the number of steps is planned while
     the learning rate is still constant, written to the log and to the checkpoints, and reproducible by it.
     """
@@ -126,6 +142,8 @@ def train(
         raise UsageError("Give either --steps or --minutes, so that the training knows when to end.")
     if settings.mixture is not None and tokenizer is None:
         raise UsageError("A mixture with tasks needs the tokenizer that made the tokens; give it to train.")
+    if settings.distilled != (teacher is not None):
+        raise UsageError("Settings of a student need a teacher, and no others have one; give both or neither.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pid").write_text(f"{os.getpid()}\n")
     started, schedule = time.monotonic(), settings.schedule
@@ -137,7 +155,7 @@ def train(
             length, factor = schedule.length(step, steps), schedule.factor(step, steps)
             rows = _rows(settings, train_tokens, tokenizer, step, length)
             state, value = train_step(
-                state, settings, rows.inputs, rows.targets, np.float32(factor), rows.weights, rows.segments
+                state, settings, rows.inputs, rows.targets, np.float32(factor), rows.weights, rows.segments, teacher
             )
             recent.append(float(value))  # waits, so that clocks and signals see finished steps only
             step += 1
@@ -151,7 +169,7 @@ def train(
                 record["tokens_per_second"] = settings.windows_per_step * settings.window / seconds
                 record["minutes"] = (now - started) / 60
                 if step % settings.evaluate_every == 0 or last:
-                    record |= _held_out_figures(state.params, settings, held_out, length)
+                    record |= _held_out_figures(state.params, settings, held_out, length, teacher)
                     if settings.mixture is not None and tokenizer is not None:
                         record |= _task_figures(state.params, settings, held_out, tokenizer, length)
                 _report(log, bar, record)
@@ -182,14 +200,18 @@ def _rows(settings: Settings, tokens: corpus.Tokens, tokenizer: Tokenizer | None
     return Batch(inputs=rows.inputs, targets=rows.targets)
 
 
-def _held_out_figures(params: Params, settings: Settings, held_out: corpus.Tokens, length: int) -> dict[str, float]:
-    """Mean loss on rows spread evenly over the held-out works."""
+def _held_out_figures(
+    params: Params, settings: Settings, held_out: corpus.Tokens, length: int, teacher: Teacher | None
+) -> dict[str, float]:
+    """Mean loss, and agreement with a teacher, on rows spread evenly over the held-out works."""
     length = settings.evaluated_length or length
-    rows = corpus.held_out_rows(held_out, length)
-    chosen = np.linspace(0, len(rows.inputs) - 1, max(1, settings.evaluated_tokens // length)).astype(int)
-    rows = corpus.Rows(inputs=rows.inputs[chosen], targets=rows.targets[chosen], target_mask=rows.target_mask[chosen])
+    rows = corpus.spread(corpus.held_out_rows(held_out, length), max(1, settings.evaluated_tokens // length))
     nats = float(evaluate(params, settings, rows).sum() / rows.target_mask.sum())
-    return {"held_out_per_token": nats, "held_out_per_byte": nats * len(held_out.ids) / held_out.num_bytes}
+    figures = {"held_out_per_token": nats, "held_out_per_byte": nats * len(held_out.ids) / held_out.num_bytes}
+    if teacher is None:
+        return figures
+    found = vars(agreement(params, settings, teacher, rows))
+    return figures | {name: float(values.sum() / rows.target_mask.sum()) for name, values in found.items()}
 
 
 def _task_figures(

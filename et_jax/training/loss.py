@@ -1,8 +1,9 @@
-"""The training loss: dense causal attention, layers under one scan, cross-entropy in nats per token."""
+"""The training losses: dense causal attention, layers under one scan; cross-entropy, or divergence from a teacher."""
 
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ def token_losses(
     """Return -log p(target) at every position, nats, float32, from stacked `params`."""
     x = hidden_states(params, config, inputs)
     weight = params.embedding.astype(jnp.bfloat16)
-    chunks = _chunks(x.reshape(-1, x.shape[-1]), targets.reshape(-1))
+    chunks = in_chunks(x.reshape(-1, x.shape[-1]), targets.reshape(-1))
     return jax.lax.map(lambda rows: _losses_and_errors(weight, *rows)[0], chunks).reshape(targets.shape)
 
 
@@ -109,7 +110,7 @@ def hits(
         scores = jnp.einsum("ni,oi->no", rows[0], weight, preferred_element_type=jnp.float32)
         return scores.argmax(axis=-1) == rows[1]
 
-    return jax.lax.map(body, _chunks(x.reshape(-1, x.shape[-1]), targets.reshape(-1))).reshape(targets.shape)
+    return jax.lax.map(body, in_chunks(x.reshape(-1, x.shape[-1]), targets.reshape(-1))).reshape(targets.shape)
 
 
 def mean_loss(
@@ -122,43 +123,82 @@ def mean_loss(
 ) -> Float[Array, ""]:
     """Return the mean of `token_losses`, each counted as `weights` says, cheap to differentiate."""
     x = hidden_states(params, config, inputs, segments)
-    counts = jnp.ones(targets.size) if weights is None else weights.reshape(-1)
-    return _cross_entropy(x.reshape(-1, x.shape[-1]), params.embedding, targets.reshape(-1), counts)
+    return _weighed_mean(_losses_and_errors, x, params.embedding, (targets.reshape(-1),), (), _counts(inputs, weights))
 
 
-@jax.custom_vjp
-def _cross_entropy(
-    x: Float[Array, "n w"], weight: Float[Array, "v w"], targets: Int[Array, " n"], counts: Float[Array, " n"]
+def mean_divergence(
+    params: Params,
+    config: ModelConfig,
+    inputs: Int[Array, "b t"],
+    teacher: Params,
+    teacher_config: ModelConfig,
+    weights: Float[Array, "b t"] | None = None,
+    segments: Int[Array, "b t"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean of -log softmax(x weight^T)[target] over the rows, each counted `counts` times."""
-    return _cross_entropy_forward(x, weight, targets, counts)[0]
+    """Return the mean of KL(teacher || model) over all positions, nats, each counted as `weights` says.
+
+    Both distributions are at temperature 1 (Hinton et al. 2015; Sanh et al. 2019, without their other terms).
+    """
+    x = hidden_states(params, config, inputs, segments)
+    taught = hidden_states(teacher, teacher_config, inputs, segments)
+    rows, others = (taught.reshape(-1, taught.shape[-1]),), (teacher.embedding.astype(jnp.bfloat16),)
+    return _weighed_mean(_divergences_and_errors, x, params.embedding, rows, others, _counts(inputs, weights))
 
 
-def _cross_entropy_forward(
-    x: Array, weight: Array, targets: Array, counts: Array
+def _counts(inputs: Int[Array, "b t"], weights: Float[Array, "b t"] | None) -> Float[Array, " n"]:
+    return jnp.ones(inputs.size) if weights is None else weights.reshape(-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighed_mean(
+    judge: Callable[..., tuple[Array, Array]],
+    x: Float[Array, "b t w"],
+    weight: Float[Array, "v w"],
+    rows: tuple[Array, ...],
+    others: tuple[Array, ...],
+    counts: Float[Array, " n"],
+) -> Float[Array, ""]:
+    """Mean over the rows, each counted `counts` times, of the losses that `judge` finds, and by the errors it finds.
+
+    `judge` is given the weight, a chunk of `x` and of each of `rows`, and all of `others`.
+    """
+    return _weighed_mean_forward(judge, x, weight, rows, others, counts)[0]
+
+
+def _weighed_mean_forward(
+    judge: Callable[..., tuple[Array, Array]],
+    x: Array,
+    weight: Array,
+    rows: tuple[Array, ...],
+    others: tuple[Array, ...],
+    counts: Array,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     """The loss and its two gradients in one pass: the logits live for one chunk of rows and are made once."""
     cast = weight.astype(jnp.bfloat16)
 
-    def body(weight_grad: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        losses, errors = _losses_and_errors(cast, *rows[:2])
-        errors = (errors * rows[2][:, None]).astype(jnp.bfloat16)
-        weight_grad += jnp.einsum("no,ni->oi", errors, rows[0], preferred_element_type=jnp.float32)
+    def body(weight_grad: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        states, count, *given = chunk
+        losses, errors = judge(cast, states, *given, *others)
+        errors = (errors * count[:, None]).astype(jnp.bfloat16)
+        weight_grad += jnp.einsum("no,ni->oi", errors, states, preferred_element_type=jnp.float32)
         return weight_grad, (losses, jnp.einsum("no,oi->ni", errors, cast, preferred_element_type=jnp.float32))
 
-    weight_grad, (losses, x_grad) = jax.lax.scan(body, jnp.zeros(weight.shape), _chunks(x, targets, counts))
+    chunks = in_chunks(x.reshape(-1, x.shape[-1]), counts, *rows)
+    weight_grad, (losses, x_grad) = jax.lax.scan(body, jnp.zeros(weight.shape), chunks)
     total = counts.sum()
     x_grad = (x_grad / total).reshape(x.shape).astype(x.dtype)
     mean = (losses.reshape(-1) * counts).sum() / total
     return mean, (x_grad, (weight_grad / total).astype(weight.dtype), jnp.zeros_like(counts))
 
 
-def _cross_entropy_backward(gradients: tuple[Array, Array, Array], upstream: Array) -> tuple[Array, Array, None, Array]:
-    x_grad, weight_grad, no_grad = gradients  # what a target counts is given, not learned
-    return x_grad * upstream.astype(x_grad.dtype), weight_grad * upstream.astype(weight_grad.dtype), None, no_grad
+def _weighed_mean_backward(
+    judge: Callable[..., tuple[Array, Array]], gradients: tuple[Array, Array, Array], upstream: Array
+) -> tuple[Array, Array, None, None, Array]:
+    x_grad, weight_grad, no_grad = gradients  # what a target is and counts is given, not learned
+    return x_grad * upstream.astype(x_grad.dtype), weight_grad * upstream.astype(weight_grad.dtype), None, None, no_grad
 
 
-_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+_weighed_mean.defvjp(_weighed_mean_forward, _weighed_mean_backward)
 
 
 def _losses_and_errors(weight: Array, x: Array, targets: Array) -> tuple[Array, Array]:
@@ -169,6 +209,19 @@ def _losses_and_errors(weight: Array, x: Array, targets: Array) -> tuple[Array, 
     return losses, jnp.exp(scores - log_normaliser[:, None]) - jax.nn.one_hot(targets, len(weight))
 
 
-def _chunks(*arrays: Array) -> tuple[Array, ...]:
+def _divergences_and_errors(weight: Array, x: Array, taught: Array, teacher: Array) -> tuple[Array, Array]:
+    """KL(teacher || model) of each row, and q - p, its gradient by the model's logits."""
+    log_p, log_q = log_probabilities(teacher, taught), log_probabilities(weight, x)
+    p = jnp.exp(log_p)
+    return (p * (log_p - log_q)).sum(axis=-1), jnp.exp(log_q) - p
+
+
+def log_probabilities(weight: Float[Array, "v w"], x: Float[Array, "n w"]) -> Float[Array, "n v"]:
+    """Return the log-softmax of the logits of normed states, float32."""
+    return jax.nn.log_softmax(jnp.einsum("ni,oi->no", x, weight, preferred_element_type=jnp.float32), axis=-1)
+
+
+def in_chunks(*arrays: Array) -> tuple[Array, ...]:
+    """Return arrays of as many rows, each cut into chunks of at most `HEAD_CHUNK`."""
     rows = math.gcd(len(arrays[0]), HEAD_CHUNK)
     return tuple(array.reshape(-1, rows, *array.shape[1:]) for array in arrays)

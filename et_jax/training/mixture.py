@@ -1,6 +1,7 @@
 """Rows of novels and of tasks for one training step: documents packed into rows, their answers weighed more."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -46,9 +47,13 @@ class Mixture:
     invented: float = 0.3
 
     def num_novels(self, step: int, num_windows: int) -> int:
-        """Return how many of the windows of `step` are taken from novels."""
+        """Return how many of the windows of `step` are taken from novels.
+
+        Where the share of tasks is no whole number of windows, steps with more and with fewer take turns.
+        """
         share = [share for begin, share in self.task_shares if begin <= step][-1]
-        return num_windows - round(share * num_windows)
+        before, after = (math.floor(share * num_windows * count) for count in (step, step + 1))
+        return num_windows - (after - before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,17 +83,16 @@ def mixed_rows(
     """Return the rows of one step, novels first; they depend on the arguments alone."""
     num_novels = mixture.num_novels(step, num_windows)
     per_window = window // length
-    parts = []
-    if num_novels:
-        rows = corpus.training_rows(tokens, seed, step, num_novels, length, window)
-        shape = rows.inputs.shape
-        parts.append((rows.inputs, rows.targets, np.ones(shape, np.float32), np.zeros(shape, np.int32)))
-    random = np.random.default_rng((seed, step, 1))
-    hay = haystack(tokens, tokenizer, random, window)
-    used = vocabulary(hay, tokenizer)
-    for _ in range((num_windows - num_novels) * per_window):
-        row = packed(mixture, tokenizer, random, length, hay, used)
-        parts.append(tuple(leaf[None] for leaf in row))
+    given = corpus.training_rows(tokens, seed, step, num_windows, length, window)  # so that no window comes twice
+    inputs, targets = (y[: num_novels * per_window] for y in (given.inputs, given.targets))
+    parts = [(inputs, targets, np.ones(inputs.shape, np.float32), np.zeros(inputs.shape, np.int32))]
+    if num_novels < num_windows:
+        random = np.random.default_rng((seed, step, 1))
+        hay = haystack(tokens, tokenizer, random, window)
+        used = vocabulary(hay, tokenizer)
+        for _ in range((num_windows - num_novels) * per_window):
+            row = packed(mixture, tokenizer, random, length, hay, used)
+            parts.append(tuple(leaf[None] for leaf in row))
     inputs, targets, weights, segments = (np.concatenate(leaves) for leaves in zip(*parts, strict=True))
     return Batch(inputs=inputs, targets=targets, weights=weights, segments=segments)
 

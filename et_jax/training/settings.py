@@ -15,11 +15,13 @@ class Settings:
     `mixture` None trains on the corpus alone. With one, every evaluation also asks `probed_rows` examples of
     each task, of the length of the step's rows but at most `probed_length`, with `probed_pairs` other keys.
     `evaluated_length` is the tokens per row of the held-out text scored, None for those of the step's rows.
+    A model that is `distilled` learns the distributions of a teacher rather than the tokens.
     """
 
     model: ModelConfig
     schedule: Schedule | Curriculum
     mixture: Mixture | None = None
+    distilled: bool = False
     seed: int = 0
     windows_per_step: int = 4  # of corpus.WINDOW tokens
     window: int = corpus.WINDOW

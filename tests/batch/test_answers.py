@@ -35,6 +35,8 @@ def test_a_completion_body() -> None:
         "mean_attention_entropy": None,
         "temperature_range": [0.5, 0.5],
         "guard_rates": {"stability": 0.25},
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
     }
     choice = {"logprobs": None, "finish_reason": "length"}
     assert answer == {

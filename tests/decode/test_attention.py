@@ -22,6 +22,7 @@ def test_rows_that_do_not_run_read_and_write_nothing():
     row = ReadRow(
         table=state.table.pages,
         length=state.length,
+        end=state.length + 1,
         run=nobody,
         tolerance=state.control.tolerance,
         fresh=~nobody,

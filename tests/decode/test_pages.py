@@ -18,6 +18,7 @@ release = jax.jit(pages.release)
 adopt = jax.jit(pages.share)
 hold = jax.jit(pages.increment)
 drop = jax.jit(pages.decrement)
+truncate = jax.jit(partial(pages.truncate, most=MOST))
 
 
 def listed(some: list[int]) -> jnp.ndarray:
@@ -59,6 +60,18 @@ class Pages(RuleBasedStateMachine):
     def release(self, slot):
         self.table = release(self.table, jnp.int32(slot))
         self.held[slot] = []
+
+    @rule(surplus=st.lists(st.integers(0, MOST + 1), min_size=SLOTS, max_size=SLOTS))
+    def truncate(self, surplus):
+        """The last pages of several slots, as far as no other holds them."""
+        given = []
+        for slot, count in enumerate(surplus):
+            own = self.held[slot]
+            others = {page for pages in (*self.held[:slot], *self.held[slot + 1 :], self.kept) for page in pages}
+            last = next((i for i, page in enumerate(reversed(own)) if page in others), len(own))
+            given.append(min(count, last, MOST))
+            self.held[slot] = own[: len(own) - given[-1]]
+        self.table = truncate(self.table, jnp.asarray(given, jnp.int32))
 
     @precondition(lambda self: [] in self.held and any(self.held))
     @rule(data=st.data())

@@ -74,6 +74,8 @@ def begin(d: decoding.Decoder, seed: int) -> DecodeState:
             key=jax.random.key_data(jax.random.key(seed)),
         ),
         in_prompt=jnp.arange(64) == 3,
+        text=None,
+        num_drafted=jnp.int32(0),
     )
     return d.insert(d.empty(), 1, request)
 

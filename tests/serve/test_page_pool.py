@@ -13,7 +13,7 @@ from et_jax.decode import pages
 from et_jax.serve.page_pool import PagePool
 
 SIZE, CHUNK, SLOTS, BLOCKS, PAGES = 2, 4, 3, 7, 9  # eight pages for slots that could fill twenty-one
-STEPS = 6
+STEPS, MOST_PER_STEP = 6, 3
 
 reserve = jax.jit(partial(pages.reserve, most=BLOCKS))
 release, share = jax.jit(pages.release), jax.jit(pages.share)
@@ -34,7 +34,9 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = PagePool(num_pages=PAGES, page_size=SIZE, chunk=CHUNK, keep_prefixes=True)
+        self.pool = PagePool(
+            num_pages=PAGES, page_size=SIZE, chunk=CHUNK, keep_prefixes=True, most_per_step=MOST_PER_STEP
+        )
         self.table = pages.empty(SLOTS, BLOCKS, PAGES)
         self.prompt: dict[int, list[int]] = {}
         self.most: dict[int, int] = {}
@@ -140,8 +142,8 @@ class Pool(RuleBasedStateMachine):
         self.table = increment(self.table, *padded(fresh))
 
     @precondition(lambda self: self.running)
-    @rule(wanted=st.integers(1, STEPS), victims=st.randoms(use_true_random=False))
-    def decode(self, wanted, victims):
+    @rule(wanted=st.integers(1, STEPS), victims=st.randoms(use_true_random=False), drafts=st.booleans())
+    def decode(self, wanted, victims, drafts):
         """As many steps as there are pages for; where there are none for one, slots are preempted at random."""
         steps = self.pool.affordable(wanted)
         fitting = [wanted >> halvings for halvings in range(wanted.bit_length())]
@@ -158,8 +160,10 @@ class Pool(RuleBasedStateMachine):
         for _ in range(steps):
             going = [slot for slot in sorted(self.running) if self.written[slot] < self.most[slot]]
             for slot in going:
-                self.pool.write(slot)
-                self.written[slot] += 1
+                brought = min(victims.randint(1, MOST_PER_STEP) if drafts else 1, self.most[slot] - self.written[slot])
+                for _ in range(brought):
+                    self.pool.write(slot)
+                self.written[slot] += brought
             self.grow({slot: self.blocks(self.written[slot]) for slot in going})
 
     @precondition(lambda self: self.running)

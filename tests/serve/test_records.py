@@ -7,6 +7,7 @@ import pytest
 from small_model import MODEL, PAGE, configuration
 
 from et_jax.decode import cost
+from et_jax.decode.draft import Drafting
 from et_jax.decode.state import StepOutput, blank_signals
 from et_jax.serve.records import Burst
 from et_jax.types import replace
@@ -36,6 +37,10 @@ def output() -> StepOutput:
         temperature=jnp.float32(number / 4),
         entropic_time=jnp.float32(number / 2),
         total_cost=jnp.zeros((STEPS, SLOTS), jnp.float32),
+        drafted=jnp.zeros((STEPS, SLOTS), jnp.int32),
+        accepted=jnp.zeros((STEPS, SLOTS), jnp.int32),
+        blocks_wasted=jnp.zeros((STEPS, SLOTS), jnp.int32),
+        summaries_wasted=jnp.zeros((STEPS, SLOTS), jnp.int32),
         guard_rates={"stability": jnp.float32(number / 8)},
         signals=signals,
         top_tokens=jnp.int32(number[..., None] + np.arange(4)),
@@ -50,7 +55,7 @@ def burst(output: StepOutput, num_steps: int = STEPS) -> Burst:
 def test_each_record_is_of_its_step_and_slot(output):
     for step in range(STEPS):
         for slot in range(SLOTS):
-            got, number = burst(output).row(step, slot, 0, 1), step * SLOTS + slot
+            got, number = burst(output).row(step, 0, slot, 0, 1), step * SLOTS + slot
             assert (got.trace is not None) == bool(output.produced[step, slot])
             assert (got.finished, got.fault) == (bool(output.finished[step, slot]), int(output.fault[step, slot]))
             if got.trace is not None:
@@ -64,18 +69,40 @@ def test_each_record_is_of_its_step_and_slot(output):
 def test_the_weights_are_shared_by_those_served(output):
     served = [burst(output).num_served(step, range(SLOTS)) for step in range(STEPS)]
     assert served == [3, 2, 1] and burst(output).num_served(0, [1]) == 1
-    rows = [burst(output).row(0, slot, 0, served[0]).trace for slot in range(SLOTS)]
+    rows = [burst(output).row(0, 0, slot, 0, served[0]).trace for slot in range(SLOTS)]
     own = [10 * (slot + 1) + 2 for slot in range(SLOTS)]
     assert sum(row.cost for row in rows if row is not None) == pytest.approx(6000 + sum(own))
 
 
 def test_as_many_alternatives_as_are_asked_for(output):
-    trace = burst(output).row(1, 1, 2, 1).trace
+    trace = burst(output).row(1, 0, 1, 2, 1).trace
     assert trace is not None and trace.top == ((4, -4.0), (5, -5.0))
-    none = burst(replace(output, top_tokens=None, top_logprobs=None)).row(1, 1, 2, 1).trace
+    none = burst(replace(output, top_tokens=None, top_logprobs=None)).row(1, 0, 1, 2, 1).trace
     assert none is not None and none.top == ()
 
 
 def test_steps_that_were_not_run_are_not_there(output):
     with pytest.raises(IndexError):
-        burst(output, num_steps=1).row(1, 0, 0, 1)
+        burst(output, num_steps=1).row(1, 0, 0, 0, 1)
+
+
+def test_tokens_of_one_step_share_its_weights_and_the_first_pays_for_what_was_rejected(output):
+    """The three steps become positions of one step: slot 1 was brought three tokens, of four drafted two held."""
+    drafts = Drafting(most=4)
+    told = {"drafted": 4, "accepted": 2, "blocks_wasted": 7, "summaries_wasted": 5}
+    drafted = replace(output, **{name: getattr(output, name).at[0, 1].set(number) for name, number in told.items()})
+    stacked = jax.tree.map(lambda x: jnp.pad(x, [(0, 2)] + [(0, 0)] * (x.ndim - 1))[None], drafted)
+    one = Burst(configuration(draft=drafts), TRAFFIC, NUM_MULTIPLIED, jax.device_get(stacked), 1)
+    assert (one.num_positions(0), one.num_served(0, range(SLOTS)), one.num_produced(0, range(SLOTS))) == (3, 3, 6)
+    rows = [one.row(0, position, 1, 0, 6).trace for position in range(3)]
+    assert all(row is not None for row in rows)
+    assert [row.token for row in rows if row] == [41, 44, 47]
+    assert [row.drafted for row in rows if row] == [4, 0, 0]
+    assert [row.accepted for row in rows if row] == [True, True, False]
+    plain = [burst(output).row(step, 0, 1, 0, 6).trace for step in range(3)]
+    more = [row.cost - other.cost for row, other in zip(rows, plain, strict=True) if row and other]
+    assert more == pytest.approx([10 * 7 + 5, 0, 0])
+    work = [row.flops - other.flops for row, other in zip(rows, plain, strict=True) if row and other]
+    attention = cost.token_flops(0, 7 * PAGE, MODEL.group_size, MODEL.head_dim)
+    looking = cost.selection_flops(5, MODEL.group_size, MODEL.head_dim, 0)
+    assert work == pytest.approx([2 * 2 * NUM_MULTIPLIED + attention + looking, 0, 0])

@@ -40,7 +40,7 @@ def test_the_card_tells_of_stages_and_of_what_is_found_again(mixed_settings, mix
     run = tmp_path / "run"
     (run / "data").mkdir(parents=True)
     for side, name in (("train", "a.txt"), ("held_out", "Kept_1850.txt")):
-        (run / "data" / f"{side}.json").write_text(json.dumps({"works": [name]}))
+        (run / "data" / f"{side}.json").write_text(json.dumps({"works": [name], "starts": [0, 9]}))
     (run / "ngram.json").write_text(json.dumps({"order": 5, "train_tokens": 9, "per_token": 4.0, "per_byte": 1.0}))
     (run / "log.jsonl").write_text(json.dumps({"minutes": 90.0}) + "\n")
     cells = [("passkey", 128, 0.0, 1.0), ("passkey", 128, 1.0, 0.5), ("counting", 256, 0.0, 0.25)]

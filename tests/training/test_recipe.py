@@ -1,10 +1,11 @@
-"""The recipes of the bundled model."""
+"""The recipes of the bundled models."""
 
 import numpy as np
 import pytest
 
 from et_jax.errors import UsageError
 from et_jax.models import checkpoint
+from et_jax.models.transformer import num_weights
 from et_jax.training import recipe
 from et_jax.training.recipe import bundled_settings, long_settings
 from et_jax.training.schedule import Curriculum
@@ -13,6 +14,13 @@ from et_jax.training.schedule import Curriculum
 def test_the_bundled_model_fits_into_eight_megabytes():
     specs = checkpoint.weight_specs(bundled_settings().model)
     assert 2 * sum(np.prod(spec.shape) for spec in specs.values()) < 7.7e6  # the tokenizer takes 0.3
+
+
+def test_the_small_model_fits_into_a_bit_more_than_a_megabyte_and_reads_as_far():
+    small, large = recipe.small_settings().model, long_settings().model
+    assert 2 * num_weights(small) < 1.2e6
+    assert (small.vocab_size, small.max_positions) == (large.vocab_size, large.max_positions)
+    assert max(recipe.small_settings().schedule.lengths) == small.max_positions
 
 
 def test_the_long_recipe_is_the_bundled_shape_with_a_base_for_its_length():

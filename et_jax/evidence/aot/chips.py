@@ -34,6 +34,7 @@ class Decoding:
     """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
 
     control: the preset it reads by; with "off" no page has a summary.
+    drafts: tokens drafted for a sequence in a step at most.
     by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
     """
 
@@ -43,6 +44,7 @@ class Decoding:
     max_length: int
     prefill_batch: int
     control: str = "off"
+    drafts: int = 0
     by_xla: bool = True
 
 
@@ -101,6 +103,7 @@ DECODINGS = (
         control="adaptive",
         by_xla=False,
     ),
+    Decoding(name="drafts", model=LLAMA3_8B, num_slots=64, max_length=8192, prefill_batch=512, drafts=4, by_xla=False),
 )
 ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
     Attention(

@@ -227,6 +227,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
     from et_jax.control.presets import preset
     from et_jax.decode.decoder import decode
+    from et_jax.decode.draft import Drafting
     from et_jax.decode.prefill import prefill
     from et_jax.decode.state import DecoderConfig, empty
     from et_jax.decode.step import step
@@ -259,6 +260,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         cache_dtype=jnp.bfloat16,
         backend=backend,
         controller=preset(decoding.control),
+        draft=Drafting(most=decoding.drafts) if decoding.drafts else None,
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
     params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from et_jax.sums import log_sum_exp
+
 
 def block_scores(
     q: Float[Array, "b h d"],
@@ -55,7 +57,7 @@ def code_scores(
     codes = _rows(key_codes, page_table, s * d).reshape(b * k * n, s, d).astype(jnp.float32)
     scores = _products(stepped, codes).reshape(b, k, n, g, s)
     seen_mask = jnp.arange(n * s, dtype=jnp.int32).reshape(n, s) < lengths[:, None, None]
-    block_lse = jax.nn.logsumexp(jnp.where(seen_mask[:, None, :, None], scores, -jnp.inf), axis=-1)
+    block_lse = log_sum_exp(jnp.where(seen_mask[:, None, :, None], scores, -jnp.inf))
     block_lse = block_lse.swapaxes(2, 3).reshape(b, h, n) + offset.reshape(b, h, n)
     held_mask = _held(n, lengths, page_size)
     return jnp.where(held_mask, block_lse, -jnp.inf), jnp.where(held_mask, error, 0.0)

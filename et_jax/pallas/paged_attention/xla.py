@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+from et_jax import sums
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import padded_width, require_counts
@@ -200,13 +201,13 @@ def _walk(
         new_maximum = jnp.maximum(maximum, jnp.max(block_maximum, axis=-1))
         weights = jnp.exp(scores - finite(block_maximum)[..., None])
         # a sum of its own, or the compiler merges it into the total and rounds otherwise where block_lse goes unused
-        block_total = lax.optimization_barrier(jnp.sum(weights, axis=-1))
+        block_total = lax.optimization_barrier(sums.total(weights))
         lse = finite(block_maximum) + jnp.log(block_total)
         block_lse = lax.dynamic_update_slice_in_dim(block_lse, lse, i * group, axis=2)
 
         block_weight = jnp.exp(block_maximum - finite(new_maximum)[..., None])
         decay = jnp.exp(maximum - finite(new_maximum))
-        total = total * decay + jnp.sum(block_total * block_weight, axis=-1)
+        total = total * decay + sums.total(block_total * block_weight)
         if kv_scales is not None:
             block_weight = block_weight * scales[:, None, :, 1]
         weights = (weights * block_weight[..., None]).reshape(x, g, group * s).astype(dtype)

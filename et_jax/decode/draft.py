@@ -1,0 +1,99 @@
+"""Drafted tokens: proposed from the text itself, laid out as rows beside the tokens they follow."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, DraftLength
+from et_jax.decode.rows import Rows
+from et_jax.types import pytree, replace
+
+_LONGEST_MATCH = 4  # tokens that a lookup compares, the newest ones
+
+
+Drafter = Callable[[Int[Array, "r n"], Int[Array, " r"], int], Int[Array, "r t"]]
+"""From texts, the position of each one's newest token and a number to that many guesses at what follows it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """How a decoder drafts: up to `most` tokens of a sequence in a step, which `drafter` guesses from its text.
+
+    `length` decides how many of those. Steps of `widths` different numbers of rows are compiled, and the least that
+    holds what was drafted is run.
+    """
+
+    most: int = 8
+    length: DraftLength = dataclasses.field(default_factory=AcceptanceLength)
+    drafter: Drafter = dataclasses.field(default_factory=lambda: lookup)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.most <= MOST_DRAFTED:
+            raise ValueError(f"most: got {self.most}, wanted 1 to {MOST_DRAFTED}")
+
+    def widths(self, batch: int) -> tuple[int, ...]:
+        """Return the numbers of rows a step may have: of `batch` tokens alone, and with drafts of 1, 4 and all."""
+        return tuple(sorted({batch + self.most * min(batch, sequences) for sequences in (0, 1, 4, batch)}))
+
+
+@pytree
+class Drafts:
+    """The first `count` of `token` are guesses at what follows the newest token of each row."""
+
+    token: Int[Array, "r t"]
+    count: Int[Array, " r"]
+
+
+def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:
+    """Return `most` guesses at what follows position `newest` of each text: what followed where it read so before.
+
+    The place is that whose last tokens, four at most, match the longest run of the newest ones; of several the
+    latest. Where less than `most` tokens follow it, they are repeated, as a text does that runs in a circle. Where
+    no place matches, the guesses are the newest token. Prompt lookup: Saxena 2023.
+    """
+    place = jnp.arange(text.shape[1], dtype=jnp.int32)
+    matches = jnp.ones(text.shape, bool)
+    length = jnp.zeros(text.shape, jnp.int32)
+    for back in range(_LONGEST_MATCH):
+        wanted = jnp.take_along_axis(text, jnp.maximum(newest - back, 0)[:, None], axis=1)
+        matches &= (jnp.roll(text, back, axis=1) == wanted) & (place >= back) & (place < newest[:, None])
+        length += matches.astype(jnp.int32)
+    best = jnp.max(length * text.shape[1] + place, axis=1, initial=-1, where=length > 0)
+    found = jnp.where(best < 0, newest - 1, best % text.shape[1])
+    ahead = jnp.arange(most, dtype=jnp.int32) % jnp.maximum(newest - found, 1)[:, None]
+    return jnp.take_along_axis(text, (found + 1)[:, None] + ahead, axis=1)
+
+
+def laid_out(rows: Rows, drafts: Drafts, width: int) -> tuple[Rows, Int[Array, " w"], Int[Array, "r t1"]]:
+    """Return `width` rows: those given, then every drafted token; with each row's end, and where each token stands.
+
+    A row's end is how many tokens its slot holds once all are written. `at[i, j]` is the row of the j-th token of
+    row i, 0 being the one given; where there is none, row i itself.
+    """
+    num_rows, most = drafts.token.shape
+    wanted = (jnp.arange(most) < drafts.count[:, None]).reshape(-1)
+    [source] = jnp.nonzero(wanted, size=width - num_rows, fill_value=num_rows * most)
+    row, ahead, real = jnp.minimum(source // most, num_rows - 1), source % most, source < num_rows * most
+    slot = jnp.arange(num_rows, dtype=jnp.int32) if rows.slot is None else rows.slot
+    drafted = Rows(
+        slot=slot[row],
+        token=drafts.token[row, ahead],
+        position=rows.position[row] + 1 + ahead,
+        run=rows.run[row] & real,
+    )
+    whole = jax.tree.map(lambda a, b: jnp.concatenate([a, b.astype(a.dtype)]), replace(rows, slot=slot), drafted)
+    own = jnp.arange(num_rows, dtype=jnp.int32)
+    rank = (num_rows + jnp.cumsum(wanted, dtype=jnp.int32) - 1).reshape(num_rows, most)
+    at = jnp.concatenate([own[:, None], jnp.where(wanted.reshape(num_rows, most), rank, own[:, None])], axis=1)
+    end = rows.position + 1 + drafts.count
+    return whole, end[jnp.concatenate([own, row])], at
+
+
+def allowed(
+    run: Bool[Array, " r"], wanted: Int[Array, " r"], remaining: Int[Array, " r"], most: int
+) -> Int[Array, " r"]:
+    """Return how many tokens to draft: as `wanted`, but none that a text of `remaining` tokens could not take."""
+    return jnp.where(run, jnp.clip(jnp.minimum(wanted, remaining - 1), 0, most), 0)

@@ -1,0 +1,56 @@
+"""The noise that a token is sampled with: a function of the request's key, the position and the token id alone.
+
+It is the same wherever it is asked for: for a row alone or among others, a token verified beside its predecessors, a
+second model that drafts. A hash of a counter, no state: threefry makes two words of key and position, and those key
+a hash of the token id. For one key and position the hash is a permutation of 32-bit words: no two tokens share theirs.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+_BELOW_ONE = 1 - 2.0**-24  # the greatest float32 below 1
+
+
+def race_noise(key: UInt32[Array, "b 2"], position: Int[Array, " b"], vocab_size: int) -> Float[Array, "b v"]:
+    """Return E, exponentially distributed with rate 1, of every token at the position of each row.
+
+    The token with the least E / p is sampled with probability p: a race of exponential clocks, the same as the greatest
+    log p - log E, since -log E is a Gumbel variate. Two models that race with the same noise agree with probability at
+    least (1 - TV) / (1 + TV), where TV is the total variation between their distributions and the best coupling
+    reaches 1 - TV (Daliri, Musco and Suresh 2024).
+    """
+    return exponential(random_bits(key, position, vocab_size))
+
+
+def random_bits(key: UInt32[Array, "b 2"], position: Int[Array, " b"], vocab_size: int) -> UInt32[Array, "b v"]:
+    """Return 32 random bits of every token at the position of each row.
+
+    Two rounds of Wellons's hash of 32-bit words, each keyed by one word of threefry (Salmon et al. 2011), as Even and
+    Mansour key a permutation. `scripts/bench_sampling.py` compares what threefry and Philox cost in its place.
+    """
+    words = jax.vmap(_folded)(key, position)
+    token = jnp.arange(vocab_size, dtype=jnp.uint32)
+    return _mixed(_mixed(token ^ words[:, :1]) ^ words[:, 1:])
+
+
+def _folded(key: UInt32[Array, " 2"], position: Int[Array, ""]) -> UInt32[Array, " 2"]:
+    """The key with the position folded in."""
+    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+
+
+def _mixed(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
+    """A permutation of words in which every bit depends on every other (C. Wellons, hash-prospector, 2018)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)
+
+
+def exponential(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
+    """Return the exponential variates with rate 1 at the quantiles (bits + 1/2) / 2^32, from 2^-33 to 16.6.
+
+    The least of many numbers wins a race, so it is the quantiles near 0 that need all bits: they are apart by 2^-32
+    and none is 0. Near 1 float32 has 24 bits, and those that would round to 1 do not.
+    """
+    quantile = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log1p(-jnp.minimum(quantile, _BELOW_ONE))

@@ -1,0 +1,285 @@
+"""From logits to committed tokens: measure, sample, control, commit, one position of every row after the other."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control import draft as lengths
+from et_jax.control import entropy, guards
+from et_jax.control.base import ControlState, Signals, updated
+from et_jax.control.controller import Controller
+from et_jax.decode import cost, faults, pages, sampling
+from et_jax.decode.attention import ReadStats
+from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.rows import Rows
+from et_jax.decode.sample import Sampled, sample
+from et_jax.decode.sampling import Sampling
+from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
+from et_jax.types import pytree, replace
+
+
+@pytree
+class Verdict:
+    """What becomes of every row: what the laws decide, and whether its token stands.
+
+    `fault` is above 0 where the row failed; a row that runs and does not fail has `produced` a token.
+    """
+
+    control: ControlState
+    fault: Int[Array, " r"]
+    produced: Bool[Array, " r"]
+    finished: Bool[Array, " r"]
+
+
+def advance(
+    config: DecoderConfig,
+    moved: cost.Traffic,
+    state: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    stats: ReadStats,
+    first: Bool[Array, ""] | bool,
+) -> tuple[DecodeState, StepOutput, Verdict]:
+    """Sample a token for every row that runs, and put what became of it into its slot.
+
+    In the `first` advance of a step waits are counted, and rows that do not run are refused.
+    """
+    signals, raw = measure(config, moved, state, rows, logits, stats)
+    sampled = sample(state, rows, logits, signals, raw)
+    verdict = control(state, rows, sampled, raw, stats)
+    after = commit(state, rows, logits, sampled, verdict, first)
+    return after, report(config, state, after, rows, logits, raw, sampled, verdict, first), verdict
+
+
+def verify(
+    config: DecoderConfig,
+    drafting: Drafting,
+    moved: cost.Traffic,
+    state: DecodeState,
+    rows: Rows,
+    drafts: Drafts,
+    logits: Float[Array, "w v"],
+    stats: ReadStats,
+    at: Int[Array, "r t1"],
+) -> tuple[DecodeState, StepOutput]:
+    """Sample position by position, going on in a row while its token equals the drafted one.
+
+    `at` says in which row of `logits` and `stats` each token stands. What is sampled is what would have been without
+    drafts. Returns the outputs stacked over positions; rows that went on no further hold nothing there. Pages of
+    rejected tokens are given back.
+    """
+    cache, last = state.cache, drafting.most
+    light = replace(state, cache=replace(cache, layers=(), surprisal=None))  # what no position changes stays out
+    start_rows, num_rows = rows, rows.token.shape[0]
+
+    def one(i: Int[Array, ""], state: DecodeState, going: Bool[Array, " r"]) -> tuple:
+        here = at[:, i]
+        rows = replace(start_rows, position=start_rows.position + i, run=going)
+        given, read = jax.tree.map(lambda x: x[here], (logits, stats))
+        return advance(config, moved, state, rows, given, read, i == 0)
+
+    shapes = jax.eval_shape(one, jnp.int32(0), light, rows.run)[1]
+    outputs = jax.tree.map(lambda x: jnp.zeros((last + 1, *x.shape), x.dtype), shapes)
+
+    def more(carry: tuple) -> Bool[Array, ""]:
+        i, _, _, going, _ = carry
+        return (i == 0) | ((i <= last) & jnp.any(going))
+
+    def go_on(carry: tuple) -> tuple:
+        i, state, outputs, going, accepted = carry
+        state, output, verdict = one(i, state, going)
+        outputs = jax.tree.map(lambda every, this: every.at[i].set(this), outputs, output)
+        guess = drafts.token[:, jnp.minimum(i, last - 1)]
+        equal = verdict.produced & (i < drafts.count) & (start_rows.take(state.token) == guess)
+        return i + 1, state, outputs, equal & ~verdict.finished, accepted + equal.astype(jnp.int32)
+
+    nothing = jnp.zeros(num_rows, jnp.int32)
+    _, after, outputs, _, accepted = jax.lax.while_loop(more, go_on, (jnp.int32(0), light, outputs, rows.run, nothing))
+    told = {
+        "drafted": drafts.count,
+        "accepted": accepted,
+        "blocks_wasted": _wasted(stats.blocks_read, at, drafts.count, accepted),
+        "summaries_wasted": _wasted(stats.summaries_read, at, drafts.count, accepted),
+    }
+    spread = rows.spread(config.num_slots, told)
+    outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in spread.items()})
+    assert after.draft is not None
+    own = jax.vmap(partial(lengths.updated, drafting.length))
+    entropies = rows.take(after.signals).entropy
+    draft = own(rows.take(after.draft), rows.run, drafts.count, accepted, entropies)
+    held = -(-rows.take(after.length) // config.page_size)
+    most = last // config.page_size + 1
+    surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - held, 0))
+    return replace(
+        after,
+        cache=cache,
+        draft=rows.put(after.draft, draft),
+        table=pages.truncate(after.table, surplus, most),
+    ), outputs
+
+
+def _wasted(
+    read: Int[Array, " w"], at: Int[Array, "r t1"], drafted: Int[Array, " r"], accepted: Int[Array, " r"]
+) -> Int[Array, " r"]:
+    """What was read for rejected tokens."""
+    ahead = jnp.arange(at.shape[1])
+    rejected = (ahead > accepted[:, None]) & (ahead <= drafted[:, None])
+    return jnp.sum(jnp.where(rejected, read[at], 0), axis=1)
+
+
+@jax.named_scope("measure")
+def measure(
+    config: DecoderConfig,
+    moved: cost.Traffic,
+    state: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    stats: ReadStats,
+) -> tuple[Signals, entropy.Moments]:
+    """Return the raw signals of this step, before sampling, and the moments of the logits as they are."""
+    raw = entropy.moments(logits)
+    at = config.calibration.temperature
+    calibrated = raw if at == 1.0 else entropy.moments(logits, at)
+    log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
+    estimate = rows.take(state.laws).estimator(log_prob, calibrated)
+    generated = rows.take(state.generated) + 1
+    length, looked = rows.position + rows.run.astype(jnp.int32), stats.num_entropies > 0
+    signals = replace(
+        rows.take(state.signals),
+        entropy=estimate.entropy,
+        varentropy=entropy.varentropy(calibrated),
+        entropy_low=estimate.low,
+        entropy_high=estimate.high,
+        margin=entropy.margin(logits, raw),
+        kept_mass=stats.kept_mass,
+        attention_entropy=jnp.where(looked, stats.entropies / jnp.maximum(stats.num_entropies, 1.0), jnp.nan),
+        least_attention_entropy=jnp.where(looked, stats.least_entropy, jnp.nan),
+        blocks_read=stats.blocks_read,
+        summaries_read=stats.summaries_read,
+        cost=cost.nominal_bytes(moved, config.batch, stats.blocks_read, stats.summaries_read),
+        length=length,
+        generated=generated,
+        remaining=rows.take(state.limit) - generated,
+        arrival=rows.take(state.arrival),
+        pages_held=-(-length // config.page_size),
+        urgency=rows.take(state.urgency),
+    )
+    return signals, raw
+
+
+@jax.named_scope("control")
+def control(state: DecodeState, rows: Rows, sampled: Sampled, raw: entropy.Moments, stats: ReadStats) -> Verdict:
+    """Run the laws on every row, and judge it; greedy requests stay greedy under every law."""
+    before, settings, signals = rows.take(state.control), rows.take(state.sampling), sampled.signals
+    read = replace(before, block_mask=jnp.stack(stats.block_masks, axis=1), total_cost=before.total_cost + signals.cost)
+    decided = _cold(settings, jax.vmap(_after_token)(rows.take(state.laws), signals, read))
+    found = faults.fault(raw.s0, sampled.temperature, _cold(settings, before), decided)
+    fault = jnp.where(rows.run, found, 0)
+    produced = rows.run & (fault == 0)
+    stopped = jnp.any(sampled.token[:, None] == rows.take(state.stop_ids), axis=1)
+    ended = stopped | (signals.generated >= rows.take(state.limit))
+    return Verdict(control=decided, fault=fault, produced=produced, finished=produced & ended)
+
+
+@jax.named_scope("commit")
+def commit(
+    state: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    sampled: Sampled,
+    verdict: Verdict,
+    first: Bool[Array, ""] | bool,
+) -> DecodeState:
+    """Put what the rows came to back into their slots, where a token was produced; the others wait on."""
+    waited = jnp.where(first, jnp.where(state.active, state.control.wait + 1, 0), state.control.wait)
+    slots = (state.token, state.length, state.generated, state.signals, state.logits)
+    new = (
+        sampled.token,
+        rows.position + 1,
+        sampled.signals.generated,
+        sampled.signals,
+        None if state.logits is None else logits,
+    )
+    token, length, generated, signals, last = rows.put_where(verdict.produced, slots, new)
+    decided = replace(verdict.control, wait=jnp.zeros_like(verdict.control.wait))
+    stays = rows.take(state.active) & ~verdict.finished & (verdict.fault == 0)
+    counts = state.counts
+    if counts is not None:
+        counts = sampling.count(counts, rows.slot, sampled.token, verdict.produced)
+    text = state.text
+    if text is not None:
+        slot = jnp.arange(text.shape[0]) if rows.slot is None else rows.slot
+        place = jnp.where(verdict.produced, rows.position + 1, text.shape[1])
+        text = text.at[slot, place].set(sampled.token, mode="drop")
+    return replace(
+        state,
+        text=text,
+        token=token,
+        length=length,
+        generated=generated,
+        active=rows.put(state.active, stays),
+        counts=counts,
+        signals=signals,
+        logits=last,
+        control=rows.put_where(verdict.produced, replace(state.control, wait=waited), decided),
+    )
+
+
+def report(
+    config: DecoderConfig,
+    before: DecodeState,
+    after: DecodeState,
+    rows: Rows,
+    logits: Float[Array, "r v"],
+    raw: entropy.Moments,
+    sampled: Sampled,
+    verdict: Verdict,
+    first: Bool[Array, ""] | bool,
+) -> StepOutput:
+    """Return what the step did, slot by slot."""
+    refused = rows.take(before.active) & ~rows.run & first
+    top = _alternatives(config, logits, rows.run & rows.take(before.logprobs))
+    if top is not None:
+        top = rows.spread(config.num_slots, (top[0] - entropy.log_normaliser(raw)[:, None], top[1]))
+    told = (verdict.produced, verdict.finished, verdict.fault, refused, sampled.temperature)
+    produced, finished, fault, refused, temperature = rows.spread(config.num_slots, told)
+    return StepOutput(
+        token=after.token,
+        produced=produced,
+        finished=finished,
+        fault=fault,
+        refused=refused,
+        temperature=temperature,
+        entropic_time=after.control.entropic_time,
+        total_cost=after.control.total_cost,
+        drafted=jnp.zeros_like(fault),
+        accepted=jnp.zeros_like(fault),
+        blocks_wasted=jnp.zeros_like(fault),
+        summaries_wasted=jnp.zeros_like(fault),
+        guard_rates=guards.rates(after.control),
+        signals=after.signals,
+        top_tokens=None if top is None else top[1],
+        top_logprobs=None if top is None else top[0],
+    )
+
+
+def _alternatives(
+    config: DecoderConfig, logits: Float[Array, "r v"], asked: Bool[Array, " r"]
+) -> tuple[Float[Array, "r a"], Int[Array, "r a"]] | None:
+    """The greatest logits and their tokens, or zeros where no row asks; None where the decoder reports none."""
+    if not config.num_logprobs:
+        return None
+    shape = logits.shape[0], config.num_logprobs
+    nothing = jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
+    return jax.lax.cond(jnp.any(asked), lambda: tuple(jax.lax.top_k(logits, config.num_logprobs)), lambda: nothing)
+
+
+def _after_token(laws: Controller, signals: Signals, control: ControlState) -> ControlState:
+    return updated(laws.law, signals, control)
+
+
+def _cold(settings: Sampling, control: ControlState) -> ControlState:
+    """The control state with temperature 0 where the request is greedy."""
+    return replace(control, temperature=jnp.where(settings.temperature == 0, 0.0, control.temperature))

@@ -1,0 +1,184 @@
+"""What drafts save: tokens per second with drafts beside plain decoding, turn by turn, on this device.
+
+    python scripts/bench_drafting.py
+
+Two parts. The bundled model at batch 1 continues prompts that ask for copies and for summaries (written down in
+`benchmarks/prompts/drafting.json` before any figure), greedily, with drafts by lookup and without; texts that run in a
+circle are left out of the ratio, and counted. Then a random model of SmolLM-135M's shape, whose drafts hold at a given
+rate: a drafter that knows the text, and is wrong at random places. Every text is checked to be the plain one.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from et_jax.control.draft import AcceptanceLength, DraftLength, FixedLength
+from et_jax.decode.decoder import Decoder, decoder
+from et_jax.decode.draft import Drafter, Drafting
+from et_jax.decode.state import DecoderConfig, DecodeState, request
+from et_jax.evidence import tables
+from et_jax.evidence.results import REPOSITORY, RESULTS, write
+from et_jax.evidence.shapes import SMOLLM_135M
+from et_jax.models.transformer import Params, initialise
+from et_jax.pallas.backend import pick
+from et_jax.serve.chunks import calls
+from et_jax.serve.engine import Model, load
+from et_jax.serve.requests import SamplingParams
+
+PROMPTS = REPOSITORY / "benchmarks/prompts/drafting.json"
+TOKENS = 120  # of every text of the bundled model
+CIRCLE, TIMES = 8, 4  # a text that ends in so many times the same run of at most so many tokens runs in a circle
+PROMPT, LENGTH = 32, 96  # tokens of the random model's prompts, and of its texts
+
+
+def in_a_circle(tokens: tuple[int, ...]) -> bool:
+    """Return whether a text ends in the same few tokens over and over."""
+    return any(
+        tokens[-period * TIMES :] == tokens[-period:] * TIMES and len(tokens) >= period * TIMES
+        for period in range(1, CIRCLE + 1)
+    )
+
+
+def by_lookup(rounds: int, most: int) -> list[dict[str, Any]]:
+    """Return tokens per second of the bundled model on every kind of prompt, with drafts and without."""
+    plain = load(max_num_seqs=1, prefix_cache=False)
+    drafted = load(max_num_seqs=1, prefix_cache=False, draft="lookup", draft_tokens=most)
+    found = []
+    for kind, prompts in json.loads(PROMPTS.read_text(encoding="utf-8")).items():
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+            [expected], [got] = plain.generate(prompt, params), drafted.generate(prompt, params)
+            if got.token_ids != expected.token_ids:
+                raise SystemExit(f"{kind} {number}: drafts changed the text")
+            seconds = [tuple(timed(model, prompt, params) for model in (plain, drafted)) for _ in range(rounds)]
+            drafts = [sum(getattr(row, name) for row in got.trace) for name in ("drafted", "accepted")]
+            found.append(
+                {
+                    "kind": kind,
+                    "prompt": number,
+                    "circle": in_a_circle(expected.token_ids),
+                    "drafted": drafts[0],
+                    "accepted": drafts[1],
+                    "tokens_per_second": TOKENS / statistics.median(pair[0] for pair in seconds),
+                    "ratio": statistics.median(pair[0] / pair[1] for pair in seconds),
+                }
+            )
+    return found
+
+
+def timed(model: Model, prompt: str, params: SamplingParams) -> float:
+    """Return the seconds from the first token of a text to its last."""
+    events = model.stream(prompt, params)
+    next(events)
+    began = time.perf_counter()
+    for _ in events:
+        pass
+    return time.perf_counter() - began
+
+
+def wrong_at_random(texts: Int[Array, "b n"], rate: float) -> Drafter:
+    """Return a drafter that knows the texts of all slots and guesses each token rightly at this rate."""
+    right = np.random.default_rng(1).random(texts.shape) < rate
+    told = jnp.where(jnp.asarray(right), texts, (texts + 1) % SMOLLM_135M.vocab_size)
+
+    def guess(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:
+        ahead = newest[:, None] + 1 + jnp.arange(most, dtype=jnp.int32)
+        return jnp.take_along_axis(told, jnp.minimum(ahead, told.shape[1] - 1), axis=1)
+
+    return guess
+
+
+def random_model(batch: int) -> tuple[DecoderConfig, Params]:
+    """Return the decoder and the weights of SmolLM-135M's shape."""
+    params = initialise(SMOLLM_135M, jax.random.key(0), jnp.bfloat16)
+    slots = max(2, batch)
+    blocks = (PROMPT + LENGTH) // 16
+    config = DecoderConfig(
+        model=SMOLLM_135M,
+        num_slots=slots,
+        batch=slots,
+        page_size=16,
+        num_pages=slots * blocks + 1,
+        max_length=PROMPT + LENGTH,
+        prefill_batch=PROMPT,
+        chunk=16,
+        max_steps=LENGTH,
+        cache_dtype=jnp.bfloat16,
+        backend=pick(),
+    )
+    return config, params
+
+
+def begun(d: Decoder, params: Params, batch: int) -> DecodeState:
+    """Return a state in which `batch` sequences are about to start."""
+    state = d.empty()
+    for slot in range(batch):
+        ids = np.random.default_rng(slot).integers(1, SMOLLM_135M.vocab_size, PROMPT).tolist()
+        for rows in calls(d.config, slot, ids[:-1]):
+            state, _ = d.prefill(params, state, *rows)
+        state = d.insert(state, slot, request(d.config, ids, limit=LENGTH - 1, seed=slot))
+    return state
+
+
+def written(d: Decoder, params: Params, batch: int) -> tuple[float, dict[int, list[int]]]:
+    """Return the seconds that all texts take, and the texts."""
+    state = jax.block_until_ready(begun(d, params, batch))
+    began = time.perf_counter()
+    _, output, ran = jax.block_until_ready(d.decode(params, state, LENGTH))
+    seconds = time.perf_counter() - began
+    token, produced = (
+        np.asarray(x)[: int(ran)].reshape(-1, d.config.num_slots) for x in (output.token, output.produced)
+    )
+    return seconds, {slot: token[produced[:, slot], slot].tolist() for slot in range(batch)}
+
+
+def at_rates(batch: int, lengths: list[int], rates: list[float], rounds: int) -> list[dict[str, Any]]:
+    """Return the ratio to plain decoding for every length of draft, one by acceptance too, and rate of right ones."""
+    config, params = random_model(batch)
+    plain = decoder(config)
+    _, expected = written(plain, params, batch)
+    texts = np.zeros((config.num_slots, PROMPT + LENGTH), np.int32)
+    for slot, tokens in expected.items():
+        texts[slot, PROMPT : PROMPT + len(tokens)] = tokens
+    laws: list[tuple[str, int, DraftLength]] = [(str(length), length, FixedLength()) for length in lengths]
+    laws.append(("by acceptance", max(lengths), AcceptanceLength()))
+    found = []
+    for rate in rates:
+        guess = wrong_at_random(jnp.asarray(texts), rate)
+        for name, most, law in laws:
+            d = decoder(DecoderConfig(**{**vars(config), "draft": Drafting(most=most, length=law, drafter=guess)}))
+            if written(d, params, batch)[1] != expected:
+                raise SystemExit(f"drafts of length {name} at rate {rate} changed a text")
+            pairs = [(written(plain, params, batch)[0], written(d, params, batch)[0]) for _ in range(rounds)]
+            ratio = statistics.median(before / after for before, after in pairs)
+            found.append({"batch": batch, "rate": rate, "length": name, "ratio": ratio})
+            print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--most", type=int, default=8, help="drafted tokens of the bundled model (default 8)")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8, 12])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 0.9, 1.0])
+    parser.add_argument("--output", type=Path, default=RESULTS / "drafting.json")
+    args = parser.parse_args()
+    looked_up = by_lookup(args.rounds, args.most)
+    forced = [case for batch in args.batches for case in at_rates(batch, args.lengths, args.rates, args.rounds)]
+    print(tables.drafting(looked_up, forced))
+    settings = {"rounds": args.rounds, "most": args.most, "tokens": TOKENS, "forced_tokens": LENGTH - 1}
+    write(args.output, "scripts/bench_drafting.py", settings, looked_up=looked_up, forced=forced)
+
+
+if __name__ == "__main__":
+    main()

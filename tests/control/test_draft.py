@@ -1,0 +1,77 @@
+"""Lengths of drafts: the best by the formula, all or nothing by entropy, and what is remembered of a draft."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.control import draft
+from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength
+
+NO_ENTROPY = jnp.float32(0)
+
+
+def state(most: int = 8, **changes) -> draft.DraftState:
+    fields = {"length": 0, "acceptance": 0.5, "since": 0} | changes
+    kinds = {"length": jnp.int32, "acceptance": jnp.float32, "since": jnp.int32}
+    return draft.DraftState(most=jnp.int32(most), **{name: kinds[name](value) for name, value in fields.items()})
+
+
+def speed(acceptance: float, length: int, row_cost: float) -> float:
+    return sum(acceptance**k for k in range(length + 1)) / (1 + row_cost * length)
+
+
+@pytest.mark.parametrize("row_cost", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.35, 0.6, 0.9, 1.0])
+def test_the_length_is_the_one_of_the_greatest_expected_speed(acceptance, row_cost):
+    found = AcceptanceLength(row_cost).length(state(most=16, acceptance=acceptance), NO_ENTROPY)
+    expected = max(range(17), key=lambda length: speed(acceptance, length, row_cost))
+    assert speed(acceptance, int(found), row_cost) == pytest.approx(speed(acceptance, expected, row_cost), rel=1e-6)
+
+
+def test_a_sequence_whose_drafts_fail_drafts_one_token_now_and_then():
+    law = AcceptanceLength(row_cost=0.1, retry=5)
+    found = [int(law.length(state(acceptance=0.01, since=since), NO_ENTROPY)) for since in range(7)]
+    assert found == [0, 0, 0, 0, 0, 1, 1]
+    assert int(law.length(state(most=0, acceptance=0.01, since=99), NO_ENTROPY)) == 0
+
+
+def test_no_length_passes_what_the_request_allows():
+    for law in (AcceptanceLength(), EntropyLength(), FixedLength()):
+        for most in (0, 1, 3):
+            after = draft.updated(
+                law, state(most, acceptance=0.99), jnp.bool_(True), jnp.int32(most), jnp.int32(most), NO_ENTROPY
+            )
+            assert int(after.length) == most
+
+
+def test_entropy_lets_a_certain_model_draft():
+    found = [int(EntropyLength(0.6).length(state(), jnp.float32(entropy))) for entropy in (0.0, 0.6, 0.61, 5.0)]
+    assert found == [8, 8, 0, 0]
+
+
+@pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (4, 0), (4, 2), (4, 4), (1, 1)])
+def test_each_token_that_was_tried_moves_the_running_share_once(drafted, accepted):
+    """Token by token in float64: those accepted, then the first that was not; those behind it say nothing."""
+    share, tried = 0.3, [1.0] * accepted + [0.0] * (drafted > accepted)
+    mean = float(np.mean(tried)) if tried else 0.0
+    for _ in tried:
+        share = 0.9 * share + 0.1 * mean
+    after = draft.updated(
+        FixedLength(),
+        state(acceptance=0.3, since=4),
+        jnp.bool_(True),
+        jnp.int32(drafted),
+        jnp.int32(accepted),
+        NO_ENTROPY,
+    )
+    assert float(after.acceptance) == pytest.approx(share, rel=1e-5)
+    assert int(after.since) == (0 if drafted else 5)
+
+
+def test_what_was_not_served_is_as_it_was():
+    before = state(acceptance=0.3, since=4, length=2)
+    after = draft.updated(FixedLength(), before, jnp.bool_(False), jnp.int32(4), jnp.int32(4), NO_ENTROPY)
+    assert after == before or all(
+        np.array_equal(getattr(after, name), getattr(before, name))
+        for name in ("most", "length", "acceptance", "since")
+    )

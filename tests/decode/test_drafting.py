@@ -1,0 +1,246 @@
+"""Drafts: what a lookup finds, how drafted tokens are laid out, and that no drafter changes a text."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_model import MODEL, NARROW, PROMPTS, VOCABULARY, configuration, fill, same_bits, weights
+
+from et_jax.control.base import chain
+from et_jax.control.clock import FallClock
+from et_jax.control.controller import Controller
+from et_jax.control.draft import FixedLength
+from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.presets import preset
+from et_jax.control.select import Certified, PerHead, Quest, coded_bounds
+from et_jax.control.temperature import Thermostat
+from et_jax.control.tolerance import Constant
+from et_jax.decode import decoder as decoding
+from et_jax.decode.draft import Drafting, Drafts, laid_out, lookup
+from et_jax.decode.rows import Rows
+from et_jax.decode.state import request
+from et_jax.types import replace
+
+
+def found_in(text: list[int], most: int) -> list[int]:
+    """What follows the latest place with the longest match of up to four tokens, round and round."""
+    newest = len(text) - 1
+    for length in (4, 3, 2, 1):
+        for place in range(newest - 1, length - 2, -1):
+            if text[place - length + 1 : place + 1] == text[newest - length + 1 : newest + 1]:
+                after = text[place + 1 :]
+                return [after[i % len(after)] for i in range(most)]
+    return [text[-1]] * most
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=14), min_size=2, max_size=2))
+def test_a_lookup_finds_the_latest_of_the_longest_matches(texts):
+    padded = np.full((2, 14), 2, np.int32)  # what stands behind the end is never found
+    for row, text in enumerate(texts):
+        padded[row, : len(text)] = text
+    newest = jnp.asarray([len(text) - 1 for text in texts], jnp.int32)
+    got = lookup(jnp.asarray(padded), newest, 5)
+    assert got.tolist() == [found_in(text, 5) for text in texts]
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=3))
+def test_every_drafted_token_has_a_row_behind_its_slot(counts):
+    rows = Rows(
+        slot=jnp.asarray([4, 0, 2], jnp.int32),
+        token=jnp.asarray([10, 20, 30], jnp.int32),
+        position=jnp.asarray([5, 0, 7], jnp.int32),
+        run=jnp.asarray([True, True, True]),
+    )
+    guesses = jnp.asarray([[11, 12, 13], [21, 22, 23], [31, 32, 33]], jnp.int32)
+    whole, end, at = laid_out(rows, Drafts(token=guesses, count=jnp.asarray(counts, jnp.int32)), 12)
+    expected = [(4, 10, 5, 0), (0, 20, 0, 1), (2, 30, 7, 2)]
+    for row, count in enumerate(counts):
+        slot, token, position, _ = expected[row]
+        expected += [(slot, token + 1 + i, position + 1 + i, row) for i in range(count)]
+    assert whole.slot is not None
+    for number, (slot, token, position, row) in enumerate(expected):
+        got = [int(x[number]) for x in (whole.slot, whole.token, whole.position, whole.run, end)]
+        assert got == [slot, token, position, 1, int(rows.position[row]) + 1 + counts[row]]
+    assert not whole.run[len(expected) :].any()
+    for row, count in enumerate(counts):
+        tokens = whole.token[at[row]].tolist()
+        assert tokens[: count + 1] == [int(rows.token[row]), *guesses[row, :count].tolist()]
+
+
+def garbage(text, newest, most):
+    """Tokens that have nothing to do with the text."""
+    return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
+
+
+CONTROLS = {
+    "off": Controller(),
+    "thermostat": Controller(law=chain(FallClock(), Thermostat(2.0))),
+    "quest": Controller(selector=Quest(2)),
+    "certified": Controller(
+        law=chain(FallClock(), Constant(0.2)),
+        selector=PerHead(Certified(coded_bounds), AttentionEntropy()),
+        residual=True,
+    ),
+    "mean keys": Controller(law=chain(FallClock(), Constant(0.2)), selector=Certified(), residual=True),
+}
+ASKED = {
+    0: {"temperature": 0.0},
+    1: {"temperature": 0.7, "top_p": 0.9, "seed": 3},
+    2: {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "seed": 5},
+}
+LIMIT = 20
+
+
+def begun(d, **asked):
+    state = d.empty()
+    for slot, tokens in PROMPTS.items():
+        state = fill(d, weights(), state, slot, tokens)
+        state = d.insert(state, slot, request(d.config, tokens, limit=LIMIT, **ASKED[slot], **asked))
+    return state
+
+
+def told(output, ran: int) -> dict[int, dict[str, Any]]:
+    """What every slot was brought, token by token, of an output with or without positions."""
+    output = jax.tree.map(lambda x: np.asarray(x)[:ran], output)
+    if output.produced.ndim == 3:
+        output = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), output)
+    kept = {"token": output.token, "finished": output.finished, "temperature": output.temperature}
+    kept |= {"time": output.entropic_time, "cost": output.total_cost, "signals": output.signals}
+    rows = {}
+    for slot in PROMPTS:
+        places = np.flatnonzero(output.produced[:, slot])
+        rows[slot] = jax.tree.map(lambda x, slot=slot, places=places: x[places, slot], kept)
+    return rows
+
+
+@functools.cache
+def made(control: str, drafting: Drafting | None, model=MODEL):
+    return decoding.decoder(
+        configuration(controller=CONTROLS[control], draft=drafting, penalties=True, num_pages=49, model=model)
+    )
+
+
+def decoded(d, **asked):
+    state, output, ran = d.decode(weights(), begun(d, **asked), 32)
+    return state, told(output, int(ran)), output, int(ran)
+
+
+@functools.cache
+def plain(control: str):
+    state, rows, _, _ = decoded(made(control, None))
+    return state, rows
+
+
+FOUR = Drafting(most=4, length=FixedLength())
+NONSENSE = Drafting(most=4, length=FixedLength(), drafter=garbage)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("drafting", [FOUR, NONSENSE], ids=["lookup", "garbage"])
+def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafting):
+    before, expected = plain(control)
+    after, rows, output, _ = decoded(made(control, drafting))
+    assert int(output.drafted.sum()) > 0
+    for slot in PROMPTS:
+        assert rows[slot]["token"].tolist() == expected[slot]["token"].tolist() and len(rows[slot]["token"]) == LIMIT
+        assert same_bits(rows[slot], expected[slot])
+    assert same_bits(after.control, before.control) and same_bits(after.table.num_blocks, before.table.num_blocks)
+    assert int(after.table.num_free) == int(before.table.num_free)
+
+
+def test_drafts_that_hold_take_no_step_of_their_own():
+    """A drafter that knows the greedy text: every step brings a token and all that it drafted."""
+    texts = np.zeros((3, 64), np.int32)
+    _, expected = plain("off")
+    for slot, tokens in PROMPTS.items():
+        whole = tokens + expected[slot]["token"].tolist()
+        texts[slot, : len(whole)] = whole
+
+    def knowing(text, newest, most):
+        return jnp.take_along_axis(jnp.asarray(texts), newest[:, None] + 1 + jnp.arange(most), axis=1, mode="clip")
+
+    _, rows, output, ran = decoded(made("off", Drafting(most=4, length=FixedLength(), drafter=knowing)))
+    assert ran == LIMIT // 5
+    assert all(rows[slot]["token"].tolist() == expected[slot]["token"].tolist() for slot in PROMPTS)
+    drafted, accepted = (np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted))
+    assert (drafted == accepted).all() and (drafted == 4).all()
+    assert not np.asarray(output.blocks_wasted).any()
+
+
+def test_a_request_may_ask_for_no_drafts():
+    _, rows, output, ran = decoded(made("off", FOUR), num_drafted=0)
+    assert not output.drafted.any() and ran == LIMIT
+    assert all(same_bits(rows[slot], plain("off")[1][slot]) for slot in PROMPTS)
+
+
+def test_a_drafted_stop_id_ends_the_text_where_it_would_end():
+    _, expected = plain("off")
+    stop = int(expected[2]["token"][9])
+    ends = expected[2]["token"].tolist().index(stop) + 1
+    ended = {}
+    for name, drafting in (("plain", None), ("lookup", FOUR)):
+        d = made("off", drafting)
+        state, rows, _, _ = decoded(d, stop_ids=(stop,))
+        ended[name] = rows[2]["token"].tolist()
+        assert not state.active[2] and int(state.length[2]) == len(PROMPTS[2]) - 1 + ends
+    assert ended["plain"] == ended["lookup"] == expected[2]["token"][:ends].tolist()
+
+
+def test_a_pool_without_room_for_drafts_refuses_none_of_the_text():
+    """Eleven pages hold the three texts and no more: drafts take what is left over, for as long as it is."""
+    needed = sum(-(-(len(tokens) - 1 + LIMIT) // 4) for tokens in PROMPTS.values())
+    d = decoding.decoder(configuration(draft=FOUR, penalties=True, num_pages=needed + 1))
+    state, rows, output, ran = decoded(d)
+    assert not output.refused[:ran].any()
+    assert all(rows[slot]["token"].tolist() == plain("off")[1][slot]["token"].tolist() for slot in PROMPTS)
+    assert int(state.table.num_free) == 0
+
+
+def test_the_text_of_a_sequence_is_in_the_state():
+    state, rows, _, _ = decoded(made("off", FOUR))
+    for slot, tokens in PROMPTS.items():
+        whole = tokens + rows[slot]["token"].tolist()
+        assert state.text is not None and state.text[slot, : len(whole)].tolist() == whole
+
+
+def test_windows_are_drafted_for_too():
+    texts = {}
+    for name, drafting in (("plain", None), ("lookup", FOUR)):
+        d = made("off", drafting, NARROW)
+        texts[name] = decoded(d)[1]
+    assert same_bits(texts["plain"], texts["lookup"])
+
+
+@pytest.mark.parametrize(
+    ("controller", "steers"),
+    [
+        (preset("off"), False),
+        (preset("certified"), False),
+        (preset("adaptive"), False),
+        (preset("certified", target_entropy=2.0), False),
+        (preset("paper"), True),
+        (preset("guarded"), True),
+        (Controller(selector=Quest(2), refresh_every=4), True),
+        (Controller(law=lambda signals, state: replace(state, tolerance=0.1 * signals.entropy)), True),
+        (Controller(law=lambda signals, state: replace(state, temperature=0.1 * signals.entropy)), False),
+    ],
+)
+def test_laws_that_set_the_next_reading_leave_nothing_to_draft(controller, steers):
+    plain = configuration(controller=controller)
+    assert plain.steers_reading == steers
+    if steers:
+        with pytest.raises(ValueError, match="draft: got a controller"):
+            dataclasses.replace(plain, draft=FOUR)
+
+
+def test_more_than_can_be_drafted_is_refused():
+    for most in (0, 17):
+        with pytest.raises(ValueError, match=f"most: got {most}, wanted 1 to 16"):
+            Drafting(most=most)

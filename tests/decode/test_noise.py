@@ -1,0 +1,283 @@
+"""The noise of sampling: its bits, its distribution, what it depends on, and how often two models agree by it.
+
+Quantities that chance decides are held to five standard errors, or to the quantile of a chi-square that one run in a
+hundred thousand passes; the numbers are fixed by their keys.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.decode import noise, sampling
+
+SIGMAS = 5.0
+OFF = -np.inf
+
+
+def keys(rows: int, first: int = 0) -> np.ndarray:
+    """Key data of consecutive seeds, as requests have them."""
+    return np.stack([np.zeros(rows, np.uint32), first + np.arange(rows, dtype=np.uint32)], axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def bits_of(key, position, size):
+    return noise.random_bits(key, position, size)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def noise_of(key, position, size):
+    return noise.race_noise(key, position, size)
+
+
+def at(positions, size: int, seed: int = 0, of=bits_of) -> np.ndarray:
+    """The bits, or the noise, of one key at consecutive positions."""
+    positions = np.arange(positions, dtype=np.int32)
+    return np.asarray(of(np.broadcast_to(keys(1, seed), (len(positions), 2)), positions, size))
+
+
+sample = jax.jit(sampling.sample_token)
+
+
+def sampled(row, draws: int, temperature=1.0, cut=OFF, seed: int = 0) -> np.ndarray:
+    """Tokens of one row of logits at so many positions of one key, some positions at a time."""
+    row, together = jnp.asarray(row, jnp.float32), min(draws, 2**22 // len(row))
+    key = np.broadcast_to(keys(1, seed), (together, 2))
+    logits, heat, cuts = jnp.broadcast_to(row, (together, len(row))), jnp.full(together, temperature), np.full(1, cut)
+    cuts = jnp.broadcast_to(jnp.asarray(cuts, jnp.float32), together)
+    parts = [
+        sample(logits, heat, cuts, key, np.arange(start, start + together, dtype=np.int32))
+        for start in range(0, draws, together)
+    ]
+    return np.concatenate(parts)[:draws]
+
+
+def chi_square_excess(counts, expected) -> float:
+    """By how many standard errors a chi-square exceeds its mean (Wilson and Hilferty's normal approximation)."""
+    counts, expected = np.ravel(counts), np.ravel(expected)
+    free = len(counts) - 1
+    chi = ((counts - expected) ** 2 / expected).sum()
+    return float(((chi / free) ** (1 / 3) - (1 - 2 / (9 * free))) / np.sqrt(2 / (9 * free)))
+
+
+def even_counts(symbols: np.ndarray, num_symbols: int) -> float:
+    counts = np.bincount(symbols.ravel(), minlength=num_symbols)
+    return chi_square_excess(counts, np.full(num_symbols, symbols.size / num_symbols))
+
+
+def test_every_bit_depends_on_every_bit_of_key_position_and_token():
+    """A flipped input bit flips each output bit half the time, and no two output bits together more often."""
+    rows, size = 16, 1024
+    rng = np.random.default_rng(0)
+    key, position = rng.integers(0, 2**32, (rows, 2), dtype=np.uint32), rng.integers(0, 2**20, rows).astype(np.int32)
+    before = np.asarray(bits_of(key, position, size))
+    token = np.arange(size)
+    flipped = [before[:, token ^ (1 << bit)] for bit in range(10)]
+    flipped += [bits_of(key, position ^ np.int32(1 << bit), size) for bit in range(20)]
+    for word, bit in itertools.product(range(2), range(32)):
+        other = key.copy()
+        other[:, word] ^= np.uint32(1 << bit)
+        flipped.append(bits_of(other, position, size))
+    bound = SIGMAS * np.sqrt(2 / before.size)  # a token and its partner are counted twice
+    for after in flipped:
+        alone, together = changes(before, after)
+        assert np.abs(alone).max() < bound
+        assert np.abs(together - np.eye(32)).max() < bound
+
+
+@jax.jit
+def changes(before, after):
+    """The mean of every bit's change, -1 where it never changes and 1 where always, and of every two bits' product."""
+    bits = (before ^ after)[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    change = (2.0 * bits.astype(jnp.float32) - 1.0).reshape(-1, 32)
+    return change.mean(axis=0), change.T @ change / len(change)
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16, 24])
+def test_bytes_are_even_for_each_position_and_for_each_token(shift):
+    bits = at(1024, 1024) >> np.uint32(shift) & 0xFF
+    assert abs(even_counts(bits, 256)) < SIGMAS
+    by_position = [even_counts(row, 256) for row in bits]
+    by_token = [even_counts(row, 256) for row in bits.T]
+    for each in (by_position, by_token):
+        assert np.abs(each).max() < SIGMAS
+        assert abs(np.mean(each)) < SIGMAS / np.sqrt(len(each)) + 0.02
+        assert abs(np.std(each) - 1) < SIGMAS / np.sqrt(2 * len(each)) + 0.02
+
+
+NEIGHBOURS = ["token", "token 2", "token 16", "token 256", "position", "position 16", "seed", "seed 256", "both"]
+
+
+def pairs(neighbour: str) -> tuple[np.ndarray, np.ndarray]:
+    """Bits beside those of a neighbour."""
+    kind, _, distance = neighbour.partition(" ")
+    d, rows, size = int(distance or 1), 512, 2048
+    if kind == "token":
+        bits = at(rows, size + d)
+        return bits[:, :-d], bits[:, d:]
+    if kind == "position":
+        bits = at(rows + d, size)
+        return bits[:-d], bits[d:]
+    if kind == "both":
+        bits = at(rows + d, size + d)
+        return bits[:-d, :-d], bits[d:, d:]
+    zero = np.zeros(rows, np.int32)
+    return np.asarray(bits_of(keys(rows), zero, size)), np.asarray(bits_of(keys(rows, d), zero, size))
+
+
+@pytest.mark.parametrize("neighbour", NEIGHBOURS)
+def test_neighbours_do_not_correlate(neighbour):
+    one, other = pairs(neighbour)
+    ours, theirs = (-np.log(np.asarray(noise.exponential(jnp.asarray(bits)))).ravel() for bits in (one, other))
+    assert abs(np.corrcoef(ours, theirs)[0, 1]) < SIGMAS / np.sqrt(one.size)
+    for low in (0, 28):
+        symbols = (one >> np.uint32(low) & 15) * 16 + (other >> np.uint32(low) & 15)
+        assert abs(even_counts(symbols.astype(np.int64), 256)) < SIGMAS
+
+
+def test_the_least_of_many_is_exponential_down_to_its_last_bits():
+    """The least of n numbers is exponential with rate n; with 24 bits, one in 300 would be shared by two tokens."""
+    size, positions = 49_157, 4096
+    least, shared = [], 0
+    for start in range(0, positions, 64):
+        key = np.broadcast_to(keys(1, 5), (64, 2))
+        numbers = np.asarray(noise_of(key, np.arange(start, start + 64, dtype=np.int32), size))
+        least.append(numbers.min(axis=1))
+        shared += int((numbers == numbers.min(axis=1, keepdims=True)).sum()) - 64
+    assert shared == 0
+    below = np.sort(-np.expm1(-size * np.concatenate(least).astype(np.float64)))
+    steps = np.arange(positions + 1) / positions
+    distance = max(np.abs(below - steps[:-1]).max(), np.abs(below - steps[1:]).max())
+    assert distance < 2.4 / np.sqrt(positions)  # Kolmogorov's distribution, one run in 50,000
+
+
+def test_exponential_is_its_formula_positive_finite_and_falls_nowhere():
+    """Near 0, where races are won, to float32's own rounding; at the other end to the 24 bits of 1 - u."""
+    rng = np.random.default_rng(0)
+    some = [np.arange(4096), 2 ** np.arange(32, dtype=np.int64), 2**32 - 1 - np.arange(4096), [2**32 - 1]]
+    bits = np.unique(np.concatenate([*some, rng.integers(0, 2**32, 100_000)]))
+    ours = np.asarray(noise.exponential(jnp.asarray(bits, jnp.uint32)), np.float64)
+    quantile = (bits + 0.5) / 2.0**32
+    expected = -np.log1p(-quantile)
+    assert np.isfinite(ours).all() and ours.min() == 2.0**-33 and (np.diff(ours) >= 0).all()
+    assert (np.diff(ours[:4096]) > 0).all()
+    lower = quantile < 0.5
+    np.testing.assert_allclose(ours[lower], expected[lower], rtol=4e-7)
+    inner = quantile < 1 - 2.0**-20
+    np.testing.assert_allclose(-np.expm1(-ours[inner]), quantile[inner], rtol=0, atol=2.0**-23)
+    assert 16 < ours.max() < 17
+
+
+def test_noise_depends_on_key_position_and_token_alone():
+    """Not on the vocabulary, the row's place or its company: each bit for bit, at sizes of every remainder."""
+    key = keys(16, 100)
+    position = np.asarray([7, 7, 8, 2**30, *range(12)], np.int32)
+    everything = np.asarray(noise_of(key, position, 5003))
+    for size in (1, 7, 31, 300, 4097, 5002):
+        np.testing.assert_array_equal(noise_of(key, position, size), everything[:, :size])
+    for rows in (1, 2, 3, 7):
+        np.testing.assert_array_equal(noise_of(key[:rows], position[:rows], 5003), everything[:rows])
+    order = np.random.default_rng(0).permutation(16)
+    np.testing.assert_array_equal(noise_of(key[order], position[order], 5003), everything[order])
+    assert len(np.unique(everything, axis=0)) == 16
+
+
+def test_tokens_of_a_position_share_no_word():
+    bits = at(4, 50_000)
+    assert [len(np.unique(row)) for row in bits] == [50_000] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("kept", [5, 37, 300])
+def test_tokens_are_sampled_as_often_as_softmax_says(temperature, kept):
+    draws, size = 60_000, 300
+    row = np.random.default_rng(3).normal(0, 1.5, size).astype(np.float32)
+    cut = np.sort(row)[::-1][kept - 1] if kept < size else OFF
+    z = row.astype(np.float64) / np.float32(temperature)
+    p = np.where(row >= cut, np.exp(z - z.max()), 0.0)
+    p /= p.sum()
+    counts = np.bincount(sampled(row, draws, temperature, cut, seed=kept), minlength=size)
+    assert (counts[row < cut] == 0).all()
+    frequent = p * draws >= 10
+    seen = np.append(counts[frequent], counts[~frequent].sum())
+    expected = np.append(p[frequent], p[~frequent].sum()) * draws
+    assert abs(chi_square_excess(*([x[expected >= 10] for x in (seen, expected)]))) < SIGMAS
+
+
+def test_a_flat_distribution_over_a_large_vocabulary_is_flat_and_keeps_its_tail():
+    """49,157 tokens of one weight; then one that has half of the mass, and the others a hundred-thousandth each."""
+    draws, size = 8192, 49_157
+    tokens = sampled(np.zeros(size), draws)
+    runs = np.bincount(tokens * 64 // size, minlength=64)
+    widths = np.bincount(np.arange(size) * 64 // size, minlength=64)
+    assert abs(chi_square_excess(runs, draws * widths / size)) < SIGMAS
+    assert abs(even_counts(tokens % 16, 16)) < SIGMAS
+    distinct = size * -np.expm1(draws * np.log1p(-1 / size))  # expected; its variance is below the number of repeats
+    assert abs(len(np.unique(tokens)) - distinct) < SIGMAS * np.sqrt(draws - distinct)
+    row = np.zeros(size)
+    row[20_000] = np.log(size - 1)
+    tokens = sampled(row, draws, seed=1)
+    tail = tokens[tokens != 20_000]
+    assert abs(len(tail) - draws / 2) < SIGMAS * np.sqrt(draws) / 2
+    assert abs(even_counts(tail * 32 // size, 32)) < SIGMAS
+
+
+def test_tokens_at_adjacent_positions_and_of_adjacent_seeds_are_independent():
+    row = np.log([0.4, 0.3, 0.2, 0.1])
+    draws = 40_000
+    tokens = sampled(row, draws)
+    p = np.outer(np.exp(row), np.exp(row))
+    for ahead in (1, 2, 64):
+        joint = np.bincount(4 * tokens[:-ahead] + tokens[ahead:], minlength=16)
+        assert abs(chi_square_excess(joint, p * (draws - ahead))) < SIGMAS
+    joint = np.bincount(4 * tokens + sampled(row, draws, seed=1), minlength=16)
+    assert abs(chi_square_excess(joint, p * draws)) < SIGMAS
+
+
+def test_a_token_is_the_same_alone_and_in_company():
+    """Bit for bit in 1, 2 and 16 rows, whatever the neighbours ask for, beside greedy ones too."""
+    rng = np.random.default_rng(1)
+    for size in (7, 301, 4099):
+        logits = rng.normal(0, 2, (16, size)).astype(np.float32)
+        heat = np.where(np.arange(16) % 3 == 0, 0.0, rng.uniform(0.3, 2, 16)).astype(np.float32)
+        cut = np.where(np.arange(16) % 2, np.median(logits, axis=1), OFF).astype(np.float32)
+        key, position = keys(16, 9), rng.integers(0, 1000, 16).astype(np.int32)
+        together = np.asarray(sample(logits, heat, cut, key, position))
+        for rows in (1, 2):
+            for start in range(0, 16, rows):
+                some = slice(start, start + rows)
+                alone = sample(logits[some], heat[some], cut[some], key[some], position[some])
+                np.testing.assert_array_equal(alone, together[some])
+        np.testing.assert_array_equal(together[heat == 0], logits.argmax(axis=1)[heat == 0])
+
+
+def test_greedy_rows_make_no_noise():
+    """The noise is inside a conditional, which greedy rows do not enter."""
+    given = (np.zeros((2, 9), np.float32), np.zeros(2, np.float32), np.zeros(2, np.float32))
+    program = jax.make_jaxpr(sampling.sample_token)(*given, keys(2), np.zeros(2, np.int32))
+    outside = {equation.primitive.name for equation in program.jaxpr.eqns}
+    assert "cond" in outside and not {"log1p", "exp", "mul", "random_fold_in"} & outside
+
+
+def inverted(p: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """Tokens by a uniform number each through the inverse of the cumulative distribution."""
+    return np.minimum(np.searchsorted(np.cumsum(p), u, side="right"), len(p) - 1)
+
+
+@pytest.mark.parametrize("apart", [0.1, 0.4, 1.0, 3.0])
+def test_two_models_with_the_same_noise_agree_as_often_as_the_coupling_promises(apart):
+    """At least (1 - TV) / (1 + TV), where 1 - TV is the best; a shared uniform number does worse."""
+    rng = np.random.default_rng(4)
+    draws, size = 20_000, 300
+    target = rng.normal(0, 1.5, size).astype(np.float32)
+    draft = (target + rng.normal(0, apart, size)).astype(np.float32)
+    p, q = (np.asarray(jax.nn.softmax(row), np.float64) for row in (target, draft))
+    distance = np.abs(p - q).sum() / 2
+    agreement = (sampled(target, draws) == sampled(draft, draws)).mean()
+    error = SIGMAS * 0.5 / np.sqrt(draws)
+    assert (1 - distance) / (1 + distance) - error < agreement < 1 - distance + error
+    u = rng.random(draws)
+    assert agreement > (inverted(p / p.sum(), u) == inverted(q / q.sum(), u)).mean()

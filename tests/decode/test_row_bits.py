@@ -1,0 +1,138 @@
+"""A row of a step has the same bits however many rows stand beside it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import MODEL, configuration, fill, prompt, request, same_bits
+
+from et_jax import sums
+from et_jax.control.base import chain
+from et_jax.control.clock import FallClock
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.control.select import Quest
+from et_jax.control.smoothing import EmaEntropy
+from et_jax.decode import decoder as decoding
+from et_jax.decode.state import empty
+from et_jax.decode.step import step
+from et_jax.models.calibration import Calibration
+from et_jax.models.transformer import initialise
+from et_jax.types import Table, replace
+
+# Wide enough that sums over 2 rows are small to XLA, and those over 18 rows are not.
+WIDE = dataclasses.replace(
+    MODEL, vocab_size=2093, hidden_size=256, intermediate_size=320, num_heads=6, num_kv_heads=2, head_dim=32
+)
+SLIDING = dataclasses.replace(WIDE, head_dim=64, windows=(6, None), vocab_size=500)
+LONE = dataclasses.replace(WIDE, head_dim=128, num_heads=4, num_kv_heads=1)
+LAWS = {
+    "off": Controller(law=chain(EmaEntropy(), FallClock())),
+    "quest": Controller(selector=Quest(3), residual=True),
+} | {name: preset(name) for name in ("paper", "certified", "adaptive")}
+SETTINGS = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+)
+MANY = (2, 3, 4, 5, 8, 10, 16, 17, 18, 32, 33, 36, 64, 72, 80, 128, 144)
+
+
+@functools.cache
+def full(model, dtype, control: str, rows: int):
+    """A decoder of so many rows, weights, and a state in which every slot has a prompt and settings of its own."""
+    sensitivity = np.linspace(0.1, 2.0, model.num_layers * model.num_heads, dtype=np.float32)
+    sensitivity = sensitivity.reshape(model.num_layers, model.num_kv_heads, model.group_size)
+    config = configuration(
+        model=model,
+        num_slots=rows,
+        batch=rows,
+        num_pages=16 * rows + 7,
+        cache_dtype=dtype,
+        penalties=True,
+        controller=LAWS[control],
+        calibration=Calibration(sensitivity=Table(sensitivity)),
+        keep=frozenset({"logits"}),
+    )
+    params = initialise(model, jax.random.key(0), dtype)
+    params = jax.tree.map(lambda x: x * jnp.asarray(4 if x.ndim > 1 else 1, dtype), params)
+    d = decoding.decoder(config)
+    state = d.empty()
+    for slot in range(rows):
+        tokens = prompt(slot, 3 + 7 * slot % 40)
+        state = fill(d, params, state, slot, tokens)
+        asked = request(tokens[-1], control=config.controller, seed=slot, **SETTINGS[slot % len(SETTINGS)])
+        seen = jnp.zeros(model.vocab_size, bool).at[jnp.asarray(tokens)].set(True)
+        state = d.insert(state, slot, replace(asked, in_prompt=seen))
+    return config, params, state
+
+
+def first_rows(config, state, rows: int):
+    """The configuration and the state of the first rows alone, over the same pages."""
+    config = dataclasses.replace(config, num_slots=rows, batch=rows)
+    shapes = jax.eval_shape(functools.partial(empty, config))
+    return config, jax.tree.map(lambda x, like: x if x.shape == like.shape else x[:rows], state, shapes)
+
+
+def after_steps(config, params, state, rows: int, steps: int = 3):
+    """All that some steps came to for the first rows, and the pages that these hold."""
+    advance = jax.jit(functools.partial(step, config))
+    for _ in range(steps):
+        state, output = advance(params, state)
+    pages = np.concatenate([state.table.pages[row, : state.table.num_blocks[row]] for row in range(rows)])
+    told = {name: x for name, x in vars(state).items() if name not in ("cache", "table")} | {"output": output}
+    told = jax.tree_util.tree_leaves_with_path(told)
+    # the weights' bytes are shared out among the rows
+    of_rows = {jax.tree_util.keystr(path): x[:rows] for path, x in told if "cost" not in jax.tree_util.keystr(path)}
+    return of_rows, jax.tree.map(lambda x: x[:, pages], state.cache.layers)
+
+
+def check(model, dtype, control: str, counts: tuple[int, ...]) -> None:
+    """The first rows among the most have the bits that they have among fewer."""
+    config, params, state = full(model, dtype, control, counts[-1])
+    for rows in counts[:-1]:
+        few, own = first_rows(config, state, rows)
+        alone, among = after_steps(few, params, own, rows), after_steps(config, params, state, rows)
+        assert [name for name in alone[0] if not same_bits(alone[0][name], among[0][name])] == [], rows
+        assert same_bits(alone[1], among[1]), rows
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "control"),
+    [(WIDE, jnp.float32, "off"), (SLIDING, jnp.bfloat16, "certified")],
+)
+def test_a_row_among_few_has_the_bits_of_a_row_among_many(model, dtype, control):
+    check(model, dtype, control, (2, 18))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", LAWS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("model", [WIDE, SLIDING, LONE])
+def test_a_row_has_the_same_bits_among_any_number(model, dtype, control):
+    check(model, dtype, control, MANY)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 31, 192, 257, 2047, 2048])
+def test_a_total_is_the_sum_with_the_same_bits_for_every_row(size):
+    x = np.random.default_rng(size).normal(size=(33, size)).astype(np.float32)
+    every = jax.jit(sums.total)(x)
+    np.testing.assert_allclose(every, x.astype(np.float64).sum(axis=1), rtol=0, atol=2e-7 * np.abs(x).sum(axis=1).max())
+    for rows in (2, 3, 16):
+        assert same_bits(jax.jit(sums.total)(x[:rows]), every[:rows])
+    np.testing.assert_allclose(sums.total(jnp.asarray(x.T), 0), every, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(sums.total(x)))(jnp.asarray(x)), 1.0)
+
+
+def test_logs_and_shares_by_these_sums_are_those_of_jax():
+    x = np.random.default_rng(0).normal(size=(4, 37)).astype(np.float32)
+    x[0], x[1, 3:] = -np.inf, -np.inf
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    close(sums.log_sum_exp(jnp.asarray(x)), jax.nn.logsumexp(x, axis=-1))
+    close(sums.log_softmax(jnp.asarray(x[1:])), jax.nn.log_softmax(x[1:], axis=-1))
+    close(sums.softmax(jnp.asarray(x[1:])), jax.nn.softmax(x[1:], axis=-1))
+    close(sums.length(jnp.asarray(x[2:])), np.linalg.norm(x[2:], axis=-1))

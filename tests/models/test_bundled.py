@@ -1,0 +1,67 @@
+"""The models that travel with the package: found by their names, of one family, the small one near the large one."""
+
+import numpy as np
+import pytest
+
+from et_jax import load
+from et_jax.errors import UsageError
+from et_jax.models.bundled import bundled_folder, is_bundled, named_folder
+from et_jax.models.calibration import read_calibration
+from et_jax.models.checkpoint import read_config
+from et_jax.models.hub import resolve
+from et_jax.models.transformer import num_weights
+from et_jax.training import corpus, distillation, recipe
+
+NAMES = "bundled", "bundled-small"
+# Elizabeth Gaskell, Mary Barton (1848), preface: held out from the training of either
+TEXT = (
+    "I had always felt a deep sympathy with the care-worn men, who looked as if doomed to struggle through their lives "
+    "in strange alternations between work and want; tossed to and fro by circumstances, apparently in even a greater "
+    "degree than other men. A little manifestation of this sympathy, and a little attention to the expression of "
+    "feelings on the part of some of the work-people with whom I was acquainted, had laid open to me the hearts of one "
+    "or two of the more thoughtful among them."
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bundled_model_is_found_by_its_name(name):
+    assert is_bundled(name)
+    assert resolve(name) == named_folder(name) == bundled_folder(name)
+    config = read_config(resolve(name))
+    found = read_calibration(resolve(name), config).sensitivity
+    assert found is not None
+    assert found.array.shape == (config.num_layers, config.num_kv_heads, config.group_size)
+
+
+def test_other_names_are_no_bundled_models():
+    assert not is_bundled("bundled_small")
+    with pytest.raises(UsageError, match="neither a folder nor a hub name"):
+        resolve("bundled-large")
+
+
+def test_the_models_are_one_family():
+    large, small = (read_config(bundled_folder(name)) for name in NAMES)
+    assert (small.vocab_size, small.eos_token_ids) == (large.vocab_size, large.eos_token_ids)
+    assert small.max_positions >= large.max_positions
+    assert num_weights(small) < num_weights(large) / 6
+    assert (bundled_folder("bundled-small") / "model.safetensors").stat().st_size <= 1.2e6
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        first, second = ((bundled_folder(name) / file).read_bytes() for name in NAMES)
+        assert first == second
+
+
+def test_the_small_model_is_near_the_large_one_on_a_text_that_neither_was_trained_on():
+    settings = recipe.small_settings()
+    assert read_config(bundled_folder("bundled-small")) == settings.model
+    teacher, tokenizer = distillation.read_teacher(bundled_folder(), settings)
+    ids = np.array([tokenizer.encode(TEXT).ids], np.int32)
+    rows = corpus.Rows(inputs=ids[:, :-1], targets=ids[:, 1:], target_mask=np.ones_like(ids[:, 1:], bool))
+    student, _ = distillation.read_teacher(bundled_folder("bundled-small"), settings)
+    found = distillation.agreement(student.params, settings, teacher, rows)
+    assert found.overlap.mean() > 0.5
+    assert found.divergence.mean() < 1.0
+
+
+def test_the_small_model_writes():
+    [completion] = load("bundled-small", max_model_len=64).generate("It was", max_tokens=12, seed=1)
+    assert completion.text.strip()

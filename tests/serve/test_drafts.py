@@ -1,0 +1,124 @@
+"""Drafts in the engine: the same texts and traces for every kind of request, pages that balance, counts that add up."""
+
+import dataclasses
+
+import pytest
+from reopened import SIZES
+
+from et_jax.control.presets import preset
+from et_jax.errors import UsageError
+from et_jax.serve import engine
+from et_jax.serve.completions import Completion
+from et_jax.serve.config import EngineConfig
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+LIST = "The guests were these: Mr. Brown, Mrs. Brown, Miss Ada Brown, Mr. Grey. "
+DRAFTS = {"draft": "lookup", "draft_tokens": 4, "draft_length": "fixed"}
+
+
+def asked(control: dict | None = None) -> list[GenerationRequest]:
+    """Requests of every kind: greedy and sampled, cut, penalised, with stops, alternatives, one never drafted for."""
+    several = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2},
+        {"temperature": 0.5, "top_p": 0.9, "seed": 5, "n": 2, "logprobs": 3},
+        {"temperature": 0.0, "stop": ("Grey",)},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.05, "seed": 9, "frequency_penalty": 0.3},
+        {"temperature": 0.0, "max_tokens": 9},
+    ]
+    prompts = [LIST * 2 + "The guests were", "It was late in", LIST * 2, LIST * 2 + "The", LIST, LIST]
+    requests = [
+        GenerationRequest(prompt=prompt, params=SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | settings))
+        for prompt, settings in zip(prompts, several, strict=True)
+    ]
+    return [
+        *requests[:-1],
+        dataclasses.replace(requests[-1], draft_tokens=0),
+        dataclasses.replace(requests[1], control=control),
+    ]
+
+
+def all_but_costs(completion: Completion):
+    """All that drafts may not change: everything but what a token is charged, and what is told of the drafts."""
+    rows = [dataclasses.replace(row, cost=0.0, flops=0.0, drafted=0, accepted=False) for row in completion.trace]
+    return completion.text, completion.finish_reason, rows
+
+
+def opened(control: str, **settings) -> engine.Model:
+    chosen = "off" if control == "off" else preset(control, target_entropy=2.0)
+    return engine.load(**(SIZES | {"max_model_len": 192, "control": chosen} | settings))
+
+
+def assert_balanced(model: engine.Model) -> None:
+    for replica in model.replicas().replicas:
+        replica.forget_prefixes()
+        assert replica.idle and int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What each control writes without drafts."""
+    controls = {"off": None, "certified": {"tolerance": 0.2}, "adaptive": {"target_entropy": 1.5}}
+    return {name: (control, opened(name).generate(asked(control))) for name, control in controls.items()}
+
+
+@pytest.mark.parametrize(
+    ("control", "settings"),
+    [
+        ("off", {}),
+        ("off", {"num_pages": 40, "preempt_every": 3}),
+        ("off", {"max_resident_seqs": 5, "draft_length": "acceptance"}),
+        ("off", {"replicas": 2, "draft_length": "entropy"}),
+        ("certified", {}),
+        ("adaptive", {"num_pages": 40}),
+    ],
+)
+def test_texts_and_traces_are_those_without_drafts(plain, control, settings):
+    numbers, expected = plain[control]
+    model = opened(control, **(DRAFTS | settings))
+    done = model.generate(asked(numbers))
+    for one, other in zip(done, expected, strict=True):
+        assert all_but_costs(one) == all_but_costs(other)
+    rows = [row for completion in done for row in completion.trace]
+    metrics = model.metrics
+    assert metrics.drafted_tokens >= metrics.accepted_tokens > 0
+    assert metrics.accepted_tokens == sum(row.accepted for row in rows)
+    if "preempt_every" in settings:
+        assert metrics.preemptions > 0
+    assert not any(row.drafted or row.accepted for row in done[-2].trace)
+    assert_balanced(model)
+    again = model.generate(asked(numbers)[:1])  # its beginning is kept now
+    assert all_but_costs(again[0]) == all_but_costs(done[0])
+
+
+def test_a_control_that_steers_reading_is_served_without_drafts():
+    texts = [model.generate(asked()[:3]) for model in (opened("guarded"), opened("guarded", **DRAFTS))]
+    assert [all_but_costs(one) for one in texts[0]] == [all_but_costs(one) for one in texts[1]]
+    model = opened("guarded", **DRAFTS)
+    assert model.decoder_config.draft is None
+    assert any("drafts off" in line for line in model.describe())
+    assert model.decoder("off").config.draft is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"draft": "oracle"}, "draft is 'oracle'; choose one of None, lookup."),
+        ({"draft_length": "long"}, "draft_length is 'long'; choose one of acceptance, entropy, fixed."),
+        ({"draft_tokens": 0}, "draft_tokens is 0"),
+        ({"draft_tokens": 17}, "draft_tokens is 17"),
+        ({"draft_tokens": "many"}, "draft_tokens is 'many'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
+    with pytest.raises(UsageError) as refusal:
+        EngineConfig(**settings)
+    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
+    for number in (-1, 17, "few", 1.5):
+        with pytest.raises(UsageError, match="draft_tokens"):
+            GenerationRequest(prompt="It was", params=SamplingParams(), draft_tokens=number)

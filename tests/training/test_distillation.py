@@ -1,0 +1,240 @@
+"""A student learns its teacher's distributions: the formula, the start, the agreement, the run, the refusals."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import MIXED_WINDOW, SCHEDULE, VOCAB, WINDOW, log, losses, model
+
+from et_jax.errors import UsageError
+from et_jax.models.transformer import forward
+from et_jax.training import corpus, distillation, export, loop, loss, student_card
+from et_jax.training.card import Run
+from et_jax.training.distillation import Teacher
+from et_jax.types import replace
+
+ROWS, LENGTH, WIDTH = 2, 12, 16  # of the formula's tokens; and the student's width, half of its teacher's
+
+
+@pytest.fixture(scope="module")
+def teacher(settings, data):
+    """A model after a few steps, made surer of what it has learned."""
+    state = loop.initial_state(settings)
+    for step in range(12):
+        rows = corpus.training_rows(data[1], settings.seed, step, settings.windows_per_step, WINDOW, WINDOW)
+        state, _ = loop.train_step(state, settings, rows.inputs, rows.targets, np.float32(1))
+    sure = replace(state.params, embedding=4 * state.params.embedding)
+    return Teacher(config=settings.model, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), sure))
+
+
+@pytest.fixture(scope="module")
+def student(settings):
+    """The settings of a student of half the width."""
+    shape = dataclasses.replace(settings.model, hidden_size=WIDTH, head_dim=4)
+    schedule = dataclasses.replace(SCHEDULE, short_length=WINDOW)
+    return dataclasses.replace(settings, model=shape, schedule=schedule, distilled=True)
+
+
+def distribution(params, config, inputs, segments):
+    """The log-probabilities that plain attention, one head and row at once, gives of every next token; float64."""
+
+    def attend(layer, q, k, v, memory):
+        k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(jnp.float32(q.shape[-1]))
+        seen = jnp.tril(jnp.ones((q.shape[1],) * 2, bool)) & (segments[:, :, None] == segments[:, None, :])
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v), memory
+
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.unstack(params, config.num_layers))
+    scores = np.asarray(forward(plain, config, inputs, positions, attend, None)[0], np.float64)
+    return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+
+
+def given():
+    inputs = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
+    segments = jnp.broadcast_to(jnp.arange(LENGTH) // 5, inputs.shape)
+    return inputs, jax.random.uniform(jax.random.key(2), inputs.shape) * 5.0, segments
+
+
+def test_the_loss_is_the_divergence_of_the_formula(student, teacher):
+    inputs, weights, segments = given()
+    params = loop.start_beside(teacher, student)[0].params
+    log_p = distribution(teacher.params, teacher.config, inputs, segments)
+    log_q = distribution(params, student.model, inputs, segments)
+    divergence = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    assert divergence.mean() > 0.1  # nats: enough to tell one formula from another
+    counts = np.asarray(weights)
+    expected = (divergence * counts).sum() / counts.sum()
+    judged = params, student.model, inputs, teacher.params, teacher.config
+    found = loss.mean_divergence(*judged, weights, segments)
+    assert float(found) == pytest.approx(expected, rel=0.02)  # products in bfloat16
+    plain = distribution(params, student.model, inputs, jnp.zeros_like(inputs))
+    taught = distribution(teacher.params, teacher.config, inputs, jnp.zeros_like(inputs))
+    assert float(loss.mean_divergence(*judged)) == pytest.approx(
+        (np.exp(taught) * (taught - plain)).sum(axis=-1).mean(), rel=0.02
+    )
+
+
+def test_the_gradient_is_the_slope_of_the_loss_and_nothing_where_the_student_is_the_teacher(student, teacher):
+    x, taught = (
+        jax.random.normal(jax.random.key(seed), (6, width), jnp.float32) for seed, width in ((1, WIDTH), (2, 2 * WIDTH))
+    )
+    weight, other = (0.3 * jax.random.normal(jax.random.key(i), (40, y.shape[1])) for i, y in ((3, x), (4, taught)))
+    x, weight, taught, other = (y.astype(jnp.bfloat16) for y in (x, weight, taught, other))
+
+    def formula(x, weight):
+        p, q = (
+            jax.nn.log_softmax(one.astype(jnp.float32) @ two.T.astype(jnp.float32))
+            for one, two in ((taught, other), (x, weight))
+        )
+        return (jnp.exp(p) * (p - q)).sum(axis=-1)
+
+    values, errors = loss._divergences_and_errors(weight, x, taught, other)
+    np.testing.assert_allclose(values, formula(x, weight), rtol=1e-5)
+    slope = jax.grad(lambda x: formula(x, weight).sum())(x.astype(jnp.float32))
+    np.testing.assert_allclose(errors @ weight.astype(jnp.float32), slope, atol=1e-5)
+    values, errors = loss._divergences_and_errors(other, taught, taught, other)
+    assert float(jnp.abs(values).max()) < 1e-6
+    assert float(jnp.abs(errors).max()) < 1e-6
+
+    inputs, weights, segments = given()
+    own = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), teacher.params)
+    value, gradient = jax.value_and_grad(loss.mean_divergence)(
+        own, teacher.config, inputs, teacher.params, teacher.config, weights, segments
+    )
+    assert float(value) == pytest.approx(0.0, abs=1e-6)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)) < 1e-6
+
+
+def test_a_student_begins_with_the_nearest_embedding_of_its_width(settings, student, teacher):
+    taught = np.asarray(teacher.params.embedding, np.float64) * np.asarray(teacher.params.final_norm, np.float64)
+    sizes = np.linalg.svd(taught, compute_uv=False)
+    narrow = np.asarray(loop.start_beside(teacher, student)[0].params.embedding, np.float64)
+    missed = np.linalg.norm(taught @ taught.T - narrow @ narrow.T)
+    assert missed == pytest.approx(np.sqrt((sizes[WIDTH:] ** 4).sum()), rel=1e-3)  # Eckart and Young 1936
+    whole = np.asarray(loop.start_beside(teacher, settings)[0].params.embedding, np.float64)
+    np.testing.assert_allclose(whole @ whole.T, taught @ taught.T, atol=1e-5)
+
+
+def test_agreement_is_that_of_the_formulas(student, teacher):
+    inputs, *_ = given()
+    params = loop.start_beside(teacher, student)[0].params
+    mask = np.ones(inputs.shape, bool)
+    mask[1, 7:] = False
+    rows = corpus.Rows(inputs=np.asarray(inputs), targets=np.asarray(inputs), target_mask=mask)
+    found = distillation.agreement(params, student, teacher, rows, batch_tokens=LENGTH)
+    log_p, log_q = (
+        distribution(*each, inputs, jnp.zeros_like(inputs))
+        for each in ((teacher.params, teacher.config), (params, student.model))
+    )
+    p, q = np.exp(log_p), np.exp(log_q)
+    np.testing.assert_allclose(found.divergence, np.where(mask, (p * (log_p - log_q)).sum(-1), 0), rtol=0.05, atol=0.01)
+    np.testing.assert_allclose(found.overlap, np.where(mask, np.minimum(p, q).sum(-1), 0), atol=0.02)
+    same = p.argmax(-1) == q.argmax(-1)
+    assert (found.greedy == np.where(mask, same, 0)).mean() > 0.9  # bfloat16 may swap the two likeliest
+    itself = distillation.agreement(
+        teacher.params, dataclasses.replace(student, model=teacher.config), teacher, rows, batch_tokens=LENGTH
+    )
+    assert itself.overlap[mask] == pytest.approx(1.0)
+    assert (itself.greedy == mask).all()
+
+
+def run(student, teacher, data, folder, steps):
+    tokenizer, train, held_out = data
+    start = loop.start_beside(teacher, student)
+    return loop.train(student, train, held_out, folder, steps, None, tokenizer=tokenizer, start=start, teacher=teacher)
+
+
+def test_a_student_comes_nearer_and_a_killed_run_resumes_the_same(student, teacher, data, tmp_path, monkeypatch):
+    assert run(student, teacher, data, tmp_path / "whole", 10) == 10
+    figures = log(tmp_path / "whole")
+    assert figures[-1]["loss"] < 0.85 * figures[0]["loss"]
+    assert 0 < figures[-1]["divergence"] < figures[3]["divergence"]
+    assert figures[3]["overlap"] < figures[-1]["overlap"] < 1
+    rows = corpus.training_rows
+
+    def killed(*arguments, **others):
+        if others["step"] == 7:
+            raise KeyboardInterrupt  # nothing is saved, as after kill -9
+        return rows(*arguments, **others)
+
+    monkeypatch.setattr(corpus, "training_rows", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(student, teacher, data, tmp_path / "cut", 10)
+    monkeypatch.undo()
+    assert run(student, teacher, data, tmp_path / "cut", 10) == 10
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_the_card_tells_how_near_the_student_has_come(mixed_settings, mixed_data, tmp_path):
+    tokenizer, _, held_out = mixed_data
+    schedule = dataclasses.replace(SCHEDULE, short_length=128, long_length=MIXED_WINDOW)
+    settings = dataclasses.replace(mixed_settings, schedule=schedule, distilled=True, probed_length=MIXED_WINDOW)
+    params = loop.initial_state(settings).params
+    teacher = Teacher(config=settings.model, params=loop.initial_state(dataclasses.replace(settings, seed=5)).params)
+    figures = student_card.measure(params, settings, teacher, held_out, tokenizer)
+    whole, *parts = figures.by_position.items()
+    assert whole[0] == (0, MIXED_WINDOW)
+    mean = sum((end - begin) * np.array(values) for (begin, end), values in parts) / MIXED_WINDOW
+    assert mean == pytest.approx(whole[1], rel=0.1, abs=0.01)  # padding thins the last positions
+    rows = corpus.held_out_rows(held_out, MIXED_WINDOW)
+    for nats, one in ((figures.nats, params), (figures.teacher_nats, teacher.params)):
+        assert nats == pytest.approx(loop.evaluate(one, settings, rows).sum() / rows.target_mask.sum(), rel=1e-3)
+    folder = tmp_path / "run"
+    (folder / "data").mkdir(parents=True)
+    for side, name in (("train", "a.txt"), ("held_out", "Kept_1850.txt")):
+        (folder / "data" / f"{side}.json").write_text(json.dumps({"works": [name], "starts": [0, 9]}))
+    (folder / "log.jsonl").write_text(json.dumps({"minutes": 90.0}) + "\n")
+    told = Run(folder=folder, step=8, hardware="a test")
+    student_card.write_card(figures, settings, told, held_out, tmp_path / "card.md")
+    text = (tmp_path / "card.md").read_text()
+    for part in (
+        "| all | " + " | ".join(f"{value:.3f}" for value in whole[1]) + " |",
+        f"loses {figures.nats:.3f} nats per token and the teacher {figures.teacher_nats:.3f}",
+        "--recipe small --teacher bundled --steps 8 --seed 0",
+        "Kept_1850",
+        "| passkey |",
+    ):
+        assert part in text
+
+
+def test_a_run_has_a_teacher_if_and_only_if_it_is_a_students(settings, student, teacher, data, tmp_path):
+    tokenizer, train, held_out = data
+    for each, given in ((student, None), (settings, teacher)):
+        with pytest.raises(UsageError, match="need a teacher"):
+            loop.train(each, train, held_out, tmp_path, 1, None, tokenizer=tokenizer, teacher=given)
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(teacher, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    export.export(teacher.params, teacher.config, data[0], folder)
+    return folder
+
+
+def test_a_teacher_is_read_as_it_is(student, teacher, teacher_folder):
+    found, tokenizer = distillation.read_teacher(teacher_folder, student)
+    assert found.config == teacher.config
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), found, teacher))
+    distillation.check_tokens(tokenizer, corpus.read_tokenizer(teacher_folder))
+
+
+def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(student, teacher, teacher_folder, mixed_data, tmp_path):
+    with pytest.raises(UsageError, match="another tokenizer than the teacher's"):
+        distillation.check_tokens(corpus.read_tokenizer(teacher_folder), mixed_data[0])
+    wider = dataclasses.replace(student, window=2 * WINDOW)
+    with pytest.raises(UsageError, match="reads 32 tokens and the longest rows are 64"):
+        distillation.read_teacher(teacher_folder, wider)
+    fewer = dataclasses.replace(student, model=model(299, WINDOW))
+    with pytest.raises(UsageError, match="has 300 tokens and the student 299"):
+        distillation.read_teacher(teacher_folder, fewer)
+    sliding = dataclasses.replace(teacher.config, architecture="mistral", windows=(8, 8))
+    export.export(teacher.params, sliding, mixed_data[0], tmp_path)
+    with pytest.raises(UsageError, match="sliding windows"):
+        distillation.read_teacher(tmp_path, student)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"no readable tokenizer\.json"):
+        corpus.read_tokenizer(tmp_path)
