@@ -38,7 +38,7 @@ def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
     asked = [GenerationRequest(prompt=PROMPT, params=PARAMS, control=numbers(i)) for i in range(100)]
     together = model.generate(asked)
     assert num_compiled() == before and model.metrics.programs_compiled_late == 0
-    assert len({done.token_ids for done in together}) > 10  # the numbers matter
+    assert len({tuple(row.temperature for row in done.trace) for done in together}) > 90  # the numbers matter
     for i in range(0, 100, 9):
         given = numbers(i)
         whole = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
