@@ -23,7 +23,8 @@ from jaxtyping import Array, Int
 from et_jax.control.draft import AcceptanceLength, DraftLength, FixedLength
 from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafter, Drafting
-from et_jax.decode.state import DecoderConfig, DecodeState, request
+from et_jax.decode.request import request
+from et_jax.decode.state import DecoderConfig, DecodeState
 from et_jax.evidence import tables
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.evidence.shapes import SMOLLM_135M

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from et_jax.decode import cost
-from et_jax.decode.state import request
+from et_jax.decode.request import request
 from et_jax.serve.engine import load
 
 

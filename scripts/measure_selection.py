@@ -38,7 +38,8 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import BlockView
 from et_jax.decode import slots
 from et_jax.decode.prefill import prefill
-from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, request, slot_laws
+from et_jax.decode.request import request
+from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step
 from et_jax.errors import UsageError
 from et_jax.evidence import tables

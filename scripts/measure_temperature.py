@@ -21,7 +21,7 @@ import numpy as np
 from et_jax.control import guards, temperature, temperature_rules
 from et_jax.control.base import Law, TemperatureRule
 from et_jax.control.controller import Controller
-from et_jax.decode.state import request
+from et_jax.decode.request import request
 from et_jax.errors import UsageError
 from et_jax.evidence import tables
 from et_jax.evidence.figures import FIGURES, pyplot, save

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Int
 from et_jax.decode import cache as kv
 from et_jax.decode import slots
 from et_jax.decode.prefill import prefill
-from et_jax.decode.state import DecoderConfig, DecodeState, Request, StepOutput, empty
+from et_jax.decode.request import Request
+from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput, empty
 from et_jax.decode.step import step
 from et_jax.models.transformer import Params
 

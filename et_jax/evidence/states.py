@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from et_jax.decode import pages, slots
-from et_jax.decode.state import DecoderConfig, DecodeState, empty, request
+from et_jax.decode.request import request
+from et_jax.decode.state import DecoderConfig, DecodeState, empty
 from et_jax.models.config import ModelConfig
 from et_jax.pallas.backend import pick
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE

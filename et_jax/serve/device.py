@@ -11,8 +11,9 @@ import numpy as np
 
 from et_jax.decode.cache import KVCache
 from et_jax.decode.decoder import Decoder
+from et_jax.decode.request import Request, request
 from et_jax.decode.slots import SlotRow
-from et_jax.decode.state import DecodeState, Request, StepOutput, request
+from et_jax.decode.state import DecodeState, StepOutput
 from et_jax.models.transformer import Params
 from et_jax.serve import chunks
 from et_jax.types import replace

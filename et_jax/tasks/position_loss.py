@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Integer
 
 from et_jax.decode.decoder import Decoder
-from et_jax.decode.state import request
+from et_jax.decode.request import request
 from et_jax.errors import UsageError
 from et_jax.types import replace
 

@@ -23,8 +23,8 @@ from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
 from et_jax.decode import decoder as decoding
 from et_jax.decode.draft import Drafting, Drafts, laid_out, lookup
+from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
-from et_jax.decode.state import request
 from et_jax.types import replace
 
 

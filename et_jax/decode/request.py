@@ -1,0 +1,105 @@
+"""One sequence about to start: what was asked for, as the device is told it."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control.controller import Controller
+from et_jax.decode.sampling import Sampling
+from et_jax.decode.state import DecoderConfig, law_numbers
+from et_jax.types import pytree
+
+
+@pytree
+class Request:
+    """One sequence about to start: the last token of its prompt, what was asked for, and the numbers of its laws.
+
+    `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
+    prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
+    that several continuations of one prompt differ. `logprobs` asks for alternatives. `text` are the prompt's
+    tokens and `num_drafted` the most to draft in a step; None and 0 where the decoder drafts nothing.
+    """
+
+    token: Int[Array, ""]
+    limit: Int[Array, ""]
+    arrival: Int[Array, ""]
+    urgency: Float[Array, ""]
+    index: Int[Array, ""]
+    stop_ids: Int[Array, " i"]
+    logprobs: Bool[Array, ""]
+    sampling: Sampling
+    laws: Controller
+    in_prompt: Bool[Array, " v"] | None
+    text: Int[Array, " n"] | None
+    num_drafted: Int[Array, ""]
+
+
+def request(
+    config: DecoderConfig,
+    prompt: Sequence[int],
+    *,
+    limit: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    seed: int = 0,
+    index: int = 0,
+    stop_ids: Sequence[int] = (),
+    logprobs: bool = False,
+    arrival: int = 0,
+    urgency: float = 0.0,
+    control: Controller | None = None,
+    num_drafted: int | None = None,
+) -> Request:
+    """Return the request to continue `prompt`, whose tokens but the last are prefilled, by `limit` tokens.
+
+    The settings are those of `sampling.Sampling`. Stop ids beyond the vocabulary can never be sampled and
+    are left out; more than the decoder keeps raise ValueError. `control` brings numbers of its own, those of
+    `config.controller` by default; one of another structure raises ValueError. At most `num_drafted` tokens are drafted
+    in a step, as many as the decoder can by default.
+    """
+    laws = config.controller if control is None else control
+    if jax.tree.structure(laws) != jax.tree.structure(config.controller):
+        raise ValueError("control: got another structure than that of the decoder, wanted other numbers alone")
+    size = config.model.vocab_size
+    stops = [token for token in stop_ids if 0 <= token < size]
+    if len(stops) > config.num_stop_ids:
+        raise ValueError(f"stop_ids: got {len(stops)}, wanted at most num_stop_ids = {config.num_stop_ids}")
+    in_prompt = np.zeros(size, bool)
+    in_prompt[list(prompt)] = True
+    settings = {
+        "temperature": np.float32(temperature),
+        "top_k": np.int32(min(top_k, size)),
+        "top_p": np.float32(top_p),
+        "min_p": np.float32(min_p),
+        "repetition_penalty": np.float32(repetition_penalty),
+        "presence_penalty": np.float32(presence_penalty),
+        "frequency_penalty": np.float32(frequency_penalty),
+        "key": np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+    }
+    fields = {
+        "token": np.int32(prompt[-1]),
+        "limit": np.int32(limit),
+        "arrival": np.int32(arrival),
+        "urgency": np.float32(urgency),
+        "index": np.int32(index),
+        "stop_ids": np.array([*stops, *[-1] * (config.num_stop_ids - len(stops))], np.int32),
+        "logprobs": np.bool_(logprobs),
+        "laws": law_numbers(laws),
+        "in_prompt": in_prompt if config.penalties else None,
+        "text": None,
+        "num_drafted": np.int32(0),
+    }
+    if config.draft is not None:
+        most = config.draft.most
+        fields["text"] = np.zeros(config.max_length, np.int32)
+        fields["text"][: len(prompt)] = prompt
+        fields["num_drafted"] = np.int32(most if num_drafted is None else min(num_drafted, most))
+    fields, settings = jax.device_put((fields, settings))  # one transfer for all
+    return Request(sampling=Sampling(**settings), **fields)
