@@ -73,7 +73,11 @@ def parser() -> argparse.ArgumentParser:
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
     flags.add_control(p)
     draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
-    draft.add_argument("--draft", choices=["lookup"], help="lookup: from what the text read so before (default: none)")
+    draft.add_argument(
+        "--draft",
+        metavar="lookup|MODEL",
+        help="lookup: from what the text read so before; MODEL: written by a smaller model, such as bundled-small",
+    )
     draft.add_argument("--draft-tokens", type=int, default=8, help="drafted in a step at most (default 8)")
     draft.add_argument(
         "--draft-length",

@@ -45,6 +45,10 @@ class DraftLength:
         """
         raise NotImplementedError
 
+    def stops(self, entropy: Float[Array, ""]) -> Bool[Array, ""] | bool:
+        """Return whether a draft ends with the token just drafted, from that distribution of the drafter, in nats."""
+        return False
+
 
 @value
 class FixedLength(DraftLength):
@@ -68,6 +72,24 @@ class EntropyLength(DraftLength):
     def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:
         """Return all or nothing."""
         return jnp.where(entropy <= self.bound, draft.most, 0)
+
+
+@value
+class StopEntropy(DraftLength):
+    """As many as the request allows, up to the first token that the drafter was not certain of: past `bound` nats.
+
+    For drafters that have a distribution: a small model (SVIP, Zhang et al. 2024, whose bound this is).
+    """
+
+    bound: Number = 0.6
+
+    def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+        """Return the most."""
+        return draft.most
+
+    def stops(self, entropy: Float[Array, ""]) -> Bool[Array, ""] | bool:
+        """Return whether the drafter's entropy passed the bound."""
+        return entropy > self.bound
 
 
 @value

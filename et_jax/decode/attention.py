@@ -190,9 +190,14 @@ def prefill_attend(
     return attend
 
 
-def serving_backend(model: ModelConfig, page_size: int, dtype: DTypeLike) -> tuple[str, tuple[str, ...]]:
-    """Return the best attention backend here that serves this model's shapes, and why better ones do not."""
-    return _first_to_serve(partial(_trace_attention, model, page_size, dtype), pick())
+def serving_backend(
+    model: ModelConfig, page_size: int, dtype: DTypeLike, first: str | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """Return the best attention backend, from `first` on, that serves this model's shapes, and why better ones do not.
+
+    By default `first` is the best there is here.
+    """
+    return _first_to_serve(partial(_trace_attention, model, page_size, dtype), first or pick())
 
 
 def scoring_backend(

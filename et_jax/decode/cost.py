@@ -27,6 +27,30 @@ class Traffic:
     summary: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What it takes to run a small model beside the one that speaks.
+
+    `weights` bytes are read in every pass, `num_multiplied` weights meet every token, which reads what it sees of
+    `heads` KV heads over all layers, `token` bytes of each, each met by `group_size` queries of `head_dim` channels.
+    """
+
+    weights: int
+    num_multiplied: int
+    heads: int
+    token: int
+    group_size: int
+    head_dim: int
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return the FLOPs of so many tokens of a text of `length`, at most."""
+        return tokens * token_flops(self.num_multiplied, length * self.heads, self.group_size, self.head_dim)
+
+    def cached_bytes(self, tokens: int, length: int) -> float:
+        """Return the bytes of keys and values that they read, at most."""
+        return float(tokens * length * self.heads * self.token)
+
+
 def nominal_bytes(
     traffic: Traffic, batch: int, blocks_read: Int[Array, " b"], summaries_read: Int[Array, " b"]
 ) -> Float[Array, " b"]:

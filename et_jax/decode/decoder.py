@@ -15,18 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from et_jax.decode import cache as kv
 from et_jax.decode import slots
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
+from et_jax.decode.small import Weights
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput, empty
 from et_jax.decode.step import step
-from et_jax.models.transformer import Params
 
 
 def decode(
     config: DecoderConfig,
-    params: Params,
+    params: Weights,
     state: DecodeState,
     num_steps: Int[Array, ""],
     until_end: Bool[Array, ""] | bool = False,
@@ -69,9 +68,9 @@ class Decoder:
 
     config: DecoderConfig
     empty: Callable[[], DecodeState]
-    prefill: Callable[[Params, DecodeState, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+    prefill: Callable[[Weights, DecodeState, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
     insert: Callable[[DecodeState, Any, Request], DecodeState]
-    step: Callable[[Params, DecodeState], tuple[DecodeState, StepOutput]]
+    step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
     decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
@@ -79,9 +78,9 @@ class Decoder:
     increment: Callable[[DecodeState, Any, Any], DecodeState]
     decrement: Callable[[DecodeState, Any, Any], DecodeState]
     read_row: Callable[[DecodeState, Any], slots.SlotRow]
-    read_pages: Callable[[DecodeState, Any, Any], kv.KVCache]
+    read_pages: Callable[[DecodeState, Any, Any], slots.Pages]
     write_row: Callable[[DecodeState, Any, slots.SlotRow], tuple[DecodeState, Bool[Array, ""]]]
-    write_pages: Callable[[DecodeState, Any, Any, kv.KVCache], DecodeState]
+    write_pages: Callable[[DecodeState, Any, Any, slots.Pages], DecodeState]
 
 
 def decoder(config: DecoderConfig) -> Decoder:

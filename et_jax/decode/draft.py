@@ -22,13 +22,13 @@ Drafter = Callable[[Int[Array, "r n"], Int[Array, " r"], int], Int[Array, "r t"]
 class Drafting:
     """How a decoder drafts: up to `most` tokens of a sequence in a step, which `drafter` guesses from its text.
 
-    `length` decides how many of those. Steps of `widths` different numbers of rows are compiled, and the least that
-    holds what was drafted is run.
+    Where `drafter` is None the decoder's small model writes them (`decode.small`). `length` decides how many of those.
+    Steps of `widths` different numbers of rows are compiled, and the least that holds what was drafted is run.
     """
 
     most: int = 8
     length: DraftLength = dataclasses.field(default_factory=AcceptanceLength)
-    drafter: Drafter = dataclasses.field(default_factory=lambda: lookup)
+    drafter: Drafter | None = dataclasses.field(default_factory=lambda: lookup)
 
     def __post_init__(self) -> None:
         if not 1 <= self.most <= MOST_DRAFTED:
@@ -41,10 +41,16 @@ class Drafting:
 
 @pytree
 class Drafts:
-    """The first `count` of `token` are guesses at what follows the newest token of each row."""
+    """The first `count` of `token` are guesses at what follows the newest token of each row.
+
+    A small model read `tokens_read` tokens of each row to make them, and its weights `passes` times; both are None
+    where there is none.
+    """
 
     token: Int[Array, "r t"]
     count: Int[Array, " r"]
+    tokens_read: Int[Array, " r"] | None = None
+    passes: Int[Array, ""] | None = None
 
 
 def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:

@@ -7,14 +7,15 @@ from et_jax.control import entropy
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.attention import prefill_attend
+from et_jax.decode.small import Weights, of_model, of_small
 from et_jax.decode.state import DecoderConfig, DecodeState
-from et_jax.models.transformer import Params, forward
+from et_jax.models.transformer import forward
 from et_jax.types import replace
 
 
 def prefill(
     config: DecoderConfig,
-    params: Params,
+    params: Weights,
     state: DecodeState,
     slot: Int[Array, " r"],
     tokens: Int[Array, "r t"],
@@ -38,7 +39,13 @@ def prefill(
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
     attend = prefill_attend(config.read_policy, table.pages[slot], start, written, end)
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    logits, cache = forward(params, config.model, tokens, positions, attend, state.cache)
+    logits, cache = forward(of_model(params), config.model, tokens, positions, attend, state.cache)
+    beside, held_beside = state.small, state.held
+    if config.small is not None:
+        assert held_beside is not None
+        attend = prefill_attend(config.small_policy, table.pages[slot], start, written, end)
+        _, beside = forward(of_small(params), config.small, tokens, positions, attend, beside)
+        held_beside = held_beside.at[slot].add(written)
     last = state.logits
     if last is not None:
         ends = (written > 0) & (before + count == total)
@@ -49,4 +56,5 @@ def prefill(
             surprisal = jnp.where(positions == 0, 0.0, entropy.surprisal(given, tokens))
             cache = kv.write_surprisal(cache, surprisal, table.pages[slot], start, written)
         last = last.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
-    return replace(state, table=table, cache=cache, logits=last, length=state.length.at[slot].add(written)), granted
+    length = state.length.at[slot].add(written)
+    return replace(state, table=table, cache=cache, small=beside, held=held_beside, logits=last, length=length), granted

@@ -56,6 +56,18 @@ def sample(
     return Sampled(token=token, temperature=heat, signals=signals)
 
 
+def guess(state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position: Int[Array, " r"]) -> Int[Array, " r"]:
+    """Return what the small model would say at `position`, drawn as its request has the model draw.
+
+    The temperature is the last one decided: a rule that probes the token itself is asked of the model alone.
+    """
+    settings = rows.take(state.sampling)
+    altered = _penalise(state, rows, logits, settings, rows.run & sampling.penalises(settings))
+    heat = jnp.where(settings.temperature == 0, 0.0, rows.take(state.control.temperature))
+    cut = sampling.threshold(altered, heat, settings, jnp.full_like(heat, -jnp.inf))
+    return sampling.sample_token(altered, heat, cut, settings.key, position)
+
+
 def _penalise(
     state: DecodeState, rows: Rows, logits: Float[Array, "r v"], settings: Sampling, penalised: Bool[Array, " r"]
 ) -> Float[Array, "r v"]:

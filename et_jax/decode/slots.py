@@ -22,6 +22,9 @@ T = TypeVar("T")
 SlotRow = dict[str, Any]
 """All that a state knows of one slot but its pages, by the names of `DecodeState`."""
 
+Pages = tuple[kv.KVCache, kv.KVCache | None]
+"""Some pages of the model's cache, and those of the same numbers of the small model's."""
+
 
 def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
     """Start a sequence in `slot`, whose prompt but for the last token has been prefilled."""
@@ -61,6 +64,7 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         state,
         active=state.active.at[slot].set(False),
         length=state.length.at[slot].set(0),
+        held=None if state.held is None else state.held.at[slot].set(0),
         logprobs=state.logprobs.at[slot].set(False),
         sampling=jax.tree.map(lambda x, y: x.at[slot].set(y), state.sampling, sampling.plain(())),
         table=pages.release(state.table, slot),
@@ -84,14 +88,14 @@ def fork(
     granted = granted[into]
     page = jnp.where(granted, state.table.pages[slot, full], 0)
     into_page = jnp.where(granted, table.pages[into, full], 0)
-    copied = kv.put_pages(state.cache, into_page[None], kv.take_pages(state.cache, page[None]))
+    copied = _with_pages(state, into_page[None], _taken(state, page[None]))
     rows = jnp.arange(config.num_slots)
     source = jnp.where((rows == into) & granted, slot, rows)
 
     def row(x: Array) -> Array:
         return x[source]
 
-    forked = replace(state, **jax.tree.map(row, _rows(state)), cache=copied)
+    forked = replace(copied, **jax.tree.map(row, _rows(state)))
     split = sampling.fold_key(jax.tree.map(lambda x: x[slot], state.sampling), into).key
     keys = forked.sampling.key.at[into].set(jnp.where(granted, split, forked.sampling.key[into]))
     return replace(
@@ -104,10 +108,12 @@ def fork(
 def share(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
     """Start the empty `slot` with the first `count` of the pages `held`, full of the first tokens of its prompt."""
     page_size = state.cache.layers[0].pages.shape[2]
+    seen = count * page_size
     return replace(
         state,
         table=pages.share(state.table, slot, held, count),
-        length=state.length.at[slot].set(count * page_size),
+        length=state.length.at[slot].set(seen),
+        held=None if state.held is None else state.held.at[slot].set(seen),
     )
 
 
@@ -126,9 +132,9 @@ def read_row(state: DecodeState, slot: Int[Array, ""]) -> SlotRow:
     return jax.tree.map(lambda x: x[slot], _rows(state))
 
 
-def read_pages(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""]) -> kv.KVCache:
+def read_pages(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""]) -> Pages:
     """Return a copy of the `pages_per_swap` pages of `slot` from block `first` on; past its last, the null page."""
-    return kv.take_pages(state.cache, _blocks(config, state, slot, first, beyond=0))
+    return _taken(state, _blocks(config, state, slot, first, beyond=0))
 
 
 def write_row(
@@ -150,17 +156,31 @@ def write_row(
 
 
 def write_pages(
-    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""], taken: kv.KVCache
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""], taken: Pages
 ) -> DecodeState:
     """Write what `read_pages` copied into the pages of `slot` from block `first` on."""
-    places = _blocks(config, state, slot, first, beyond=config.num_pages)
-    return replace(state, cache=kv.put_pages(state.cache, places, taken))
+    return _with_pages(state, _blocks(config, state, slot, first, beyond=config.num_pages), taken)
 
 
 def _rows(state: DecodeState) -> SlotRow:
     """The fields of a state that lead with the slot."""
     names = (field.name for field in dataclasses.fields(state))
-    return {name: getattr(state, name) for name in names if name not in ("table", "cache")}
+    return {name: getattr(state, name) for name in names if name not in ("table", "cache", "small")}
+
+
+def _taken(state: DecodeState, listed: Int[Array, " m"]) -> Pages:
+    """A copy of the listed pages, of every model."""
+    return kv.take_pages(state.cache, listed), None if state.small is None else kv.take_pages(state.small, listed)
+
+
+def _with_pages(state: DecodeState, listed: Int[Array, " m"], taken: Pages) -> DecodeState:
+    """The state with the pages of `taken` over the listed ones."""
+    model, beside = taken
+    small = state.small
+    if small is not None:
+        assert beside is not None
+        small = kv.put_pages(small, listed, beside)
+    return replace(state, cache=kv.put_pages(state.cache, listed, model), small=small)
 
 
 def _blocks(

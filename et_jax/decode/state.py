@@ -17,7 +17,7 @@ from et_jax.control.draft import started as drafting_started
 from et_jax.control.select import Selector
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
-from et_jax.decode.attention import ReadPolicy, scoring_backend
+from et_jax.decode.attention import ReadPolicy, scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.calibration import Calibration
@@ -40,7 +40,8 @@ class DecoderConfig:
     `controller` gives the structure of all laws, and the numbers of requests that bring none of their own.
     `keep` names what the state holds beyond what the controller's selectors need: "codes", "surprisals",
     "logits", the last ones of every slot. `draft` says how tokens are drafted, None that none are; laws by
-    which one token sets what the next may read (`steers_reading`) leave nothing to draft.
+    which one token sets what the next may read (`steers_reading`) leave nothing to draft. `small` is a second model
+    of the same vocabulary, which drafts; it reads all that it has seen.
     """
 
     model: ModelConfig
@@ -61,6 +62,7 @@ class DecoderConfig:
     controller: Controller = dataclasses.field(default_factory=Controller)
     keep: frozenset[Keep] = frozenset()
     draft: Drafting | None = None
+    small: ModelConfig | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -73,6 +75,11 @@ class DecoderConfig:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
         if self.draft is not None and self.steers_reading:
             raise ValueError("draft: got a controller that sets what a token reads by the token before it")
+        if (self.small is not None) != (self.draft is not None and self.draft.drafter is None):
+            raise ValueError("small: got a model and no drafts by it, or drafts by a model and none; wanted both")
+        if self.small is not None and self.small.vocab_size != self.model.vocab_size:
+            sizes = f"{self.small.vocab_size} tokens, wanted {self.model.vocab_size}"
+            raise ValueError(f"small: got a vocabulary of {sizes} as the model has")
 
     @property
     def steers_reading(self) -> bool:
@@ -134,6 +141,13 @@ class DecoderConfig:
             sensitivity=self.calibration.sensitivity,
         )
 
+    @property
+    def small_policy(self) -> ReadPolicy:
+        """How attention of the small model reads its cache: all of it, by the best kernels from `backend` on."""
+        assert self.small is not None
+        backend = serving_backend(self.small, self.page_size, self.cache_dtype, self.backend)[0]
+        return ReadPolicy(model=self.small, page_size=self.page_size, backend=backend, scores_backend=backend)
+
 
 @pytree
 class DecodeState:
@@ -143,7 +157,8 @@ class DecodeState:
     tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
-    `draft` how its drafts fare; both are None where nothing is drafted.
+    `draft` how its drafts fare; both are None where nothing is drafted. `small` is the cache of the small model, whose
+    pages are those of `table` too, and `held` the tokens of each text that it has seen; None where there is none.
     """
 
     token: Int[Array, " b"]
@@ -159,12 +174,14 @@ class DecodeState:
     counts: TokenCounts | None
     text: Int[Array, "b n"] | None
     draft: DraftState | None
+    held: Int[Array, " b"] | None
     laws: Controller
     signals: Signals
     logits: Float[Array, "b v"] | None
     control: ControlState
     table: pages.PageTable
     cache: kv.KVCache
+    small: kv.KVCache | None
 
 
 @pytree
@@ -178,7 +195,8 @@ class StepOutput:
     flagged, by its name. `top_tokens` and `top_logprobs` are None where the decoder reports none, and 0
     in steps where no sequence asks for them. `drafted` counts the tokens that were drafted for a slot in the step,
     `accepted` those that held; `blocks_wasted` and `summaries_wasted` are what was read for the others. All four
-    stand with its first token.
+    stand with its first token. So do `small_tokens`, those that the small model read for a slot, and `small_passes`,
+    how often all its weights were read in the step; None where there is no such model.
     """
 
     token: Int[Array, "*b"]
@@ -193,6 +211,8 @@ class StepOutput:
     accepted: Int[Array, "*b"]
     blocks_wasted: Int[Array, "*b"]
     summaries_wasted: Int[Array, "*b"]
+    small_tokens: Int[Array, "*b"] | None
+    small_passes: Int[Array, "*b"] | None
     guard_rates: dict[str, Float[Array, "*b"]]
     signals: Signals
     top_tokens: Int[Array, "*b a"] | None
@@ -239,7 +259,7 @@ def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Ar
 
 def empty(config: DecoderConfig) -> DecodeState:
     """Return the state of a decoder that holds no sequence."""
-    b, v, model, keeps = config.num_slots, config.model.vocab_size, config.model, config.keeps
+    b, v, keeps = config.num_slots, config.model.vocab_size, config.keeps
     laws = slot_laws(config)
 
     def integers(*shape: int) -> Array:
@@ -263,20 +283,27 @@ def empty(config: DecoderConfig) -> DecodeState:
         counts=counts if config.penalties else None,
         text=None if config.draft is None else integers(b, config.max_length),
         draft=None if config.draft is None else drafting_started(integers(b)),
+        held=None if config.small is None else integers(b),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,
         control=jax.vmap(partial(fresh_control, config))(laws, numbers()),
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
-        cache=kv.empty(
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            config.num_pages,
-            config.page_size,
-            config.cache_dtype,
-            summaries="summaries" in keeps,
-            key_codes="codes" in keeps,
-            surprisals="surprisals" in keeps,
-        ),
+        cache=_cache(config, config.model, keeps),
+        small=None if config.small is None else _cache(config, config.small, frozenset()),
+    )
+
+
+def _cache(config: DecoderConfig, model: ModelConfig, keeps: frozenset[str]) -> kv.KVCache:
+    """The empty cache of a model, every page of the table a page of it."""
+    return kv.empty(
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        config.num_pages,
+        config.page_size,
+        config.cache_dtype,
+        summaries="summaries" in keeps,
+        key_codes="codes" in keeps,
+        surprisals="surprisals" in keeps,
     )

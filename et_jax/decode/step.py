@@ -1,4 +1,4 @@
-"""One step: choose, propose, reserve, extend, verify; a sequence gains a token, or several where drafts hold."""
+"""One step: choose, reserve, propose, extend, verify; a sequence gains a token, or several where drafts hold."""
 
 import jax
 import jax.numpy as jnp
@@ -8,35 +8,37 @@ from et_jax.control import entropy
 from et_jax.control.base import ControlState, Signals, name_of, one_like
 from et_jax.control.controller import Controller
 from et_jax.decode import cache as kv
-from et_jax.decode import cost, pages
+from et_jax.decode import cost, pages, small
 from et_jax.decode import draft as drafting
 from et_jax.decode.attention import LayerCarry, ReadRow, ReadStats, decode_attend, no_reads
 from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.rows import Rows, at_slots
+from et_jax.decode.small import Weights, of_model
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
 from et_jax.decode.verify import advance, verify
 from et_jax.models.transformer import Params, forward
 from et_jax.types import replace
 
 
-def step(config: DecoderConfig, params: Params, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
     """Advance the sequences served by one token, or by several where drafts are accepted.
 
-    choose -> propose -> reserve -> extend -> verify. A slot that got no page is refused: no token, and its
+    choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: no token, and its
     clock, key and control are unchanged. Under `config.draft` the output leads with the positions after the
     newest token: what the first holds is a step without drafts.
     """
     state, chosen = choose(config, state)
     table, rows = reserve(config, state, chosen)
-    moved = traffic(params, state.cache)
+    model = of_model(params)
+    moved = traffic(model, state.cache)
     state = replace(state, table=table)
     if config.draft is None:
-        logits, memory = extend(config, params, state, rows, rows.position + 1)
+        logits, memory = extend(config, model, state, rows, rows.position + 1)
         after, output, _ = advance(config, moved, replace(state, cache=memory.cache), rows, logits, memory.stats, True)
         return after, output
-    drafts = propose(config.draft, state, rows)
-    state, drafts = reserve_drafts(config, state, rows, drafts)
-    cache, logits, stats, at = extend_drafted(config, config.draft, params, state, rows, drafts)
+    state, count = reserve_drafts(config, config.draft, state, rows)
+    state, drafts = propose(config, config.draft, params, state, rows, count)
+    cache, logits, stats, at = extend_drafted(config, config.draft, model, state, rows, drafts)
     state = replace(state, cache=cache)
     return verify(config, config.draft, moved, state, rows, drafts, logits, stats, at)
 
@@ -105,25 +107,31 @@ def extend(
     return logits[:, 0], memory
 
 
-@jax.named_scope("propose")
-def propose(how: Drafting, state: DecodeState, rows: Rows) -> Drafts:
-    """Guess what follows the newest token of every row, as far as its sequence drafts at all."""
-    assert state.text is not None and state.draft is not None
-    wanted, left = rows.take((state.draft.length, state.limit - state.generated))
-    return Drafts(
-        token=how.drafter(rows.take(state.text), rows.position, how.most),
-        count=drafting.allowed(rows.run, wanted, left, how.most),
-    )
-
-
 @jax.named_scope("reserve")
-def reserve_drafts(config: DecoderConfig, state: DecodeState, rows: Rows, drafts: Drafts) -> tuple[DecodeState, Drafts]:
-    """Find pages for drafted tokens among those left over; a row that got none drafts nothing."""
-    most = drafts.token.shape[1] // config.page_size + 1
-    last = rows.position + drafts.count
-    wanted = jnp.where(drafts.count > 0, last // config.page_size + 1, 0)
-    table, granted = pages.reserve(state.table, rows.spread(config.num_slots, wanted), most)
-    return replace(state, table=table), replace(drafts, count=jnp.where(rows.take(granted), drafts.count, 0))
+def reserve_drafts(
+    config: DecoderConfig, how: Drafting, state: DecodeState, rows: Rows
+) -> tuple[DecodeState, Int[Array, " r"]]:
+    """Find pages for what is to be drafted, among those left over; a row that got none drafts nothing.
+
+    Returns how many tokens each row drafts, as far as its sequence does at all.
+    """
+    assert state.draft is not None
+    wanted, left = rows.take((state.draft.length, state.limit - state.generated))
+    count = drafting.allowed(rows.run, wanted, left, how.most)
+    blocks = jnp.where(count > 0, (rows.position + count) // config.page_size + 1, 0)
+    most = how.most // config.page_size + 1
+    table, granted = pages.reserve(state.table, rows.spread(config.num_slots, blocks), most)
+    return replace(state, table=table), jnp.where(rows.take(granted), count, 0)
+
+
+def propose(
+    config: DecoderConfig, how: Drafting, params: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
+) -> tuple[DecodeState, Drafts]:
+    """Guess the `count` tokens that follow the newest one of every row."""
+    if how.drafter is None:
+        return small.draft(config, how, small.of_small(params), state, rows, count)
+    assert state.text is not None
+    return state, Drafts(token=how.drafter(rows.take(state.text), rows.position, how.most), count=count)
 
 
 def extend_drafted(

@@ -71,7 +71,8 @@ def verify(
     rejected tokens are given back.
     """
     cache, last = state.cache, drafting.most
-    light = replace(state, cache=replace(cache, layers=(), surprisal=None))  # what no position changes stays out
+    # what no position changes stays out
+    light = replace(state, cache=replace(cache, layers=(), surprisal=None), small=None)
     start_rows, num_rows = rows, rows.token.shape[0]
 
     def one(i: Int[Array, ""], state: DecodeState, going: Bool[Array, " r"]) -> tuple:
@@ -103,6 +104,8 @@ def verify(
         "blocks_wasted": _wasted(stats.blocks_read, at, drafts.count, accepted),
         "summaries_wasted": _wasted(stats.summaries_read, at, drafts.count, accepted),
     }
+    if drafts.passes is not None:
+        told |= {"small_tokens": drafts.tokens_read, "small_passes": jnp.full_like(accepted, drafts.passes)}
     spread = rows.spread(config.num_slots, told)
     outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in spread.items()})
     assert after.draft is not None
@@ -115,6 +118,9 @@ def verify(
     return replace(
         after,
         cache=cache,
+        small=state.small,
+        # of what was drafted, the small model goes on from what stands
+        held=None if after.held is None else jnp.minimum(after.held, after.length),
         draft=rows.put(after.draft, draft),
         table=pages.truncate(after.table, surplus, most),
     ), outputs
@@ -258,6 +264,8 @@ def report(
         accepted=jnp.zeros_like(fault),
         blocks_wasted=jnp.zeros_like(fault),
         summaries_wasted=jnp.zeros_like(fault),
+        small_tokens=None if config.small is None else jnp.zeros_like(fault),
+        small_passes=None if config.small is None else jnp.zeros_like(fault),
         guard_rates=guards.rates(after.control),
         signals=after.signals,
         top_tokens=None if top is None else top[1],

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.control.controller import Controller
-from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, EntropyLength, FixedLength
+from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, DraftLength, EntropyLength, FixedLength, StopEntropy
 from et_jax.control.presets import NAMES, preset
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.pallas.backend import NAMES as BACKENDS
 
-DRAFTERS = ("lookup",)
-LENGTHS = {"acceptance": AcceptanceLength(), "entropy": EntropyLength(), "fixed": FixedLength()}
+LOOKUP = "lookup"  # drafts from the text itself; any other drafter is a model
+LENGTHS = ("acceptance", "entropy", "fixed")
 PROGRAMS = "~/.cache/et_jax/programs"  # where compiled programs are kept unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 
@@ -45,7 +45,7 @@ class EngineConfig:
     preempt_every: int = 0
     replicas: int = 1
     control: Control = "off"
-    draft: str | None = None
+    draft: str | Path | None = None
     draft_tokens: int = 8
     draft_length: str = "acceptance"
     backend: str | None = _decisive(None)
@@ -66,9 +66,11 @@ class EngineConfig:
                 checked[name] = _count(name, getattr(self, name))
         for name in ("max_num_seqs", "max_num_batched_tokens", "replicas"):
             checked[name] = _count(name, getattr(self, name))
-        for name, known in (("draft", (None, *DRAFTERS)), ("draft_length", tuple(LENGTHS))):
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name} is {values.shown(getattr(self, name))}; choose one of {_listed(known)}.")
+        if self.draft is not None:
+            checked["draft"] = str(_text("draft", self.draft))
+        if self.draft_length not in LENGTHS:
+            shown = values.shown(self.draft_length)
+            raise UsageError(f"draft_length is {shown}; choose one of {', '.join(LENGTHS)}.")
         checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(f"backend is {values.shown(self.backend)}; choose one of {', '.join(BACKENDS)} or None.")
@@ -76,6 +78,18 @@ class EngineConfig:
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that drafts, if one does."""
+        return None if self.draft == LOOKUP or self.draft is None else str(self.draft)
+
+    @property
+    def lengths(self) -> DraftLength:
+        """How many tokens are drafted; a model that drafts stops by an entropy of its own."""
+        if self.draft_length == "entropy":
+            return EntropyLength() if self.draft_model is None else StopEntropy()
+        return AcceptanceLength() if self.draft_length == "acceptance" else FixedLength()
 
     @property
     def given(self) -> dict[str, Any]:
@@ -98,10 +112,6 @@ def controller(control: Control) -> Controller:
             f"control is {values.shown(control)}; it must be one of {', '.join(NAMES)} or a Controller{advice}."
         )
     return control
-
-
-def _listed(names: tuple[str | None, ...]) -> str:
-    return ", ".join(map(str, names))
 
 
 def _count(name: str, value: Any) -> int:

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from et_jax.decode.cache import KVCache
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.request import Request, request
-from et_jax.decode.slots import SlotRow
+from et_jax.decode.slots import Pages, SlotRow
+from et_jax.decode.small import Weights, of_model
 from et_jax.decode.state import DecodeState, StepOutput
-from et_jax.models.transformer import Params
 from et_jax.serve import chunks
 from et_jax.types import replace
 
@@ -25,9 +24,9 @@ class Device:
     `promises` are the answers of the device, not fetched yet, on whether there were pages for what was asked.
     """
 
-    def __init__(self, params: Params, decoder: Decoder) -> None:
-        self.params, self.decoder, self.config = params, decoder, decoder.config
-        [self._where] = params.embedding.devices()
+    def __init__(self, weights: Weights, decoder: Decoder) -> None:
+        self.weights, self.decoder, self.config = weights, decoder, decoder.config
+        [self._where] = of_model(weights).embedding.devices()
         with jax.default_device(self._where):  # where there is room for it
             self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
         self.promises: list[jax.Array] = []
@@ -58,7 +57,7 @@ class Device:
     def prefill(self, rows: Sequence[tuple[int, list[int]]]) -> None:
         """Write chunks of prompts, each after what its slot holds, in one call."""
         packed = chunks.pack(self.config, rows)
-        self.state, granted = self.decoder.prefill(self.params, self.state, *packed)
+        self.state, granted = self.decoder.prefill(self.weights, self.state, *packed)
         self.promises.append(granted)
 
     def insert(self, slot: int, asked: Request) -> None:
@@ -68,7 +67,7 @@ class Device:
     def decode(self, num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
         """Start a burst of steps and return its outputs and how many were run, both still to be fetched."""
         self.state, outputs, ran = self.decoder.decode(
-            self.params, self.state, np.int32(num_steps), np.bool_(until_end)
+            self.weights, self.state, np.int32(num_steps), np.bool_(until_end)
         )
         return outputs, ran
 
@@ -76,13 +75,13 @@ class Device:
         """Empty a slot."""
         self.state = self.decoder.release(self.state, np.int32(slot))
 
-    def swap_out(self, slot: int, num_pages: int) -> tuple[SlotRow, list[KVCache]]:
+    def swap_out(self, slot: int, num_pages: int) -> tuple[SlotRow, list[Pages]]:
         """Return copies, still to be fetched, of what is known of a slot and of its pages."""
         firsts = range(0, num_pages, self.config.pages_per_swap)
         pages = [self.decoder.read_pages(self.state, np.int32(slot), np.int32(first)) for first in firsts]
         return self.decoder.read_row(self.state, np.int32(slot)), pages
 
-    def swap_in(self, slot: int, row: SlotRow, pages: list[KVCache]) -> None:
+    def swap_in(self, slot: int, row: SlotRow, pages: list[Pages]) -> None:
         """Put into an empty slot what `swap_out` copied."""
         self.state, granted = self.decoder.write_row(self.state, np.int32(slot), row)
         self.promises.append(granted)

@@ -14,11 +14,12 @@ from et_jax.control.controller import Controller
 from et_jax.decode import cost
 from et_jax.decode.attention import serving_backend
 from et_jax.decode.decoder import Decoder, decoder
+from et_jax.decode.small import Weights, of_model
 from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
-from et_jax.models.transformer import Params
+from et_jax.models.config import ModelConfig
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import PROGRAMS, Control, EngineConfig, controller
 from et_jax.serve.loading import opened
@@ -63,7 +64,7 @@ def load(
     preempt_every: int = 0,
     replicas: int = 1,
     control: Control = "off",
-    draft: str | None = None,
+    draft: str | Path | None = None,
     draft_tokens: int = 8,
     draft_length: str = "acceptance",
     backend: str | None = None,
@@ -89,7 +90,8 @@ def load(
 
     `control` is a preset's name or a Controller (see `presets.preset`). `draft` "lookup" guesses up to `draft_tokens`
     of a text's next tokens from what it read so before, and verifies them in one step: the text is the one it would be
-    without. `draft_length` decides how many: "acceptance", by how many were accepted so far, "entropy", by how
+    without. Any other `draft` names a model that writes them, smaller and with the same tokenizer: "bundled-small" for
+    the bundled one. `draft_length` decides how many: "acceptance", by how many were accepted so far, "entropy", by how
     certain the model is, or "fixed". A controller by which one token decides what the next reads is not drafted for.
     `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
     cannot be written `progress` is told, and they are kept in memory only.
@@ -103,7 +105,13 @@ def load(
     tell = progress or (lambda _: None)
     found = opened(settings, tell)
     return Model(
-        settings, config=found.config, params=found.params, tokenizer=found.tokenizer, plan=found.plan, progress=tell
+        settings,
+        config=found.config,
+        weights=found.weights,
+        small=found.small,
+        tokenizer=found.tokenizer,
+        plan=found.plan,
+        progress=tell,
     )
 
 
@@ -118,12 +126,14 @@ class Model:
         settings: EngineConfig,
         *,
         config: DecoderConfig,
-        params: Params,
+        weights: Weights,
         tokenizer: Tokenizer,
+        small: ModelConfig | None = None,
         plan: Plan | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.name, self.params, self.tokenizer = settings.name, params, tokenizer
+        self.name, self.params, self.tokenizer = settings.name, of_model(weights), tokenizer
+        self._weights, self._small = weights, small
         self.settings, self.config, self.decoder_config = settings, config.model, config
         self.metrics = Metrics()
         self._plan, self._tell = plan, progress
@@ -329,7 +339,7 @@ class Model:
         [home] = self.params.embedding.devices()
         devices = [home, *(device for device in jax.local_devices() if device != home)]
         return Replica(
-            jax.device_put(self.params, devices[number % len(devices)]),
+            jax.device_put(self._weights, devices[number % len(devices)]),
             own,
             queue,
             self.settings,
@@ -353,14 +363,14 @@ class Model:
         return replace(found, config=config)
 
     def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
-        plain = replace(self.decoder_config, draft=None)  # which another controller may not allow
-        return drafting(self.settings, replace(plain, controller=self._controller(control), keep=keep))
+        plain = replace(self.decoder_config, draft=None, small=None)  # which another controller may not allow
+        return drafting(self.settings, replace(plain, controller=self._controller(control), keep=keep), self._small)
 
     def _controller(self, control: Control | None) -> Controller:
         if control is None:
             return self.decoder_config.controller
         found = controller(control)
-        check_measured(self.name, replace(self.decoder_config, controller=found, draft=None))
+        check_measured(self.name, replace(self.decoder_config, controller=found, draft=None, small=None))
         return found
 
 

@@ -4,13 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from et_jax.decode.small import Pair, Weights
 from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
+from et_jax.models.config import ModelConfig
 from et_jax.models.hub import resolve
-from et_jax.models.transformer import Params
+from et_jax.models.transformer import num_weights
 from et_jax.serve.compilation import keep_programs
 from et_jax.serve.config import PROGRAMS, EngineConfig
 from et_jax.serve.device_memory import num_sharing, usable_memory
@@ -21,10 +23,14 @@ from et_jax.text import Tokenizer, load_tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Weights, tokenizer, and the sizes of a decoder for them that fit, as `plan` says."""
+    """Weights, tokenizer, and the sizes of a decoder for them that fit, as `plan` says.
+
+    `weights` are those of a model that drafts too, of the configuration `small`, where one does.
+    """
 
     config: DecoderConfig
-    params: Params
+    weights: Weights
+    small: ModelConfig | None
     tokenizer: Tokenizer
     plan: Plan
 
@@ -38,20 +44,42 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
 
     def fit(folder: Path) -> Plan:
         """What it will need, from config.json alone. Raises UsageError where that is too much."""
-        wanted = decoder_config(settings, read_config(folder), stored_dtype(folder, settings.dtype))
+        wanted = decoder_config(settings, read_config(folder), stored_dtype(folder, settings.dtype), small=small)
         memory = usable_memory(settings.memory_fraction)
         return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
 
     _keep_programs(settings.compilation_cache, tell)
+    beside = None if settings.draft_model is None else resolve(settings.draft_model)
+    small = None if beside is None else read_config(beside)
     tell(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
+    if beside is not None:
+        _check_drafter(str(settings.draft_model), beside, settings.name, folder, tokenizer, tell)
     model, params = load_checkpoint(folder, settings.dtype)
     dtype, calibration = params.embedding.dtype, read_calibration(folder, model)
-    config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration)
+    config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, small=small)
     check_measured(settings.name, config)
-    return Opened(config=config, params=params, tokenizer=tokenizer, plan=fitting)
+    weights: Weights = params
+    if beside is not None:
+        tell(f"loading {settings.draft_model}, which drafts")
+        weights = Pair(model=params, small=load_checkpoint(beside, dtype.name)[1])
+    return Opened(config=config, weights=weights, small=small, tokenizer=tokenizer, plan=fitting)
+
+
+def _check_drafter(
+    name: str, folder: Path, model_name: str, model_folder: Path, tokenizer: Tokenizer, tell: Callable[[str], None]
+) -> None:
+    """Raise UsageError where a model that is to draft has other tokens; tell where it is no smaller than the other."""
+    small, model = read_config(folder), read_config(model_folder)
+    check_weights(folder, small)
+    if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
+        raise UsageError(
+            f"{name} and {model_name} have different tokenizers; draft with a model that has that of the other."
+        )
+    if num_weights(small) >= num_weights(model):
+        tell(f"{name}, which drafts, has no fewer weights than {model_name}: drafts by it will save no time")
 
 
 def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:

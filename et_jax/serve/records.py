@@ -26,13 +26,19 @@ class Burst:
     """The first `num_steps` steps of an `output` of numpy arrays stacked over steps, as Python numbers.
 
     Where tokens are drafted each step is stacked over positions too. `traffic` is what a step may read;
-    `num_multiplied` weights meet every token.
+    `num_multiplied` weights meet every token; `beside` is what a small model takes.
     """
 
     def __init__(
-        self, config: DecoderConfig, traffic: cost.Traffic, num_multiplied: int, output: StepOutput, num_steps: int
+        self,
+        config: DecoderConfig,
+        traffic: cost.Traffic,
+        num_multiplied: int,
+        output: StepOutput,
+        num_steps: int,
+        beside: cost.Beside | None = None,
     ) -> None:
-        self._config, self._traffic, self._num_multiplied = config, traffic, num_multiplied
+        self._config, self._traffic, self._num_multiplied, self._beside = config, traffic, num_multiplied, beside
         cut = jax.tree.map(lambda x: np.asarray(x[:num_steps]), output)
         told = np.ones((num_steps, 1), bool)
         if config.draft is not None:  # most positions hold nothing
@@ -84,6 +90,7 @@ class Burst:
             wasted = cost.token_flops(0, tokens, model.group_size, model.head_dim)
             wasted += (drafted - accepted) * cost.token_flops(self._num_multiplied, 0, 1, 1)
             wasted += cost.selection_flops(wasted_looks, model.group_size, model.head_dim, codes)
+        small_bytes, small_flops = self._small(first, position, slot, length, num_produced)
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:
             top = tuple(
@@ -102,15 +109,27 @@ class Burst:
             attention_entropy=_known(signals.attention_entropy[step][slot]),
             least_attention_entropy=_known(signals.least_attention_entropy[step][slot]),
             entropic_time=output.entropic_time[step][slot],
-            cost=cost.charged_bytes(self._traffic, num_produced, read + wasted_read, looked + wasted_looks),
+            cost=cost.charged_bytes(self._traffic, num_produced, read + wasted_read, looked + wasted_looks)
+            + small_bytes,
             flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim)
             + looking
-            + wasted,
+            + wasted
+            + small_flops,
             drafted=0 if position else drafted,
             accepted=position < accepted,
             guard_rates={name: rate[step][slot] for name, rate in output.guard_rates.items()},
             top=top,
         )
+
+    def _small(self, first: int, position: int, slot: int, length: int, num_produced: int) -> tuple[float, float]:
+        """The bytes and FLOPs of the small model: its weights shared by all tokens, the rest with a slot's first."""
+        if self._beside is None:
+            return 0.0, 0.0
+        output = self._output
+        passes = max(output.small_passes[first])
+        tokens = 0 if position else output.small_tokens[first][slot]
+        shared = passes * self._beside.weights / num_produced
+        return shared + self._beside.cached_bytes(tokens, length), self._beside.flops(tokens, length)
 
 
 def _known(signal: float) -> float | None:

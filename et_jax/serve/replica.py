@@ -11,8 +11,8 @@ import numpy as np
 
 from et_jax.decode import cost, faults
 from et_jax.decode.decoder import Decoder
+from et_jax.decode.small import Weights, beside, of_model, of_small
 from et_jax.decode.step import traffic
-from et_jax.models.transformer import Params
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled
 from et_jax.serve.completions import FinishReason, TokenEvent
@@ -44,7 +44,7 @@ class Replica:
 
     def __init__(
         self,
-        params: Params,
+        weights: Weights,
         decoder: Decoder,
         queue: Queue,
         settings: EngineConfig,
@@ -53,7 +53,7 @@ class Replica:
         keep_prefixes: bool = True,
     ) -> None:
         self.config, self.queue, self.metrics = decoder.config, queue, metrics
-        self.device = Device(params, decoder)
+        self.device = Device(weights, decoder)
         self.pool = PagePool(
             num_pages=self.config.num_pages,
             page_size=self.config.page_size,
@@ -66,7 +66,9 @@ class Replica:
         self.burst_seconds = _BURST_SECONDS
         self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
+        params = of_model(weights)
         self._traffic, self._num_multiplied = traffic(params, self.device.state.cache), cost.num_multiplied(params)
+        self._beside = None if self.config.small is None else beside(self.config.small, of_small(weights))
         self._rounds = 0
         self._steps = 1
         queue.join(self.slots)
@@ -305,7 +307,7 @@ class Replica:
             per_step = (time.perf_counter() - began) / max(ran, 1)
             self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
         self.metrics.steps += ran
-        burst = Burst(self.config, self._traffic, self._num_multiplied, output, ran)
+        burst = Burst(self.config, self._traffic, self._num_multiplied, output, ran, self._beside)
         for step in range(ran):
             num_produced = burst.num_produced(step, self._with(Status.RUNNING))
             for position in range(burst.num_positions(step)):

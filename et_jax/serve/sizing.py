@@ -4,13 +4,13 @@ import jax
 from jax.typing import DTypeLike
 
 from et_jax.decode.attention import serving_backend
-from et_jax.decode.draft import Drafting
+from et_jax.decode.draft import Drafting, lookup
 from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
-from et_jax.serve.config import LENGTHS, EngineConfig, controller
+from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
 from et_jax.types import replace
 
@@ -27,8 +27,9 @@ def decoder_config(
     *,
     num_pages: int | None = None,
     calibration: Calibration | None = None,
+    small: ModelConfig | None = None,
 ) -> DecoderConfig:
-    """Return the decoder of a model, whose weights are of `dtype`, under these settings.
+    """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is one that drafts.
 
     Without `num_pages`, as the settings ask for or as fit, every resident sequence has pages for its full length.
     Raises UsageError, one sentence, for a size that cannot work.
@@ -73,15 +74,35 @@ def decoder_config(
         calibration=calibration or Calibration(),
         controller=controller(settings.control),
     )
-    return drafting(settings, plain)
+    return drafting(settings, plain, small)
 
 
-def drafting(settings: EngineConfig, config: DecoderConfig) -> DecoderConfig:
-    """Return the configuration with the drafts that the settings ask for, without where its controller allows none."""
-    plain = replace(config, draft=None)
+def drafting(settings: EngineConfig, config: DecoderConfig, small: ModelConfig | None) -> DecoderConfig:
+    """Return the configuration with the drafts that the settings ask for, without where its controller allows none.
+
+    `small` is the model that drafts, if one does. Raises UsageError where it cannot draft for the other.
+    """
+    plain = replace(config, draft=None, small=None)
+    if small is not None:
+        _check_beside(str(settings.draft), small, plain)
     if settings.draft is None or plain.steers_reading:
         return plain
-    return replace(plain, draft=Drafting(most=settings.draft_tokens, length=LENGTHS[settings.draft_length]))
+    drafter = lookup if small is None else None
+    draft = Drafting(most=settings.draft_tokens, length=settings.lengths, drafter=drafter)
+    return replace(plain, draft=draft, small=small)
+
+
+def _check_beside(name: str, small: ModelConfig, config: DecoderConfig) -> None:
+    if small.vocab_size != config.model.vocab_size:
+        raise UsageError(
+            f"{name} has a vocabulary of {small.vocab_size} tokens and the model one of {config.model.vocab_size}; "
+            "draft with a model of the same vocabulary."
+        )
+    if small.max_positions < config.max_length:
+        raise UsageError(
+            f"{name}, which drafts, was made for {small.max_positions} tokens and max_model_len is "
+            f"{config.max_length}; lower that, or draft with another model."
+        )
 
 
 def check_measured(name: str, config: DecoderConfig) -> None:

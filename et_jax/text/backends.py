@@ -33,7 +33,7 @@ class Backend(Protocol):
     if no later id can change the text up to it, but for an unfinished character, shown as U+FFFD. `split`
     parts a text into special ids and the text between them; `encode_plain` reads a special token's text as
     any other, `opens` where nothing stands before it. `longest` is the most bytes that an id stands for, or
-    more.
+    more. `pieces` are those of all visible ids, as the file writes them.
     """
 
     longest: int
@@ -41,6 +41,7 @@ class Backend(Protocol):
     def encode(self, text: str, special: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def id_of(self, token: str) -> int | None: ...
+    def pieces(self) -> dict[int, str]: ...
     def special_texts(self) -> Collection[str]: ...
     def split(self, text: str) -> list[str | int]: ...
     def encode_plain(self, text: str, opens: bool) -> list[int]: ...
@@ -124,6 +125,9 @@ class JsonBackend:
     def id_of(self, token: str) -> int | None:
         return self._vocab.get(token)
 
+    def pieces(self) -> dict[int, str]:
+        return {id: token for token, id in self._vocab.items() if id not in self._specials}
+
     def visible(self, id: int) -> bool:
         return id in self._visible_ids
 
@@ -183,6 +187,9 @@ class SentencePieceBackend:
 
     def id_of(self, token: str) -> int | None:
         return self._special.get(token)
+
+    def pieces(self) -> dict[int, str]:
+        return {id: self._opening.id_to_piece(id) for id in self._visible_ids}
 
     def visible(self, id: int) -> bool:
         return id in self._visible_ids

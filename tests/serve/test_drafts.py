@@ -105,7 +105,7 @@ def test_a_control_that_steers_reading_is_served_without_drafts():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"draft": "oracle"}, 'draft is "oracle"; choose one of None, lookup.'),
+        ({"draft": 3}, "draft is 3; it must be a text."),
         ({"draft_length": "long"}, 'draft_length is "long"; choose one of acceptance, entropy, fixed.'),
         ({"draft_tokens": 0}, "draft_tokens is 0"),
         ({"draft_tokens": 17}, "draft_tokens is 17"),
