@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_model import MODEL, NARROW, PROMPTS, VOCABULARY, configuration, fill, same_bits, weights
+from small_model import CHUNK, LENGTH, MODEL, NARROW, PROMPTS, VOCABULARY, configuration, fill, same_bits, weights
 
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
-from et_jax.control.draft import FixedLength
+from et_jax.control.draft import AcceptanceLength, FixedLength, StopEntropy
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.presets import preset
 from et_jax.control.select import Certified, PerHead, Quest, coded_bounds
@@ -25,6 +25,8 @@ from et_jax.decode import decoder as decoding
 from et_jax.decode.draft import Drafting, Drafts, laid_out, lookup
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
+from et_jax.decode.small import Pair, catch_up
+from et_jax.models.transformer import initialise
 from et_jax.types import replace
 
 
@@ -98,10 +100,22 @@ ASKED = {
 LIMIT = 20
 
 
-def begun(d, **asked):
+def given_to(d):
+    """The weights that a decoder runs on: a small model of the model's own shape has its weights too."""
+    if d.config.small is None:
+        return weights()
+    return Pair(model=weights(), small=weights() if d.config.small == MODEL else other_weights())
+
+
+@functools.cache
+def other_weights():
+    return jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, initialise(OTHER, jax.random.key(1), jnp.float32))
+
+
+def begun(d, params, **asked):
     state = d.empty()
     for slot, tokens in PROMPTS.items():
-        state = fill(d, weights(), state, slot, tokens)
+        state = fill(d, params, state, slot, tokens)
         state = d.insert(state, slot, request(d.config, tokens, limit=LIMIT, **ASKED[slot], **asked))
     return state
 
@@ -121,14 +135,17 @@ def told(output, ran: int) -> dict[int, dict[str, Any]]:
 
 
 @functools.cache
-def made(control: str, drafting: Drafting | None, model=MODEL):
+def made(control: str, drafting: Drafting | None, model=MODEL, small=None):
     return decoding.decoder(
-        configuration(controller=CONTROLS[control], draft=drafting, penalties=True, num_pages=49, model=model)
+        configuration(
+            controller=CONTROLS[control], draft=drafting, penalties=True, num_pages=49, model=model, small=small
+        )
     )
 
 
 def decoded(d, **asked):
-    state, output, ran = d.decode(weights(), begun(d, **asked), 32)
+    params = given_to(d)
+    state, output, ran = d.decode(params, begun(d, params, **asked), 32)
     return state, told(output, int(ran)), output, int(ran)
 
 
@@ -140,13 +157,32 @@ def plain(control: str):
 
 FOUR = Drafting(most=4, length=FixedLength())
 NONSENSE = Drafting(most=4, length=FixedLength(), drafter=garbage)
+BY_MODEL = Drafting(most=4, length=FixedLength(), drafter=None)
+BY_TURNS = Drafting(most=4, length=AcceptanceLength(retry=4), drafter=None)
+OTHER = dataclasses.replace(MODEL, num_layers=1, num_heads=2, num_kv_heads=1)
+DRAFTERS = {
+    "lookup": (FOUR, None),
+    "garbage": (NONSENSE, None),
+    "the model itself": (BY_MODEL, MODEL),
+    "another model": (BY_MODEL, OTHER),
+    "another model by turns": (BY_TURNS, OTHER),
+}
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("drafting", [FOUR, NONSENSE], ids=["lookup", "garbage"])
-def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafting):
+@pytest.mark.parametrize(
+    ("control", "drafter"),
+    [
+        *((control, "lookup") for control in CONTROLS),
+        ("mean keys", "garbage"),
+        ("off", "the model itself"),
+        ("off", "another model"),
+        ("certified", "another model by turns"),
+    ],
+)
+def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):
+    drafting, small = DRAFTERS[drafter]
     before, expected = plain(control)
-    after, rows, output, _ = decoded(made(control, drafting))
+    after, rows, output, _ = decoded(made(control, drafting, small=small))
     assert int(output.drafted.sum()) > 0
     for slot in PROMPTS:
         assert rows[slot]["token"].tolist() == expected[slot]["token"].tolist() and len(rows[slot]["token"]) == LIMIT
@@ -172,6 +208,91 @@ def test_drafts_that_hold_take_no_step_of_their_own():
     drafted, accepted = (np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted))
     assert (drafted == accepted).all() and (drafted == 4).all()
     assert not np.asarray(output.blocks_wasted).any()
+
+
+def test_a_small_model_that_is_the_model_is_always_right():
+    """It draws with the same noise; penalties alone, which count no drafted tokens, may tell the two apart."""
+    _, _, output, ran = decoded(made("off", BY_MODEL, small=MODEL))
+    drafted, accepted = (np.asarray(x)[:ran, 0, :2] for x in (output.drafted, output.accepted))
+    assert (drafted == accepted).all() and (drafted[:3] == 4).all()
+
+
+def test_the_small_model_reads_a_text_once():
+    """Every token but the newest is given to it, by drafts, by catching up, or one with the next draft."""
+    for control, drafter in (("off", "the model itself"), ("certified", "another model by turns")):
+        drafting, small = DRAFTERS[drafter]
+        state, _, output, ran = decoded(made(control, drafting, small=small))
+        wasted = np.asarray(output.drafted - output.accepted)[:ran, 0]
+        told, passes = (np.asarray(x)[:ran, 0] for x in (output.small_tokens, output.small_passes))
+        assert (passes[told.sum(axis=-1) == 0] == 0).all() and (passes <= 5 + LENGTH // CHUNK).all()
+        for slot, tokens in PROMPTS.items():
+            held, whole = int(state.held[slot]), len(tokens) - 1 + LIMIT
+            # the last of a draft that fails is not read, and what is read of one that does is read again
+            last = np.count_nonzero(wasted[:, slot])
+            assert held <= whole
+            assert told[:, slot].sum() == held - (len(tokens) - 1) + wasted[:, slot].sum() - last
+
+
+def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
+    d = made("certified", BY_TURNS, small=OTHER)
+    state, rows, _, _ = decoded(d, num_drafted=0)
+    slot = 2
+    whole = PROMPTS[slot] + rows[slot]["token"].tolist()
+    length = int(state.length[slot])
+    assert int(state.held[slot]) == len(PROMPTS[slot]) - 1 and length == len(whole) - 1
+    cache, held, chunks = catch_up(
+        d.config.small_policy,
+        other_weights(),
+        state.small,
+        state.table.pages[jnp.asarray([slot, 0])],
+        state.text[jnp.asarray([slot, 0])],
+        state.held[jnp.asarray([slot, 0])],
+        jnp.asarray([length, 0], jnp.int32),
+        CHUNK,
+    )
+    assert held.tolist() == [length, int(state.held[0])]
+    assert int(chunks) == -(-length // CHUNK) - (len(PROMPTS[slot]) - 1) // CHUNK
+    fresh = fill(d, given_to(d), d.empty(), slot, whole)
+    for layer, expected in zip(cache.layers, fresh.small.layers, strict=True):
+        got, want = (
+            np.asarray(pool[:, table[slot]])
+            for pool, table in ((layer.pages, state.table.pages), (expected.pages, fresh.table.pages))
+        )
+        heads, blocks, size, width = got.shape
+        assert same_bits(*(x.reshape(heads, blocks * size, width)[:, :length] for x in (got, want)))
+
+
+def test_a_draft_stops_where_the_small_model_is_uncertain():
+    none, some = (
+        np.asarray(
+            decoded(made("off", Drafting(most=4, length=StopEntropy(bound), drafter=None), small=OTHER))[2].drafted
+        )
+        for bound in (-1.0, 1e9)
+    )
+    assert none.max() == 1 and some.max() == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"draft": BY_MODEL}, "small: got a model and no drafts by it, or drafts by a model and none"),
+        ({"small": OTHER}, "small: got a model and no drafts by it, or drafts by a model and none"),
+        ({"draft": FOUR, "small": OTHER}, "small: got a model and no drafts by it, or drafts by a model and none"),
+        (
+            {"draft": BY_MODEL, "small": dataclasses.replace(OTHER, vocab_size=7)},
+            f"small: got a vocabulary of 7 tokens, wanted {VOCABULARY}",
+        ),
+    ],
+)
+def test_two_models_that_do_not_fit_each_other_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        configuration(**changes)
+
+
+def test_weights_of_one_model_are_refused_where_two_are_wanted():
+    d = made("off", BY_MODEL, small=OTHER)
+    with pytest.raises(TypeError, match="params: got the weights of one model, wanted a Pair"):
+        d.step(weights(), d.empty())
 
 
 def test_a_request_may_ask_for_no_drafts():
