@@ -8,6 +8,7 @@ from et_jax.control.entropy import Estimator, ExactEstimator
 from et_jax.control.priority import FCFS
 from et_jax.control.select import AnySelector, Dense, Selector, as_selector
 from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.switch import Switch
 from et_jax.types import static, value
 
 
@@ -21,7 +22,7 @@ class Controller:
 
     `selector` is one for all layers, or one per layer; the first `dense_layers` layers read everything
     whatever it says. Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
-    unread count as their mean value.
+    unread count as their mean value. `switch` says which of two models speaks, where there are two.
 
     Two controllers of one `jax.tree.structure` differ in numbers alone: one program runs both, for
     different sequences of one batch. Plain functions serve everywhere, and equal themselves alone.
@@ -33,6 +34,7 @@ class Controller:
     temperature_rule: TemperatureRule | None = None
     selector: AnySelector | tuple[AnySelector, ...] = Dense()
     priority: PriorityRule = FCFS()
+    switch: Switch | None = None
     dense_layers: int = static(default=0)
     refresh_every: int = static(default=1)
     residual: bool = static(default=False)

@@ -10,11 +10,14 @@ from et_jax.control.controller import Controller
 from et_jax.control.entropy import TailCorrectedEstimator
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 
-NAMES = ("off", "paper", "guarded", "certified", "adaptive")
-SETTINGS = ("target_entropy", "tolerance", "min_blocks", "window")
+NAMES = ("off", "paper", "guarded", "certified", "adaptive", "ead", "ead_guarded")
+SETTINGS = ("target_entropy", "tolerance", "min_blocks", "window", "tau")
+_SWITCHES = {"ead": AsPrinted, "ead_guarded": Hysteresis}
+_BIT = math.log(2)
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
 _FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as uncertain
@@ -27,6 +30,7 @@ def preset(
     tolerance: float | None = None,
     min_blocks: int | None = None,
     window: int | None = None,
+    tau: float | None = None,
 ) -> Controller:
     """Return the controller of that name.
 
@@ -42,24 +46,32 @@ def preset(
     "paper" and "guarded", at their defaults, lose what stands far back in a prompt: of 40 passkeys in 2048
     tokens they find 4 and 17, where "off" and "certified" find all.
 
+    "ead" is Entropy Adaptive Decoding as printed: of two models the small one speaks while the mean entropy of
+    the last five predictions is at most `tau`, in nats, by default the paper's 0.25 bits; "ead_guarded" is the same
+    with hysteresis, windows of one model's entropies, and a change before the token rather than after it. Both need
+    a small model, and have no other knob.
+
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's.
     `tolerance` is what may be left unread: under "certified" a share of attention mass that no head passes,
     under "adaptive" an expected divergence in nats a token; else theta where the model is certain, the relative
     change of a head's output that a block must promise to be read.
     `min_blocks` are read at least, and the last `window` tokens always.
 
-    Raises UsageError for an unknown name, a value out of range, or a knob that "off" does not have.
+    Raises UsageError for an unknown name, a value out of range, or a knob that the named one does not have.
     """
     knobs = {
         "target_entropy": target_entropy,
         "tolerance": tolerance,
         "min_blocks": min_blocks,
         "window": window,
+        "tau": tau,
     }
     given = {knob: value for knob, value in knobs.items() if value is not None}
     _check(name, given)
     if name == "off":
         return Controller()
+    if name in _SWITCHES:
+        return Controller(switch=_SWITCHES[name](given.get("tau", 0.25 * _BIT)))
     return {"paper": _paper, "guarded": _guarded, "certified": _certified, "adaptive": _adaptive}[name](**given)
 
 
@@ -69,7 +81,10 @@ def _check(name: str, given: dict[str, int | float]) -> None:
     if name == "off" and given:
         raise UsageError(f'control "off" has no {next(iter(given))}; choose one of {", ".join(NAMES[1:])} to set it.')
     for knob, value in given.items():
-        if math.isinf(value):
+        if (knob == "tau") != (name in _SWITCHES):
+            others = [one for one in SETTINGS if (one == "tau") == (name in _SWITCHES)]
+            raise UsageError(f'control "{name}" has no {knob}; it has {", ".join(others)}.')
+        if math.isinf(value) and knob != "tau":
             raise UsageError(f"{knob} is {value}; it must be a finite number.")
     if not given.get("target_entropy", 1.0) > 0:
         raise UsageError(f"target_entropy is {given['target_entropy']}; it must be above 0 nats.")

@@ -62,6 +62,7 @@ def preset_of(controller: Controller) -> tuple[str, dict[str, Any]] | None:
         "tolerance": _first(controller, tolerance.Constant, "tolerance"),
         "min_blocks": _first(controller, select.Guarded, "min_blocks") or 0,
         "window": _first(controller, select.Guarded, "window"),
+        "tau": None if controller.switch is None else _first(controller, type(controller.switch), "tau"),
     }
     if read["tolerance"] is None:
         read["tolerance"] = _first(controller, tolerance.EntropyThreshold, "greatest")

@@ -20,7 +20,14 @@ from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
 from et_jax.decode.small import Weights
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput, empty
-from et_jax.decode.step import step
+from et_jax.decode.step import step as step_of_one
+from et_jax.decode.switched import step as step_of_two
+
+
+def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+    """Advance the sequences served: by one model, or by either of two where the controller has a switch."""
+    run = step_of_one if config.controller.switch is None else step_of_two
+    return run(config, params, state)
 
 
 def decode(

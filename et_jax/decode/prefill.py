@@ -39,15 +39,19 @@ def prefill(
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
     attend = prefill_attend(config.read_policy, table.pages[slot], start, written, end)
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    logits, cache = forward(of_model(params), config.model, tokens, positions, attend, state.cache)
-    beside, held_beside = state.small, state.held
+    logits, cache = None, state.cache
+    if not config.lazy:
+        logits, cache = forward(of_model(params), config.model, tokens, positions, attend, cache)
+    beside, held_beside, held_by_model = state.small, state.held, state.model_held
     if config.small is not None:
         assert held_beside is not None
         attend = prefill_attend(config.small_policy, table.pages[slot], start, written, end)
         _, beside = forward(of_small(params), config.small, tokens, positions, attend, beside)
         held_beside = held_beside.at[slot].add(written)
+    if held_by_model is not None and not config.lazy:
+        held_by_model = held_by_model.at[slot].add(written)
     last = state.logits
-    if last is not None:
+    if last is not None and logits is not None:
         ends = (written > 0) & (before + count == total)
         final = logits[index, jnp.maximum(count - 1, 0)]
         if cache.surprisal is not None:
@@ -56,5 +60,13 @@ def prefill(
             surprisal = jnp.where(positions == 0, 0.0, entropy.surprisal(given, tokens))
             cache = kv.write_surprisal(cache, surprisal, table.pages[slot], start, written)
         last = last.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
-    length = state.length.at[slot].add(written)
-    return replace(state, table=table, cache=cache, small=beside, held=held_beside, logits=last, length=length), granted
+    return replace(
+        state,
+        table=table,
+        cache=cache,
+        small=beside,
+        held=held_beside,
+        model_held=held_by_model,
+        logits=last,
+        length=state.length.at[slot].add(written),
+    ), granted

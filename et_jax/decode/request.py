@@ -19,7 +19,7 @@ class Request:
     `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
     prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
     that several continuations of one prompt differ. `logprobs` asks for alternatives. `text` are the prompt's
-    tokens and `num_drafted` the most to draft in a step; None and 0 where the decoder drafts nothing.
+    tokens, None where the decoder keeps no texts, and `num_drafted` the most to draft in a step.
     """
 
     token: Int[Array, ""]
@@ -96,10 +96,11 @@ def request(
         "text": None,
         "num_drafted": np.int32(0),
     }
-    if config.draft is not None:
-        most = config.draft.most
+    if config.keeps_text:
         fields["text"] = np.zeros(config.max_length, np.int32)
         fields["text"][: len(prompt)] = prompt
+    if config.draft is not None:
+        most = config.draft.most
         fields["num_drafted"] = np.int32(most if num_drafted is None else min(num_drafted, most))
     fields, settings = jax.device_put((fields, settings))  # one transfer for all
     return Request(sampling=Sampling(**settings), **fields)

@@ -52,6 +52,8 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         counts=counts,
         text=None if state.text is None else put(state.text, request.text),
         draft=None if state.draft is None else put(state.draft, draft.started(request.num_drafted)),
+        switch=None if request.laws.switch is None else put(state.switch, request.laws.switch.started()),
+        spent=jax.tree.map(lambda x: x.at[slot].set(0), state.spent),
         laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),
         control=put(state.control, fresh_control(config, request.laws, request.sampling.temperature)),
@@ -65,6 +67,7 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         active=state.active.at[slot].set(False),
         length=state.length.at[slot].set(0),
         held=None if state.held is None else state.held.at[slot].set(0),
+        model_held=None if state.model_held is None else state.model_held.at[slot].set(0),
         logprobs=state.logprobs.at[slot].set(False),
         sampling=jax.tree.map(lambda x, y: x.at[slot].set(y), state.sampling, sampling.plain(())),
         table=pages.release(state.table, slot),
@@ -114,6 +117,7 @@ def share(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], coun
         table=pages.share(state.table, slot, held, count),
         length=state.length.at[slot].set(seen),
         held=None if state.held is None else state.held.at[slot].set(seen),
+        model_held=None if state.model_held is None else state.model_held.at[slot].set(seen),
     )
 
 

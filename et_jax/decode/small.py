@@ -94,13 +94,13 @@ def draft(
         return i + 1, cache, tokens.at[:, i].set(token), jnp.where(stops, jnp.minimum(count, i + 1), count)
 
     def begin(_: Int[Array, ""], carry: tuple) -> tuple:
-        logits, cache = _read(policy, params, carry[1], jnp.tile(pages, (2, 1)), both, jnp.tile(position + 1, 2))
+        logits, cache = read_small(policy, params, carry[1], jnp.tile(pages, (2, 1)), both, jnp.tile(position + 1, 2))
         return with_drawn(carry, cache, logits[:num_rows])
 
     def go_on(carry: tuple) -> tuple:
         i, cache, tokens, count = carry
         here = Rows(slot=None, token=tokens[:, i - 1], position=position + i, run=i < count)
-        logits, cache = _read(policy, params, cache, pages, here, position + i + 1)
+        logits, cache = read_small(policy, params, cache, pages, here, position + i + 1)
         return with_drawn(carry, cache, logits)
 
     nothing = jnp.int32(0), cache, jnp.zeros((num_rows, how.most), jnp.int32), count
@@ -146,7 +146,7 @@ def catch_up(
     return jax.lax.while_loop(behind, read, (cache, held, jnp.int32(0)))
 
 
-def _read(
+def read_small(
     policy: ReadPolicy,
     params: Params,
     cache: KVCache,

@@ -15,6 +15,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftState
 from et_jax.control.draft import started as drafting_started
 from et_jax.control.select import Selector
+from et_jax.control.switch import SwitchState
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.attention import ReadPolicy, scoring_backend, serving_backend
@@ -41,7 +42,8 @@ class DecoderConfig:
     `keep` names what the state holds beyond what the controller's selectors need: "codes", "surprisals",
     "logits", the last ones of every slot. `draft` says how tokens are drafted, None that none are; laws by
     which one token sets what the next may read (`steers_reading`) leave nothing to draft. `small` is a second model
-    of the same vocabulary, which drafts; it reads all that it has seen.
+    of the same vocabulary, which drafts, or speaks where the controller's `switch` says so; it reads all that it has
+    seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks.
     """
 
     model: ModelConfig
@@ -63,6 +65,7 @@ class DecoderConfig:
     keep: frozenset[Keep] = frozenset()
     draft: Drafting | None = None
     small: ModelConfig | None = None
+    lazy: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -75,8 +78,14 @@ class DecoderConfig:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
         if self.draft is not None and self.steers_reading:
             raise ValueError("draft: got a controller that sets what a token reads by the token before it")
-        if (self.small is not None) != (self.draft is not None and self.draft.drafter is None):
-            raise ValueError("small: got a model and no drafts by it, or drafts by a model and none; wanted both")
+        drafts = self.draft is not None and self.draft.drafter is None
+        speaks = self.controller.switch is not None
+        if self.draft is not None and speaks:
+            raise ValueError("draft: got drafts and a switch between two models; wanted one of them")
+        if speaks and "surprisals" in self.keeps:
+            raise ValueError("switch: got a selector that goes by surprisals, which a model that lags does not know")
+        if (self.small is not None) != (drafts or speaks):
+            raise ValueError("small: got a model that neither drafts nor speaks, or none that should; wanted both")
         if self.small is not None and self.small.vocab_size != self.model.vocab_size:
             sizes = f"{self.small.vocab_size} tokens, wanted {self.model.vocab_size}"
             raise ValueError(f"small: got a vocabulary of {sizes} as the model has")
@@ -98,6 +107,11 @@ class DecoderConfig:
         start = partial(fresh_control, self, law_numbers(self.controller))
         jax.eval_shape(run, blank_signals(()), jax.eval_shape(start, jnp.zeros((), jnp.float32)))
         return steers[0] or self.controller.refresh_every > 1 or "surprisals" in self.keeps
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether the state holds every text: drafts are looked up in it, and a model that lags catches up from it."""
+        return self.draft is not None or self.controller.switch is not None
 
     @property
     def pages_per_swap(self) -> int:
@@ -150,6 +164,14 @@ class DecoderConfig:
 
 
 @pytree
+class Spent:
+    """What the model and the small one did for a sequence: tokens read, and passes, each divided by the rows it had."""
+
+    tokens: Int[Array, "*b m"]
+    passes: Float[Array, "*b m"]
+
+
+@pytree
 class DecodeState:
     """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
 
@@ -158,7 +180,9 @@ class DecodeState:
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
     `draft` how its drafts fare; both are None where nothing is drafted. `small` is the cache of the small model, whose
-    pages are those of `table` too, and `held` the tokens of each text that it has seen; None where there is none.
+    pages are those of `table` too, and `held` the tokens of each text that it has seen; None where there is none. Where
+    either model may speak, `switch` says who does, `model_held` counts what the model itself has seen, and `spent` what
+    both did since the last token.
     """
 
     token: Int[Array, " b"]
@@ -175,6 +199,9 @@ class DecodeState:
     text: Int[Array, "b n"] | None
     draft: DraftState | None
     held: Int[Array, " b"] | None
+    switch: SwitchState | None
+    model_held: Int[Array, " b"] | None
+    spent: Spent | None
     laws: Controller
     signals: Signals
     logits: Float[Array, "b v"] | None
@@ -196,7 +223,8 @@ class StepOutput:
     in steps where no sequence asks for them. `drafted` counts the tokens that were drafted for a slot in the step,
     `accepted` those that held; `blocks_wasted` and `summaries_wasted` are what was read for the others. All four
     stand with its first token. So do `small_tokens`, those that the small model read for a slot, and `small_passes`,
-    how often all its weights were read in the step; None where there is no such model.
+    how often all its weights were read in the step; None where there is no such model. Where either model may speak,
+    `by_small` tells whose token it is, and `spent` what both did for it, since the one before.
     """
 
     token: Int[Array, "*b"]
@@ -213,6 +241,8 @@ class StepOutput:
     summaries_wasted: Int[Array, "*b"]
     small_tokens: Int[Array, "*b"] | None
     small_passes: Int[Array, "*b"] | None
+    by_small: Bool[Array, "*b"] | None
+    spent: Spent | None
     guard_rates: dict[str, Float[Array, "*b"]]
     signals: Signals
     top_tokens: Int[Array, "*b a"] | None
@@ -260,7 +290,7 @@ def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Ar
 def empty(config: DecoderConfig) -> DecodeState:
     """Return the state of a decoder that holds no sequence."""
     b, v, keeps = config.num_slots, config.model.vocab_size, config.keeps
-    laws = slot_laws(config)
+    laws, switch = slot_laws(config), config.controller.switch
 
     def integers(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
@@ -281,9 +311,12 @@ def empty(config: DecoderConfig) -> DecodeState:
         logprobs=jnp.zeros(b, bool),
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
-        text=None if config.draft is None else integers(b, config.max_length),
+        text=integers(b, config.max_length) if config.keeps_text else None,
         draft=None if config.draft is None else drafting_started(integers(b)),
         held=None if config.small is None else integers(b),
+        switch=None if switch is None else jax.vmap(lambda one: one.started())(laws.switch),
+        model_held=None if switch is None else integers(b),
+        spent=None if switch is None else Spent(tokens=integers(b, 2), passes=jnp.zeros((b, 2), jnp.float32)),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,

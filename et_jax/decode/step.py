@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
 from et_jax.control.base import ControlState, Signals, name_of, one_like
@@ -44,11 +44,14 @@ def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[De
 
 
 @jax.named_scope("choose")
-def choose(config: DecoderConfig, state: DecodeState) -> tuple[DecodeState, Rows]:
-    """Score every slot, and take the `batch` runnable ones of highest priority.
+def choose(
+    config: DecoderConfig, state: DecodeState, ready: Bool[Array, " b"] | bool = True
+) -> tuple[DecodeState, Rows]:
+    """Score every slot, and take the `batch` runnable ones of highest priority, of those that are `ready`.
 
     A priority that is no number comes first, and ends its sequence; the lowest stays above idle slots.
     """
+    runnable = state.active & ready
     signals = replace(
         state.signals,
         length=state.length,
@@ -62,9 +65,9 @@ def choose(config: DecoderConfig, state: DecodeState) -> tuple[DecodeState, Rows
     slot = None
     if config.batch < config.num_slots:
         score = jnp.where(jnp.isnan(priority), jnp.inf, priority)
-        score = jnp.where(state.active, jnp.maximum(score, jnp.finfo(score.dtype).min), -jnp.inf)
+        score = jnp.where(runnable, jnp.maximum(score, jnp.finfo(score.dtype).min), -jnp.inf)
         slot = jax.lax.top_k(score, config.batch)[1]
-    token, position, active = at_slots(slot, (state.token, state.length, state.active))
+    token, position, active = at_slots(slot, (state.token, state.length, runnable))
     rows = Rows(slot=slot, token=token, position=position, run=active)
     return replace(state, control=replace(state.control, priority=priority)), rows
 
