@@ -333,8 +333,7 @@ def lengths(texts: Written, rng: np.random.Generator) -> dict[str, Any]:
     spent |= {f"acceptance, for c {c:g}": law(AcceptanceLength(c + ROW_COST), MOST_DRAFTED) for c in COSTS}
     published = float(EntropyLength().bound)
     spent[f"stop by entropy, {published:g} nats"] = stopped(hits, ahead(texts.entropy), published)
-    lines = [_line(name, found) for name, found in spent.items()]
-    comparisons = []
+    lines, controls, comparisons = [_line(name, found) for name, found in spent.items()], [], []
     for name in (*(f"fixed {k}" for k in MATCHED), "acceptance, for c 0.1"):
         budget = float(spent[name].drafted.sum()) / hits.size
         shuffles = [rng.permuted(texts.entropy, axis=1) for _ in range(SHUFFLES)]
@@ -346,18 +345,18 @@ def lengths(texts: Written, rng: np.random.Generator) -> dict[str, Any]:
                 bound, stops = as_many(hits, signal(texts.entropy), budget)
                 shuffled = mean([as_many(hits, signal(each), budget)[1] for each in shuffles])
                 lines.append(_line(f"stop by {kind}, as {name}", stops) | {"bound": bound})
-                lines.append(_line(f"stop by {kind} shuffled, as {name}", shuffled))
+                controls.append(_line(f"stop by {kind} shuffled, as {name}", shuffled))
                 for against, other in ((name, spent[name]), ("shuffled", shuffled), ("even chance", even)):
                     times = {f"{c:g}": paired.saving(stops.time(c), other.time(c)) for c in COSTS}
                     times = {c: dataclasses.asdict(saving) for c, saving in times.items()}
                     savings.append({"stop": kind, "against": against, "times": times})
-            lines.append(_line(f"stop by even chance, as {name}", even))
+            controls.append(_line(f"stop by even chance, as {name}", even))
         except ValueError as error:
             comparisons.append({"budget": name, "missed": str(error)})
             continue
         comparisons.append({"budget": name, "drafted_per_token": budget, "savings": savings})
     about = {"texts": num_texts, "tokens": n, "circles": texts.circles, "reproduced": texts.reproduced}
-    return about | {"laws": lines, "comparisons": comparisons}
+    return about | {"laws": lines, "controls": controls, "comparisons": comparisons}
 
 
 def _line(name: str, spent: Spent) -> dict[str, Any]:
@@ -422,7 +421,7 @@ def main() -> None:
             drafts.append({"temperature": temperature} | found)
     except UsageError as error:
         sys.exit(f"measure_acceptance: {error}")
-    print(tables.acceptance(cases), tables.draft_lengths(drafts), sep="\n\n")
+    print(tables.acceptance(cases), tables.draft_lengths(drafts, "0.1"), sep="\n\n")
     given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
     settings = {name: getattr(args, name) for name in given}
     settings |= {"prompt_tokens": LENGTH, "row_cost": ROW_COST, "dtype": "float32"}

@@ -245,8 +245,8 @@ def _with_interval(share: Sequence[float] | None) -> str | None:
     return None if share is None else f"{share[0]:.3f} ({share[1]:.3f} to {share[2]:.3f})"
 
 
-def draft_lengths(drafts: Sequence[Case]) -> str:
-    """Return what every law of lengths spends on texts of the model, and what stops by entropy save of others' time."""
+def draft_lengths(drafts: Sequence[Case], cost: str) -> str:
+    """Return what every law of lengths spends on texts of the model, and what stops save at this cost of drafting."""
     parts = []
     for case in drafts:
         costs = list(case["laws"][0]["speed"])
@@ -256,17 +256,17 @@ def draft_lengths(drafts: Sequence[Case]) -> str:
             for law in case["laws"]
         ]
         speeds = [f"speed at c {cost}" for cost in costs]
-        saved = [
-            [line["budget"], one["stop"], one["against"], *(_saved(one["times"][cost]) for cost in costs)]
-            for line in case["comparisons"]
-            for one in line.get("savings", [])
-        ]
+        saved = []
+        for line in case["comparisons"]:
+            for stop in dict.fromkeys(one["stop"] for one in line.get("savings", [])):
+                over = [one["times"][cost] for one in line["savings"] if one["stop"] == stop]
+                saved.append([stop, line["budget"], *map(_saved, over)])
+        against = ["stop by", "as many drafted as by", "over that law", "over the stop shuffled", "over an even chance"]
         how = f"Temperature {case['temperature']:g}" if case["temperature"] else "Greedy"
         parts.append(
             f"{how}, {case['texts']} texts of {case['tokens']} tokens, {case['circles']} in a circle left out:\n\n"
             f"{table(['law', 'tokens/step', 'drafted per token', 'accepted', *speeds], lines)}\n\n"
-            "Time saved by stops at as many drafted tokens:\n\n"
-            f"{table(['drafted as by', 'stop by', 'over', *[f'at c {cost}' for cost in costs]], saved)}"
+            f"Time saved by stops at c {cost}:\n\n{table(against, saved)}"
         )
     return "\n\n".join(parts)
 
