@@ -26,6 +26,7 @@ from et_jax.decode.draft import Drafter, Drafting
 from et_jax.decode.request import request
 from et_jax.decode.state import DecoderConfig, DecodeState
 from et_jax.evidence import tables
+from et_jax.evidence.held_out import in_a_circle
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.models.transformer import Params, initialise
@@ -36,16 +37,7 @@ from et_jax.serve.requests import SamplingParams
 
 PROMPTS = REPOSITORY / "benchmarks/prompts/drafting.json"
 TOKENS = 120  # of every text of the bundled model
-CIRCLE, TIMES = 8, 4  # a text that ends in so many times the same run of at most so many tokens runs in a circle
 PROMPT, LENGTH = 32, 96  # tokens of the random model's prompts, and of its texts
-
-
-def in_a_circle(tokens: tuple[int, ...]) -> bool:
-    """Return whether a text ends in the same few tokens over and over."""
-    return any(
-        tokens[-period * TIMES :] == tokens[-period:] * TIMES and len(tokens) >= period * TIMES
-        for period in range(1, CIRCLE + 1)
-    )
 
 
 def by_lookup(rounds: int, most: int) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from et_jax.evidence.roofline import roofline
 
 DOCS = REPOSITORY / "docs"
 TARGET = 2.0  # nats: of the temperature tables shown; the results hold the others
+COST = "0.1"  # of a drafter's step, over the model's: of the time saved by stops, likewise
 
 
 # By part of the document: the file of results, and the table made of it.
@@ -42,6 +43,11 @@ SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
     "scheduling": ("scheduling.json", lambda found: tables.scheduling(found["cases"])),
 }
+DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "acceptance": ("acceptance.json", lambda found: tables.acceptance(found["acceptance"])),
+    "draft_lengths": ("acceptance.json", lambda found: tables.draft_lengths(found["drafts"], COST)),
+}
+DOCUMENTS = {"control.md": CONTROL, "serving.md": SERVING, "drafting.md": DRAFTING}
 
 
 def origin(results: dict[str, Any]) -> str:
@@ -75,6 +81,7 @@ def main() -> int:
         )
     if args.measure:
         cases = [word for case in args.case for word in ("--case", *case)]
+        named = [word for _, text in args.case for word in ("--text", Path(text).name, text)]
         # the scripts that can refuse a model or a text come first
         for script, *more in (
             ("measure_estimators", *cases),
@@ -82,6 +89,7 @@ def main() -> int:
             ("measure_temperature", *cases, "--plot"),
             ("measure_selection", *cases),
             ("measure_attention_entropy", *cases),
+            ("measure_acceptance", *named),
             ("measure_free_running",),
             ("measure_scheduling", "--trace", args.trace),
             ("bench_throughput",),
@@ -92,12 +100,12 @@ def main() -> int:
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:
                 return failed
-    for document, parts in (("control.md", CONTROL), ("serving.md", SERVING)):
+    for document, parts in DOCUMENTS.items():
         for name, (file, shown) in parts.items():
             results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
             insert(DOCS / document, name, f"{origin(results)}\n\n{shown(results)}")
     insert(DOCS / "kernels.md", "roofline", roofline())
-    print(f"wrote {len(CONTROL) + len(SERVING) + 1} parts")
+    print(f"wrote {sum(map(len, DOCUMENTS.values())) + 1} parts")
     return 0
 
 

@@ -75,3 +75,10 @@ def saving(arm: Float[np.ndarray, " r"], baseline: Float[np.ndarray, " r"], seed
         high=float(high),
         visible=float(POWER * shares.std()),
     )
+
+
+def interval(rows: Float[np.ndarray, " r"], seed: int = 0) -> tuple[float, float]:
+    """Return what holds the mean over rows with 95%, resampled row by row."""
+    drawn = np.random.default_rng(seed).integers(len(rows), size=(RESAMPLES, len(rows)))
+    low, high = np.percentile(rows[drawn].mean(1), [2.5, 97.5])
+    return float(low), float(high)

@@ -226,6 +226,55 @@ def drafting(looked_up: Sequence[Case], forced: Sequence[Case]) -> str:
     return "\n\n".join(parts)
 
 
+def acceptance(cases: Sequence[Case]) -> str:
+    """Return the share of drafted tokens accepted by every way of sampling alike, with its interval."""
+    ways = ("optimum", "race", "sampled", "bound", "inverse CDF")
+    lines = [
+        [
+            case["text"],
+            f"{case['temperature']:g}" if case["temperature"] else "greedy",
+            *(_with_interval(case["shares"].get(way)) for way in ways),
+            f"{case['sigmas']:+.1f}" if "sigmas" in case else None,
+        ]
+        for case in cases
+    ]
+    return table(["text", "temperature", *ways, "sampled - race, standard errors"], lines)
+
+
+def _with_interval(share: Sequence[float] | None) -> str | None:
+    return None if share is None else f"{share[0]:.3f} ({share[1]:.3f} to {share[2]:.3f})"
+
+
+def draft_lengths(drafts: Sequence[Case], cost: str) -> str:
+    """Return what every law of lengths spends on texts of the model, and what stops save at this cost of drafting."""
+    parts = []
+    for case in drafts:
+        costs = list(case["laws"][0]["speed"])
+        lines = [
+            [law["law"], law["tokens_per_step"], law["drafted_per_token"], f"{law['accepted']:.0%}"]
+            + [f"{law['speed'][cost]:.2f}" for cost in costs]
+            for law in case["laws"]
+        ]
+        speeds = [f"speed at c {cost}" for cost in costs]
+        saved = []
+        for line in case["comparisons"]:
+            for stop in dict.fromkeys(one["stop"] for one in line.get("savings", [])):
+                over = [one["times"][cost] for one in line["savings"] if one["stop"] == stop]
+                saved.append([stop, line["budget"], *map(_saved, over)])
+        against = ["stop by", "as many drafted as by", "over that law", "over the stop shuffled", "over an even chance"]
+        how = f"Temperature {case['temperature']:g}" if case["temperature"] else "Greedy"
+        parts.append(
+            f"{how}, {case['texts']} texts of {case['tokens']} tokens, {case['circles']} in a circle left out:\n\n"
+            f"{table(['law', 'tokens/step', 'drafted per token', 'accepted', *speeds], lines)}\n\n"
+            f"Time saved by stops at c {cost}:\n\n{table(against, saved)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _saved(saving: Case) -> str:
+    return f"{saving['share']:+.1%} ({saving['low']:+.1%} to {saving['high']:+.1%})"
+
+
 def throughput(rows: Sequence[Case]) -> str:
     """Return how fast many requests are served at once, beside one at a time."""
     header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "swapped out", "prompt tokens found"]

@@ -11,3 +11,18 @@ def test_stories_are_parted_by_single_line_breaks(tmp_path):
     assert held_out.texts(tmp_path / "stories.txt") == ["One.\n\nStill one.", "Two."]
     with pytest.raises(UsageError, match="is not there"):
         held_out.texts(tmp_path / "absent.txt")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "circle"),
+    [
+        ((9, 9, 9, 9), True),
+        ((7, 1, 2, 1, 2, 1, 2, 1, 2), True),
+        ((7, 1, 2, 1, 2, 1, 2), False),  # three times
+        ((1, 2, 1, 2, 1, 2, 1, 2, 3), False),  # not at its end
+        ((1, 2, 3) * 4, False),  # a longer run
+        ((), False),
+    ],
+)
+def test_a_text_runs_in_a_circle_that_ends_in_the_same_run_four_times(tokens, circle):
+    assert held_out.in_a_circle(tokens, longest=2) == circle

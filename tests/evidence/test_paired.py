@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from et_jax.evidence.paired import matched, saving
+from et_jax.evidence.paired import interval, matched, saving
 
 
 @pytest.mark.parametrize("near", [None, 0.5, 0.97, 1.1, 1e-9, 1e9])
@@ -46,3 +46,12 @@ def test_an_interval_holds_the_truth_as_often_as_it_says_and_a_visible_saving_is
         seen += found.low > 0.0
         assert found.visible < 0.2
     assert 178 <= held <= 199 and seen >= 190
+
+
+def test_an_interval_of_a_mean_is_as_wide_as_its_error():
+    """Of 60 rows, 1.96 standard errors to either side; of equal rows, nothing."""
+    rows = np.random.default_rng(0).normal(5.0, 2.0, size=60)
+    low, high = interval(rows)
+    half = 1.96 * rows.std() / 60**0.5
+    assert (low, high) == pytest.approx((rows.mean() - half, rows.mean() + half), abs=0.05 * half)
+    assert interval(np.full(7, 3.0)) == (3.0, 3.0)

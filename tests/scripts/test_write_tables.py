@@ -6,14 +6,10 @@ import pytest
 from scripts_here import script
 
 writer = script("write_tables")
-PARTS = [
-    (document, *part)
-    for document, parts in (("control.md", writer.CONTROL), ("serving.md", writer.SERVING))
-    for part in parts.values()
-]
+PARTS = {name: (document, *part) for document, parts in writer.DOCUMENTS.items() for name, part in parts.items()}
 
 
-@pytest.mark.parametrize(("document", "file", "shown"), PARTS, ids=[*writer.CONTROL, *writer.SERVING])
+@pytest.mark.parametrize(("document", "file", "shown"), PARTS.values(), ids=PARTS)
 def test_a_document_shows_what_was_recorded(document, file, shown):
     results = json.loads((writer.RESULTS / file).read_text(encoding="utf-8"))
     text = (writer.DOCS / document).read_text(encoding="utf-8")

@@ -1,0 +1,432 @@
+"""How often a small model's drafts are accepted, and whether its entropy says when to stop drafting.
+
+    python scripts/measure_acceptance.py --text novels NOVELS.tar.xz --text shakespeare input.txt
+
+Two models of one tokenizer read the same tokens. A tar archive gives the works held out from the bundled model's
+training, any other file is one text; tasks with their answers come beside them. Part one, on the second half of rows of
+every text: the share of positions at which a drafted token is accepted, from both models' distributions p and q,
+
+    optimum      sum_i min(p_i, q_i), that of rejection sampling (Leviathan et al. 2023)
+    race         sum_i 1 / sum_j max(p_j / p_i, q_j / q_i): both sample with the same noise E, and token i wins both
+                 races where E_j / E_i >= max(p_j / p_i, q_j / q_i) for every j
+    sampled      the same as `sample_token` does it, with several keys, and its distance from `race` in standard errors
+    bound        (1 - TV) / (1 + TV), which the race reaches at least (Daliri, Musco and Suresh 2024)
+    inverse CDF  one uniform number through both distribution functions, the tokens in the vocabulary's order
+
+Part two: the model writes texts from prompts of the first text, greedily and sampled; those that run in a circle are
+left out, and counted. A drafted token holds where the drafter's sample, by the same noise, is the text's token. A
+verifier walks along each text, its drafts as long as a law says: a fixed number of tokens; the laws of
+`et_jax.control.draft`; or until the drafter's own entropy passes a bound, that token still drafted (SVIP, Zhang et al.
+2024), or its sum over the draft does. Each stop gets the bound at which as many tokens are drafted as by another law.
+Controls, as many drafted again: the entropies shuffled within each text, and the same chance of a stop everywhere.
+Tokens drafted behind a rejected one count, but their entropies are those of the text's own positions, where a drafter
+would have gone on from its wrong token. With c the time of a drafter's step over the model's and r that of a verified
+row, a text takes
+
+    steps + (c + r) drafted
+
+of the model's steps. Savings are of that time, with 95% intervals over texts. Nothing is asserted.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, DraftLength, EntropyLength, started, updated
+from et_jax.control.entropy import entropy, moments
+from et_jax.decode.sampling import fold_key, plain, sample_token
+from et_jax.errors import UsageError
+from et_jax.evaluate import counter, grid
+from et_jax.evidence import paired, tables
+from et_jax.evidence.held_out import cut, held_out_logits, in_a_circle, texts
+from et_jax.evidence.results import RESULTS, write
+from et_jax.serve.engine import Model, load
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.tasks.generators import TASKS
+from et_jax.types import replace
+
+TEMPERATURES = (0.4, 0.7, 1.0)
+WRITTEN_AT = (0.0, 0.7)  # temperatures of the texts that the model writes
+LENGTH = 200  # tokens of a prompt, and of the text after it
+COSTS = (0.05, 0.1, 0.25)  # of a drafter's step, over the model's
+ROW_COST = 0.05  # of a verified row
+FIXED = tuple(range(1, 13))
+MATCHED = (2, 4, 8)  # fixed lengths whose drafted tokens the stops are given
+SHUFFLES = 5
+HALVINGS = 20  # of the stretch in which a bound is searched
+CIRCLE = 50  # tokens: the longest run that a text in a circle repeats
+
+Choose = Callable[[int, int, int], int]
+"""From the tokens written, and how many were drafted and accepted last, to the length of the next draft."""
+
+
+# Part one: how often a drafted token is accepted.
+
+
+def probabilities(logits: Float[Array, "n v"], temperature: float) -> Float[np.ndarray, "n v"]:
+    """Return softmax(logits / temperature) in float64."""
+    heated = np.asarray(logits, np.float64) / temperature
+    weight = np.exp(heated - heated.max(axis=-1, keepdims=True))
+    return weight / weight.sum(axis=-1, keepdims=True)
+
+
+def optimum(p: Float[np.ndarray, "n v"], q: Float[np.ndarray, "n v"]) -> Float[np.ndarray, " n"]:
+    """Return the probability of agreement under the best coupling, 1 - TV."""
+    return np.minimum(p, q).sum(axis=-1)
+
+
+def bound(p: Float[np.ndarray, "n v"], q: Float[np.ndarray, "n v"]) -> Float[np.ndarray, " n"]:
+    """Return the least probability with which races of the same noise agree, (1 - TV) / (1 + TV)."""
+    best = optimum(p, q)
+    return best / (2.0 - best)
+
+
+def race(p: Float[np.ndarray, "n v"], q: Float[np.ndarray, "n v"]) -> Float[np.ndarray, " n"]:
+    """Return the probability that races of the same noise have the same winner; p and q above 0.
+
+    In the order of p / q, the greatest first, max(p_j / p_i, q_j / q_i) is p_j / p_i up to i, and q_j / q_i after it.
+    """
+    order = np.argsort(q / p, axis=-1)
+    p, q = np.take_along_axis(p, order, axis=-1), np.take_along_axis(q, order, axis=-1)
+    behind = np.cumsum(q[:, :0:-1], axis=-1)[:, ::-1]
+    behind = np.concatenate([behind, np.zeros_like(q[:, :1])], axis=-1)
+    return (1.0 / (np.cumsum(p, axis=-1) / p + behind / q)).sum(axis=-1)
+
+
+def inverse_cdf(p: Float[np.ndarray, "n v"], q: Float[np.ndarray, "n v"]) -> Float[np.ndarray, " n"]:
+    """Return the probability that one uniform number gives both the same token: the overlap of their intervals."""
+    ends = [np.pad(np.cumsum(x, axis=-1), ((0, 0), (1, 0))) for x in (p, q)]
+    shared = np.minimum(*(x[:, 1:] for x in ends)) - np.maximum(*(x[:, :-1] for x in ends))
+    return np.maximum(shared, 0.0).sum(axis=-1)
+
+
+@jax.jit
+def sampled(
+    logits: Float[Array, "n v"],
+    temperature: Float[Array, ""],
+    key: UInt32[Array, "n 2"],
+    position: Int[Array, " n"],
+) -> Int[Array, " n"]:
+    """Return the winners of the engine's race, nothing truncated."""
+    each = jnp.full(logits.shape[0], temperature, jnp.float32)
+    return sample_token(logits, each, jnp.full_like(each, -jnp.inf), key, position)
+
+
+def keys(seeds: Int[np.ndarray, " n"]) -> UInt32[Array, "n 2"]:
+    """Return the keys that the requests of these seeds sample with."""
+    own = jnp.stack([jnp.zeros(len(seeds), jnp.uint32), jnp.asarray(seeds, jnp.uint32)], axis=1)
+    settings = replace(plain(own.shape[:1]), key=own)
+    return jax.vmap(fold_key, in_axes=(0, None))(settings, jnp.int32(0)).key
+
+
+EXACT = {"optimum": optimum, "race": race, "bound": bound, "inverse CDF": inverse_cdf}
+
+
+def acceptance(
+    logits: Float[Array, "r n v"],
+    drafter: Float[Array, "r n v"],
+    temperature: float,
+    first: int,
+    num_keys: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Return shares accepted with intervals over rows.
+
+    Tokens are sampled as those of positions from `first` on, with keys of seeds from `seed` on. `sigmas` is how many
+    standard errors the sampled share is off the race's exact one. At temperature 0 every way accepts the same.
+    """
+    num_rows, n, _ = logits.shape
+    if temperature == 0:
+        same = np.asarray(logits.argmax(-1) == drafter.argmax(-1), np.float64).mean(1)
+        return {"shares": {name: _share(same) for name in EXACT}}
+    shares: dict[str, list] = {name: [] for name in (*EXACT, "sampled")}
+    variance = 0.0
+    position, heat = jnp.arange(first, first + n, dtype=jnp.int32), jnp.float32(temperature)
+    for row in range(num_rows):
+        p, q = (probabilities(model[row], temperature) for model in (logits, drafter))
+        found = {name: agreement(p, q) for name, agreement in EXACT.items()}
+        hits = np.zeros(n)
+        for number in range(row * num_keys, (row + 1) * num_keys):
+            key = keys(np.full(n, seed + number))
+            tokens = (np.asarray(sampled(model[row], heat, key, position)) for model in (logits, drafter))
+            hits += np.equal(*tokens)
+        for name, each in found.items():
+            shares[name].append(each.mean())
+        shares["sampled"].append(hits.mean() / num_keys)
+        variance += float((found["race"] * (1.0 - found["race"])).sum()) / num_keys
+    error = variance**0.5 / (num_rows * n)
+    off = float(np.mean(shares["sampled"]) - np.mean(shares["race"]))
+    return {"shares": {name: _share(np.array(each)) for name, each in shares.items()}, "sigmas": off / error}
+
+
+def _share(rows: Float[np.ndarray, " r"]) -> list[float]:
+    """The mean over rows, and the ends of its interval."""
+    return [float(rows.mean()), *paired.interval(rows)]
+
+
+# Part two: how long a draft should be.
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Texts of the model: which tokens its drafter would have sampled too, and what each model's entropy was there.
+
+    `told` is the model's, as laws of lengths hear it; `entropy` the drafter's; both raw, in nats. `reproduced` is the
+    share of tokens that the model samples again when it reads the texts; `circles` were left out.
+    """
+
+    hits: Bool[np.ndarray, "r n"]
+    told: Float[np.ndarray, "r n"]
+    entropy: Float[np.ndarray, "r n"]
+    reproduced: float
+    circles: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What each text took: steps of the model, tokens drafted and tokens accepted."""
+
+    steps: Float[np.ndarray, " r"]
+    drafted: Float[np.ndarray, " r"]
+    accepted: Float[np.ndarray, " r"]
+
+    def time(self, cost: float) -> Float[np.ndarray, " r"]:
+        """Return each text's time in steps of the model, a drafter's step at `cost` of one."""
+        return self.steps + (cost + ROW_COST) * self.drafted
+
+
+def written(model: Model, drafter: Model, prompts: Int[np.ndarray, "r t"], temperature: float) -> Written:
+    """Return what the model writes after the prompts, as many tokens as those have, and where drafts would hold."""
+    asked = [
+        GenerationRequest(
+            prompt=prompt.tolist(),
+            params=SamplingParams(max_tokens=len(prompt), temperature=temperature, ignore_eos=True, seed=seed),
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+    completions = model.generate(asked)
+    kept = np.array([i for i, c in enumerate(completions) if not in_a_circle(c.token_ids, CIRCLE)], np.int32)
+    if len(kept) < 2:
+        raise UsageError(f"Of {len(prompts)} texts {len(kept)} run in no circle, too few to compare; ask for more.")
+    tokens = np.array([completions[i].token_ids for i in kept], np.int32)
+    whole = np.concatenate([prompts[kept], tokens], axis=1)
+    length = tokens.shape[1]
+    position = jnp.tile(jnp.arange(length, 2 * length, dtype=jnp.int32), len(kept))
+    key = keys(np.repeat(kept, length))
+    again, guess = (held_out_logits(each, whole)[0] for each in (model, drafter))
+    same, hits = (
+        np.asarray(sampled(logits, jnp.float32(temperature), key, position)).reshape(tokens.shape) == tokens
+        for logits in (again, guess)
+    )
+    return Written(
+        hits=hits,
+        told=np.array([[row.entropy for row in completions[i].trace] for i in kept]),
+        entropy=np.asarray(entropy(moments(guess)), np.float64).reshape(tokens.shape),
+        reproduced=float(same.mean()),
+        circles=len(prompts) - len(kept),
+    )
+
+
+def walk(hits: Bool[np.ndarray, " n"], choose: Choose) -> tuple[int, int, int]:
+    """Return the steps, the drafted and the accepted tokens of one text.
+
+    A step brings the drafted tokens that hold, up to the first that does not, and one token of the model's own.
+    """
+    at = steps = drafted = accepted = length = held = 0
+    while at < len(hits):
+        length = min(choose(at, length, held), len(hits) - at - 1)
+        held = next((ahead for ahead in range(length) if not hits[at + ahead]), length)
+        at, steps, drafted, accepted = at + held + 1, steps + 1, drafted + length, accepted + held
+    return steps, drafted, accepted
+
+
+def walked(hits: Bool[np.ndarray, "r n"], choosers: Iterator[Choose]) -> Spent:
+    """Return what every text took, each with its own chooser of lengths."""
+    found = [walk(*each) for each in zip(hits, choosers, strict=True)]
+    return Spent(*np.array(found, np.float64).T)
+
+
+def by_law(law: DraftLength, most: int, told: Float[np.ndarray, " n"]) -> Choose:
+    """Return the lengths of a law of the engine, told of every draft what the engine would tell it."""
+    state = started(jnp.int32(most))
+
+    def choose(at: int, drafted: int, accepted: int) -> int:
+        nonlocal state
+        if at:
+            newest = jnp.float32(told[at - 1])
+            state = _updated(law, state, jnp.bool_(True), jnp.int32(drafted), jnp.int32(accepted), newest)
+        return int(state.length)
+
+    return choose
+
+
+_updated = jax.jit(updated)
+
+
+def by_stop(signal: Float[np.ndarray, "n m"], bound: float) -> Choose:
+    """Return lengths up to the first drafted token whose signal passes the bound, that one too, or all `m`."""
+    passes = signal > bound
+    length = np.where(passes.any(axis=1), passes.argmax(axis=1) + 1, signal.shape[1])
+    return lambda at, *_: int(length[at])
+
+
+def ahead(signal: Float[np.ndarray, "r n"]) -> Float[np.ndarray, "r n m"]:
+    """Return what a draft from each position on meets, as many tokens as may be drafted."""
+    padded = np.pad(signal, ((0, 0), (0, MOST_DRAFTED - 1)))
+    return np.lib.stride_tricks.sliding_window_view(padded, MOST_DRAFTED, axis=1)
+
+
+SIGNALS = {"entropy": ahead, "summed entropy": lambda entropy: ahead(entropy).cumsum(axis=-1)}
+
+
+def stopped(hits: Bool[np.ndarray, "r n"], signal: Float[np.ndarray, "r n m"], bound: float) -> Spent:
+    """Return what every text takes where drafts stop as the signal passes the bound."""
+    return walked(hits, (by_stop(row, bound) for row in signal))
+
+
+def as_many(hits: Bool[np.ndarray, "r n"], signal: Float[np.ndarray, "r n m"], budget: float) -> tuple[float, Spent]:
+    """Return the bound at which `budget` tokens are drafted for every token of the texts, and what they take.
+
+    No bound drafts exactly so many: two are mixed that lie side by side. Raises ValueError where no bound comes near.
+    """
+
+    def at(bound: float) -> tuple[float, Spent, float]:
+        found = stopped(hits, signal, bound)
+        return bound, found, float(found.drafted.sum()) / hits.size
+
+    low, high = at(-1.0), at(float(signal.max()))  # one token a draft, and all
+    if not low[2] <= budget <= high[2]:
+        raise ValueError(
+            f"{budget:.3f} drafted tokens a token were asked for; stops draft {low[2]:.3f} to {high[2]:.3f}"
+        )
+    for _ in range(HALVINGS):
+        middle = at((low[0] + high[0]) / 2)
+        low, high = (middle, high) if middle[2] <= budget else (low, middle)
+    share = (budget - low[2]) / (high[2] - low[2]) if high[2] > low[2] else 0.0
+    few, many = (dataclasses.astuple(found) for _, found, _ in (low, high))
+    return low[0], Spent(*((1.0 - share) * x + share * y for x, y in zip(few, many, strict=True)))
+
+
+def mean(each: list[Spent]) -> Spent:
+    """Return the mean over runs of what every text took."""
+    return Spent(*np.mean([dataclasses.astuple(one) for one in each], axis=0))
+
+
+def lengths(texts: Written, rng: np.random.Generator) -> dict[str, Any]:
+    """Return a line for every law, and what stops by entropy save of the time of others that draft as much."""
+    hits = texts.hits
+    num_texts, n = hits.shape
+
+    def law(rule: DraftLength, most: int) -> Spent:
+        return walked(hits, (by_law(rule, most, told) for told in texts.told))
+
+    spent = {f"fixed {k}": walked(hits, (lambda *_, k=k: k for _ in hits)) for k in FIXED}
+    spent |= {f"the model's entropy, {k} or none": law(EntropyLength(), k) for k in MATCHED}
+    spent |= {f"acceptance, for c {c:g}": law(AcceptanceLength(c + ROW_COST), MOST_DRAFTED) for c in COSTS}
+    published = float(EntropyLength().bound)
+    spent[f"stop by entropy, {published:g} nats"] = stopped(hits, ahead(texts.entropy), published)
+    lines, controls, comparisons = [_line(name, found) for name, found in spent.items()], [], []
+    for name in (*(f"fixed {k}" for k in MATCHED), "acceptance, for c 0.1"):
+        budget = float(spent[name].drafted.sum()) / hits.size
+        shuffles = [rng.permuted(texts.entropy, axis=1) for _ in range(SHUFFLES)]
+        coins = [rng.random((num_texts, n, MOST_DRAFTED)) for _ in range(SHUFFLES)]
+        try:
+            even = mean([as_many(hits, each, budget)[1] for each in coins])
+            savings = []
+            for kind, signal in SIGNALS.items():
+                bound, stops = as_many(hits, signal(texts.entropy), budget)
+                shuffled = mean([as_many(hits, signal(each), budget)[1] for each in shuffles])
+                lines.append(_line(f"stop by {kind}, as {name}", stops) | {"bound": bound})
+                controls.append(_line(f"stop by {kind} shuffled, as {name}", shuffled))
+                for against, other in ((name, spent[name]), ("shuffled", shuffled), ("even chance", even)):
+                    times = {f"{c:g}": paired.saving(stops.time(c), other.time(c)) for c in COSTS}
+                    times = {c: dataclasses.asdict(saving) for c, saving in times.items()}
+                    savings.append({"stop": kind, "against": against, "times": times})
+            controls.append(_line(f"stop by even chance, as {name}", even))
+        except ValueError as error:
+            comparisons.append({"budget": name, "missed": str(error)})
+            continue
+        comparisons.append({"budget": name, "drafted_per_token": budget, "savings": savings})
+    about = {"texts": num_texts, "tokens": n, "circles": texts.circles, "reproduced": texts.reproduced}
+    return about | {"laws": lines, "controls": controls, "comparisons": comparisons}
+
+
+def _line(name: str, spent: Spent) -> dict[str, Any]:
+    steps, drafted, accepted = (float(x.sum()) for x in (spent.steps, spent.drafted, spent.accepted))
+    return {
+        "law": name,
+        "tokens_per_step": (steps + accepted) / steps,
+        "drafted_per_token": drafted / (steps + accepted),
+        "accepted": accepted / max(drafted, 1.0),
+        "speed": {f"{c:g}": (steps + accepted) / float(spent.time(c).sum()) for c in COSTS},
+    }
+
+
+def works(path: Path) -> list[str]:
+    """Return the held-out works of a tar archive, or any other file as one text."""
+    if ".tar" in path.suffixes or not path.exists():
+        return texts(path)
+    return [path.read_text(encoding="utf-8")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--drafter", default="bundled-small")
+    parser.add_argument("--text", nargs=2, action="append", required=True, metavar=("NAME", "FILE"))
+    parser.add_argument("--rows", type=int, default=8, help="rows of every text (default 8)")
+    parser.add_argument("--row-length", type=int, default=513, help="tokens of a row; half count (default 513)")
+    parser.add_argument("--keys", type=int, default=16, help="keys that every position is sampled with (default 16)")
+    parser.add_argument("--prompts", type=int, default=40, help="texts sampled (default 40)")
+    parser.add_argument("--greedy-prompts", type=int, default=240, help="greedy ones, many in a circle (default 240)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "acceptance.json")
+    args = parser.parse_args()
+    for name, least in (("rows", 2), ("row_length", 2), ("keys", 1), ("prompts", 2), ("greedy_prompts", 2)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
+    try:
+        model, drafter = (load(name, dtype="float32") for name in (args.model, args.drafter))
+        sources = {name: works(Path(path)) for name, path in args.text}
+        cases = []
+        asked = grid(counter(model), list(TASKS), [args.row_length], depths=1, samples=2)
+        tasks = {"tasks": [one.prompt + one.answer for _, one in asked]}
+        for name, parts in (sources | tasks).items():
+            rows = cut(model, name, parts, args.rows, args.row_length)
+            if not np.array_equal(rows, cut(drafter, name, parts, args.rows, args.row_length)):
+                raise UsageError(f"{args.drafter} has other tokens than {args.model}; name a drafter with the same.")
+            shape = (args.rows, -1, model.config.vocab_size)
+            both = [held_out_logits(each, rows)[0].reshape(shape) for each in (model, drafter)]
+            first = args.row_length - both[0].shape[1]
+            for temperature in (0.0, *TEMPERATURES):
+                found = acceptance(
+                    both[0], both[1], temperature, first, args.keys, seed=len(cases) * args.rows * args.keys
+                )
+                about = {"text": name, "temperature": temperature, "positions": args.rows * both[0].shape[1]}
+                cases.append(about | found)
+                print(cases[-1], flush=True)
+        name, parts = next(iter(sources.items()))
+        rng = np.random.default_rng(0)
+        drafts = []
+        for temperature in WRITTEN_AT:
+            prompts = cut(model, name, parts, args.prompts if temperature else args.greedy_prompts, LENGTH)
+            found = lengths(written(model, drafter, prompts, temperature), rng)
+            drafts.append({"temperature": temperature} | found)
+    except UsageError as error:
+        sys.exit(f"measure_acceptance: {error}")
+    print(tables.acceptance(cases), tables.draft_lengths(drafts, "0.1"), sep="\n\n")
+    given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
+    settings = {name: getattr(args, name) for name in given}
+    settings |= {"prompt_tokens": LENGTH, "row_cost": ROW_COST, "dtype": "float32"}
+    write(args.output, "scripts/measure_acceptance.py", settings, acceptance=cases, drafts=drafts)
+
+
+if __name__ == "__main__":
+    main()
