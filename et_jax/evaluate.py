@@ -217,7 +217,15 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     control = preset(args.control, **flags.knobs(args))
     from et_jax.serve.engine import load
 
-    model = load(args.model, dtype=args.dtype, page_size=args.page_size, max_num_seqs=args.batch, control=control)
+    model = load(
+        args.model,
+        dtype=args.dtype,
+        page_size=args.page_size,
+        max_num_seqs=args.batch,
+        control=control,
+        small=args.small,
+        lazy_prefill=args.lazy_prefill,
+    )
     if tasks == [LOSS]:
         return _run_loss(args, model, text, lengths)
     count = counter(model)

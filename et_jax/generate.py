@@ -253,10 +253,11 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
     from et_jax.batch.fingerprint import fingerprint
     from et_jax.models.hub import resolve
 
-    folder = resolve(args.model)
+    beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
     return {
         "model": args.model,
-        "model_files": fingerprint(folder),
+        "model_files": fingerprint(resolve(args.model)),
+        **beside,
         "platform": jax.default_backend(),
         **engine.decisive,
         "control": args.control,

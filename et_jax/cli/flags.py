@@ -2,7 +2,7 @@
 
 import argparse
 
-CONTROL = ("target_entropy", "tolerance", "min_blocks", "window")
+CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau")
 """Knobs of a preset, under the names that `presets.preset` gives them."""
 
 
@@ -12,7 +12,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--control",
         default="off",
-        help="off (default), paper, guarded, certified or adaptive: which laws run the decoder; "
+        help="off (default), paper, guarded, certified, adaptive, ead or ead_guarded: which laws run the decoder; "
         "paper and guarded, at their defaults, lose what stands far back in a prompt (docs/control.md)",
     )
     control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
@@ -23,6 +23,11 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     )
     control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
     control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
+    control.add_argument(
+        "--tau", type=float, metavar="NATS", help="ead: up to this mean entropy the small model speaks (default 0.173)"
+    )
+    control.add_argument("--small", metavar="MODEL", help="ead: the model that takes turns, such as bundled-small")
+    control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
 
 
 def knobs(args: argparse.Namespace) -> dict[str, float | int | None]:

@@ -28,8 +28,8 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Beside:
-    """What it takes to run a small model beside the one that speaks.
+class Model:
+    """What it takes to run a model.
 
     `weights` bytes are read in every pass, `num_multiplied` weights meet every token, which reads what it sees of
     `heads` KV heads over all layers, `token` bytes of each, each met by `group_size` queries of `head_dim` channels.

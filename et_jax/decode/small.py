@@ -45,9 +45,9 @@ def of_small(weights: Weights) -> Params:
     return weights.small
 
 
-def beside(model: ModelConfig, params: Params) -> cost.Beside:
-    """Return what it takes to run a small model."""
-    return cost.Beside(
+def costs(model: ModelConfig, params: Params) -> cost.Model:
+    """Return what it takes to run a model."""
+    return cost.Model(
         weights=cost.num_bytes(params),
         num_multiplied=cost.num_multiplied(params),
         heads=model.num_layers * model.num_kv_heads,

@@ -109,6 +109,8 @@ class Report:
             said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
         if drafted := sum(row.drafted for row in rows):
             said.append(f"{sum(row.accepted for row in rows)} of {drafted} drafted tokens accepted")
+        if any(row.by_small is not None for row in rows):
+            said.append(f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens by the small model")
         for name in rows[0].guard_rates:
             worst = max(completion.guard_rates[name] for completion in self.completions if completion.trace)
             said.append(f"{name} {100 * worst:.0f}% of tokens")

@@ -19,7 +19,9 @@ class TokenTrace:
     `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
     token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
     log-probability). `accepted` tokens had been drafted and cost no step of their own; the first token of each
-    step says how many were `drafted` in it, and is charged for those that were not accepted.
+    step says how many were `drafted` in it, and is charged for those that were not accepted. `by_small` tells whether
+    the small one of two models that take turns said it, whose own the figures are then, None where one model serves; it
+    is charged for all that both did since the token before.
     """
 
     token: int
@@ -39,6 +41,7 @@ class TokenTrace:
     guard_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     drafted: int = 0
     accepted: bool = False
+    by_small: bool | None = None
     top: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -152,6 +155,7 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "guard_rates": rates,
         "drafted_tokens": sum(row.drafted for row in rows),
         "accepted_tokens": sum(row.accepted for row in rows),
+        "small_share": _mean([float(row.by_small) for row in rows if row.by_small is not None]),
     }
 
 

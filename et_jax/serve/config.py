@@ -48,6 +48,8 @@ class EngineConfig:
     draft: str | Path | None = None
     draft_tokens: int = 8
     draft_length: str = "acceptance"
+    small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
+    lazy_prefill: bool = False
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -68,6 +70,11 @@ class EngineConfig:
             checked[name] = _count(name, getattr(self, name))
         if self.draft is not None:
             checked["draft"] = str(_text("draft", self.draft))
+        if self.small is not None:
+            checked["small"] = str(_text("small", self.small))
+            if self.draft not in (None, LOOKUP, checked["small"]):
+                raise UsageError("draft and small name two models; name one of them, or draft by lookup.")
+        checked["lazy_prefill"] = values.boolean("lazy_prefill", self.lazy_prefill)
         if self.draft_length not in LENGTHS:
             shown = values.shown(self.draft_length)
             raise UsageError(f"draft_length is {shown}; choose one of {', '.join(LENGTHS)}.")
@@ -83,6 +90,11 @@ class EngineConfig:
     def draft_model(self) -> str | None:
         """The model that drafts, if one does."""
         return None if self.draft == LOOKUP or self.draft is None else str(self.draft)
+
+    @property
+    def second_model(self) -> str | None:
+        """The small model, if there is one, that drafts or speaks."""
+        return self.draft_model if self.small is None else str(self.small)
 
     @property
     def lengths(self) -> DraftLength:

@@ -31,7 +31,7 @@ from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
-from et_jax.serve.sizing import check_measured, drafting
+from et_jax.serve.sizing import beside, check_measured
 from et_jax.serve.streams import serve
 from et_jax.text import Tokenizer
 from et_jax.types import replace
@@ -67,6 +67,8 @@ def load(
     draft: str | Path | None = None,
     draft_tokens: int = 8,
     draft_length: str = "acceptance",
+    small: str | Path | None = None,
+    lazy_prefill: bool = False,
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
@@ -93,6 +95,8 @@ def load(
     without. Any other `draft` names a model that writes them, smaller and with the same tokenizer: "bundled-small" for
     the bundled one. `draft_length` decides how many: "acceptance", by how many were accepted so far, "entropy", by how
     certain the model is, or "fixed". A controller by which one token decides what the next reads is not drafted for.
+    `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
+    "ead_guarded". With `lazy_prefill` it reads prompts alone, and the model when it first speaks.
     `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
     cannot be written `progress` is told, and they are kept in memory only.
 
@@ -268,6 +272,8 @@ class Model:
 
     def _drafting(self) -> list[str]:
         """Say how tokens are drafted, or why not where it was asked for."""
+        if self.decoder_config.controller.switch is not None:
+            return [f"takes turns with {self.settings.small}, by the entropy of what the one who speaks predicts"]
         if self.settings.draft is None:
             return []
         draft = self.decoder_config.draft
@@ -345,7 +351,8 @@ class Model:
             self.settings,
             metrics=self.metrics,
             # The surprisal of the first token after a kept page needs logits that are kept nowhere.
-            keep_prefixes=self.settings.prefix_cache and "surprisals" not in own.config.keeps,
+            # Nor would the model know what the small one alone has read.
+            keep_prefixes=self.settings.prefix_cache and "surprisals" not in own.config.keeps and not own.config.lazy,
         )
 
     def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:
@@ -363,14 +370,13 @@ class Model:
         return replace(found, config=config)
 
     def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
-        plain = replace(self.decoder_config, draft=None, small=None)  # which another controller may not allow
-        return drafting(self.settings, replace(plain, controller=self._controller(control), keep=keep), self._small)
+        return beside(self.settings, self.decoder_config, self._controller(control), self._small, keep)
 
     def _controller(self, control: Control | None) -> Controller:
         if control is None:
             return self.decoder_config.controller
         found = controller(control)
-        check_measured(self.name, replace(self.decoder_config, controller=found, draft=None, small=None))
+        check_measured(self.name, beside(self.settings, self.decoder_config, found, self._small))
         return found
 
 

@@ -25,7 +25,7 @@ from et_jax.text import Tokenizer, load_tokenizer
 class Opened:
     """Weights, tokenizer, and the sizes of a decoder for them that fit, as `plan` says.
 
-    `weights` are those of a model that drafts too, of the configuration `small`, where one does.
+    `weights` are those of a small model too, of the configuration `small`, where there is one.
     """
 
     config: DecoderConfig
@@ -49,37 +49,37 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
         return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
 
     _keep_programs(settings.compilation_cache, tell)
-    beside = None if settings.draft_model is None else resolve(settings.draft_model)
+    beside = None if settings.second_model is None else resolve(settings.second_model)
     small = None if beside is None else read_config(beside)
     tell(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
     if beside is not None:
-        _check_drafter(str(settings.draft_model), beside, settings.name, folder, tokenizer, tell)
+        _check_second(str(settings.second_model), beside, settings.name, folder, tokenizer, tell)
     model, params = load_checkpoint(folder, settings.dtype)
     dtype, calibration = params.embedding.dtype, read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, small=small)
     check_measured(settings.name, config)
     weights: Weights = params
     if beside is not None:
-        tell(f"loading {settings.draft_model}, which drafts")
+        tell(f"loading {settings.second_model}, the small model")
         weights = Pair(model=params, small=load_checkpoint(beside, dtype.name)[1])
     return Opened(config=config, weights=weights, small=small, tokenizer=tokenizer, plan=fitting)
 
 
-def _check_drafter(
+def _check_second(
     name: str, folder: Path, model_name: str, model_folder: Path, tokenizer: Tokenizer, tell: Callable[[str], None]
 ) -> None:
-    """Raise UsageError where a model that is to draft has other tokens; tell where it is no smaller than the other."""
+    """Raise UsageError where the small model has other tokens; tell where it is no smaller than the other."""
     small, model = read_config(folder), read_config(model_folder)
     check_weights(folder, small)
     if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
         raise UsageError(
-            f"{name} and {model_name} have different tokenizers; draft with a model that has that of the other."
+            f"{name} and {model_name} have different tokenizers; take a small model that has that of the other."
         )
     if num_weights(small) >= num_weights(model):
-        tell(f"{name}, which drafts, has no fewer weights than {model_name}: drafts by it will save no time")
+        tell(f"{name}, the small model, has no fewer weights than {model_name}: it will save nothing")
 
 
 def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:

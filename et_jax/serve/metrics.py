@@ -34,6 +34,7 @@ class Metrics:
     generated_tokens: int = _counter("generated_tokens_total", "Tokens produced.")
     drafted_tokens: int = _counter("drafted_tokens_total", "Tokens drafted and verified.")
     accepted_tokens: int = _counter("accepted_tokens_total", "Drafted tokens that were accepted.")
+    small_tokens: int = _counter("small_tokens_total", "Tokens that the small model of two produced.")
     steps: int = _counter("steps_total", "Decode steps run on the device.")
     preemptions: int = _counter("preemptions_total", "Sequences that gave up their slot before their end.")
     programs_compiled: int = _counter("programs_compiled_total", "Programs compiled or read from the cache.")

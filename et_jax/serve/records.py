@@ -26,7 +26,7 @@ class Burst:
     """The first `num_steps` steps of an `output` of numpy arrays stacked over steps, as Python numbers.
 
     Where tokens are drafted each step is stacked over positions too. `traffic` is what a step may read;
-    `num_multiplied` weights meet every token; `beside` is what a small model takes.
+    `num_multiplied` weights meet every token; `both` are what the model and a small one beside it take.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Burst:
         num_multiplied: int,
         output: StepOutput,
         num_steps: int,
-        beside: cost.Beside | None = None,
+        both: tuple[cost.Model, cost.Model] | None = None,
     ) -> None:
-        self._config, self._traffic, self._num_multiplied, self._beside = config, traffic, num_multiplied, beside
+        self._config, self._traffic, self._num_multiplied, self._both = config, traffic, num_multiplied, both
         cut = jax.tree.map(lambda x: np.asarray(x[:num_steps]), output)
         told = np.ones((num_steps, 1), bool)
         if config.draft is not None:  # most positions hold nothing
@@ -74,7 +74,10 @@ class Burst:
         )
 
     def _trace(self, step: int, position: int, slot: int, asked: int, num_produced: int) -> TokenTrace:
-        config, output, model = self._config, self._output, self._config.model
+        config, output = self._config, self._output
+        if config.controller.switch is not None:
+            return self._trace_switched(step, position, slot, asked)
+        model = config.model
         first, step = self._places[step][0], self._places[step][position]
         drafted, accepted = output.drafted[first][slot], output.accepted[first][slot]
         signals, heads = output.signals, model.num_layers * model.num_kv_heads
@@ -91,24 +94,11 @@ class Burst:
             wasted += (drafted - accepted) * cost.token_flops(self._num_multiplied, 0, 1, 1)
             wasted += cost.selection_flops(wasted_looks, model.group_size, model.head_dim, codes)
         small_bytes, small_flops = self._small(first, position, slot, length, num_produced)
-        top: tuple[tuple[int, float], ...] = ()
-        if asked and output.top_tokens is not None:
-            top = tuple(
-                zip(output.top_tokens[step][slot][:asked], output.top_logprobs[step][slot][:asked], strict=True)
-            )
-        return TokenTrace(
-            token=output.token[step][slot],
-            text="",
-            entropy=signals.entropy[step][slot],
-            varentropy=signals.varentropy[step][slot],
-            temperature=output.temperature[step][slot],
-            surprisal=signals.surprisal[step][slot],
-            blocks_read=read,
+        return self._told(
+            step,
+            slot,
+            asked,
             blocks_held=-(-length // config.page_size) * heads,
-            kept_mass=signals.kept_mass[step][slot],
-            attention_entropy=_known(signals.attention_entropy[step][slot]),
-            least_attention_entropy=_known(signals.least_attention_entropy[step][slot]),
-            entropic_time=output.entropic_time[step][slot],
             cost=cost.charged_bytes(self._traffic, num_produced, read + wasted_read, looked + wasted_looks)
             + small_bytes,
             flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim)
@@ -117,19 +107,56 @@ class Burst:
             + small_flops,
             drafted=0 if position else drafted,
             accepted=position < accepted,
-            guard_rates={name: rate[step][slot] for name, rate in output.guard_rates.items()},
+        )
+
+    def _trace_switched(self, step: int, position: int, slot: int, asked: int) -> TokenTrace:
+        """The record of a token of either model; what both did since the last token is charged to it."""
+        config, output, at = self._config, self._output, self._places[step][position]
+        assert self._both is not None and config.small is not None
+        length, by_small = output.signals.length[at][slot], output.by_small[at][slot]
+        moved, flops = 0.0, 0.0
+        for model, tokens, passes in zip(
+            self._both, output.spent.tokens[at][slot], output.spent.passes[at][slot], strict=True
+        ):
+            moved += passes * model.weights + model.cached_bytes(-(-tokens // config.chunk), length)
+            flops += model.flops(tokens, length)
+        shape = config.small if by_small else config.model
+        heads = shape.num_layers * shape.num_kv_heads
+        held = -(-length // config.page_size) * heads
+        return self._told(at, slot, asked, blocks_held=held, cost=moved, flops=flops, by_small=by_small)
+
+    def _told(self, at: int, slot: int, asked: int, **own: Any) -> TokenTrace:
+        """The record of the token at a place of the output, with what is its `own`."""
+        output, signals = self._output, self._output.signals
+        top: tuple[tuple[int, float], ...] = ()
+        if asked and output.top_tokens is not None:
+            top = tuple(zip(output.top_tokens[at][slot][:asked], output.top_logprobs[at][slot][:asked], strict=True))
+        return TokenTrace(
+            token=output.token[at][slot],
+            text="",
+            entropy=signals.entropy[at][slot],
+            varentropy=signals.varentropy[at][slot],
+            temperature=output.temperature[at][slot],
+            surprisal=signals.surprisal[at][slot],
+            blocks_read=signals.blocks_read[at][slot],
+            kept_mass=signals.kept_mass[at][slot],
+            attention_entropy=_known(signals.attention_entropy[at][slot]),
+            least_attention_entropy=_known(signals.least_attention_entropy[at][slot]),
+            entropic_time=output.entropic_time[at][slot],
+            guard_rates={name: rate[at][slot] for name, rate in output.guard_rates.items()},
             top=top,
+            **own,
         )
 
     def _small(self, first: int, position: int, slot: int, length: int, num_produced: int) -> tuple[float, float]:
         """The bytes and FLOPs of the small model: its weights shared by all tokens, the rest with a slot's first."""
-        if self._beside is None:
+        if self._both is None:
             return 0.0, 0.0
-        output = self._output
+        output, (_, small) = self._output, self._both
         passes = max(output.small_passes[first])
         tokens = 0 if position else output.small_tokens[first][slot]
-        shared = passes * self._beside.weights / num_produced
-        return shared + self._beside.cached_bytes(tokens, length), self._beside.flops(tokens, length)
+        shared = passes * small.weights / num_produced
+        return shared + small.cached_bytes(tokens, length), small.flops(tokens, length)
 
 
 def _known(signal: float) -> float | None:

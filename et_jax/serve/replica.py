@@ -11,7 +11,7 @@ import numpy as np
 
 from et_jax.decode import cost, faults
 from et_jax.decode.decoder import Decoder
-from et_jax.decode.small import Weights, beside, of_model, of_small
+from et_jax.decode.small import Weights, costs, of_model, of_small
 from et_jax.decode.step import traffic
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled
@@ -68,7 +68,9 @@ class Replica:
         self._batched_tokens = settings.max_num_batched_tokens
         params = of_model(weights)
         self._traffic, self._num_multiplied = traffic(params, self.device.state.cache), cost.num_multiplied(params)
-        self._beside = None if self.config.small is None else beside(self.config.small, of_small(weights))
+        self._both = None
+        if self.config.small is not None:
+            self._both = costs(self.config.model, params), costs(self.config.small, of_small(weights))
         self._rounds = 0
         self._steps = 1
         queue.join(self.slots)
@@ -307,7 +309,7 @@ class Replica:
             per_step = (time.perf_counter() - began) / max(ran, 1)
             self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
         self.metrics.steps += ran
-        burst = Burst(self.config, self._traffic, self._num_multiplied, output, ran, self._beside)
+        burst = Burst(self.config, self._traffic, self._num_multiplied, output, ran, self._both)
         for step in range(ran):
             num_produced = burst.num_produced(step, self._with(Status.RUNNING))
             for position in range(burst.num_positions(step)):
@@ -319,6 +321,8 @@ class Replica:
 
     def _count_idle(self, num_served: int) -> None:
         """Count the rows of a step that brought no sequence a token: empty, failed, or past the end of their text."""
+        if self.config.controller.switch is not None:  # a sequence that waits for the other model pays for it later
+            return
         num_idle = self.config.batch - num_served
         self.metrics.idle_flops += num_idle * cost.token_flops(self._num_multiplied, 0, 1, 1)
         self.metrics.idle_cost += 0.0 if num_served else float(self._traffic.weights)
@@ -332,6 +336,7 @@ class Replica:
         self.metrics.generated_tokens += 1
         self.metrics.drafted_tokens += row.trace.drafted
         self.metrics.accepted_tokens += row.trace.accepted
+        self.metrics.small_tokens += row.trace.by_small is True
         self.pool.write(slot)
         try:
             event = sequence.take(row.trace, row.finished)

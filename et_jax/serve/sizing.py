@@ -3,9 +3,10 @@
 import jax
 from jax.typing import DTypeLike
 
+from et_jax.control.controller import Controller
 from et_jax.decode.attention import serving_backend
 from et_jax.decode.draft import Drafting, lookup
-from et_jax.decode.state import DecoderConfig
+from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
 from et_jax.models.calibration import Calibration
@@ -29,7 +30,7 @@ def decoder_config(
     calibration: Calibration | None = None,
     small: ModelConfig | None = None,
 ) -> DecoderConfig:
-    """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is one that drafts.
+    """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is one beside it.
 
     Without `num_pages`, as the settings ask for or as fit, every resident sequence has pages for its full length.
     Raises UsageError, one sentence, for a size that cannot work.
@@ -72,36 +73,47 @@ def decoder_config(
         num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
         penalties=True,
         calibration=calibration or Calibration(),
-        controller=controller(settings.control),
     )
-    return drafting(settings, plain, small)
+    return beside(settings, plain, controller(settings.control), small)
 
 
-def drafting(settings: EngineConfig, config: DecoderConfig, small: ModelConfig | None) -> DecoderConfig:
-    """Return the configuration with the drafts that the settings ask for, without where its controller allows none.
+def beside(
+    settings: EngineConfig,
+    config: DecoderConfig,
+    laws: Controller,
+    small: ModelConfig | None,
+    keep: frozenset[Keep] = frozenset(),
+) -> DecoderConfig:
+    """Return the configuration under other laws, with what they and the settings have run beside the model.
 
-    `small` is the model that drafts, if one does. Raises UsageError where it cannot draft for the other.
+    That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked for
+    and the laws allow any. Raises UsageError where there is no small model, or none that fits the other.
     """
-    plain = replace(config, draft=None, small=None)
+    alone = replace(laws, switch=None)
+    plain = replace(config, draft=None, small=None, lazy=False, controller=alone, keep=keep)
     if small is not None:
-        _check_beside(str(settings.draft), small, plain)
+        _check_beside(str(settings.second_model), small, plain)
+    if laws.switch is not None:
+        if small is None:
+            raise UsageError("This control switches between two models; name the other one by small.")
+        return replace(plain, controller=laws, small=small, lazy=settings.lazy_prefill)
     if settings.draft is None or plain.steers_reading:
         return plain
-    drafter = lookup if small is None else None
-    draft = Drafting(most=settings.draft_tokens, length=settings.lengths, drafter=drafter)
-    return replace(plain, draft=draft, small=small)
+    by_model = settings.draft_model is not None
+    draft = Drafting(most=settings.draft_tokens, length=settings.lengths, drafter=None if by_model else lookup)
+    return replace(plain, draft=draft, small=small if by_model else None)
 
 
 def _check_beside(name: str, small: ModelConfig, config: DecoderConfig) -> None:
     if small.vocab_size != config.model.vocab_size:
         raise UsageError(
             f"{name} has a vocabulary of {small.vocab_size} tokens and the model one of {config.model.vocab_size}; "
-            "draft with a model of the same vocabulary."
+            "take a small model of the same vocabulary."
         )
     if small.max_positions < config.max_length:
         raise UsageError(
-            f"{name}, which drafts, was made for {small.max_positions} tokens and max_model_len is "
-            f"{config.max_length}; lower that, or draft with another model."
+            f"{name}, the small model, was made for {small.max_positions} tokens and max_model_len is "
+            f"{config.max_length}; lower that, or take another model."
         )
 
 
