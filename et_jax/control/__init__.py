@@ -5,6 +5,7 @@ clock, temperature, temperature_rules, tolerance, priority, smoothing, guards
 view, bounds, contribution, select, bisect     which blocks of the cache are read
 head_tolerance                 how much of its attention each query head may leave unread
 draft                          how many tokens a step drafts for a sequence
+switch                         which of two models speaks
 controller, presets            laws put together, and those that have a name
 settings                       numbers of a controller changed by name, for one request
 calibration                    the temperature at which probabilities mean what they say

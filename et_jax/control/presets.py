@@ -75,15 +75,23 @@ def preset(
     return {"paper": _paper, "guarded": _guarded, "certified": _certified, "adaptive": _adaptive}[name](**given)
 
 
+def knobs_of(name: str) -> tuple[str, ...]:
+    """Return the settings that a preset has."""
+    if name == "off":
+        return ()
+    return ("tau",) if name in _SWITCHES else tuple(one for one in SETTINGS if one != "tau")
+
+
 def _check(name: str, given: dict[str, int | float]) -> None:
     if name not in NAMES:
         raise UsageError(f"control is {shown(name)}; choose one of {', '.join(NAMES)}.")
     if name == "off" and given:
         raise UsageError(f'control "off" has no {next(iter(given))}; choose one of {", ".join(NAMES[1:])} to set it.')
     for knob, value in given.items():
-        if (knob == "tau") != (name in _SWITCHES):
-            others = [one for one in SETTINGS if (one == "tau") == (name in _SWITCHES)]
-            raise UsageError(f'control "{name}" has no {knob}; it has {", ".join(others)}.')
+        if knob not in knobs_of(name):
+            raise UsageError(f'control "{name}" has no {knob}; it has {", ".join(knobs_of(name))}.')
+        if math.isnan(value):
+            raise UsageError(f"{knob} is nan; it must be a number.")
         if math.isinf(value) and knob != "tau":
             raise UsageError(f"{knob} is {value}; it must be a finite number.")
     if not given.get("target_entropy", 1.0) > 0:

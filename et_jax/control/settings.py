@@ -68,7 +68,7 @@ def preset_of(controller: Controller) -> tuple[str, dict[str, Any]] | None:
         read["tolerance"] = _first(controller, tolerance.EntropyThreshold, "greatest")
     known = {key: given for key, given in read.items() if given is not None}
     for name in presets.NAMES:
-        settings = {} if name == "off" else known
+        settings = {knob: known[knob] for knob in presets.knobs_of(name) if knob in known}
         with contextlib.suppress(UsageError):
             if presets.preset(name, **settings) == controller:
                 return name, settings

@@ -239,14 +239,14 @@ class StepOutput:
     accepted: Int[Array, "*b"]
     blocks_wasted: Int[Array, "*b"]
     summaries_wasted: Int[Array, "*b"]
-    small_tokens: Int[Array, "*b"] | None
-    small_passes: Int[Array, "*b"] | None
-    by_small: Bool[Array, "*b"] | None
-    spent: Spent | None
     guard_rates: dict[str, Float[Array, "*b"]]
     signals: Signals
     top_tokens: Int[Array, "*b a"] | None
     top_logprobs: Float[Array, "*b a"] | None
+    small_tokens: Int[Array, "*b"] | None = None
+    small_passes: Int[Array, "*b"] | None = None
+    by_small: Bool[Array, "*b"] | None = None
+    spent: Spent | None = None
 
 
 def blank_signals(shape: tuple[int, ...]) -> Signals:

@@ -266,8 +266,6 @@ def report(
         summaries_wasted=jnp.zeros_like(fault),
         small_tokens=None if config.small is None else jnp.zeros_like(fault),
         small_passes=None if config.small is None else jnp.zeros_like(fault),
-        by_small=None,
-        spent=None,
         guard_rates=guards.rates(after.control),
         signals=after.signals,
         top_tokens=None if top is None else top[1],

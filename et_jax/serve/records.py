@@ -45,12 +45,12 @@ class Burst:
             told = np.any(cut.produced | (cut.fault > 0), axis=-1)
             told[:, 0] = True
             cut = jax.tree.map(lambda x: x[told], cut)
-        self._places = np.where(told, np.cumsum(told).reshape(told.shape) - 1, -1)
+        self._places: list[list[int]] = np.where(told, np.cumsum(told).reshape(told.shape) - 1, -1).tolist()
         self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)  # all at once
 
     def num_positions(self, step: int) -> int:
         """Return at how many positions, one after the other, a step brought tokens."""
-        return int(np.sum(self._places[step] >= 0))
+        return sum(place >= 0 for place in self._places[step])
 
     def num_served(self, step: int, slots: Iterable[int]) -> int:
         """Return how many of `slots` a step brought a token."""

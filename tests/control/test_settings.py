@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from et_jax.control.controller import Controller
-from et_jax.control.presets import NAMES, preset
+from et_jax.control.presets import NAMES, knobs_of, preset
 from et_jax.control.settings import adjusted, preset_of
 from et_jax.control.temperature import Thermostat
 from et_jax.control.temperature_rules import Newton
@@ -13,7 +13,7 @@ from et_jax.errors import UsageError
 GIVEN = {"tolerance": 0.02, "min_blocks": 5, "window": 32}
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", [name for name in NAMES if "tolerance" in knobs_of(name)])
 @pytest.mark.parametrize("heated", [False, True])
 def test_a_preset_is_known_by_its_numbers_and_changed_as_if_made_so(name, heated):
     given = GIVEN | ({"target_entropy": 2.5} if heated else {})
@@ -23,6 +23,15 @@ def test_a_preset_is_known_by_its_numbers_and_changed_as_if_made_so(name, heated
     changed = adjusted(made, changes)
     assert changed == preset(name, **given | changes) != made
     assert jax.tree.structure(changed) == jax.tree.structure(made)
+
+
+@pytest.mark.parametrize("name", ["ead", "ead_guarded"])
+def test_the_bound_of_a_switch_is_a_number_of_its_preset(name):
+    made = preset(name, tau=0.5)
+    assert preset_of(made) == (name, {"tau": 0.5})
+    assert adjusted(made, {"tau": 2.0}) == preset(name, tau=2.0) != made
+    with pytest.raises(UsageError, match=f'control "{name}" has no tolerance; it has tau.'):
+        adjusted(made, {"tolerance": 0.1})
 
 
 def test_off_has_numbers_of_its_clock_and_no_settings():

@@ -222,6 +222,7 @@ def test_the_small_model_reads_a_text_once():
     for control, drafter in (("off", "the model itself"), ("certified", "another model by turns")):
         drafting, small = DRAFTERS[drafter]
         state, _, output, ran = decoded(made(control, drafting, small=small))
+        assert state.held is not None
         wasted = np.asarray(output.drafted - output.accepted)[:ran, 0]
         told, passes = (np.asarray(x)[:ran, 0] for x in (output.small_tokens, output.small_passes))
         assert (passes[told.sum(axis=-1) == 0] == 0).all() and (passes <= 5 + LENGTH // CHUNK).all()
@@ -236,6 +237,7 @@ def test_the_small_model_reads_a_text_once():
 def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
     d = made("certified", BY_TURNS, small=OTHER)
     state, rows, _, _ = decoded(d, num_drafted=0)
+    assert state.held is not None and state.text is not None and state.small is not None
     slot = 2
     whole = PROMPTS[slot] + rows[slot]["token"].tolist()
     length = int(state.length[slot])
@@ -253,6 +255,7 @@ def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
     assert held.tolist() == [length, int(state.held[0])]
     assert int(chunks) == -(-length // CHUNK) - (len(PROMPTS[slot]) - 1) // CHUNK
     fresh = fill(d, given_to(d), d.empty(), slot, whole)
+    assert fresh.small is not None
     for layer, expected in zip(cache.layers, fresh.small.layers, strict=True):
         got, want = (
             np.asarray(pool[:, table[slot]])

@@ -60,7 +60,7 @@ def begun(d, params, slots=tuple(PROMPTS), switch=None, **asked):
 def spoken(d, params, state, steps=32):
     """Tokens, entropies and, of two models, who spoke, of every slot."""
     outputs = []
-    while state.active.any():
+    while jnp.any(state.active):
         state, output, ran = d.decode(params, state, steps)
         outputs.append(jax.tree.map(lambda x, ran=ran: np.asarray(x)[: int(ran)], output))
     output = jax.tree.map(lambda *x: np.concatenate(x), *outputs)
@@ -119,7 +119,7 @@ def test_two_models_write_what_an_independent_program_does(name):
         assert rows[slot][0] == said and rows[slot][2] == by_small
         assert 0 < sum(by_small) < LIMIT  # both speak
     # tokens read: each model reads every text up to the last token it speaks after, once
-    read = sum(np.asarray(output.spent.tokens)[np.asarray(output.produced)])
+    read = np.asarray(output.spent.tokens)[np.asarray(output.produced)].sum(axis=0)
     assert (read <= len(PROMPTS) * LIMIT + sum(map(len, PROMPTS.values()))).all() and (read > 0).all()
 
 
@@ -157,6 +157,7 @@ def test_texts_are_the_same_alone_in_company_and_with_prompts_read_late(name):
         assert rows[slot][0] == together[slot][0] and same_bits(rows[slot][1], together[slot][1])
     late = made(switch, lazy=True)
     state = begun(late, pair())
+    assert state.model_held is not None and state.held is not None
     assert not state.model_held.any() and state.held.tolist() == [len(PROMPTS[slot]) - 1 for slot in PROMPTS]
     _, rows, _ = spoken(late, pair(), state)
     for slot in PROMPTS:
@@ -194,6 +195,7 @@ def test_no_sequence_waits_for_ever_and_pages_balance():
     for slot in PROMPTS:
         state = d.release(state, slot)
     assert int(state.table.num_free) == d.config.num_pages - 1
+    assert state.held is not None and state.model_held is not None
     assert not state.held.any() and not state.model_held.any()
 
 

@@ -67,12 +67,10 @@ def plain():
 @pytest.mark.parametrize(
     ("control", "settings"),
     [
-        ("off", {}),
-        ("off", {"num_pages": 40, "preempt_every": 3}),
-        ("off", {"max_resident_seqs": 5, "draft_length": "acceptance"}),
         ("off", {"replicas": 2, "draft_length": "entropy"}),
-        ("certified", {}),
-        ("adaptive", {"num_pages": 40}),
+        ("off", {"draft": "bundled-small", "num_pages": 40, "preempt_every": 3}),
+        ("certified", {"max_resident_seqs": 5, "draft_length": "acceptance", "num_pages": 40}),
+        ("adaptive", {"draft": "bundled-small", "draft_length": "entropy"}),
     ],
 )
 def test_texts_and_traces_are_those_without_drafts(plain, control, settings):
@@ -105,7 +103,6 @@ def test_a_control_that_steers_reading_is_served_without_drafts():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"draft": 3}, "draft is 3; it must be a text."),
         ({"draft_length": "long"}, 'draft_length is "long"; choose one of acceptance, entropy, fixed.'),
         ({"draft_tokens": 0}, "draft_tokens is 0"),
         ({"draft_tokens": 17}, "draft_tokens is 17"),

@@ -36,7 +36,7 @@ def parse(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 def test_every_counter_is_written_under_its_name() -> None:
     metrics = Metrics(prompt_tokens=3, generated_tokens=12, entropic_time=1.5, cost=2.5e12, waiting_seconds=0.25)
-    metrics.steps, metrics.drafted_tokens, metrics.accepted_tokens = 7, 5, 2
+    metrics.steps, metrics.drafted_tokens, metrics.accepted_tokens, metrics.small_tokens = 7, 5, 2, 4
     metrics.finish("stop")
     metrics.finish("length")
     metrics.finish("stop")
@@ -48,6 +48,7 @@ def test_every_counter_is_written_under_its_name() -> None:
         "et_jax_generated_tokens_total": {(): 12},
         "et_jax_drafted_tokens_total": {(): 5},
         "et_jax_accepted_tokens_total": {(): 2},
+        "et_jax_small_tokens_total": {(): 4},
         "et_jax_steps_total": {(): 7},
         "et_jax_preemptions_total": {(): 0},
         "et_jax_programs_compiled_total": {(): 0},

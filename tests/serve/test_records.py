@@ -1,14 +1,18 @@
 """A burst as records: each slot's own numbers, the weights shared by those served, work by its formulas."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_model import MODEL, PAGE, configuration
 
+from et_jax.control.controller import Controller
+from et_jax.control.switch import AsPrinted
 from et_jax.decode import cost
 from et_jax.decode.draft import Drafting
-from et_jax.decode.state import StepOutput, blank_signals
+from et_jax.decode.state import Spent, StepOutput, blank_signals
 from et_jax.serve.records import Burst
 from et_jax.types import replace
 
@@ -106,3 +110,40 @@ def test_tokens_of_one_step_share_its_weights_and_the_first_pays_for_what_was_re
     attention = cost.token_flops(0, 7 * PAGE, MODEL.group_size, MODEL.head_dim)
     looking = cost.selection_flops(5, MODEL.group_size, MODEL.head_dim, 0)
     assert work == pytest.approx([2 * 2 * NUM_MULTIPLIED + attention + looking, 0, 0])
+
+
+OTHER = cost.Model(weights=300, num_multiplied=40, heads=2, token=8, group_size=2, head_dim=4)
+
+
+def test_what_a_small_model_drafts_with_is_charged_to_what_came_of_it(output):
+    """Two passes over 300 bytes of weights for six tokens; slot 1's first token pays for what was read for it."""
+    small = {"small_tokens": jnp.zeros((STEPS, SLOTS), jnp.int32).at[0, 1].set(3)}
+    small["small_passes"] = jnp.zeros((STEPS, SLOTS), jnp.int32).at[0].set(2)
+    stacked = jax.tree.map(lambda x: jnp.pad(x, [(0, 2)] + [(0, 0)] * (x.ndim - 1))[None], replace(output, **small))
+    config = configuration(draft=Drafting(most=4))
+    one, two = (
+        Burst(config, TRAFFIC, NUM_MULTIPLIED, jax.device_get(stacked), 1, both) for both in (None, (OTHER, OTHER))
+    )
+    more = [
+        (two.row(0, position, slot, 0, 6).trace, one.row(0, position, slot, 0, 6).trace)
+        for position, slot in ((0, 0), (0, 1), (1, 1))
+    ]
+    length = int(output.signals.length[0, 1])
+    assert [a.cost - b.cost for a, b in more if a and b] == pytest.approx([100, 100 + 3 * length * 2 * 8, 100])
+    per_token = 2 * 40 + 4 * 4 * 2 * length * 2
+    assert [a.flops - b.flops for a, b in more if a and b] == pytest.approx([0, 3 * per_token, 0])
+
+
+def test_a_token_of_two_models_pays_for_both_since_the_last(output):
+    """Slot 0's first token is the small model's; before it the model read 5 tokens in a chunk and a third of a pass."""
+    big = dataclasses.replace(OTHER, weights=6000, num_multiplied=700, heads=4)
+    tokens = jnp.zeros((STEPS, SLOTS, 2), jnp.int32).at[0, 0].set(jnp.asarray([5, 1]))
+    passes = jnp.zeros((STEPS, SLOTS, 2), jnp.float32).at[0, 0].set(jnp.asarray([0.25, 0.5]))
+    told = replace(output, by_small=output.produced.at[:, 1:].set(False), spent=Spent(tokens=tokens, passes=passes))
+    config = configuration(controller=Controller(switch=AsPrinted(1.0)), small=MODEL)
+    row = Burst(config, TRAFFIC, NUM_MULTIPLIED, jax.device_get(told), STEPS, (big, OTHER)).row(0, 0, 0, 0, 3).trace
+    length = int(output.signals.length[0, 0])
+    assert row is not None and row.by_small
+    assert row.cost == pytest.approx(0.25 * 6000 + 0.5 * 300 + length * (4 * 8 + 2 * 8))
+    assert row.flops == pytest.approx(5 * (2 * 700 + 4 * 4 * 2 * length * 4) + 2 * 40 + 4 * 4 * 2 * length * 2)
+    assert row.blocks_held == -(-length // PAGE) * MODEL.num_layers * MODEL.num_kv_heads

@@ -1,0 +1,147 @@
+"""A small model beside the model in the engine: turns by entropy, bounds of one request each, refusals in words."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import pytest
+from reopened import SIZES
+
+import et_jax
+from et_jax import GenerationRequest, SamplingParams, UsageError, preset
+from et_jax.models.bundled import bundled_folder
+from et_jax.serve import device_memory, loading
+from et_jax.serve.config import EngineConfig
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+PROMPTS = ["It was late in the evening when", "The guests were these:", "He said that", "On the other hand"]
+TURNS = {"small": "bundled-small", "max_model_len": 96}
+
+
+def asked(taus: list[float]) -> list[GenerationRequest]:
+    """Requests of several kinds, each with a bound of its own."""
+    kinds = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.2, "n": 2}]
+    return [
+        GenerationRequest(
+            prompt=prompt,
+            params=SamplingParams(**({"max_tokens": 24, "ignore_eos": True} | kinds[i % 3])),
+            control={"tau": tau},
+        )
+        for i, (prompt, tau) in enumerate(zip(PROMPTS, taus, strict=True))
+    ]
+
+
+def uncharged(done):
+    """All but the charge, which the company shares."""
+    return done.text, [dataclasses.replace(row, cost=0.0, flops=0.0) for row in done.trace]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    return et_jax.load(**(SIZES | TURNS), control=preset("ead_guarded", tau=5.0))
+
+
+@pytest.fixture(scope="module")
+def together(guarded):
+    return guarded.generate(asked([5.0, 5.5, 4.5, 1e9]))
+
+
+def test_both_speak_and_every_request_has_its_own_bound(guarded, together):
+    shares = [done.to_dict()["entropic"]["small_share"] for done in together]
+    assert any(0 < share < 1 for share in shares[:4]) and shares[-1] == 1.0
+    said = sum(row.by_small for done in together for row in done.trace)
+    assert 0 < guarded.metrics.small_tokens == said < guarded.metrics.generated_tokens
+    assert any("takes turns with bundled-small" in line for line in guarded.describe())
+    [alone] = guarded.generate(asked([5.0] * 4)[:1])
+    assert uncharged(alone) == uncharged(together[0])
+
+
+@pytest.mark.parametrize("settings", [{"num_pages": 24, "preempt_every": 2}, {"lazy_prefill": True, "replicas": 2}])
+def test_texts_are_the_same_under_preemption_replicas_and_late_reading(together, settings):
+    model = et_jax.load(**(SIZES | TURNS | settings), control="ead_guarded")
+    done = model.generate(asked([5.0, 5.5, 4.5, 1e9]))
+    assert [uncharged(one) for one in done] == [uncharged(one) for one in together]
+    assert "preempt_every" not in settings or model.metrics.preemptions > 0
+    for replica in model.replicas().replicas:
+        replica.forget_prefixes()
+        assert int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1
+
+
+def test_at_either_end_one_model_speaks_alone(guarded):
+    for tau, name in ((math.inf, "bundled-small"), (-1.0, "bundled")):
+        params = SamplingParams(max_tokens=12, temperature=0.7, seed=4)
+        [done] = guarded.generate(PROMPTS[:1], params, control=preset("ead_guarded", tau=tau))
+        [alone] = et_jax.load(name, **(SIZES | {"max_model_len": 96})).generate(PROMPTS[:1], params)
+        assert done.token_ids == alone.token_ids
+        assert [row.entropy for row in done.trace] == [row.entropy for row in alone.trace]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the small bundled model."""
+    return shutil.copytree(bundled_folder("bundled-small"), tmp_path / "small")
+
+
+def test_a_model_with_another_tokenizer_is_refused(folder):
+    file = folder / "tokenizer.json"
+    parts = json.loads(file.read_text(encoding="utf-8"))
+    first, second = list(parts["model"]["vocab"])[300:302]
+    vocabulary = parts["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(parts), encoding="utf-8")
+    for settings in ({"draft": str(folder)}, {"small": str(folder)}):
+        with pytest.raises(UsageError, match="small and bundled have different tokenizers; take a small model"):
+            et_jax.load(**(SIZES | settings))
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"vocab_size": 4095}, "has a vocabulary of 4095 tokens and the model one of 4096"),
+        ({"max_position_embeddings": 64}, "was made for 64 tokens and max_model_len is 96"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_other_is_refused(folder, changed, sentence):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changed), encoding="utf-8")
+    with pytest.raises(UsageError, match=sentence):
+        et_jax.load(**(SIZES | TURNS | {"small": str(folder)}))
+
+
+def test_a_small_model_that_is_not_small_is_told_of():
+    told: list[str] = []
+    et_jax.load("bundled-small", **SIZES, draft="bundled", progress=told.append)
+    assert "bundled, the small model, has no fewer weights than bundled-small: it will save nothing" in told
+
+
+def test_two_models_that_do_not_fit_in_memory_are_refused_before_a_weight_is_read(monkeypatch):
+    one = loading.opened(EngineConfig(**SIZES), lambda _: None).plan
+    monkeypatch.setattr(loading, "usable_memory", lambda _: one.total)
+    loading.opened(EngineConfig(**SIZES), lambda _: None)
+    monkeypatch.setattr(loading, "load_checkpoint", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(UsageError, match=r"This needs .* for weights in bfloat16"):
+        loading.opened(EngineConfig(**SIZES, draft="bundled-small"), lambda _: None)
+    assert device_memory.usable_memory(0.5) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"control": "ead"}, "This control switches between two models; name the other one by small."),
+        ({"small": "bundled-small", "draft": "another"}, "draft and small name two models; name one of them"),
+        ({"small": "nowhere-at-all"}, "nowhere-at-all is neither a folder nor a hub name"),
+    ],
+)
+def test_settings_of_two_models_that_cannot_work_are_refused(settings, sentence):
+    with pytest.raises(UsageError) as told:
+        et_jax.load(**(SIZES | settings))
+    assert sentence in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("given", "sentence"), [("nan", "tau is nan"), ("soon", "tau")])
+def test_a_bound_that_is_no_number_is_refused(guarded, given, sentence):
+    number = float(given) if given == "nan" else given
+    with pytest.raises(UsageError, match=sentence):
+        guarded.generate([GenerationRequest(prompt="It was", params=SamplingParams(), control={"tau": number})])
