@@ -2,10 +2,11 @@
 
     python scripts/bench_drafting.py
 
-Two parts. The bundled model at batch 1 continues prompts that ask for copies and for summaries (written down in
-`benchmarks/prompts/drafting.json` before any figure), greedily, with drafts by lookup and without; texts that run in a
-circle are left out of the ratio, and counted. Then a random model of SmolLM-135M's shape, whose drafts hold at a given
-rate: a drafter that knows the text, and is wrong at random places. Every text is checked to be the plain one.
+Two parts. The bundled model at batch 1 continues prompts that were written down in `benchmarks/prompts/drafting.json`
+before any figure: greedily those that ask for copies and for summaries, with drafts by lookup; freely, at temperature
+0.7, the openings of stories, with drafts by bundled-small, and by lookup, which are worth nothing there. Texts that run
+in a circle are counted apart. Then a random model of SmolLM-135M's shape, whose drafts hold at a given rate: a drafter
+that knows the text, and is wrong at random places. Every text is checked to be the plain one.
 """
 
 import argparse
@@ -36,35 +37,41 @@ from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import SamplingParams
 
 PROMPTS = REPOSITORY / "benchmarks/prompts/drafting.json"
+LOOKUP, SMALL = "lookup", "bundled-small"
+DRAFTERS, FREE = (None, LOOKUP, SMALL), (SMALL, LOOKUP)
+TEMPERATURE = 0.7  # of free texts
 TOKENS = 120  # of every text of the bundled model
 PROMPT, LENGTH = 32, 96  # tokens of the random model's prompts, and of its texts
 
 
-def by_lookup(rounds: int, most: int) -> list[dict[str, Any]]:
+def of_prompts(rounds: int, most: int) -> list[dict[str, Any]]:
     """Return tokens per second of the bundled model on every kind of prompt, with drafts and without."""
-    plain = load(max_num_seqs=1, prefix_cache=False)
-    drafted = load(max_num_seqs=1, prefix_cache=False, draft="lookup", draft_tokens=most)
+    models = {name: load(max_num_seqs=1, prefix_cache=False, draft=name, draft_tokens=most) for name in DRAFTERS}
     found = []
     for kind, prompts in json.loads(PROMPTS.read_text(encoding="utf-8")).items():
-        for number, prompt in enumerate(prompts):
-            params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-            [expected], [got] = plain.generate(prompt, params), drafted.generate(prompt, params)
-            if got.token_ids != expected.token_ids:
-                raise SystemExit(f"{kind} {number}: drafts changed the text")
-            seconds = [tuple(timed(model, prompt, params) for model in (plain, drafted)) for _ in range(rounds)]
-            drafts = [sum(getattr(row, name) for row in got.trace) for name in ("drafted", "accepted")]
-            found.append(
-                {
-                    "kind": kind,
-                    "prompt": number,
-                    "circle": in_a_circle(expected.token_ids),
-                    "drafted": drafts[0],
-                    "accepted": drafts[1],
-                    "tokens_per_second": TOKENS / statistics.median(pair[0] for pair in seconds),
-                    "ratio": statistics.median(pair[0] / pair[1] for pair in seconds),
-                }
-            )
+        for drafter in FREE if kind == "free" else (LOOKUP,):
+            for number, prompt in enumerate(prompts):
+                heat = TEMPERATURE if kind == "free" else 0.0
+                params = SamplingParams(max_tokens=TOKENS, temperature=heat, seed=number, ignore_eos=True)
+                found.append(compared(models[None], models[drafter], prompt, params, rounds))
+                found[-1] |= {"kind": kind, "drafter": drafter, "prompt": number}
+                print(found[-1], flush=True)
     return found
+
+
+def compared(plain: Model, drafted: Model, prompt: str, params: SamplingParams, rounds: int) -> dict[str, Any]:
+    """Return what drafts save on one text, turn by turn."""
+    [expected], [got] = plain.generate(prompt, params), drafted.generate(prompt, params)
+    if got.token_ids != expected.token_ids:
+        raise SystemExit(f"drafts changed the text after {prompt!r}")
+    seconds = [tuple(timed(model, prompt, params) for model in (plain, drafted)) for _ in range(rounds)]
+    return {
+        "circle": in_a_circle(expected.token_ids),
+        "drafted": sum(row.drafted for row in got.trace),
+        "accepted": sum(row.accepted for row in got.trace),
+        "tokens_per_second": TOKENS / statistics.median(pair[0] for pair in seconds),
+        "ratio": statistics.median(pair[0] / pair[1] for pair in seconds),
+    }
 
 
 def timed(model: Model, prompt: str, params: SamplingParams) -> float:
@@ -166,11 +173,11 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 0.9, 1.0])
     parser.add_argument("--output", type=Path, default=RESULTS / "drafting.json")
     args = parser.parse_args()
-    looked_up = by_lookup(args.rounds, args.most)
+    prompted = of_prompts(args.rounds, args.most)
     forced = [case for batch in args.batches for case in at_rates(batch, args.lengths, args.rates, args.rounds)]
-    print(tables.drafting(looked_up, forced))
+    print(tables.drafting(prompted, forced))
     settings = {"rounds": args.rounds, "most": args.most, "tokens": TOKENS, "forced_tokens": LENGTH - 1}
-    write(args.output, "scripts/bench_drafting.py", settings, looked_up=looked_up, forced=forced)
+    write(args.output, "scripts/bench_drafting.py", settings, prompted=prompted, forced=forced)
 
 
 if __name__ == "__main__":

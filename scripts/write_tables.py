@@ -45,9 +45,13 @@ SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "acceptance": ("acceptance.json", lambda found: tables.acceptance(found["acceptance"])),
+    "drafting": ("drafting.json", lambda found: tables.drafting(found["prompted"], found["forced"])),
     "draft_lengths": ("acceptance.json", lambda found: tables.draft_lengths(found["drafts"], COST)),
 }
-DOCUMENTS = {"control.md": CONTROL, "serving.md": SERVING, "drafting.md": DRAFTING}
+SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
+}
+DOCUMENTS = {"control.md": CONTROL, "serving.md": SERVING, "drafting.md": DRAFTING, "switching.md": SWITCHING}
 
 
 def origin(results: dict[str, Any]) -> str:
@@ -90,12 +94,14 @@ def main() -> int:
             ("measure_selection", *cases),
             ("measure_attention_entropy", *cases),
             ("measure_acceptance", *named),
+            ("measure_switching", "--text", args.case[0][1]),
             ("measure_free_running",),
             ("measure_scheduling", "--trace", args.trace),
             ("bench_throughput",),
             ("bench_overhead",),
             ("bench_selection",),
             ("bench_sampling",),
+            ("bench_drafting",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:

@@ -1,5 +1,6 @@
 """The Markdown tables of each results file, from its JSON alone: what the scripts print and the documents show."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -201,11 +202,11 @@ def selection_cost(cases: Sequence[Case]) -> str:
     return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense"], lines)
 
 
-def drafting(looked_up: Sequence[Case], forced: Sequence[Case]) -> str:
-    """Return what lookups save on every kind of prompt, and what drafts save that hold at a given rate."""
+def drafting(prompted: Sequence[Case], forced: Sequence[Case]) -> str:
+    """Return what drafts save on every kind of prompt, and what they save that hold at a given rate."""
     lines = []
-    for kind in dict.fromkeys(case["kind"] for case in looked_up):
-        own = [case for case in looked_up if case["kind"] == kind]
+    for kind, drafter in dict.fromkeys((case["kind"], case["drafter"]) for case in prompted):
+        own = [case for case in prompted if (case["kind"], case["drafter"]) == (kind, drafter)]
         for name, cases in (
             ("that go on", [c for c in own if not c["circle"]]),
             ("in a circle", [c for c in own if c["circle"]]),
@@ -214,8 +215,10 @@ def drafting(looked_up: Sequence[Case], forced: Sequence[Case]) -> str:
                 ratios = [case["ratio"] for case in cases]
                 share = sum(case["accepted"] for case in cases) / max(sum(case["drafted"] for case in cases), 1)
                 spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-                lines.append([kind, f"{len(cases)} {name}", f"{share:.0%}", statistics.median(ratios), spread])
-    parts = [table(["prompts", "texts", "drafted tokens accepted", "over plain, median", "single texts"], lines)]
+                lines.append([kind, drafter, f"{len(cases)} {name}", f"{share:.0%}", statistics.median(ratios), spread])
+    parts = [
+        table(["prompts", "drafts by", "texts", "drafted tokens accepted", "over plain, median", "single texts"], lines)
+    ]
     rates = sorted({case["rate"] for case in forced})
     for batch in sorted({case["batch"] for case in forced}):
         own = {(case["length"], case["rate"]): case["ratio"] for case in forced if case["batch"] == batch}
@@ -302,3 +305,31 @@ def scheduling(cases: Sequence[Case]) -> str:
         f"{case['load']:g} times the tokens that fit:\n\n{table(header, [list(row.values()) for row in case['rows']])}"
         for case in cases
     )
+
+
+def switching(lines: Sequence[Case], questions: int) -> str:
+    """Return what either of two models and every way of taking turns comes to, over the model alone."""
+    header = (
+        "who speaks",
+        "bound, bits (nats)",
+        "the model's share",
+        "agreement",
+        "log p, nats",
+        "tasks right",
+        "bytes",
+        "FLOPs",
+    )
+    rows = [
+        (
+            line["speaker"],
+            None if line["bits"] is None else f"{line['bits']:g} ({line['bits'] * math.log(2):.3g})",
+            f"{100 * line['share']:.0f}%",
+            _with_interval(line["agreement"]),
+            _with_interval(line["log_probability"]),
+            f"{line['right']} of {questions}",
+            f"{line['bytes']:.2f}",
+            f"{line['flops']:.2f}",
+        )
+        for line in lines
+    ]
+    return table(header, rows)

@@ -1,0 +1,195 @@
+"""Entropy Adaptive Decoding against other ways of giving a model the same share of the words, on this device.
+
+    python scripts/measure_switching.py --text HELD_OUT
+
+Two models with one tokenizer take turns (Simonds 2025): as printed, and with the guards of `switch.Hysteresis`, at
+eight bounds. Two that know nothing of entropy give the model the share it has as printed: "random" tosses a coin every
+ten tokens, "position" gives it the first words. Lossless drafting stands at the end: all words are the model's own.
+
+On texts of `--tokens` tokens at temperature 0.7, quality is agreement, the share of tokens which the model itself would
+have said there (its race has the same noise), and the mean log-probability it gives them, in nats. On the tasks it is
+right answers, greedy. What it takes is bytes of weights and caches and FLOPs of decoding, over those of the model
+alone, in the same company of eight.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from et_jax.control.controller import Controller
+from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, SwitchState
+from et_jax.decode.sampling import fold_key, plain, sample_token
+from et_jax.errors import UsageError
+from et_jax.evaluate import counter, evaluate, grid
+from et_jax.evidence import paired, tables
+from et_jax.evidence.held_out import cut, held_out_logits, texts
+from et_jax.evidence.results import RESULTS, write
+from et_jax.serve.completions import Completion
+from et_jax.serve.engine import Model, load
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.tasks.base import Example
+from et_jax.tasks.generators import TASKS
+from et_jax.types import Number, replace, value
+
+BITS = (99.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.25)  # bounds as the paper gives them
+TEMPERATURE = 0.7
+RUN = 10  # tokens between two coins, the paper's least run
+
+
+class _Counting(Switch):
+    """A switch that counts tokens and knows nothing of entropy; `since` is never reset."""
+
+    def started(self) -> SwitchState:
+        """Return the state whose speaker is that of the first token."""
+        begun = SwitchState(
+            speaker=jnp.asarray(SMALL, jnp.int32), window=jnp.zeros(1, jnp.float32), since=jnp.asarray(0, jnp.int32)
+        )
+        return replace(begun, speaker=self.speaker(begun, jnp.zeros((), jnp.float32)))
+
+    def after(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
+        """Return the state after a token."""
+        counted = replace(state, since=state.since + 1)
+        return replace(counted, speaker=self.speaker(counted, entropy))
+
+    def speaker(self, state: SwitchState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+        """Return who speaks at the `since`-th token."""
+        raise NotImplementedError
+
+
+@value
+class ByCoin(_Counting):
+    """The model with probability `share`, by a coin every ten tokens: the last bits of the entropy, scrambled."""
+
+    share: Number
+
+    def speaker(self, state: SwitchState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+        """Toss where a run begins."""
+        bits = jax.lax.bitcast_convert_type(entropy, jnp.uint32) * jnp.uint32(2654435769)
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
+        coin = (bits >> 8).astype(jnp.float32) * 2.0**-24
+        tossed = jnp.where(coin < self.share, MODEL, SMALL)
+        return jnp.where(state.since % RUN == 0, tossed, state.speaker)
+
+
+@value
+class ByPosition(_Counting):
+    """The model up to token number `words`, then the small one."""
+
+    words: Number
+
+    def speaker(self, state: SwitchState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+        """Look how many tokens there are."""
+        return jnp.where(state.since.astype(jnp.float32) < self.words, MODEL, SMALL)
+
+
+def agreement(
+    model: Model, prompts: Int[np.ndarray, "r t"], said: list[Completion]
+) -> tuple[Float[np.ndarray, " r"], Float[np.ndarray, " r"]]:
+    """Return of each text the share of tokens that the model would have said, and its mean log-probability of one."""
+    tokens = np.array([one.token_ids for one in said], np.int32)
+    number, length = tokens.shape
+    logits, targets = held_out_logits(model, np.concatenate([prompts, tokens], axis=1))
+    own = replace(
+        plain((number,)), key=jnp.stack([jnp.zeros(number, jnp.uint32), jnp.arange(number, dtype=jnp.uint32)], 1)
+    )
+    key = jnp.repeat(jax.vmap(fold_key, in_axes=(0, None))(own, jnp.int32(0)).key, length, axis=0)
+    position = jnp.tile(jnp.arange(length, 2 * length, dtype=jnp.int32), number)
+    heat = jnp.full(number * length, TEMPERATURE, jnp.float32)
+    would = jax.jit(sample_token)(logits, heat, jnp.full_like(heat, -jnp.inf), key, position)
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+    same, likely = (np.asarray(x, np.float64).reshape(tokens.shape).mean(1) for x in (would == targets, log_p))
+    return same, likely
+
+
+def measure(models: dict[str, Model], prompts: Int[np.ndarray, "r t"], asked: list[tuple[int, Example]]) -> list[dict]:
+    """Return a line for either model alone, for every arm, and for drafting."""
+    length = prompts.shape[1]
+    requests = [
+        GenerationRequest(
+            prompt=prompt.tolist(),
+            params=SamplingParams(max_tokens=length, temperature=TEMPERATURE, ignore_eos=True, seed=seed),
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+    lines: list[dict[str, Any]] = []
+    base: dict[str, float] = {}
+
+    def line(name: str, model: Model, bits: float | None = None, control: Controller | None = None) -> dict[str, Any]:
+        said = model.generate(requests, control=control)
+        same, likely = agreement(models["model"], prompts, said)
+        cost, flops = (sum(getattr(one, field) for one in said) for field in ("cost", "flops"))
+        base.setdefault("cost", cost)
+        base.setdefault("flops", flops)
+        rows = [row for one in said for row in one.trace]
+        spoken = [not row.by_small for row in rows if row.by_small is not None]
+        answers = evaluate(model, asked, control=control)
+        found = {
+            "speaker": name,
+            "bits": bits,
+            "share": float(np.mean(spoken)) if spoken else float(name != "the small model"),
+            "agreement": [float(same.mean()), *paired.interval(same)],
+            "log_probability": [float(likely.mean()), *paired.interval(likely)],
+            "bytes": cost / base["cost"],
+            "flops": flops / base["flops"],
+            "right": sum(answer.right for answer in answers),
+        }
+        lines.append(found)
+        print(found, flush=True)
+        return found
+
+    line("the model", models["model"])
+    line("the small model", models["small"])
+    bounds = [(bits, bits * math.log(2)) for bits in BITS]
+    both = models["both"]  # which keeps the prompts it has read while laws differ in numbers alone
+    shares = [line("as printed", both, bits, Controller(switch=AsPrinted(tau)))["share"] for bits, tau in bounds]
+    for bits, tau in bounds:
+        line("guarded", both, bits, Controller(switch=Hysteresis(tau)))
+    for bits, share in zip(BITS, shares, strict=True):
+        line("random", both, bits, Controller(switch=ByCoin(share)))
+    for bits, share in zip(BITS, shares, strict=True):
+        line("position", both, bits, Controller(switch=ByPosition(share * length)))
+    line("the model, drafted for", models["drafted"])
+    return lines
+
+
+def main() -> None:
+    """Parse the arguments, measure, print a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--small", default="bundled-small")
+    parser.add_argument("--text", type=Path, required=True, help="what the prompts are taken from: held-out works")
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and of a text (default 128)")
+    parser.add_argument(
+        "--samples", type=int, default=8, help="questions of every task at each of 5 depths (default 8)"
+    )
+    parser.add_argument("--length", type=int, default=512, help="tokens of a question (default 512)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "switching.json")
+    args = parser.parse_args()
+    try:
+        sizes = {"max_model_len": max(2 * args.tokens, args.length + 128), "num_pages": 8000}
+        models = {
+            "model": load(args.model, **sizes),
+            "small": load(args.small, **sizes),
+            "both": load(args.model, small=args.small, **sizes),
+            "drafted": load(args.model, draft=args.small, draft_tokens=3, **sizes),
+        }
+        prompts = cut(models["model"], str(args.text), texts(args.text), args.prompts, args.tokens)
+        asked = grid(counter(models["model"]), list(TASKS), [args.length], depths=5, samples=args.samples)
+        lines = measure(models, prompts, asked)
+    except UsageError as error:
+        sys.exit(f"measure_switching: {error}")
+    print(tables.switching(lines, len(asked)))
+    settings = {name: getattr(args, name) for name in ("model", "small", "prompts", "tokens", "samples", "length")}
+    write(args.output, "scripts/measure_switching.py", settings, lines=lines, questions=len(asked))
+
+
+if __name__ == "__main__":
+    main()
