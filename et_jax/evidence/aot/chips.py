@@ -34,7 +34,9 @@ class Decoding:
     """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
 
     control: the preset it reads by; with "off" no page has a summary.
+    small: a second model's shape, which takes turns under a control with a switch, else drafts.
     drafts: tokens drafted for a sequence in a step at most.
+    functions: those of the decoder that are compiled.
     by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
     """
 
@@ -44,7 +46,9 @@ class Decoding:
     max_length: int
     prefill_batch: int
     control: str = "off"
+    small: dict[str, Any] | None = None
     drafts: int = 0
+    functions: tuple[str, ...] = ("step", "decode", "prefill")
     by_xla: bool = True
 
 
@@ -90,6 +94,7 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
     "num_kv_heads": 8,
     "head_dim": 128,
 }
+LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # by XLA the small one takes the same path
@@ -103,7 +108,20 @@ DECODINGS = (
         control="adaptive",
         by_xla=False,
     ),
-    Decoding(name="drafts", model=LLAMA3_8B, num_slots=64, max_length=8192, prefill_batch=512, drafts=4, by_xla=False),
+    *(
+        Decoding(
+            name=name,
+            model=LLAMA3_8B,
+            small=LLAMA3_1B,
+            num_slots=64,
+            max_length=8192,
+            prefill_batch=512,
+            functions=("decode",),
+            by_xla=False,
+            **of_two,
+        )
+        for name, of_two in (("drafts", {"drafts": 4}), ("turns", {"control": "ead_guarded"}))
+    ),
 )
 ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
     Attention(

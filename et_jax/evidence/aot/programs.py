@@ -88,6 +88,7 @@ def programs() -> list[Program]:
         for decoding in DECODINGS
         if decoding.by_xla or backend != "xla"
         for function in functions
+        if function in decoding.functions
     ]
     return kernels + scores + decoders
 
@@ -226,11 +227,11 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     import numpy as np
 
     from et_jax.control.presets import preset
-    from et_jax.decode.decoder import decode
+    from et_jax.decode.decoder import decode, step
     from et_jax.decode.draft import Drafting
     from et_jax.decode.prefill import prefill
+    from et_jax.decode.small import Pair
     from et_jax.decode.state import DecoderConfig, empty
-    from et_jax.decode.step import step
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import describe
@@ -238,15 +239,21 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
     device = device_of(chip)
     on_chip = partial(on_device, device=device)
-    model = ModelConfig(
-        architecture="llama",
-        num_layers=2,
-        windows=(None, None),
-        max_positions=decoding.max_length,
-        norm_eps=1e-5,
-        rope_theta=500000.0,
-        **decoding.model,
+    model, small = (
+        None
+        if shape is None
+        else ModelConfig(
+            architecture="llama",
+            num_layers=2,
+            windows=(None, None),
+            max_positions=decoding.max_length,
+            norm_eps=1e-5,
+            rope_theta=500000.0,
+            **shape,
+        )
+        for shape in (decoding.model, decoding.small)
     )
+    assert model is not None
     config = DecoderConfig(
         model=model,
         num_slots=decoding.num_slots,
@@ -260,10 +267,12 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         cache_dtype=jnp.bfloat16,
         backend=backend,
         controller=preset(decoding.control),
-        draft=Drafting(most=decoding.drafts) if decoding.drafts else None,
+        draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
+        small=small,
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
-    params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), describe(model))
+    specs = describe(model) if small is None else Pair(model=describe(model), small=describe(small))
+    params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), specs)
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
     integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
     rows = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // PART,), jnp.int32))
@@ -271,11 +280,13 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     functions = {"step": (step, ()), "decode": (decode, (integer,)), "prefill": (prefill, (rows, tokens, rows))}
     program, arguments = functions[function]
     jitted = jax.jit(partial(program, config), donate_argnums=1)
-    layers = [math.prod(layer.pages.shape) * layer.pages.dtype.itemsize for layer in state.cache.layers]
+    pools = (state.cache, state.small)
+    caches = [cache for cache in pools if cache is not None]
+    layers = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for cache in caches for one in cache.layers]
     return Lowering(
         lower=lambda: lower_for(device, jitted, params, state, *arguments),
         pool_bytes=sum(layers),
-        pool={jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.cache)},
+        pool={jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(pools)},
         temporary_bound=TEMPORARY_SHARE * layers[0],
         in_place=True,
     )
