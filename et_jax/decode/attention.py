@@ -31,7 +31,7 @@ from et_jax.decode.selection import (
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend
 from et_jax.pallas.backend import NAMES, pick
-from et_jax.pallas.paged_attention.api import paged_attention
+from et_jax.pallas.paged_attention.api import paged_attention, shares_pages
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.pallas.softmax import Softmax
 from et_jax.sums import log_sum_exp, total
@@ -73,7 +73,8 @@ class ReadRow:
     Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
     `block_mask`, those last read, are read again and nothing is chosen anew; `kept_mass` is what was
     kept then. Rows of one slot stand beside each other: its cache holds `end` tokens once all are written, and each row
-    sees those up to its own. `selectors` are those of every layer, their numbers with a row each.
+    sees those up to its own. `selectors` are those of every layer, their numbers with a row each. `at[i, j]` is the
+    row of the j-th token of the i-th slot, where there is none its first row; None says that no two rows share a slot.
     """
 
     table: Int[Array, "b n"]
@@ -85,6 +86,7 @@ class ReadRow:
     block_mask: UInt32[Array, "b l k n32"]
     kept_mass: Float[Array, " b"]
     selectors: tuple[Selector, ...]
+    at: Int[Array, "s t"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,15 +129,26 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
     """Return the `attend` of one decode step."""
     count = row.run.astype(jnp.int32)
     lengths = jnp.where(row.run, row.length + 1, 0)
+    folding = row.at is not None and shares_pages(reading.backend, reading.model.group_size)
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: LayerCarry) -> tuple[Array, LayerCarry]:
+        # where a row's list begins decides which blocks are summed together: a window keeps rows apart
+        by_slot = folding and row.selectors[layer].reads_all and reading.model.windows[layer] is None
+        if by_slot:
+            finite = jnp.all(jnp.isfinite(v), axis=(1, 2, 3)) | ~row.run
+            v = jnp.where(finite[:, None, None, None], v, 0.0)  # a row before it in its slot meets it with weight 0
         cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count, row.end)
         cache = _with_layer(memory.cache, layer, cached)
         queries = q[:, 0]
         blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
         if row.selectors[layer].reads_all:
             listed, counts = _every_block(lengths, reading, row.table.shape[1], layer)
-            out, _ = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
+            if by_slot:
+                assert row.at is not None
+                out = _read_by_slot(reading, layer, queries, cached, row.table, lengths, row.at)
+                out = jnp.where(finite[:, None, None], out, jnp.nan)
+            else:
+                out, _ = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
             opened = jnp.broadcast_to(blocks.readable[:, None], (*counts.shape, row.table.shape[1]))
             stats = _note(memory.stats, counts, opened)
         else:
@@ -299,6 +312,31 @@ def _read(
         softmax=reading.softmax(layer),
         backend=reading.backend,
     )
+
+
+def _read_by_slot(
+    reading: ReadPolicy,
+    layer: int,
+    queries: Float[Array, "b h d"],
+    cached: LayerCache,
+    table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    at: Int[Array, "s t"],
+) -> Float[Array, "b h d"]:
+    """Read every block of a slot once for all of its rows, which `at` tells."""
+    listed, counts = _every_block(jnp.max(lengths[at], axis=1), reading, table.shape[1], layer)
+    out, _ = paged_attention(
+        queries[at.reshape(-1)],
+        cached.pages,
+        table[at[:, 0]],
+        listed,
+        counts,
+        lengths[at.reshape(-1)],
+        softmax=reading.softmax(layer),
+        rows_per_slot=at.shape[1],
+        backend=reading.backend,
+    )
+    return jnp.zeros_like(queries).at[at.reshape(-1)].set(out)
 
 
 def _note(stats: ReadStats, counts: Int[Array, "b k"], opened: Bool[Array, "b k n"]) -> ReadStats:

@@ -19,6 +19,9 @@ from et_jax.decode.verify import advance, verify
 from et_jax.models.transformer import Params, forward
 from et_jax.types import replace
 
+# Cells of the grid of slots and their tokens for each row that there is: more, and rows are read one by one.
+_MOST_CELLS = 3
+
 
 def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
     """Advance the sequences served by one token, or by several where drafts are accepted.
@@ -82,11 +85,17 @@ def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[page
 
 @jax.named_scope("extend")
 def extend(
-    config: DecoderConfig, params: Params, state: DecodeState, rows: Rows, end: Int[Array, " r"]
+    config: DecoderConfig,
+    params: Params,
+    state: DecodeState,
+    rows: Rows,
+    end: Int[Array, " r"],
+    at: Int[Array, "s t"] | None = None,
 ) -> tuple[Float[Array, "r v"], LayerCarry]:
     """Write the rows' tokens into the cache and read it: the logits of what comes next, and what was read.
 
-    A row's slot holds `end` tokens once all rows are written, of which the row sees those up to its own.
+    A row's slot holds `end` tokens once all rows are written, of which the row sees those up to its own. `at` says
+    which rows share a slot, None that no two do.
     """
     control = rows.take(state.control)
     row = ReadRow(
@@ -99,6 +108,7 @@ def extend(
         block_mask=control.block_mask,
         kept_mass=rows.take(state.signals.kept_mass),
         selectors=rows.take(state.laws).selectors(config.model.num_layers),
+        at=at,
     )
     cache = state.cache
     if cache.surprisal is not None:
@@ -150,7 +160,8 @@ def extend_drafted(
 
     def run(width: int, cache: kv.KVCache) -> tuple[Float[Array, "w v"], LayerCarry]:
         some, ends = jax.tree.map(lambda x: x[:width], (whole, end))
-        return extend(config, params, replace(state, cache=cache), some, ends)
+        shared = at if config.batch < width and at.size <= _MOST_CELLS * width else None
+        return extend(config, params, replace(state, cache=cache), some, ends, shared)
 
     # A loop of no trips or one is the conditional that copies no pool (a TPU's `cond` does).
     logits, memory = jax.eval_shape(lambda: run(widths[-1], state.cache))

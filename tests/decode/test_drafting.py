@@ -334,6 +334,25 @@ def test_the_text_of_a_sequence_is_in_the_state():
         assert state.text is not None and state.text[slot, : len(whole)].tolist() == whole
 
 
+def test_a_drafted_token_that_the_model_fails_on_changes_no_text():
+    """Its row shares pages with the rows before it, whose weight for it is 0; 0 times NaN is NaN."""
+    _, expected = plain("off")
+    written = {token for slot, tokens in PROMPTS.items() for token in (*tokens, *expected[slot]["token"].tolist())}
+    unused = min(set(range(VOCABULARY)) - written)
+    embedding = weights().embedding
+    head = embedding if weights().head is None else weights().head
+    broken = replace(weights(), embedding=embedding.at[unused].set(jnp.nan), head=head)
+
+    def poison(text, newest, most):
+        return jnp.full((newest.shape[0], most), unused, jnp.int32)
+
+    d = made("off", Drafting(most=4, length=FixedLength(), drafter=poison))
+    _, output, ran = d.decode(broken, begun(d), 32)
+    assert int(output.drafted.sum()) > 0 and not output.fault.any()
+    rows = told(output, int(ran))
+    assert all(same_bits(rows[slot], expected[slot]) for slot in PROMPTS)
+
+
 def test_windows_are_drafted_for_too():
     texts = {}
     for name, drafting in (("plain", None), ("lookup", FOUR)):

@@ -21,6 +21,8 @@ from et_jax.decode.state import empty
 from et_jax.decode.step import step
 from et_jax.models.calibration import Calibration
 from et_jax.models.transformer import initialise
+from et_jax.pallas.paged_attention import paged_attention
+from et_jax.pallas.paged_attention.shapes import Shape, example
 from et_jax.types import Table, replace
 
 # Wide enough that sums over 2 rows are small to XLA, and those over 18 rows are not.
@@ -115,6 +117,74 @@ def test_a_row_among_few_has_the_bits_of_a_row_among_many(model, dtype, control)
 @pytest.mark.parametrize("model", [WIDE, SLIDING, LONE])
 def test_a_row_has_the_same_bits_among_any_number(model, dtype, control):
     check(model, dtype, control, MANY)
+
+
+def folded(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, page_size: int = 16, **rest) -> Shape:
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+    return Shape(name="", page_size=page_size, lengths=(), **shape, **rest)
+
+
+FOLDED = {
+    "bfloat16": (folded(4, 2, 64, "bfloat16"), 9),
+    "keys apart": (folded(8, 2, 128, "bfloat16", page_size=64), 17),
+    "two queries": (folded(4, 2, 64, "float32"), 5),
+    "three queries": (folded(9, 3, 64, "float32"), 5),
+    "window": (folded(4, 2, 64, "bfloat16", window=140, soft_cap=4.0, sinks=True), 3),
+    "int8": (folded(4, 2, 128, "bfloat16", int8=True), 5),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_rows_of_a_slot_have_the_bits_of_rows_that_stand_alone(name):
+    """Over page and group borders, in more slots than a tile has, some rows or all of a slot not running.
+
+    What lies behind a slot's longest row is NaN.
+    """
+    shape, rows = FOLDED[name]
+    newest = np.array([1, 14, 120, 126, 250, 700, 1020, 33, 800, 1100, 0])
+    lengths = newest[:, None] + np.arange(rows)
+    lengths[3, rows // 2 :] = 0
+    lengths[-1] = 0
+    longest = lengths.max(axis=1)
+    slots = example(dataclasses.replace(shape, lengths=tuple(longest.tolist())))
+    if not shape.int8:
+        pages = np.array(slots["pages"])
+        pages[:, 0] = np.nan
+        for length, own in zip(longest, np.asarray(slots["page_table"]), strict=True):
+            pages[:, own[-(-length // shape.page_size) :]] = np.nan
+            if length % shape.page_size:
+                pages[:, own[length // shape.page_size], length % shape.page_size :] = np.nan
+        slots["pages"] = jnp.asarray(pages)
+    rng = np.random.default_rng(1)
+    slots["q"] = jnp.asarray(rng.normal(size=(lengths.size, shape.num_heads, shape.head_dim)), shape.dtype)
+    slots["lengths"] = jnp.asarray(lengths.reshape(-1), jnp.int32)
+    softmax = slots.pop("softmax")
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def attended(arguments, rows_per_slot: int, num_outputs: int):
+        both = paged_attention(**arguments, softmax=softmax, rows_per_slot=rows_per_slot, backend="xla")
+        return both[:num_outputs]  # block sums that nobody reads are not worked out, as in a dense layer
+
+    shared = ("page_table", "blocks", "counts")
+    alone = slots | {key: jnp.repeat(slots[key], rows, axis=0) for key in shared}
+    expected = attended(alone, 1, 2)
+    assert same_bits(attended(slots, rows, 2), expected)
+    assert same_bits(attended(slots, rows, 1), expected[:1])
+    for first in range(0, lengths.size - 1, 2):
+        two = alone | {key: alone[key][first : first + 2] for key in ("q", "lengths", *shared)}
+        assert same_bits(attended(two, 1, 1)[0], expected[0][first : first + 2])
+
+
+def test_attention_of_two_rows_has_the_bits_that_it_has_among_eight():
+    """Three queries a KV head in float32, and nobody reads the block sums."""
+    arguments = example(dataclasses.replace(folded(9, 3, 64, "float32"), lengths=(600,) * 8))
+    softmax = arguments.pop("softmax")
+    attended = jax.jit(lambda arrays: paged_attention(**arrays, softmax=softmax, backend="xla")[0])
+    expected = attended(arguments)
+    of_rows = ("q", "page_table", "blocks", "counts", "lengths")
+    for first in range(0, 8, 2):
+        two = arguments | {key: arguments[key][first : first + 2] for key in of_rows}
+        assert same_bits(attended(two), expected[first : first + 2])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 31, 192, 257, 2047, 2048])

@@ -293,6 +293,26 @@ def test_a_wrong_shape_is_named(case):
         assert str(caught.value).startswith(f"{argument}: got ") and "wanted" in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("name", ["group_3", "group_1", "all_of_them"])
+def test_rows_of_a_slot_share_its_lists(name, backend):
+    """Three rows a slot, each with a length of its own, are as many slots of one row with the same lists."""
+    shape = NAMED[name]
+    arguments = example(shape)
+    rng = np.random.default_rng(2)
+    lengths = jnp.asarray([[length - 2, 0, length] for length in shape.lengths], jnp.int32).reshape(-1)
+    q = jnp.asarray(rng.standard_normal((len(lengths), shape.num_heads, shape.head_dim)), shape.dtype)
+    alone = {key: np.repeat(arguments[key], 3, axis=0) for key in ("page_table", "blocks", "counts")}
+    own = arguments | {"q": q, "lengths": lengths}
+    got = numbers(results(paged_attention, own, backend=backend, rows_per_slot=3))
+    assert_attention_close(got, run(own | alone, "reference"), shape.dtype)
+
+
+def test_rows_that_fill_no_whole_slot_are_named():
+    with pytest.raises(ValueError, match="rows_per_slot: got 3, wanted a number that divides the 2 rows of q"):
+        paged_attention(**zeros(RIGHT), softmax=SOFTMAX, rows_per_slot=3)
+
+
 def test_an_unknown_backend_is_named():
     with pytest.raises(ValueError, match='backend: got "cuda", wanted one of'):
         paged_attention(**zeros(RIGHT), softmax=SOFTMAX, backend="cuda")

@@ -1,6 +1,7 @@
 """Decode attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
@@ -13,19 +14,28 @@ from et_jax.pallas.workspace import Workspace
 BACKENDS = {name: kernel("paged_attention", name) for name in NAMES}
 
 
+def shares_pages(backend: str, group: int) -> bool:
+    """Return whether a backend reads a slot's pages once for all rows of the slot, at so many queries a KV head.
+
+    One query alone is multiplied by other instructions than two, and rounded otherwise.
+    """
+    return backend == "xla" and group > 1
+
+
 def paged_attention(
-    q: Float[Array, "b h d"],
+    q: Float[Array, "r h d"],
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
+    lengths: Int[Array, " r"],
     *,
     softmax: Softmax,
+    rows_per_slot: int = 1,
     kv_scales: Float[Array, "k p 2"] | None = None,
     backend: str | None = None,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
-    """Return attention of one query a row over its listed blocks, and each block's log-sum-exp.
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
+    """Return attention of one query a row over the blocks listed for its slot, and each block's log-sum-exp.
 
     With z_j the scores that `softmax` describes, over the tokens j seen:
 
@@ -34,28 +44,40 @@ def paged_attention(
 
     pages: a token's key in [..., :d], its value in [..., d:2d], e = 2d padded to a multiple of 128.
         Page 0 is the null page; it may hold anything.
-    blocks: logical block ids, strictly ascending, of which the first counts[b, k] hold. Block i of row b
+    blocks: logical block ids, strictly ascending, of which the first counts[b, k] hold. Block i of slot b
         lies in page page_table[b, i] and holds the tokens at positions [i s, (i + 1) s).
     lengths: tokens in the cache, the query's own included: it stands at lengths - 1. A token is seen if
         its block is listed, its position below the length and, with a window, less than `window` behind.
+    rows_per_slot: row i is one of slot i // rows_per_slot: rows of a slot share its table and its lists, and a
+        backend may read the pages once for all of them. What a row does not see but a row beside it in the slot
+        does must be finite.
     kv_scales: of an int8 pool, by which a page's keys and its values are multiplied.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
     0 and block_lse -inf, never NaN. A row's bits depend on its own list and contents alone, and not on how
-    far the list is padded. Sources: pages, Kwon et al. 2023; online softmax, Milakov & Gimelshein 2018.
+    far the list is padded, nor on the rows of its slot. Sources: pages, Kwon et al. 2023; online softmax, Milakov &
+    Gimelshein 2018.
     """
-    b, h, _ = q.shape
+    rows, h, _ = q.shape
     k = pages.shape[0]
+    holds = rows_per_slot >= 1 and rows % rows_per_slot == 0
+    require(holds, "rows_per_slot", rows_per_slot, f"a number that divides the {rows} rows of q")
+    b = rows // rows_per_slot
     require_pool(q, pages, head_axis=1, kv_scales=kv_scales)
     require_shape("page_table", page_table, (b, None), "b n")
     require_shape("blocks", blocks, (b, k, None), "b k m")
     require(blocks.shape[-1] >= 1, "blocks", f"shape {blocks.shape}", "room for at least one block")
     require_shape("counts", counts, (b, k), "b k")
-    require_shape("lengths", lengths, (b,), "b")
+    require_shape("lengths", lengths, (rows,), "r")
     for name, array in {"page_table": page_table, "blocks": blocks, "counts": counts, "lengths": lengths}.items():
         require_integers(name, array)
     softmax.require_heads(h)
     name = resolve(backend, BACKENDS)
+    shared = {}
+    if shares_pages(name, h // k):
+        shared = {"rows_per_slot": rows_per_slot}
+    elif rows_per_slot > 1:
+        page_table, blocks, counts = (jnp.repeat(x, rows_per_slot, axis=0) for x in (page_table, blocks, counts))
     with jax.named_scope(f"paged_attention/{name}"):
         return BACKENDS[name](
             q,
@@ -66,6 +88,7 @@ def paged_attention(
             lengths,
             softmax=softmax,
             kv_scales=kv_scales,
+            **shared,
         )
 
 

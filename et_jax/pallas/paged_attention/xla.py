@@ -1,8 +1,11 @@
 """`paged_attention` without Pallas: an online softmax over fixed groups of list entries.
 
-Rows are walked in tiles, those with lists of like length together, and a tile's loop stops at its
+Slots are walked in tiles, those with lists of like length together, and a tile's loop stops at its
 longest list. A group that lies past a row's own list changes no bit of that row: its maximum stays, the
 old sums are scaled by exactly 1 and exactly 0 is added.
+
+Rows of one slot share what is gathered. All between gather and products is done row by row, in arrays of the
+shape that as many slots of one row would have: XLA rounds an exponential otherwise in another shape.
 """
 
 import dataclasses
@@ -40,7 +43,7 @@ class Config:
     group: list entries a step of the loop reads, the same for every batch, count and list length.
     joint: gather a token whole and let the query ignore the value (zeros beside it): twice the
         products, but one copy of the token. Otherwise keys and values are gathered apart.
-    rows: rows walked together; None is all of them, which keeps a parallel device busy.
+    rows: slots walked together; None is all of them, which keeps a parallel device busy.
     """
 
     group: int
@@ -73,20 +76,22 @@ def workspace(
 
 
 def paged_attention(
-    q: Float[Array, "b h d"],
+    q: Float[Array, "r h d"],
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
+    lengths: Int[Array, " r"],
     *,
     softmax: Softmax,
+    rows_per_slot: int = 1,
     kv_scales: Float[Array, "k p 2"] | None = None,
     config: Config | None = None,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents."""
-    b, h, d = q.shape
+    _, h, d = q.shape
     k, _, s, _ = pages.shape
+    b, r = page_table.shape[0], rows_per_slot
     dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
     if config is None:
         by_rule = heuristic(s, d, dtype, platform())
@@ -100,63 +105,66 @@ def paged_attention(
         softmax=softmax,
         kv_scales=kv_scales,
     )
-    if config.rows is None or b <= config.rows:
-        return walk(q, page_table, blocks, counts, lengths)
-    return _tiled(walk, config.rows, q, page_table, blocks, counts, lengths)
+    slots = (q.reshape(b, r, h, d), page_table, blocks, counts, lengths.reshape(b, r))
+    tiled = config.rows is not None and b > config.rows
+    out, block_lse = _tiled(walk, config.rows, *slots) if tiled else walk(*slots)
+    return out.reshape(b * r, h, d), block_lse.reshape(b * r, h, -1)
 
 
 def _tiled(
     walk: Callable[..., tuple[Array, Array]],
     size: int,
-    q: Float[Array, "b h d"],
+    q: Float[Array, "b r h d"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
-    """Walk `size` rows at a time, in order of their longest lists; the last tile is filled up with empty ones."""
+    lengths: Int[Array, "b r"],
+) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
+    """Walk `size` slots at a time, in order of their longest lists; the last tile is filled up with empty ones."""
     b = q.shape[0]
     order = jnp.argsort(jnp.max(counts, axis=1))
     number = -(-b // size)
-    # empty rows stand first, beside the shortest
+    # empty slots stand first, beside the shortest
     padded = jnp.pad(order, (number * size - b, 0), constant_values=b)
-    rows = (q, page_table, blocks, counts, lengths)
-    tiles = [x.at[padded].get(mode="fill", fill_value=0).reshape(number, size, *x.shape[1:]) for x in rows]
+    slots = (q, page_table, blocks, counts, lengths)
+    tiles = [x.at[padded].get(mode="fill", fill_value=0).reshape(number, size, *x.shape[1:]) for x in slots]
     out, block_lse = (x.reshape(-1, *x.shape[2:])[-b:] for x in lax.map(lambda tile: walk(*tile), tiles))
     place = jnp.zeros_like(order).at[order].set(jnp.arange(b))
     return out[place], block_lse[place]
 
 
 def _walk(
-    q: Float[Array, "b h d"],
+    q: Float[Array, "b r h d"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
+    lengths: Int[Array, "b r"],
     *,
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     config: Config,
     dtype: jnp.dtype,
     softmax: Softmax,
     kv_scales: Float[Array, "k p 2"] | None,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
-    """Attention of rows that are walked together, products in `dtype`."""
-    b, h, d = q.shape
+) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
+    """Attention of slots that are walked together, products in `dtype`."""
+    b, r, h, d = q.shape
     k, p, s, e = pages.shape
-    m, x, g = blocks.shape[2], b * k, h // k
+    m, x, g = blocks.shape[2], b * r * k, h // k
     group = config.group
     width = e if config.joint else d
     query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     padding = -m % group
     blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, padding)))
     offset = jnp.arange(s, dtype=jnp.int32)
+    # on a CPU a product keeps a row's bits beside the others of its slot in bfloat16 alone
+    together = r if dtype == jnp.bfloat16 else 1
 
     def listed_tokens(step):
-        """Pool rows of a group's pages, and which of their tokens the query sees."""
+        """Pool rows of a group's pages, and which of their tokens every query sees."""
         ids = lax.dynamic_slice_in_dim(blocks, step * group, group, axis=2)
         listed = step * group + jnp.arange(group, dtype=jnp.int32) < counts[..., None]
         ids = jnp.where(listed, ids, 0)
-        end = jnp.where(listed, lengths[:, None, None] - ids * s, 0).reshape(x, group, 1)
+        end = jnp.where(listed[:, None], lengths[..., None, None] - ids[:, None] * s, 0).reshape(x, group, 1)
         # the barriers keep XLA from working these out again for every element of the gathers
         rows, end = lax.optimization_barrier((page_rows(page_table, ids, p), end))
         seen_mask = offset < end
@@ -165,8 +173,8 @@ def _walk(
         return rows, lax.optimization_barrier(seen_mask)
 
     def read(rows, seen_mask):
-        """Keys and values of a group; what is not seen is 0 in the values, for 0 * NaN is NaN."""
-        kept = seen_mask.reshape(x, group * s, 1)
+        """Keys and values of a group; what no row of a slot sees is 0 in the values, for 0 * NaN is NaN."""
+        kept = jnp.any(seen_mask.reshape(b, r, k, group * s, 1), axis=1).reshape(b * k, group * s, 1)
         if config.joint:
             if e > 2 * d:
                 kept = kept & (jnp.arange(e, dtype=jnp.int32) < 2 * d)
@@ -176,20 +184,33 @@ def _walk(
         key, value = (tokens(pages, rows, start, d).astype(dtype) for start in (0, d))
         return key, jnp.where(kept, value, jnp.zeros((), dtype))
 
-    def products(key):
-        """The group's q.k: in float32 XLA multiplies faster with the keys, its larger operand, first."""
+    def by_slot(product, rows):
+        """The product "y q n" of every row's "x g n", done for `together` rows of a slot at once."""
+        if r == 1:
+            return product(rows)
+        rows = lax.optimization_barrier(rows).reshape(b, r, k, g, -1).swapaxes(1, 2)
+        parts = (rows[:, :, i : i + together] for i in range(0, r, together))
+        parts = [product(part.reshape(b * k, together * g, -1)).reshape(b, k, together, g, -1) for part in parts]
+        return lax.optimization_barrier(jnp.concatenate(parts, axis=2).swapaxes(1, 2).reshape(x, g, -1))
+
+    def scored(key, query):
+        """Queries times keys: in float32 XLA multiplies faster with the keys, its larger operand, first."""
         if dtype == jnp.float32 and not config.joint:
             scores = jnp.einsum("xtd,xgd->xtg", key, query, preferred_element_type=jnp.float32)
             return lax.optimization_barrier(scores).swapaxes(1, 2)
         return jnp.einsum("xgd,xtd->xgt", query, key, preferred_element_type=jnp.float32)
 
+    def mixture(value, weights):
+        return jnp.einsum("xgt,xtd->xgd", weights, value, preferred_element_type=jnp.float32)
+
     def step(i, carry):
         maximum, total, mixed, block_lse = carry
         rows, seen_mask = listed_tokens(i)
         key, value = read(rows, seen_mask)
-        scores = products(key) * softmax.scale
+        scores = by_slot(partial(scored, key), query) * softmax.scale
         if kv_scales is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
-            scales = kv_scales.reshape(k * p, 2)[rows]
+            scales = kv_scales.reshape(k * p, 2)[rows].reshape(b, 1, k, group, 2)
+            scales = jnp.broadcast_to(scales, (b, r, k, group, 2)).reshape(x, group, 2)
             scales = jnp.where(jnp.any(seen_mask, axis=-1, keepdims=True), scales, 0.0)
             scores = (scores.reshape(x, g, group, s) * scales[:, None, :, :1]).reshape(x, g, group * s)
         scores = softmax.capped(scores)
@@ -205,20 +226,21 @@ def _walk(
         lse = finite(block_maximum) + jnp.log(block_total)
         block_lse = lax.dynamic_update_slice_in_dim(block_lse, lse, i * group, axis=2)
 
-        block_weight = jnp.exp(block_maximum - finite(new_maximum)[..., None])
-        decay = jnp.exp(maximum - finite(new_maximum))
+        # of a difference worked out on the way XLA rounds an exponential otherwise among more rows
+        below = (block_maximum - finite(new_maximum)[..., None], maximum - finite(new_maximum))
+        block_weight, decay = (jnp.exp(each) for each in lax.optimization_barrier(below))
         total = total * decay + sums.total(block_total * block_weight)
         if kv_scales is not None:
             block_weight = block_weight * scales[:, None, :, 1]
         weights = (weights * block_weight[..., None]).reshape(x, g, group * s).astype(dtype)
-        update = jnp.einsum("xgt,xtd->xgd", weights, value, preferred_element_type=jnp.float32)
+        update = by_slot(partial(mixture, value), weights)
         return new_maximum, total, mixed * decay[..., None] + update, block_lse
 
     # a sink is one more logit that mixes nothing in: the softmax starts from it
     if softmax.sink_logits is None:
         maximum, total = jnp.full((x, g), -jnp.inf, jnp.float32), jnp.zeros((x, g), jnp.float32)
     else:
-        maximum = jnp.tile(softmax.sink_logits.astype(jnp.float32).reshape(k, g), (b, 1))
+        maximum = jnp.tile(softmax.sink_logits.astype(jnp.float32).reshape(k, g), (b * r, 1))
         total = jnp.ones((x, g), jnp.float32)
     mixed = jnp.zeros((x, g, width), jnp.float32)
     block_lse = jnp.full((x, g, m + padding), -jnp.inf, jnp.float32)
@@ -227,4 +249,4 @@ def _walk(
 
     out = mixed[..., d : 2 * d] if config.joint else mixed
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return out.reshape(b, h, d).astype(q.dtype), block_lse[..., :m].reshape(b, h, m)
+    return out.reshape(b, r, h, d).astype(q.dtype), block_lse[..., :m].reshape(b, r, h, m)
