@@ -92,6 +92,10 @@ class StopEntropy(DraftLength):
         return entropy > self.bound
 
 
+ROW_COST = 0.1
+"""Of a drafted token, verified beside others, over a plain step."""
+
+
 @value
 class AcceptanceLength(DraftLength):
     """The length of the greatest expected speed, if every drafted token is accepted with the running share p.
@@ -102,7 +106,7 @@ class AcceptanceLength(DraftLength):
     is `row_cost`. A sequence for which that is 0 drafts one token after `retry` steps, so that it is heard of again.
     """
 
-    row_cost: Number = 0.1
+    row_cost: Number = ROW_COST
     retry: Count = 16
 
     def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:

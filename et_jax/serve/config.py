@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.control.controller import Controller
-from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, DraftLength, EntropyLength, FixedLength, StopEntropy
+from et_jax.control.draft import (
+    MOST_DRAFTED,
+    ROW_COST,
+    AcceptanceLength,
+    DraftLength,
+    EntropyLength,
+    FixedLength,
+    StopEntropy,
+)
 from et_jax.control.presets import NAMES, preset
 from et_jax.errors import UsageError
 from et_jax.io import values
@@ -96,12 +104,13 @@ class EngineConfig:
         """The small model, if there is one, that drafts or speaks."""
         return self.draft_model if self.small is None else str(self.small)
 
-    @property
-    def lengths(self) -> DraftLength:
-        """How many tokens are drafted; a model that drafts stops by an entropy of its own."""
+    def lengths(self, drafter_cost: float) -> DraftLength:
+        """Return how many tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts."""
         if self.draft_length == "entropy":
             return EntropyLength() if self.draft_model is None else StopEntropy()
-        return AcceptanceLength() if self.draft_length == "acceptance" else FixedLength()
+        if self.draft_length == "fixed":
+            return FixedLength()
+        return AcceptanceLength(row_cost=ROW_COST + drafter_cost)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from jax.typing import DTypeLike
 
 from et_jax.control.controller import Controller
 from et_jax.decode.attention import serving_backend
-from et_jax.decode.draft import Drafting, lookup
+from et_jax.decode.draft import Drafting
 from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import num_weights
 from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
 from et_jax.types import replace
@@ -99,9 +100,11 @@ def beside(
         return replace(plain, controller=laws, small=small, lazy=settings.lazy_prefill)
     if settings.draft is None or plain.steers_reading:
         return plain
-    by_model = settings.draft_model is not None
-    draft = Drafting(most=settings.draft_tokens, length=settings.lengths, drafter=None if by_model else lookup)
-    return replace(plain, draft=draft, small=small if by_model else None)
+    if settings.draft_model is None:
+        return replace(plain, draft=Drafting(most=settings.draft_tokens, length=settings.lengths(0.0)))
+    assert small is not None
+    length = settings.lengths(num_weights(small) / num_weights(plain.model))
+    return replace(plain, draft=Drafting(most=settings.draft_tokens, length=length, drafter=None), small=small)
 
 
 def _check_beside(name: str, small: ModelConfig, config: DecoderConfig) -> None:
