@@ -9,7 +9,7 @@ ten tokens, "position" gives it the first words. Lossless drafting stands at the
 On texts of `--tokens` tokens at temperature 0.7, quality is agreement, the share of tokens which the model itself would
 have said there (its race has the same noise), and the mean log-probability it gives them, in nats. On the tasks it is
 right answers, greedy. What it takes is bytes of weights and caches and FLOPs of decoding, over those of the model
-alone, in the same company of eight.
+alone: of one text at a time, and of eight side by side.
 """
 
 import argparse
@@ -108,8 +108,13 @@ def agreement(
     return same, likely
 
 
-def measure(models: dict[str, Model], prompts: Int[np.ndarray, "r t"], asked: list[tuple[int, Example]]) -> list[dict]:
-    """Return a line for either model alone, for every arm, and for drafting."""
+def measure(
+    models: dict[str, Model],
+    single: dict[str, Model],
+    prompts: Int[np.ndarray, "r t"],
+    asked: list[tuple[int, Example]],
+) -> list[dict]:
+    """Return a line for either model alone, for every arm, and for drafting; `single` serve a text at a time."""
     length = prompts.shape[1]
     requests = [
         GenerationRequest(
@@ -121,12 +126,20 @@ def measure(models: dict[str, Model], prompts: Int[np.ndarray, "r t"], asked: li
     lines: list[dict[str, Any]] = []
     base: dict[str, float] = {}
 
-    def line(name: str, model: Model, bits: float | None = None, control: Controller | None = None) -> dict[str, Any]:
+    def line(name: str, role: str, bits: float | None = None, control: Controller | None = None) -> dict[str, Any]:
+        model = models[role]
         said = model.generate(requests, control=control)
+        apart = [done for request in requests for done in single[role].generate([request], control=control)]
+        if [one.token_ids for one in said] != [one.token_ids for one in apart]:
+            raise SystemExit(f"{name}: a text in company is not the one alone")
         same, likely = agreement(models["model"], prompts, said)
-        cost, flops = (sum(getattr(one, field) for one in said) for field in ("cost", "flops"))
-        base.setdefault("cost", cost)
-        base.setdefault("flops", flops)
+        taken = {
+            f"{field}_{company}": sum(getattr(one, field) for one in each)
+            for company, each in (("alone", apart), ("of_eight", said))
+            for field in ("cost", "flops")
+        }
+        for field, sum_of in taken.items():
+            base.setdefault(field, sum_of)
         rows = [row for one in said for row in one.trace]
         spoken = [not row.by_small for row in rows if row.by_small is not None]
         answers = evaluate(model, asked, control=control)
@@ -136,26 +149,25 @@ def measure(models: dict[str, Model], prompts: Int[np.ndarray, "r t"], asked: li
             "share": float(np.mean(spoken)) if spoken else float(name != "the small model"),
             "agreement": [float(same.mean()), *paired.interval(same)],
             "log_probability": [float(likely.mean()), *paired.interval(likely)],
-            "bytes": cost / base["cost"],
-            "flops": flops / base["flops"],
+            **{field: sum_of / base[field] for field, sum_of in taken.items()},
             "right": sum(answer.right for answer in answers),
         }
         lines.append(found)
         print(found, flush=True)
         return found
 
-    line("the model", models["model"])
-    line("the small model", models["small"])
+    line("the model", "model")
+    line("the small model", "small")
     bounds = [(bits, bits * math.log(2)) for bits in BITS]
-    both = models["both"]  # which keeps the prompts it has read while laws differ in numbers alone
-    shares = [line("as printed", both, bits, Controller(switch=AsPrinted(tau)))["share"] for bits, tau in bounds]
+    # "both" keeps the prompts it has read while laws differ in numbers alone
+    shares = [line("as printed", "both", bits, Controller(switch=AsPrinted(tau)))["share"] for bits, tau in bounds]
     for bits, tau in bounds:
-        line("guarded", both, bits, Controller(switch=Hysteresis(tau)))
+        line("guarded", "both", bits, Controller(switch=Hysteresis(tau)))
     for bits, share in zip(BITS, shares, strict=True):
-        line("random", both, bits, Controller(switch=ByCoin(share)))
+        line("random", "both", bits, Controller(switch=ByCoin(share)))
     for bits, share in zip(BITS, shares, strict=True):
-        line("position", both, bits, Controller(switch=ByPosition(share * length)))
-    line("the model, drafted for", models["drafted"])
+        line("position", "both", bits, Controller(switch=ByPosition(share * length)))
+    line("the model, drafted for", "drafted")
     return lines
 
 
@@ -175,15 +187,18 @@ def main() -> None:
     args = parser.parse_args()
     try:
         sizes = {"max_model_len": max(2 * args.tokens, args.length + 128), "num_pages": 8000}
-        models = {
-            "model": load(args.model, **sizes),
-            "small": load(args.small, **sizes),
-            "both": load(args.model, small=args.small, **sizes),
-            "drafted": load(args.model, draft=args.small, draft_tokens=3, **sizes),
-        }
+        models, single = (
+            {
+                "model": load(args.model, max_num_seqs=number, **sizes),
+                "small": load(args.small, max_num_seqs=number, **sizes),
+                "both": load(args.model, max_num_seqs=number, small=args.small, **sizes),
+                "drafted": load(args.model, max_num_seqs=number, draft=args.small, draft_tokens=3, **sizes),
+            }
+            for number in (8, 1)
+        )
         prompts = cut(models["model"], str(args.text), texts(args.text), args.prompts, args.tokens)
         asked = grid(counter(models["model"]), list(TASKS), [args.length], depths=5, samples=args.samples)
-        lines = measure(models, prompts, asked)
+        lines = measure(models, single, prompts, asked)
     except UsageError as error:
         sys.exit(f"measure_switching: {error}")
     print(tables.switching(lines, len(asked)))

@@ -309,16 +309,9 @@ def scheduling(cases: Sequence[Case]) -> str:
 
 def switching(lines: Sequence[Case], questions: int) -> str:
     """Return what either of two models and every way of taking turns comes to, over the model alone."""
-    header = (
-        "who speaks",
-        "bound, bits (nats)",
-        "the model's share",
-        "agreement",
-        "log p, nats",
-        "tasks right",
-        "bytes",
-        "FLOPs",
-    )
+    taken = ("cost_alone", "cost_of_eight", "flops_alone")
+    told = ("agreement", "log p, nats", "tasks right", "bytes", "bytes, of eight", "FLOPs")
+    header = ("who speaks", "bound, bits (nats)", "the model's share", *told)
     rows = [
         (
             line["speaker"],
@@ -327,8 +320,7 @@ def switching(lines: Sequence[Case], questions: int) -> str:
             _with_interval(line["agreement"]),
             _with_interval(line["log_probability"]),
             f"{line['right']} of {questions}",
-            f"{line['bytes']:.2f}",
-            f"{line['flops']:.2f}",
+            *(f"{line[field]:.2f}" for field in taken),
         )
         for line in lines
     ]
