@@ -1,0 +1,44 @@
+"""The turns that know nothing of entropy: shares as asked for, runs of ten tokens, the first words."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.control.switch import MODEL
+
+SCRIPT = Path(__file__).parents[2] / "scripts/measure_switching.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("measure_switching", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def speakers(switch, number: int, seed: int) -> np.ndarray:
+    entropies = jnp.asarray(np.random.default_rng(seed).exponential(2.0, number), jnp.float32)
+
+    def token(state, entropy):
+        return switch.after(state, entropy), state.speaker
+
+    return np.asarray(jax.lax.scan(token, switch.started(), entropies)[1])
+
+
+def test_a_coin_gives_the_model_its_share_in_runs(script):
+    each = np.stack([speakers(script.ByCoin(0.3), 200, seed) for seed in range(60)])
+    runs = each[:, 10:].reshape(60, 19, 10)  # the first coin has no entropy to be tossed with
+    assert (runs == runs[:, :, :1]).all()
+    share = (runs[:, :, 0] == MODEL).mean()
+    assert abs(share - 0.3) < 4 * (0.3 * 0.7 / runs[:, :, 0].size) ** 0.5
+    assert not any((speakers(script.ByCoin(0.0), 50, seed) == MODEL).any() for seed in range(3))
+
+
+def test_by_position_the_model_has_the_first_words(script):
+    assert (speakers(script.ByPosition(7), 20, 0) == MODEL).tolist() == [True] * 7 + [False] * 13
