@@ -42,13 +42,13 @@ def test_the_printed_switch_is_the_papers_loop(entropies):
 
 @given(ENTROPIES)
 def test_with_hysteresis_every_mean_is_of_one_speaker(entropies):
-    switch, said, own, count, speaker = Hysteresis(1.25, low=0.5, window=3, least=4), [], [], 4, SMALL
+    switch, said, own, count, speaker = Hysteresis(1.25, low=0.5, window=4, least=2), [], [], 2, SMALL
     for entropy in entropies:
-        if speaker == SMALL and count >= 4 and np.mean([*own, entropy][-3:]) > 1.25:
+        if speaker == SMALL and count >= 2 and np.mean([*own, entropy][-4:]) > 1.25:
             speaker, own, count = MODEL, [], 0
         said.append(speaker)
         own, count = [*own, entropy], count + 1
-        if speaker == MODEL and count >= 4 and np.mean(own[-3:]) <= 0.625:
+        if speaker == MODEL and count >= 2 and np.mean(own[-4:]) <= 0.625:
             speaker, own, count = SMALL, [], 0
     assert speakers(switch, entropies) == said
 
