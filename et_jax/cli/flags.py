@@ -27,6 +27,9 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "--tau", type=float, metavar="NATS", help="ead: up to this mean entropy the small model speaks (default 0.173)"
     )
     control.add_argument("--small", metavar="MODEL", help="ead: the model that takes turns, such as bundled-small")
+    control.add_argument(
+        "--audit", action="store_true", help="ead: say how many words of one were likeliest to the other"
+    )
     control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
 
 

@@ -70,7 +70,7 @@ def draft(
     policy, pages, text = config.small_policy, rows.take(state.table.pages), rows.take(state.text)
     held, position = rows.take(state.held), rows.position
     behind = (count > 0) & (held < position - 1)
-    cache, seen, chunks = catch_up(
+    cache, seen, chunks, _ = catch_up(
         policy, params, state.small, pages, text, held, jnp.where(behind, position, held), config.chunk
     )
     # The key of a draft that held as a whole is not written yet: it goes before the newest token.
@@ -124,26 +124,34 @@ def catch_up(
     held: Int[Array, " r"],
     wanted: Int[Array, " r"],
     chunk: int,
-) -> tuple[KVCache, Int[Array, " r"], Int[Array, ""]]:
+    audited: bool = False,
+) -> tuple[KVCache, Int[Array, " r"], Int[Array, ""], Bool[Array, "r m"] | None]:
     """Read the tokens of each text from `held` to `wanted`, in chunks that end where those of its prompt would.
 
-    Returns the cache, what is held now, and how many chunks the longest took.
+    Returns the cache, what is held now, how many chunks the longest took and, if `audited`, at which of the tokens read
+    the token after it was the likeliest to this model.
     """
+    agreed = jnp.zeros(text.shape, bool) if audited else None
 
     def behind(carry: tuple) -> Bool[Array, ""]:
         return jnp.any(carry[1] < wanted)
 
     def read(carry: tuple) -> tuple:
-        cache, held, chunks = carry
+        cache, held, chunks, agreed = carry
         end = jnp.maximum(jnp.minimum(wanted, (held // chunk + 1) * chunk), held)
         position = held[:, None] + jnp.arange(chunk, dtype=jnp.int32)
         token = jnp.take_along_axis(text, jnp.minimum(position, text.shape[1] - 1), axis=1)
         start = jnp.where(end > held, held, 0)
         attend = prefill_attend(policy, pages, start, end - held, end)
-        _, cache = forward(params, policy.model, token, position, attend, cache)
-        return cache, end, chunks + 1
+        logits, cache = forward(params, policy.model, token, position, attend, cache)
+        if agreed is not None:
+            said = jnp.take_along_axis(text, jnp.minimum(position + 1, text.shape[1] - 1), axis=1)
+            place = jnp.where(position < end[:, None], position, text.shape[1])
+            same = jnp.argmax(logits, axis=-1) == said
+            agreed = agreed.at[jnp.arange(text.shape[0])[:, None], place].set(same, mode="drop")
+        return cache, end, chunks + 1, agreed
 
-    return jax.lax.while_loop(behind, read, (cache, held, jnp.int32(0)))
+    return jax.lax.while_loop(behind, read, (cache, held, jnp.int32(0), agreed))
 
 
 def read_small(

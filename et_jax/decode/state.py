@@ -43,7 +43,8 @@ class DecoderConfig:
     "logits", the last ones of every slot. `draft` says how tokens are drafted, None that none are; laws by
     which one token sets what the next may read (`steers_reading`) leave nothing to draft. `small` is a second model
     of the same vocabulary, which drafts, or speaks where the controller's `switch` says so; it reads all that it has
-    seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks.
+    seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks. With `audit`
+    either model says of the other's words, as it catches up with them, which were likeliest to it too.
     """
 
     model: ModelConfig
@@ -66,6 +67,7 @@ class DecoderConfig:
     draft: Drafting | None = None
     small: ModelConfig | None = None
     lazy: bool = False
+    audit: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -165,10 +167,16 @@ class DecoderConfig:
 
 @pytree
 class Spent:
-    """What the model and the small one did for a sequence: tokens read, and passes, each divided by the rows it had."""
+    """What the model and the small one did for a sequence: tokens read, and passes, each divided by the rows it had.
+
+    Of `audited` words that one said and the other read to catch up, `agreed` were the likeliest to the other; both are
+    None where nothing is audited.
+    """
 
     tokens: Int[Array, "*b m"]
     passes: Float[Array, "*b m"]
+    audited: Int[Array, "*b"] | None
+    agreed: Int[Array, "*b"] | None
 
 
 @pytree
@@ -316,7 +324,14 @@ def empty(config: DecoderConfig) -> DecodeState:
         held=None if config.small is None else integers(b),
         switch=None if switch is None else jax.vmap(lambda one: one.started())(laws.switch),
         model_held=None if switch is None else integers(b),
-        spent=None if switch is None else Spent(tokens=integers(b, 2), passes=jnp.zeros((b, 2), jnp.float32)),
+        spent=None
+        if switch is None
+        else Spent(
+            tokens=integers(b, 2),
+            passes=jnp.zeros((b, 2), jnp.float32),
+            audited=integers(b) if config.audit else None,
+            agreed=integers(b) if config.audit else None,
+        ),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,

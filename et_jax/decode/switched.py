@@ -86,21 +86,21 @@ def read(
 
     def caught_up(policy, weights: Params, cache: KVCache, held: Int[Array, " r"]) -> tuple:
         wanted = jnp.where(rows.run, rows.position, held)
-        return catch_up(policy, weights, cache, pages, text, held, wanted, config.chunk)
+        return catch_up(policy, weights, cache, pages, text, held, wanted, config.chunk, config.audit)
 
     def by_model(_: Int[Array, ""], carry: tuple) -> tuple:
         cache, small = carry[:2]
-        cache, _, chunks = caught_up(config.read_policy, of_model(params), cache, rows.take(state.model_held))
+        cache, _, chunks, agreed = caught_up(config.read_policy, of_model(params), cache, rows.take(state.model_held))
         some = replace(state, cache=cache)
         logits, memory = extend(config, of_model(params), some, rows, rows.position + 1)
-        return memory.cache, small, logits, memory.stats, chunks
+        return memory.cache, small, logits, memory.stats, chunks, agreed
 
     def by_small(_: Int[Array, ""], carry: tuple) -> tuple:
         cache, small = carry[:2]
         policy, weights = config.small_policy, of_small(params)
-        small, _, chunks = caught_up(policy, weights, small, rows.take(state.held))
+        small, _, chunks, agreed = caught_up(policy, weights, small, rows.take(state.held))
         logits, small = read_small(policy, weights, small, pages, rows, rows.position + 1)
-        return cache, small, logits, whole, chunks
+        return cache, small, logits, whole, chunks, agreed
 
     # Loops of one trip or none: a conditional would copy the pools on a TPU.
     shapes = jax.eval_shape(lambda: by_model(jnp.int32(0), (state.cache, state.small)))
@@ -108,7 +108,7 @@ def read(
     carry = (state.cache, state.small, *blank)
     carry = jax.lax.fori_loop(0, (speaker == MODEL).astype(jnp.int32), by_model, carry)
     carry = jax.lax.fori_loop(0, (speaker == SMALL).astype(jnp.int32), by_small, carry)
-    cache, small, logits, stats, chunks = carry
+    cache, small, logits, stats, chunks, agreed = carry
     both = rows.take(jnp.stack([state.model_held, state.held], axis=1))
     read_now = jnp.where(rows.run, rows.position + 1 - both[jnp.arange(both.shape[0]), speaker], 0)
     num_rows = jnp.maximum(jnp.sum(rows.run), 1).astype(jnp.float32)
@@ -117,7 +117,18 @@ def read(
     spent = Spent(
         tokens=state.spent.tokens + rows.spread(config.num_slots, jnp.where(mine, read_now[:, None], 0)),
         passes=state.spent.passes + rows.spread(config.num_slots, jnp.where(mine, share[:, None], 0.0)),
+        audited=state.spent.audited,
+        agreed=state.spent.agreed,
     )
+    if agreed is not None:
+        # of the tokens caught up with, those that lead to a word of the text rather than of its prompt
+        place, first = jnp.arange(text.shape[1]), rows.position - rows.take(state.generated)
+        lag = both[jnp.arange(both.shape[0]), speaker]
+        counted = (place >= jnp.maximum(lag, first)[:, None]) & (place < rows.position[:, None]) & rows.run[:, None]
+        told = {"audited": counted, "agreed": counted & agreed}
+        sums = {name: jnp.sum(each, axis=1, dtype=jnp.int32) for name, each in told.items()}
+        spread = rows.spread(config.num_slots, sums)
+        spent = replace(spent, **{name: getattr(spent, name) + each for name, each in spread.items()})
     held = jnp.where(rows.run[:, None] & mine, (rows.position + 1)[:, None], both)
     return (
         replace(

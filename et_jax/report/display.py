@@ -111,6 +111,8 @@ class Report:
             said.append(f"{sum(row.accepted for row in rows)} of {drafted} drafted tokens accepted")
         if any(row.by_small is not None for row in rows):
             said.append(f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens by the small model")
+        if audited := sum(row.audited for row in rows):
+            said.append(f"{sum(row.agreed for row in rows)} of {audited} words of one were likeliest to the other")
         for name in rows[0].guard_rates:
             worst = max(completion.guard_rates[name] for completion in self.completions if completion.trace)
             said.append(f"{name} {100 * worst:.0f}% of tokens")

@@ -21,7 +21,8 @@ class TokenTrace:
     log-probability). `accepted` tokens had been drafted and cost no step of their own; the first token of each
     step says how many were `drafted` in it, and is charged for those that were not accepted. `by_small` tells whether
     the small one of two models that take turns said it, whose own the figures are then, None where one model serves; it
-    is charged for all that both did since the token before.
+    is charged for all that both did since the token before. Of `audited` words of one model, which the other caught up
+    with for this token, `agreed` were the likeliest to the other.
     """
 
     token: int
@@ -42,6 +43,8 @@ class TokenTrace:
     drafted: int = 0
     accepted: bool = False
     by_small: bool | None = None
+    audited: int = 0
+    agreed: int = 0
     top: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -155,6 +158,8 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "guard_rates": rates,
         "drafted_tokens": sum(row.drafted for row in rows),
         "accepted_tokens": sum(row.accepted for row in rows),
+        "audited_tokens": sum(row.audited for row in rows),
+        "agreed_tokens": sum(row.agreed for row in rows),
         "small_share": _mean([float(row.by_small) for row in rows if row.by_small is not None]),
     }
 

@@ -58,6 +58,7 @@ class EngineConfig:
     draft_length: str = "acceptance"
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
+    audit: bool = False
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -82,7 +83,7 @@ class EngineConfig:
             checked["small"] = str(_text("small", self.small))
             if self.draft not in (None, LOOKUP, checked["small"]):
                 raise UsageError("draft and small name two models; name one of them, or draft by lookup.")
-        checked["lazy_prefill"] = values.boolean("lazy_prefill", self.lazy_prefill)
+        checked |= {name: values.boolean(name, getattr(self, name)) for name in ("lazy_prefill", "audit")}
         if self.draft_length not in LENGTHS:
             shown = values.shown(self.draft_length)
             raise UsageError(f"draft_length is {shown}; choose one of {', '.join(LENGTHS)}.")

@@ -69,6 +69,7 @@ def load(
     draft_length: str = "acceptance",
     small: str | Path | None = None,
     lazy_prefill: bool = False,
+    audit: bool = False,
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
@@ -96,7 +97,8 @@ def load(
     the bundled one. `draft_length` decides how many: "acceptance", by how many were accepted so far, "entropy", by how
     certain the model is, or "fixed". A controller by which one token decides what the next reads is not drafted for.
     `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
-    "ead_guarded". With `lazy_prefill` it reads prompts alone, and the model when it first speaks.
+    "ead_guarded". With `lazy_prefill` it reads prompts alone, and the model when it first speaks. With `audit` traces
+    tell how many of the other's words were the likeliest to the one that catches up with them.
     `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
     cannot be written `progress` is told, and they are kept in memory only.
 

@@ -123,7 +123,10 @@ class Burst:
         shape = config.small if by_small else config.model
         heads = shape.num_layers * shape.num_kv_heads
         held = -(-length // config.page_size) * heads
-        return self._told(at, slot, asked, blocks_held=held, cost=moved, flops=flops, by_small=by_small)
+        told = {"blocks_held": held, "cost": moved, "flops": flops, "by_small": by_small}
+        if config.audit:
+            told |= {name: getattr(output.spent, name)[at][slot] for name in ("audited", "agreed")}
+        return self._told(at, slot, asked, **told)
 
     def _told(self, at: int, slot: int, asked: int, **own: Any) -> TokenTrace:
         """The record of the token at a place of the output, with what is its `own`."""

@@ -91,13 +91,13 @@ def beside(
     and the laws allow any. Raises UsageError where there is no small model, or none that fits the other.
     """
     alone = replace(laws, switch=None)
-    plain = replace(config, draft=None, small=None, lazy=False, controller=alone, keep=keep)
+    plain = replace(config, draft=None, small=None, lazy=False, audit=False, controller=alone, keep=keep)
     if small is not None:
         _check_beside(str(settings.second_model), small, plain)
     if laws.switch is not None:
         if small is None:
             raise UsageError("This control switches between two models; name the other one by small.")
-        return replace(plain, controller=laws, small=small, lazy=settings.lazy_prefill)
+        return replace(plain, controller=laws, small=small, lazy=settings.lazy_prefill, audit=settings.audit)
     if settings.draft is None or plain.steers_reading:
         return plain
     if settings.draft_model is None:

@@ -37,6 +37,8 @@ def test_a_completion_body() -> None:
         "guard_rates": {"stability": 0.25},
         "drafted_tokens": 0,
         "accepted_tokens": 0,
+        "audited_tokens": 0,
+        "agreed_tokens": 0,
         "small_share": None,
     }
     choice = {"logprobs": None, "finish_reason": "length"}

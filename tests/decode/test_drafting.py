@@ -242,7 +242,7 @@ def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
     whole = PROMPTS[slot] + rows[slot]["token"].tolist()
     length = int(state.length[slot])
     assert int(state.held[slot]) == len(PROMPTS[slot]) - 1 and length == len(whole) - 1
-    cache, held, chunks = catch_up(
+    cache, held, chunks, _ = catch_up(
         d.config.small_policy,
         other_weights(),
         state.small,
@@ -347,7 +347,7 @@ def test_a_drafted_token_that_the_model_fails_on_changes_no_text():
         return jnp.full((newest.shape[0], most), unused, jnp.int32)
 
     d = made("off", Drafting(most=4, length=FixedLength(), drafter=poison))
-    _, output, ran = d.decode(broken, begun(d), 32)
+    _, output, ran = d.decode(broken, begun(d, broken), 32)
     assert int(output.drafted.sum()) > 0 and not output.fault.any()
     rows = told(output, int(ran))
     assert all(same_bits(rows[slot], expected[slot]) for slot in PROMPTS)

@@ -212,3 +212,22 @@ def test_no_sequence_waits_for_ever_and_pages_balance():
 def test_what_two_models_cannot_do_is_refused(controller, sentence):
     with pytest.raises(ValueError, match=sentence):
         configuration(controller=controller)
+
+
+def test_whoever_catches_up_says_which_of_the_others_words_were_its_own_too():
+    switch = SWITCHES["printed"]
+    d = made(switch, audit=True)
+    _, rows, output = spoken(d, pair(), begun(d, pair()))
+    _, expected, _ = both(switch)
+    for slot in (0, 2):
+        said, _, by_small = rows[slot]
+        assert said == expected[slot][0] and by_small == expected[slot][2]
+        # all words of a run were caught up with, but those of the last one
+        last = max(i for i in range(1, LIMIT) if by_small[i] != by_small[i - 1])
+        agreed = 0
+        for i in range(last):
+            model, params = (MODEL, pair().model) if by_small[i] else (OTHER, pair().small)
+            agreed += int(np.argmax(dense(params, model, PROMPTS[slot] + said[:i])[0][-1])) == said[i]
+        produced = np.asarray(output.produced)[:, slot]
+        told = [np.asarray(each)[produced, slot].sum() for each in (output.spent.audited, output.spent.agreed)]
+        assert told == [last, agreed]

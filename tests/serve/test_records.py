@@ -139,7 +139,11 @@ def test_a_token_of_two_models_pays_for_both_since_the_last(output):
     big = dataclasses.replace(OTHER, weights=6000, num_multiplied=700, heads=4)
     tokens = jnp.zeros((STEPS, SLOTS, 2), jnp.int32).at[0, 0].set(jnp.asarray([5, 1]))
     passes = jnp.zeros((STEPS, SLOTS, 2), jnp.float32).at[0, 0].set(jnp.asarray([0.25, 0.5]))
-    told = replace(output, by_small=output.produced.at[:, 1:].set(False), spent=Spent(tokens=tokens, passes=passes))
+    told = replace(
+        output,
+        by_small=output.produced.at[:, 1:].set(False),
+        spent=Spent(tokens=tokens, passes=passes, audited=None, agreed=None),
+    )
     config = configuration(controller=Controller(switch=AsPrinted(1.0)), small=MODEL)
     row = Burst(config, TRAFFIC, NUM_MULTIPLIED, jax.device_get(told), STEPS, (big, OTHER)).row(0, 0, 0, 0, 3).trace
     length = int(output.signals.length[0, 0])
