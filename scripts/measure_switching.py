@@ -47,11 +47,16 @@ class _Counting(Switch):
     """A switch that counts tokens and knows nothing of entropy; `since` is never reset."""
 
     def started(self) -> SwitchState:
-        """Return the state whose speaker is that of the first token."""
-        begun = SwitchState(
+        """Return the small model as the speaker, until the first prediction is known."""
+        return SwitchState(
             speaker=jnp.asarray(SMALL, jnp.int32), window=jnp.zeros(1, jnp.float32), since=jnp.asarray(0, jnp.int32)
         )
-        return replace(begun, speaker=self.speaker(begun, jnp.zeros((), jnp.float32)))
+
+    def before(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
+        """Decide who has the first word, once; `window` tells that it is decided."""
+        undecided = (state.since == 0) & (state.window[0] == 0)
+        first = jnp.where(undecided, self.speaker(state, entropy), state.speaker)
+        return replace(state, speaker=first, window=jnp.ones_like(state.window))
 
     def after(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
         """Return the state after a token."""
