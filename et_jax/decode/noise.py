@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 _BELOW_ONE = 1 - 2.0**-24  # the greatest float32 below 1
+_TOGETHER = 64  # tokens: a whole number of any processor's vectors
 
 
 def race_noise(key: UInt32[Array, "b 2"], position: Int[Array, " b"], vocab_size: int) -> Float[Array, "b v"]:
@@ -20,7 +21,10 @@ def race_noise(key: UInt32[Array, "b 2"], position: Int[Array, " b"], vocab_size
     least (1 - TV) / (1 + TV), where TV is the total variation between their distributions and the best coupling
     reaches 1 - TV (Daliri, Musco and Suresh 2024).
     """
-    return exponential(random_bits(key, position, vocab_size))
+    whole = -(-vocab_size // _TOGETHER) * _TOGETHER
+    noise = exponential(random_bits(key, position, whole))
+    # the barrier keeps the rest of a vector, which a processor may round otherwise, out of the loop
+    return noise if whole == vocab_size else jax.lax.optimization_barrier(noise)[:, :vocab_size]
 
 
 def random_bits(key: UInt32[Array, "b 2"], position: Int[Array, " b"], vocab_size: int) -> UInt32[Array, "b v"]:

@@ -278,9 +278,9 @@ def test_a_draft_stops_where_the_small_model_is_uncertain():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"draft": BY_MODEL}, "small: got a model and no drafts by it, or drafts by a model and none"),
-        ({"small": OTHER}, "small: got a model and no drafts by it, or drafts by a model and none"),
-        ({"draft": FOUR, "small": OTHER}, "small: got a model and no drafts by it, or drafts by a model and none"),
+        ({"draft": BY_MODEL}, "small: got a model that neither drafts nor speaks, or none that should"),
+        ({"small": OTHER}, "small: got a model that neither drafts nor speaks, or none that should"),
+        ({"draft": FOUR, "small": OTHER}, "small: got a model that neither drafts nor speaks, or none that should"),
         (
             {"draft": BY_MODEL, "small": dataclasses.replace(OTHER, vocab_size=7)},
             f"small: got a vocabulary of 7 tokens, wanted {VOCABULARY}",

@@ -104,7 +104,10 @@ def test_prompts_of_another_kind_are_told_what_is_wanted(model, prompts, sentenc
         ({"zzz": 1}, "zzz is no setting; choose from max_tokens, temperature"),
         ({"params": 5}, "params is 5; it must be SamplingParams"),
         ({"params": {"max_tokens": 1}}, "params is an object of type dict; it must be SamplingParams"),
-        ({"control": 5}, "control is 5; it must be one of off, paper, guarded, certified, adaptive or a Controller."),
+        (
+            {"control": 5},
+            "control is 5; it must be one of off, paper, guarded, certified, adaptive, ead, ead_guarded or a ",
+        ),
         ({"control": lambda: Thermostat(1.0)}, "or a Controller; write Controller(law=...) for a law."),
         ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number."),
     ],

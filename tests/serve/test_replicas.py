@@ -28,7 +28,7 @@ settings, prompts, params = json.loads(sys.argv[1])
 model = engine.load(replicas=2, **settings)
 texts = [list(done.token_ids) for done in model.generate(prompts, SamplingParams(**params))]
 replicas = model.replicas().replicas
-held = [jax.tree.leaves((replica.device.params, replica.device.state)) for replica in replicas]
+held = [jax.tree.leaves((replica.device.weights, replica.device.state)) for replica in replicas]
 print(json.dumps({
     "texts": texts,
     "devices": [sorted(device.id for x in leaves for device in x.devices()) for leaves in held],
