@@ -276,7 +276,9 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 def _controller(args: argparse.Namespace) -> "Controller":
     from et_jax.control.presets import preset
 
-    return preset(args.control, **flags.knobs(args))
+    control = preset(args.control, **flags.knobs(args))
+    flags.check_small(args, switches=control.switch is not None)
+    return control
 
 
 def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":

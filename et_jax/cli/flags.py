@@ -2,6 +2,8 @@
 
 import argparse
 
+from et_jax.errors import UsageError
+
 CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau")
 """Knobs of a preset, under the names that `presets.preset` gives them."""
 
@@ -31,6 +33,15 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "--audit", action="store_true", help="ead: say how many words of one were likeliest to the other"
     )
     control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
+
+
+def check_small(args: argparse.Namespace, switches: bool) -> None:
+    """Raise UsageError where flags of two models do not go with a control, which `switches` between them or not."""
+    given = [f"--{name.replace('_', '-')}" for name in ("small", "lazy_prefill", "audit") if getattr(args, name)]
+    if given and not switches:
+        raise UsageError(f"{given[0]} is for two models that take turns; add --control ead or ead_guarded.")
+    if switches and getattr(args, "draft", None) is not None:
+        raise UsageError("--draft is for one model, and this control has two take turns; leave one of them out.")
 
 
 def knobs(args: argparse.Namespace) -> dict[str, float | int | None]:

@@ -83,7 +83,10 @@ class EngineConfig:
             checked["small"] = str(_text("small", self.small))
             if self.draft not in (None, LOOKUP, checked["small"]):
                 raise UsageError("draft and small name two models; name one of them, or draft by lookup.")
-        checked |= {name: values.boolean(name, getattr(self, name)) for name in ("lazy_prefill", "audit")}
+        for name in ("lazy_prefill", "audit"):
+            checked[name] = values.boolean(name, getattr(self, name))
+            if checked[name] and self.small is None:
+                raise UsageError(f"{name} is for two models that take turns; name the other one by small.")
         if self.draft_length not in LENGTHS:
             shown = values.shown(self.draft_length)
             raise UsageError(f"draft_length is {shown}; choose one of {', '.join(LENGTHS)}.")
