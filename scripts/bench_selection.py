@@ -35,7 +35,7 @@ from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.select import Certified, ExpectedError, PerHead, Quest, Selector, coded_bounds
 from et_jax.control.view import BlockView
 from et_jax.decode import cache as kv
-from et_jax.decode.attention import list_blocks
+from et_jax.decode.reading import list_blocks
 from et_jax.decode.selection import Blocks, blocks_of, select, view_of
 from et_jax.evidence import tables
 from et_jax.evidence.results import RESULTS, write

@@ -4,7 +4,6 @@ This is where the cache, the selectors and the kernels meet. The step and the pr
 `attend` for `models.transformer.forward`; what it threads through the layers is a `LayerCarry`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,10 +17,10 @@ from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import Selection, Selector
 from et_jax.control.view import attention_entropy
 from et_jax.decode.cache import KVCache, LayerCache, token_width, write
+from et_jax.decode.reading import ReadPolicy, read_all, read_chosen
 from et_jax.decode.selection import (
     Blocks,
     blocks_of,
-    first_block,
     held_blocks,
     least_share_read,
     select,
@@ -31,11 +30,11 @@ from et_jax.decode.selection import (
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend
 from et_jax.pallas.backend import NAMES, pick
-from et_jax.pallas.paged_attention.api import paged_attention, shares_pages
+from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.pallas.softmax import Softmax
-from et_jax.sums import log_sum_exp, total
-from et_jax.types import Table, pytree, replace
+from et_jax.sums import total
+from et_jax.types import pytree, replace
 
 
 @pytree
@@ -89,28 +88,6 @@ class ReadRow:
     at: Int[Array, "s t"] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadPolicy:
-    """How attention reads the cache: the model's shape, the page size, the backend.
-
-    `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
-    tokens. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where
-    it has been measured.
-    """
-
-    model: ModelConfig
-    page_size: int
-    backend: str
-    scores_backend: str
-    refresh_every: int = 1
-    residual: bool = False
-    sensitivity: Table | None = None
-
-    def softmax(self, layer: int) -> Softmax:
-        """Return the softmax of a layer."""
-        return Softmax(scale=self.model.head_dim**-0.5, window=self.model.windows[layer])
-
-
 def no_reads(batch: int) -> ReadStats:
     """Return stats of nothing read."""
     zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.float32)
@@ -129,41 +106,36 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
     """Return the `attend` of one decode step."""
     count = row.run.astype(jnp.int32)
     lengths = jnp.where(row.run, row.length + 1, 0)
-    folding = row.at is not None and shares_pages(reading.backend, reading.model.group_size)
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: LayerCarry) -> tuple[Array, LayerCarry]:
-        # where a row's list begins decides which blocks are summed together: a window keeps rows apart
-        by_slot = folding and row.selectors[layer].reads_all and reading.model.windows[layer] is None
-        if by_slot:
-            finite = jnp.all(jnp.isfinite(v), axis=(1, 2, 3)) | ~row.run
-            v = jnp.where(finite[:, None, None, None], v, 0.0)  # a row before it in its slot meets it with weight 0
+        reads_all = row.selectors[layer].reads_all
+        at = row.at if reading.reads_together(layer, not reads_all) else None
+        faulty = None
+        if at is not None:  # a row before it in its slot meets a value with weight 0, and 0 * NaN is NaN
+            faulty = row.run & ~jnp.all(jnp.isfinite(v), axis=(1, 2, 3))
+            v = jnp.where(faulty[:, None, None, None], 0.0, v)
         cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count, row.end)
         cache = _with_layer(memory.cache, layer, cached)
         queries = q[:, 0]
         blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
-        if row.selectors[layer].reads_all:
-            listed, counts = _every_block(lengths, reading, row.table.shape[1], layer)
-            if by_slot:
-                assert row.at is not None
-                out = _read_by_slot(reading, layer, queries, cached, row.table, lengths, row.at)
-                out = jnp.where(finite[:, None, None], out, jnp.nan)
-            else:
-                out, _ = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
-            opened = jnp.broadcast_to(blocks.readable[:, None], (*counts.shape, row.table.shape[1]))
-            stats = _note(memory.stats, counts, opened)
+        if reads_all:
+            out = read_all(reading, layer, queries, cached, row.table, lengths, at)
+            opened = jnp.broadcast_to(
+                blocks.readable[:, None], (len(lengths), reading.model.num_kv_heads, row.table.shape[1])
+            )
+            stats = _note(memory.stats, opened)
         else:
             grouped = _grouped(queries, reading, layer)
             chosen = _choose(reading, layer, grouped, cache, blocks, row)
-            listed, counts = list_blocks(chosen.opened)
-            out, block_lse = _read(reading, layer, queries, cached, row.table, listed, counts, lengths)
-            log_read = log_sum_exp(block_lse).reshape(grouped.shape[:3])
+            out, log_read = read_chosen(reading, layer, queries, cached, row.table, chosen.opened, lengths, at)
+            log_read = log_read.reshape(grouped.shape[:3])
             if reading.residual:
                 assert cached.summary is not None  # `select` has looked at it
                 d = reading.model.head_dim
                 values = cached.summary.mean[:, row.table].swapaxes(0, 1)[..., d : 2 * d]
                 whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
                 out = whole.astype(out.dtype).reshape(out.shape)
-            stats = _note(memory.stats, counts, chosen.opened)
+            stats = _note(memory.stats, chosen.opened)
             kept = jnp.where(row.fresh, least_share_read(chosen, blocks, log_read), row.kept_mass)
             looked = jnp.where(row.fresh, held_blocks(lengths, reading.page_size), 0) * reading.model.num_kv_heads
             entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
@@ -177,6 +149,8 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
                     row.fresh, jnp.minimum(stats.least_entropy, jnp.min(entropy, axis=(1, 2))), stats.least_entropy
                 ),
             )
+        if faulty is not None:
+            out = jnp.where(faulty[:, None, None], jnp.nan, out)
         return out[:, None], LayerCarry(cache=cache, stats=stats)
 
     return attend
@@ -247,27 +221,6 @@ def _trace_attention(model: ModelConfig, page_size: int, dtype: DTypeLike, backe
     return decoded, chunk
 
 
-def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
-    """Return the ids of the True blocks in ascending order, and how many there are; the rest is padding."""
-    running = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    wanted = jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32)
-    find = jax.vmap(jax.vmap(lambda row: jnp.searchsorted(row, wanted)))
-    return jnp.minimum(find(running), mask.shape[-1] - 1).astype(jnp.int32), running[..., -1]
-
-
-def _every_block(
-    lengths: Int[Array, " b"], reading: ReadPolicy, num_blocks: int, layer: int
-) -> tuple[Int[Array, "b k m"], Int[Array, "b k"]]:
-    """List every block within the layer's window, for every KV head."""
-    window, page_size = reading.model.windows[layer], reading.page_size
-    most = num_blocks if window is None else min(num_blocks, (window + page_size - 2) // page_size + 1)
-    first = first_block(lengths, page_size, window)
-    blocks = jnp.minimum(first[:, None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
-    counts = held_blocks(lengths, page_size) - first
-    shape = (lengths.shape[0], reading.model.num_kv_heads)
-    return jnp.broadcast_to(blocks[:, None], (*shape, most)), jnp.broadcast_to(counts[:, None], shape)
-
-
 def _choose(
     reading: ReadPolicy, layer: int, query: Float[Array, "b k g d"], cache: KVCache, blocks: Blocks, row: ReadRow
 ) -> Selection:
@@ -292,57 +245,10 @@ def _choose(
     return replace(chosen, opened=jnp.where(row.fresh[:, None, None], chosen.opened, again))
 
 
-def _read(
-    reading: ReadPolicy,
-    layer: int,
-    queries: Float[Array, "b h d"],
-    cached: LayerCache,
-    table: Int[Array, "b n"],
-    listed: Int[Array, "b k m"],
-    counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
-    return paged_attention(
-        queries,
-        cached.pages,
-        table,
-        listed,
-        counts,
-        lengths,
-        softmax=reading.softmax(layer),
-        backend=reading.backend,
-    )
-
-
-def _read_by_slot(
-    reading: ReadPolicy,
-    layer: int,
-    queries: Float[Array, "b h d"],
-    cached: LayerCache,
-    table: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    at: Int[Array, "s t"],
-) -> Float[Array, "b h d"]:
-    """Read every block of a slot once for all of its rows, which `at` tells."""
-    listed, counts = _every_block(jnp.max(lengths[at], axis=1), reading, table.shape[1], layer)
-    out, _ = paged_attention(
-        queries[at.reshape(-1)],
-        cached.pages,
-        table[at[:, 0]],
-        listed,
-        counts,
-        lengths[at.reshape(-1)],
-        softmax=reading.softmax(layer),
-        rows_per_slot=at.shape[1],
-        backend=reading.backend,
-    )
-    return jnp.zeros_like(queries).at[at.reshape(-1)].set(out)
-
-
-def _note(stats: ReadStats, counts: Int[Array, "b k"], opened: Bool[Array, "b k n"]) -> ReadStats:
+def _note(stats: ReadStats, opened: Bool[Array, "b k n"]) -> ReadStats:
     return replace(
         stats,
-        blocks_read=stats.blocks_read + jnp.sum(counts, axis=1),
+        blocks_read=stats.blocks_read + jnp.sum(opened, axis=(1, 2), dtype=jnp.int32),
         block_masks=(*stats.block_masks, pack_blocks(opened)),
     )
 

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import entropy
 from et_jax.control.select import Dense
 from et_jax.decode import cost
-from et_jax.decode.attention import LayerCarry, ReadPolicy, ReadRow, decode_attend, no_reads, prefill_attend
+from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads, prefill_attend
 from et_jax.decode.cache import KVCache
 from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.reading import ReadPolicy
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecoderConfig, DecodeState

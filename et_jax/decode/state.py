@@ -18,8 +18,9 @@ from et_jax.control.select import Selector
 from et_jax.control.switch import SwitchState
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
-from et_jax.decode.attention import ReadPolicy, scoring_backend, serving_backend
+from et_jax.decode.attention import scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting
+from et_jax.decode.reading import ReadPolicy
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig

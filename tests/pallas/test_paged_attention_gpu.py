@@ -18,7 +18,7 @@ KERNEL = gpu.paged_attention
 OTHERS = ("dim_128_bfloat16", "page_64", "int8_page_64")
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper") or shape.name in OTHERS]
 # A shape for each path, raced and poisoned: one tile a page and two, eight columns and sixteen, each head dim, several
-# parts, empty slots, what changes the scores, an 8-bit pool.
+# parts, empty slots, what changes the scores, an 8-bit pool; several rows a slot.
 PATHS = [
     NAMED[name]
     for name in (
@@ -29,6 +29,8 @@ PATHS = [
         "hopper_window",
         "hopper_all_of_them",
         "hopper_int8_all_of_them",
+        "hopper_rows",
+        "hopper_rows_all_of_them",
     )
 ]
 
@@ -36,20 +38,22 @@ PATHS = [
 def is_right(shape: Shape):
     """With NaN in all that no query sees, and no race."""
     arguments = example(shape)
-    assert_equals_reference(simulate(KERNEL, poisoned(arguments, shape)), arguments, shape)
+    assert_equals_reference(simulate(KERNEL, poisoned(arguments, shape), **shape.settings), arguments, shape)
 
 
 def test_simulated_equals_reference(rung):
-    rung("paged_attention gpu, simulated = reference", PATHS, 7, is_right)
+    rung("paged_attention gpu, simulated = reference", PATHS, 9, is_right)
 
 
 @pytest.mark.slow
 def test_simulated_equals_reference_in_any_shape(rung):
-    rung("paged_attention gpu, simulated = reference", SERVED, 18, is_right)
+    rung("paged_attention gpu, simulated = reference", SERVED, 22, is_right)
 
 
 def test_lowers_for_cuda(rung):
-    rung("paged_attention gpu lowers for cuda", SERVED, 18, lambda shape: lower(KERNEL, example(shape)))
+    rung(
+        "paged_attention gpu lowers for cuda", SERVED, 22, lambda shape: lower(KERNEL, example(shape), **shape.settings)
+    )
 
 
 def test_padding_the_list_changes_no_bit():

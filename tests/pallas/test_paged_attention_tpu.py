@@ -17,10 +17,21 @@ SERVED = [shape for shape in TESTED if not (shape.int8 and shape.page_size % 32)
 # few buffers of few pages: lists go round the ring several times
 SMALL = RingConfig(group=4, depth=3)
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; lists in order
-# and with gaps, empty ones; what changes the scores; both dtypes; an 8-bit pool.
+# and with gaps, empty ones; what changes the scores; both dtypes; an 8-bit pool; several rows a slot.
 PATHS = [
     NAMED[name]
-    for name in ("dim_128_bfloat16", "group_3", "dim_96", "empty_slots", "window", "all_of_them", "int8_bfloat16")
+    for name in (
+        "dim_128_bfloat16",
+        "group_3",
+        "dim_96",
+        "empty_slots",
+        "window",
+        "all_of_them",
+        "int8_bfloat16",
+        "rows_5",
+        "rows_all_of_them",
+        "rows_int8",
+    )
 ]
 # What else is served, interpreted without a detector of races: one shape of a kind, and all of them by the slow test.
 BREADTH = [
@@ -36,30 +47,33 @@ BREADTH = [
         "sinks",
         "all_of_them_bfloat16",
         "int8_dim_96",
+        "rows_3",
+        "rows_of_one_query",
+        "rows_apart",
     )
 ]
 
 
-def plain(arguments):
+def plain(arguments, **settings):
     """Attention and block sums as float64 numpy, interpreted without checks."""
-    return numbers(results(KERNEL, arguments, config=SMALL, interpret=True))
+    return numbers(results(KERNEL, arguments, config=SMALL, interpret=True, **settings))
 
 
 def test_equals_reference(rung):
     def check(shape: Shape):
         arguments = example(shape)
-        assert_equals_reference(plain(arguments), arguments, shape)
+        assert_equals_reference(plain(arguments, **shape.settings), arguments, shape)
 
-    rung("paged_attention tpu = reference", BREADTH, 10, check)
+    rung("paged_attention tpu = reference", BREADTH, 13, check)
 
 
 def has_no_race(shape: Shape, config: RingConfig | None = SMALL):
     arguments = poisoned(example(shape), shape)
-    assert_equals_reference(strictly(KERNEL, arguments, config=config), arguments, shape)
+    assert_equals_reference(strictly(KERNEL, arguments, config=config, **shape.settings), arguments, shape)
 
 
 def test_has_no_race(rung):
-    rung("paged_attention tpu without races", PATHS, 7, has_no_race)
+    rung("paged_attention tpu without races", PATHS, 10, has_no_race)
 
 
 @pytest.mark.slow
@@ -68,7 +82,7 @@ def test_has_no_race_in_any_shape(rung):
         for config in (SMALL, None):
             has_no_race(shape, config)
 
-    rung("paged_attention tpu without races, two rings", SERVED, 47, check)
+    rung("paged_attention tpu without races, two rings", SERVED, 57, check)
 
 
 def test_nothing_listed_gives_zero_and_minus_infinity():
@@ -108,6 +122,24 @@ def test_a_row_keeps_its_bits_in_any_company():
             np.testing.assert_array_equal(got[place][..., : wanted.shape[2]], wanted[0])
 
 
+def test_more_rows_than_fit_are_read_in_parts(monkeypatch):
+    shape = NAMED["rows_apart"]
+    arguments = example(shape)
+    together = []
+    kept = tpu.split
+    monkeypatch.setattr(
+        tpu, "split", lambda rows_per_slot, rows, *lists: together.append(rows) or kept(rows_per_slot, rows, *lists)
+    )
+    for rows in (4, 2):
+        pages, m = arguments["pages"], arguments["blocks"].shape[2]
+        needed = tpu.footprint(SMALL, pages, 2, shape.num_heads, shape.num_blocks, m, rows, read_apart=True).vector
+        monkeypatch.setattr(ring, "VECTOR_MEMORY_BYTES", needed)
+        compiled.cache_clear()
+        assert_equals_reference(plain(arguments, **shape.settings), arguments, shape)
+    assert together == [4, 2]
+    compiled.cache_clear()
+
+
 def assert_caught():
     """The kernel races or is wrong."""
     shape = NAMED["group_3"]
@@ -140,20 +172,21 @@ def shapes_of(shape: Shape):
     listed = jax.ShapeDtypeStruct((b, k, n), np.int32)
     pool = (k, 1 + b * n, shape.page_size, shape.width)
     return {
-        "q": jax.ShapeDtypeStruct((b, shape.num_heads, shape.head_dim), shape.dtype),
+        "q": jax.ShapeDtypeStruct((b * shape.rows, shape.num_heads, shape.head_dim), shape.dtype),
         "pages": jax.ShapeDtypeStruct(pool, np.int8 if shape.int8 else shape.dtype),
         "kv_scales": jax.ShapeDtypeStruct((*pool[:2], 2), np.float32) if shape.int8 else None,
         "page_table": jax.ShapeDtypeStruct((b, n), np.int32),
         "blocks": listed,
         "counts": jax.ShapeDtypeStruct(listed.shape[:2], np.int32),
-        "lengths": jax.ShapeDtypeStruct((b,), np.int32),
+        "lengths": jax.ShapeDtypeStruct((b * shape.rows,), np.int32),
+        "readers": listed if shape.read_apart else None,
         "softmax": shape.softmax(),
     }
 
 
 def test_lowers_for_a_tpu(rung):
     chip_shapes = [shape for shape in SHAPES if not shape.tested]
-    rung("paged_attention tpu lowers", chip_shapes, 10, lambda shape: lower(KERNEL, shapes_of(shape)))
+    rung("paged_attention tpu lowers", chip_shapes, 12, lambda shape: lower(KERNEL, shapes_of(shape), **shape.settings))
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ class Decoding:
 class Attention:
     """A model as its attention kernels see it, and which of them to compile.
 
-    kernels: "attention" is a decode step, "int8" one over an 8-bit pool, "prefill" a chunk of a prompt, "sparse" a
-        chunk over lists, with block sums.
+    kernels: "attention" is a decode step, "int8" one over an 8-bit pool, "rows" one of several rows a slot, each
+        with blocks of its own, "prefill" a chunk of a prompt, "sparse" a chunk over lists, with block sums.
     """
 
     name: str
@@ -125,7 +125,11 @@ DECODINGS = (
 )
 ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
     Attention(
-        name="llama3_8b", num_heads=32, num_kv_heads=8, head_dim=128, kernels=("attention", "int8", "prefill", "sparse")
+        name="llama3_8b",
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        kernels=("attention", "int8", "rows", "prefill", "sparse"),
     ),
     Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
     Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64, kernels=("attention", "int8", "prefill")),

@@ -16,6 +16,7 @@ KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
 LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
 SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",)}  # two KV heads fill no tile of codes
 KERNEL_CHUNK = 512
+ROWS = 5  # of a slot: its newest token and four drafted ones
 PART = 128  # tokens of a prompt in one row of a decoder's prefill
 SPARSITY = 8  # of so many blocks a list of the sparse kernel has room for one
 
@@ -105,8 +106,8 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
 
     device = device_of(chip)
     h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
-    decoding = kernel in ("attention", "int8")
-    b, n = (slots if decoding else 1), length // s
+    decoding = kernel in ("attention", "int8", "rows")
+    b, n, rows = (slots if decoding else 1), length // s, ROWS if kernel == "rows" else 1
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return on_device(jax.ShapeDtypeStruct(shape, jnp.int32), device)
@@ -118,11 +119,13 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     pages = floats(k, num_pages, s, -(-2 * d // LANES) * LANES, dtype=jnp.int8 if kernel == "int8" else jnp.bfloat16)
     settings = {"softmax": Softmax(scale=d**-0.5, window=attention.window), "backend": chip.backend}
     if decoding:
-        scales = {"kv_scales": floats(k, num_pages, 2, dtype=jnp.float32)} if kernel == "int8" else {}
-        arguments = (floats(b, h, d), pages, integers(b, n), integers(b, k, n), integers(b, k), integers(b), scales)
+        more = {"kv_scales": floats(k, num_pages, 2, dtype=jnp.float32)} if kernel == "int8" else {}
+        more |= {"readers": integers(b, k, n)} if kernel == "rows" else {}
+        lists = (integers(b, n), integers(b, k, n), integers(b, k))
+        arguments = (floats(b * rows, h, d), pages, *lists, integers(b * rows), more)
 
-        def decode(q, pages, table, blocks, counts, lengths, named):
-            return paged_attention(q, pages, table, blocks, counts, lengths, **named, **settings)
+        def decode(q, pages, table, blocks, counts, lengths, more):
+            return paged_attention(q, pages, table, blocks, counts, lengths, rows_per_slot=rows, **more, **settings)
 
         function = decode
     else:
@@ -188,8 +191,9 @@ def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
     from et_jax.pallas.paged_attention import tpu as decode
     from et_jax.pallas.paged_prefill import tpu as prefill
 
-    if kernel in ("attention", "int8"):
-        taken = decode.footprint(decode.heuristic(pages), pages, b, h, n, n)
+    if kernel in ("attention", "int8", "rows"):
+        rows = ROWS if kernel == "rows" else 1
+        taken = decode.footprint(decode.heuristic(pages), pages, b, h, n, n, rows, read_apart=rows > 1)
     else:
         group = h // pages.shape[0]
         entries = n // SPARSITY if kernel == "sparse" else 0
@@ -215,7 +219,8 @@ def on_hopper(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
     from et_jax.pallas.paged_prefill import gpu as prefill
 
     k, _, s, e = pages.shape
-    config = prefill.heuristic(e) if kernel in ("prefill", "sparse") else decode.heuristic(s, h // k, e, pages.dtype)
+    queries = h // k * (ROWS if kernel == "rows" else 1)
+    config = prefill.heuristic(e) if kernel in ("prefill", "sparse") else decode.heuristic(s, queries, e, pages.dtype)
     taken = config.stages * hopper.tile_bytes(e, pages.dtype)
     return f"tiles {taken / 2**10:.0f} of {hopper.SHARED / 2**10:.0f} KiB shared"
 

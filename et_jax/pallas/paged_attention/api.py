@@ -1,7 +1,6 @@
 """Decode attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
@@ -12,14 +11,23 @@ from et_jax.pallas.softmax import Softmax
 from et_jax.pallas.workspace import Workspace
 
 BACKENDS = {name: kernel("paged_attention", name) for name in NAMES}
+MOST_READERS = 31  # bits of an int32 that are not its sign
 
 
 def shares_pages(backend: str, group: int) -> bool:
-    """Return whether a backend reads a slot's pages once for all rows of the slot, at so many queries a KV head.
+    """Return whether rows of a slot that list the same blocks are read them once, at so many queries a KV head.
 
-    One query alone is multiplied by other instructions than two, and rounded otherwise.
+    On a CPU one query alone is multiplied by other instructions than two, and rounded otherwise.
     """
-    return backend == "xla" and group > 1
+    return shares_lists(backend) or (backend == "xla" and group > 1)
+
+
+def shares_lists(backend: str) -> bool:
+    """Return whether rows of a slot are read their blocks once whatever each lists, their `readers` told.
+
+    Blocks are summed together in other groups than where each row has its own list, and rounded otherwise.
+    """
+    return backend in ("gpu", "tpu")
 
 
 def paged_attention(
@@ -32,6 +40,7 @@ def paged_attention(
     *,
     softmax: Softmax,
     rows_per_slot: int = 1,
+    readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
@@ -49,8 +58,10 @@ def paged_attention(
     lengths: tokens in the cache, the query's own included: it stands at lengths - 1. A token is seen if
         its block is listed, its position below the length and, with a window, less than `window` behind.
     rows_per_slot: row i is one of slot i // rows_per_slot: rows of a slot share its table and its lists, and a
-        backend may read the pages once for all of them. What a row does not see but a row beside it in the slot
-        does must be finite.
+        backend may read the pages once for all of them. What stands in a listed block within the sight of one row of
+        the slot, by its length and the window, must be finite for all.
+    readers: of every listed block, the rows of the slot that read it, row j by bit j; None is all of them. So the list
+        is the union of the rows' own. A row that does not read a block sees nothing of it.
     kv_scales: of an int8 pool, by which a page's keys and its values are multiplied.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
@@ -72,12 +83,11 @@ def paged_attention(
     for name, array in {"page_table": page_table, "blocks": blocks, "counts": counts, "lengths": lengths}.items():
         require_integers(name, array)
     softmax.require_heads(h)
+    if readers is not None:
+        require_shape("readers", readers, blocks.shape, "b k m")
+        require_integers("readers", readers)
+        require(rows_per_slot <= MOST_READERS, "rows_per_slot", rows_per_slot, f"at most {MOST_READERS} with readers")
     name = resolve(backend, BACKENDS)
-    shared = {}
-    if shares_pages(name, h // k):
-        shared = {"rows_per_slot": rows_per_slot}
-    elif rows_per_slot > 1:
-        page_table, blocks, counts = (jnp.repeat(x, rows_per_slot, axis=0) for x in (page_table, blocks, counts))
     with jax.named_scope(f"paged_attention/{name}"):
         return BACKENDS[name](
             q,
@@ -87,8 +97,9 @@ def paged_attention(
             counts,
             lengths,
             softmax=softmax,
+            rows_per_slot=rows_per_slot,
+            readers=readers,
             kv_scales=kv_scales,
-            **shared,
         )
 
 

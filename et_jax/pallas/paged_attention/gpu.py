@@ -1,8 +1,8 @@
 """`paged_attention` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
 
-A program takes one KV head of one row and one *part* of its list. Two warpgroups share it. The producer keeps
+A program takes one KV head of one slot and one *part* of its list. Two warpgroups share it. The producer keeps
 several tiles of 64 tokens in flight: one bulk copy (TMA) brings a tile's keys and values into shared memory. The
-consumer meets each tile with the queries that share the head:
+consumer meets each tile with the queries that share the head, those of every row of the slot:
 
     scores "s g" = keys "s d" @ queries "g d" transposed       tokens on the 64 rows that a wgmma has,
     update "d g" = values "s d" transposed @ weights "s g"     the few queries on its columns
@@ -19,6 +19,7 @@ the list, Flash-Decoding (Dao et al. 2023); a producer and a consumer, FlashAtte
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -31,12 +32,14 @@ from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import require_counts
+from et_jax.pallas.folding import by_head, by_row, most_together, split
 from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, load, product, store
 from et_jax.pallas.softmax import Softmax, finite
 
 COLUMNS = 8  # the columns of a wgmma come in eights
-MOST_QUERIES = 16  # a KV head: each costs registers, and a share of what every part writes
+MOST_QUERIES = 16  # of a row: each costs registers, and a share of what every part writes
+MOST_VALUES = 4096  # sums that are in registers, one for each query of all rows and column of values
 SMALL = 14 * 1024  # bytes of shared memory that queries, weights, barriers and the compiler's own take, at the most
 DEEP = 3  # stages: one read, one arriving, one asked for
 PART_TOKENS = 1536
@@ -81,64 +84,89 @@ def columns(group: int) -> int:
 
 
 def paged_attention(
-    q: Float[Array, "b h d"],
+    q: Float[Array, "r h d"],
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
+    lengths: Int[Array, " r"],
     *,
     softmax: Softmax,
+    rows_per_slot: int = 1,
+    readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2"] | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents.
 
     interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
     Raises NotImplementedError, with the reason and the backend that can, for what the kernel does not serve.
     """
-    b, h, d = q.shape
+    _, h, d = q.shape
     k, _, s, e = pages.shape
-    m, group, tiles = blocks.shape[2], h // k, s // TILE
+    m, tiles = blocks.shape[2], s // TILE
     hopper.refuse_unserved(q, pages, int8=True)
-    if group > MOST_QUERIES:
-        raise hopper.unserved(f"has columns for {MOST_QUERIES} query heads a KV head, not {group}")
+    if h // k > MOST_QUERIES:
+        raise hopper.unserved(f"has columns for {MOST_QUERIES} query heads a KV head, not {h // k}")
+    rows = most_together(rows_per_slot, lambda rows: columns(rows * h // k) * d <= MOST_VALUES)
+    page_table, blocks, counts, readers = split(rows_per_slot, rows, page_table, blocks, counts, readers)
+    b, group = page_table.shape[0], rows * h // k
     if config is None:
         facts = {"page_size": s, "head_dim": d, "queries": group, "dtype": pages.dtype}
         config = tuned.settings(heuristic(s, group, e, pages.dtype), "paged_attention/gpu", **facts)
     num_parts = -(-m // config.part)
     counts = jnp.minimum(counts, m)
-    query = jnp.pad(q.reshape(b, k, group, d), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))
-    settings = {"config": config, "softmax": softmax.without_sinks}
-    scales, staged, layout, converted = [], jnp.bfloat16, LAYOUT, []
+    query = jnp.pad(by_head(q, k, rows), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))
+    inputs = {
+        "q_ref": query,
+        "pages_ref": pages,
+        "table_ref": page_table,
+        "blocks_ref": blocks,
+        "counts_ref": counts,
+        "lengths_ref": lengths,
+    }
+    sums = {
+        "maximum_ref": (columns(group),),
+        "total_ref": (columns(group),),
+        "mixed_ref": (d, columns(group)),
+        "lse_ref": (config.part * tiles, columns(group)),
+    }
+    scratch = {
+        "query_ref": plgpu.SMEM((columns(group), d), jnp.bfloat16, transforms=LAYOUT),
+        "stages_ref": plgpu.SMEM((config.stages, TILE, e), jnp.bfloat16, transforms=LAYOUT),
+        "weights_ref": plgpu.SMEM((columns(group), TILE), jnp.bfloat16, transforms=LAYOUT),
+        "query_arrived": plgpu.Barrier(),
+        "tile_arrived": plgpu.Barrier(num_barriers=config.stages),
+        "stage_free": plgpu.Barrier(num_barriers=config.stages),
+    }
     if kv_scales is not None:
-        scales, staged, layout = [listed_scales(kv_scales, page_table, blocks, counts)], jnp.int8, hopper.LAYOUT_INT8
-        converted = [plgpu.SMEM((TILE, e), jnp.bfloat16, transforms=LAYOUT)]
+        inputs["scales_ref"] = listed_scales(kv_scales, page_table, blocks, counts)
+        scratch["stages_ref"] = plgpu.SMEM((config.stages, TILE, e), jnp.int8, transforms=hopper.LAYOUT_INT8)
+        scratch["converted_ref"] = plgpu.SMEM((TILE, e), jnp.bfloat16, transforms=LAYOUT)
+    if readers is not None:
+        inputs["readers_ref"] = readers
+    settings = {"config": config, "softmax": softmax.without_sinks, "rows": rows, "queries": h // k}
+
+    def attend_part(*refs: Any, **scratch_refs: Any) -> None:
+        _attend_part(
+            **dict(zip((*inputs, *sums), refs, strict=True)),
+            **scratch_refs,
+            **settings,
+            simulated=interpret is not None,
+        )
+
     maximum, total, mixed, lse = plgpu.kernel(
-        functools.partial(_attend_part if scales else _attend_floats, simulated=interpret is not None, **settings),
-        out_type=(
-            jax.ShapeDtypeStruct((b, k, num_parts, columns(group)), jnp.float32),
-            jax.ShapeDtypeStruct((b, k, num_parts, columns(group)), jnp.float32),
-            jax.ShapeDtypeStruct((b, k, num_parts, d, columns(group)), jnp.float32),
-            jax.ShapeDtypeStruct((b, k, num_parts, config.part * tiles, columns(group)), jnp.float32),
-        ),
-        scratch_types=(
-            plgpu.SMEM((columns(group), d), jnp.bfloat16, transforms=LAYOUT),
-            plgpu.SMEM((config.stages, TILE, e), staged, transforms=layout),
-            plgpu.SMEM((columns(group), TILE), jnp.bfloat16, transforms=LAYOUT),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=config.stages),
-            plgpu.Barrier(num_barriers=config.stages),
-            *converted,
-        ),
+        attend_part,
+        out_type=[jax.ShapeDtypeStruct((b, k, num_parts, *shape), jnp.float32) for shape in sums.values()],
+        scratch_types=scratch,
         grid=(num_parts, k, b),
-        grid_names=("part", "head", "row"),
+        grid_names=("part", "head", "slot"),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
-    )(*scales, query, pages, page_table, blocks, counts, lengths)
+    )(*inputs.values())
 
     sinks = softmax.sink_logits
     # parts past the end of a list were never written
@@ -147,53 +175,54 @@ def paged_attention(
         jnp.where(used_mask, maximum[..., :group], -jnp.inf),
         jnp.where(used_mask, total[..., :group], 0.0),
         jnp.where(used_mask[..., None], mixed[..., :group], 0.0),
-        None if sinks is None else sinks.astype(jnp.float32).reshape(k, group) * LOG2_E,
+        None if sinks is None else jnp.tile(sinks.astype(jnp.float32).reshape(k, -1), (1, rows)) * LOG2_E,
     )
     listed_mask = jnp.arange(m) < counts[..., None]
     tile_lse = lse.reshape(b, k, num_parts * config.part, tiles, -1)[:, :, :m, :, :group]
     tile_lse = jnp.where(listed_mask[..., None, None], tile_lse, -jnp.inf)
     block_lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
-    return out.swapaxes(2, 3).reshape(b, h, d).astype(q.dtype), block_lse.swapaxes(2, 3).reshape(b, h, m)
-
-
-def _attend_floats(*refs, **settings):
-    """Attend to one part of one list, whose tokens need no scales and are multiplied where they arrive."""
-    every: tuple[Any, ...] = (None, *refs, None)
-    _attend_part(*every, **settings)
+    return by_row(out.swapaxes(2, 3), rows).astype(q.dtype), by_row(block_lse.swapaxes(2, 3), rows)
 
 
 def _attend_part(
-    # inputs, in global memory
-    scales_ref,
-    q_ref,
-    pages_ref,
-    table_ref,
-    blocks_ref,
-    counts_ref,
-    lengths_ref,
-    # outputs, in global memory
-    maximum_ref,
-    total_ref,
-    mixed_ref,
-    lse_ref,
-    # scratch, in shared memory
-    query_ref,
-    stages_ref,
-    weights_ref,
-    query_arrived,
-    tile_arrived,
-    stage_free,
-    converted_ref,
     *,
+    # inputs, in global memory
+    q_ref: Any,
+    pages_ref: Any,
+    table_ref: Any,
+    blocks_ref: Any,
+    counts_ref: Any,
+    lengths_ref: Any,
+    scales_ref: Any = None,  # of an 8-bit pool
+    readers_ref: Any = None,  # where some rows read more of the list than others
+    # outputs, in global memory
+    maximum_ref: Any,
+    total_ref: Any,
+    mixed_ref: Any,
+    lse_ref: Any,
+    # scratch, in shared memory
+    query_ref: Any,
+    stages_ref: Any,
+    weights_ref: Any,
+    query_arrived: Any,
+    tile_arrived: Any,
+    stage_free: Any,
+    converted_ref: Any = None,  # a tile of an 8-bit pool in bfloat16
+    # settings
     config: Config,
     softmax: Softmax,
+    rows: int,
+    queries: int,
     simulated: bool,
-):
-    """Attend to one part of one list. Logits have base 2 until a tile's sum is written."""
-    row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
+) -> None:
+    """Attend to one part of one list, for so many rows of so many queries each.
+
+    Logits have base 2 until a tile's sum is written.
+    """
+    slot, head, part = lax.axis_index("slot"), lax.axis_index("head"), lax.axis_index("part")
     warpgroup = lax.axis_index("warpgroup")
     first = part * config.part
-    count = jnp.clip(counts_ref[row, head] - first, 0, config.part)
+    count = jnp.clip(counts_ref[slot, head] - first, 0, config.part)
     num_columns, d = query_ref.shape
     page_size = pages_ref.shape[2]
     tiles = page_size // TILE
@@ -202,7 +231,7 @@ def _attend_part(
     def _():
         def fetch(i, _):
             stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
-            page = table_ref[row, blocks_ref[row, head, first + lax.div(i, tiles)]]
+            page = table_ref[slot, blocks_ref[slot, head, first + lax.div(i, tiles)]]
 
             @pl.when(i >= config.stages)
             def _():
@@ -215,14 +244,17 @@ def _attend_part(
 
     @pl.when((warpgroup == CONSUMER) & (count > 0))
     def _():
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head], query_ref, query_arrived)
-        length = lengths_ref[row]
+        plgpu.copy_gmem_to_smem(q_ref.at[slot, head], query_ref, query_arrived)
+        lengths = [lengths_ref[slot * rows + row] for row in range(rows)]
+        length = functools.reduce(jnp.maximum, lengths)
+        behind = [length - each for each in lengths]
+        row_of, lag = _rows_of_columns((TILE, num_columns), behind, queries)
         plgpu.barrier_wait(query_arrived)
 
         def meet(i, carry):
             maximum, total, mixed = carry
             stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
-            end = length - blocks_ref[row, head, first + lax.div(i, tiles)] * page_size - tile * TILE
+            end = length - blocks_ref[slot, head, first + lax.div(i, tiles)] * page_size - tile * TILE
             begin = 0 if softmax.window is None else end - softmax.window
             more = i + config.stages < count * tiles  # a tile waits for this one's stage
             plgpu.barrier_wait(tile_arrived.at[stage])
@@ -233,20 +265,24 @@ def _attend_part(
                 store(floats_ref, load(stages_ref.at[stage]).astype(jnp.bfloat16))
                 plgpu.commit_smem()
                 pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
-                key_scale = softmax.scale * scales_ref[row, head, 0, entry]
-                value_scale = scales_ref[row, head, 1, entry]
+                key_scale = softmax.scale * scales_ref[slot, head, 0, entry]
+                value_scale = scales_ref[slot, head, 1, entry]
             keys, values = (floats_ref.at[:, pl.ds(start, d)] for start in (0, d))
             logits = softmax.capped(product(keys, query_ref, simulated) * key_scale)
-            logits = jnp.where(_seen(logits.shape, begin, end), logits * LOG2_E, -jnp.inf)
+            seen = _seen(logits.shape, begin, end, lag)
+            if readers_ref is not None:
+                readers = lax.broadcast(readers_ref[slot, head, first + lax.div(i, tiles)], logits.shape)
+                seen &= (plgpu.layout_cast(readers, plgpu.Layout.WGMMA) >> row_of) & 1 == 1
+            logits = jnp.where(seen, logits * LOG2_E, -jnp.inf)
             tile_maximum = jnp.max(logits, axis=0)
             weights = jnp.exp2(logits - _below(finite(tile_maximum), logits.shape))
             tile_total = jnp.sum(weights, axis=0)
             lse = (finite(tile_maximum) + jnp.log2(tile_total)) / LOG2_E
-            store(lse_ref.at[row, head, part, i], lse)
+            store(lse_ref.at[slot, head, part, i], lse)
 
             store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16))
             if scales_ref is None:
-                _zero_unseen(values, begin, end)
+                _zero_unseen(values, begin, end, [end - each for each in behind], softmax.window)
             plgpu.commit_smem()  # wgmma must see what was stored
             update = product(values.transpose((1, 0)), weights_ref, simulated)
             if scales_ref is None:
@@ -265,24 +301,40 @@ def _attend_part(
             plgpu.layout_cast(jnp.zeros((d, num_columns), jnp.float32), plgpu.Layout.WGMMA),
         )
         maximum, total, mixed = lax.fori_loop(0, count * tiles, meet, start)
-        store(maximum_ref.at[row, head, part], maximum)
-        store(total_ref.at[row, head, part], total)
-        store(mixed_ref.at[row, head, part], mixed)
+        store(maximum_ref.at[slot, head, part], maximum)
+        store(total_ref.at[slot, head, part], total)
+        store(mixed_ref.at[slot, head, part], mixed)
 
 
-def _seen(shape: tuple[int, int], begin, end):
-    """Return which rows stand for tokens at offsets [begin, end) of their tile."""
-    offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+def _rows_of_columns(shape: tuple[int, int], behind: list, queries: int) -> tuple[Any, Any]:
+    """Return the row that each column's query is of, and by how many tokens that row ends before the longest."""
+    if len(behind) == 1:
+        return 0, 0
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    row_of, lag = jnp.zeros_like(column), jnp.zeros_like(column) + behind[0]
+    for row in range(1, len(behind)):
+        here = column >= row * queries
+        row_of, lag = jnp.where(here, row, row_of), jnp.where(here, behind[row], lag)
+    return row_of, lag
+
+
+def _seen(shape: tuple[int, int], begin, end, lag=0):
+    """Return which rows stand for tokens at offsets [begin, end) of their tile, each bound less the lag."""
+    offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + lag
     return (offset >= begin) & (offset < end)
 
 
-def _zero_unseen(values, begin, end) -> None:
-    """Put 0 for the values of tokens outside [begin, end): 0 * NaN is NaN. Few tiles have such tokens."""
+def _zero_unseen(values, begin, end, ends: list, window: int | None) -> None:
+    """Put 0 for the values of tokens that no row sees, each those before its end: 0 * NaN is NaN.
+
+    Few tiles have such tokens: the longest row sees all that begin at `begin` and end at `end`.
+    """
 
     @pl.when((begin > 0) | (end < TILE))
     def _():
-        seen = jnp.where(_seen(values.shape, begin, end), values[...], jnp.zeros((), values.dtype))
-        store(values, seen)
+        seen = [_seen(values.shape, 0 if window is None else each - window, each) for each in ends]
+        seen = functools.reduce(operator.or_, seen)
+        store(values, jnp.where(seen, values[...], jnp.zeros((), values.dtype)))
 
 
 def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g"]:

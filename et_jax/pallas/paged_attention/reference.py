@@ -4,21 +4,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from et_jax.pallas.folding import split
 from et_jax.pallas.softmax import Softmax
 
 
 def paged_attention(
-    q: Float[Array, "b h d"],
+    q: Float[Array, "r h d"],
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
+    lengths: Int[Array, " r"],
     *,
     softmax: Softmax,
+    rows_per_slot: int = 1,
+    readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2"] | None = None,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents."""
+    page_table, blocks, counts, readers = split(rows_per_slot, 1, page_table, blocks, counts, readers)
     b, h, d = q.shape
     k, _, s, _ = pages.shape
     m = blocks.shape[2]
@@ -26,6 +30,8 @@ def paged_attention(
 
     # every token of every listed block, and whether the query sees it
     listed = jnp.arange(m, dtype=jnp.int32) < counts[..., None]
+    if readers is not None:
+        listed &= readers & 1 == 1
     blocks = jnp.where(listed, blocks, 0)
     page = page_table[jnp.arange(b)[:, None, None], blocks]
     head = jnp.arange(k)[None, :, None]

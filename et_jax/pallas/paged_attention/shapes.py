@@ -17,7 +17,9 @@ DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to
 class Shape:
     """One case.
 
-    lengths: tokens a row, its own query's included; 0 is an empty slot.
+    lengths: tokens a slot, those of its rows included; 0 is an empty slot.
+    rows: of a slot, the last at its end, each before it a token earlier; of three and more the second sees nothing.
+    read_apart: a listed block is read by some rows of its slot.
     open_share: the chance that a KV head lists a block; the last block is always listed.
     int8: the pool holds 8-bit integers with a scale for each page's keys and values.
     tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
@@ -35,6 +37,8 @@ class Shape:
     window: int | None = None
     sinks: bool = False
     int8: bool = False
+    rows: int = 1
+    read_apart: bool = False
     tested: bool = True
 
     @property
@@ -48,9 +52,15 @@ class Shape:
         return max(1, -(-max(self.lengths) // self.page_size))
 
     @property
-    def settings(self) -> dict[str, bool]:
+    def settings(self) -> dict[str, int]:
         """The keyword arguments that are no trees of arrays."""
-        return {}
+        return {"rows_per_slot": self.rows}
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """What each row sees, slot by slot."""
+        seen = [[max(0, length - back) for back in reversed(range(self.rows))] for length in self.lengths]
+        return [0 if self.rows >= 3 and row == 1 else each for slot in seen for row, each in enumerate(slot)]
 
     def softmax(self, rng: np.random.Generator | None = None) -> Softmax:
         """Return the settings of the softmax, with random sinks where the shape has some and numbers are drawn."""
@@ -85,14 +95,18 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
         kv_scales = jnp.asarray(rng.uniform(0.01, 0.04, (k, num_pages, 2)), jnp.float32)
     if num_pages > DRAWN_PAGES:
         pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
+    readers = None
+    if shape.read_apart:
+        readers = jnp.asarray(rng.integers(1, 1 << shape.rows, blocks.shape), jnp.int32)
     return {
-        "q": normal(b, shape.num_heads, shape.head_dim),
+        "q": normal(b * shape.rows, shape.num_heads, shape.head_dim),
         "pages": pages,
         "page_table": jnp.asarray(rng.permutation(num_pages - 1).reshape(b, n) + 1, jnp.int32),
         "blocks": jnp.asarray(blocks),
         "counts": jnp.asarray(counts),
-        "lengths": jnp.asarray(shape.lengths, jnp.int32),
+        "lengths": jnp.asarray(shape.row_lengths, jnp.int32),
         "softmax": shape.softmax(rng),
+        "readers": readers,
         "kv_scales": kv_scales,
     }
 
@@ -191,6 +205,42 @@ SHAPES = (
         open_share=0.9,
         int8=True,
     ),
+    # several rows a slot, over one list or over the union of theirs
+    _shape("rows_3", (4, 2), 64, 16, (100, 3), dtype="bfloat16", rows=3),
+    _shape("rows_5", (9, 3), 64, 16, (129, 0, 250), rows=5),
+    _shape("rows_of_one_query", (2, 2), 128, 16, (40, 90), rows=2, read_apart=True),
+    _shape("rows_apart", (8, 2), 64, 16, (500, 90), open_share=0.5, rows=4, read_apart=True),
+    _shape(
+        "rows_all_of_them",
+        (8, 2),
+        96,
+        16,
+        (500, 90, 9),
+        window=70,
+        soft_cap=5.0,
+        sinks=True,
+        open_share=0.6,
+        rows=3,
+        read_apart=True,
+    ),
+    _shape("rows_int8", (8, 2), 128, 32, (200, 90), dtype="bfloat16", int8=True, rows=5, read_apart=True),
+    _shape("hopper_rows", (8, 2), 128, 64, (300, 70), dtype="bfloat16", rows=5),
+    _shape("hopper_rows_split", (8, 1), 128, 128, (300, 20), dtype="bfloat16", rows=6, read_apart=True),
+    _shape(
+        "hopper_rows_all_of_them",
+        (6, 2),
+        64,
+        64,
+        (1300, 90),
+        dtype="bfloat16",
+        window=300,
+        soft_cap=5.0,
+        sinks=True,
+        open_share=0.7,
+        rows=3,
+        read_apart=True,
+    ),
+    _shape("hopper_rows_int8", (4, 2), 128, 64, (400, 0), dtype="bfloat16", int8=True, rows=2, read_apart=True),
     # what is run, on a CPU
     _shape("decode_2_at_16k", (32, 8), 128, 64, (16384,) * 2, tested=False),
     _shape("decode_2_at_16k_page_16", (32, 8), 128, 16, (16384,) * 2, tested=False),
@@ -200,6 +250,10 @@ SHAPES = (
     _shape("qwen3_8b", (32, 8), 128, 128, (32768,) * 8, dtype="bfloat16", tested=False),
     _shape("mistral_7b", (32, 8), 128, 128, (8192,) * 16, dtype="bfloat16", window=4096, tested=False),
     _shape("slots_64_at_32k", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", tested=False),
+    _shape("rows_5_at_32k", (32, 8), 128, 128, (32768,) * 16, dtype="bfloat16", rows=5, tested=False),
+    _shape(
+        "rows_5_apart_at_32k", (32, 8), 128, 128, (32768,) * 16, dtype="bfloat16", rows=5, read_apart=True, tested=False
+    ),
     _shape("slots_8_at_128k", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", tested=False),
     _shape(
         "slots_64_at_32k_eighth", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", open_share=0.125, tested=False

@@ -1,5 +1,10 @@
-"""`paged_attention` on a TPU: a grid step for each row and KV head, its listed pages copied ahead through a ring."""
+"""`paged_attention` on a TPU: a grid step for each slot and KV head, its listed pages copied ahead through a ring.
 
+Rows of one slot stand beside each other in the query group, so that a page is copied once for all of them.
+"""
+
+import functools
+import operator
 from functools import partial
 
 import jax
@@ -10,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import ring, tuned
-from et_jax.pallas.checks import LANES
+from et_jax.pallas.checks import LANES, SUBLANES
+from et_jax.pallas.folding import by_head, by_row, most_together, split
 from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.ring import PageList, RingConfig
 from et_jax.pallas.softmax import Softmax, finite
@@ -27,43 +33,53 @@ def heuristic(pages: Array) -> RingConfig:
 
 
 def paged_attention(
-    q: Float[Array, "b h d"],
+    q: Float[Array, "r h d"],
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    lengths: Int[Array, " b"],
+    lengths: Int[Array, " r"],
     *,
     softmax: Softmax,
+    rows_per_slot: int = 1,
+    readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2"] | None = None,
     config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h m"]]:
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents. `interpret` runs the kernel on a CPU, for tests."""
-    b, h, d = q.shape
+    _, h, d = q.shape
     k, _, s, e = pages.shape
-    n, m, x, g = page_table.shape[1], blocks.shape[2], b * k, h // k
-    if config is None:
-        facts = {"page_size": s, "head_dim": d, "queries": g, "dtype": pages.dtype}
-        config = tuned.settings(heuristic(pages), "paged_attention/tpu", **facts)
-    group = config.group
-    padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
+    n, m = page_table.shape[1], blocks.shape[2]
+
+    def settings(rows: int) -> tuple[RingConfig, ring.Footprint]:
+        facts = {"page_size": s, "head_dim": d, "queries": rows * h // k, "dtype": pages.dtype}
+        walk = config or tuned.settings(heuristic(pages), "paged_attention/tpu", **facts)
+        return walk, footprint(walk, pages, len(lengths) // rows, h, n, m, rows, readers is not None)
+
     ring.require_pages(pages)
-    taken = footprint(config, pages, b, h, n, m)
+    rows = most_together(rows_per_slot, lambda rows: settings(rows)[1].vector <= ring.VECTOR_MEMORY_BYTES)
+    config, taken = settings(rows)
     ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
     ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
+    page_table, blocks, counts, readers = split(rows_per_slot, rows, page_table, blocks, counts, readers)
+    b, group = page_table.shape[0], config.group
+    x, queries = b * k, rows * h // k
+    padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
 
     # A head that fills no whole lanes is not cut from its token: zeros beside the query stand against the value,
     # and what the weights mix is the token, the value in its columns [d, 2d).
     joint = d % LANES != 0
     dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
     width = e if joint else d
-    query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
+    query = by_head(q.astype(dtype), k, rows).reshape(x, queries, d)
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, width - d)))
     # a sink is one more logit that mixes nothing in: the softmax starts from it
     sinks = jnp.full(h, -jnp.inf) if softmax.sink_logits is None else softmax.sink_logits
-    lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, padded - m)))
+    sinks = jnp.tile(sinks.astype(jnp.float32).reshape(k, -1), (1, rows))
+    lists, readers = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, 0), (0, padded - m))), (blocks, readers))
     scales = None if kv_scales is None else listed_scales(kv_scales, page_table, lists, counts).reshape(x, 2, padded)
-    lists = lists.reshape(x, 1, padded)
+    lists, readers = jax.tree.map(lambda ids: ids.reshape(x, 1, padded), (lists, readers))
     table = page_table[:, None]
 
     def following(i):
@@ -72,15 +88,17 @@ def paged_attention(
     def scalars(size, index):
         return pl.BlockSpec((1, 1, size), lambda i, *_: (index(i), 0, 0), memory_space=pltpu.SMEM)
 
-    kernel = partial(_kernel, config=config, head_dim=d, joint=joint, softmax=softmax.without_sinks, num_heads=k)
+    kernel = partial(
+        _kernel, config=config, head_dim=d, joint=joint, softmax=softmax.without_sinks, num_heads=k, rows=rows
+    )
     mixed, block_lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(x,),
             in_specs=[
-                pl.BlockSpec((1, g, width), lambda i, *_: (i, 0, 0)),
-                pl.BlockSpec((1, g, 1), lambda i, *_: (i % k, 0, 0)),
+                pl.BlockSpec((1, queries, width), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((1, queries, 1), lambda i, *_: (i % k, 0, 0)),
                 scalars(padded, lambda i: i),
                 scalars(padded, following),
                 scalars(n, lambda i: i // k),
@@ -88,11 +106,12 @@ def paged_attention(
                 None
                 if scales is None
                 else pl.BlockSpec((1, 2, padded), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM),
+                None if readers is None else scalars(padded, lambda i: i),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
-                pl.BlockSpec((1, g, width), lambda i, *_: (i, 0, 0)),
-                pl.BlockSpec((1, g, padded), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((1, queries, width), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((1, queries, padded), lambda i, *_: (i, 0, 0)),
             ],
             scratch_shapes=[
                 pltpu.VMEM((config.depth, group, s, e), pages.dtype),
@@ -101,44 +120,55 @@ def paged_attention(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((x, g, width), q.dtype),
-            jax.ShapeDtypeStruct((x, g, padded), jnp.float32),
+            jax.ShapeDtypeStruct((x, queries, width), q.dtype),
+            jax.ShapeDtypeStruct((x, queries, padded), jnp.float32),
         ],
-        # Rows run in order on one core: each starts copies for the next. To check a copy's bounds takes more
+        # Grid steps run in order on one core: each starts copies for the next. To check a copy's bounds takes more
         # instructions than to start it (21 against 14, by the v5e's compiler), and only the interpreter needs it.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention",
     )(
-        jnp.pad(jnp.minimum(counts, m).reshape(x), (0, 1)),  # nothing follows the last row
+        jnp.pad(jnp.minimum(counts, m).reshape(x), (0, 1)),  # nothing follows the last list
         lengths,
         query,
-        sinks.astype(jnp.float32).reshape(k, g, 1),
+        sinks[..., None],
         lists,
         lists,
         table,
         table,
         scales,
+        readers,
         pages,
     )
     out = mixed[..., d : 2 * d] if joint else mixed
-    return out.reshape(b, h, d), block_lse[..., :m].reshape(b, h, m)
+    out, block_lse = (each.reshape(b, k, queries, -1) for each in (out, block_lse[..., :m]))
+    return by_row(out, rows), by_row(block_lse, rows)
 
 
-def footprint(config: RingConfig, pages: Array, b: int, h: int, n: int, m: int) -> ring.Footprint:
-    """Return the memories taken by b rows of h query heads, page tables of n entries and lists of m."""
+def footprint(
+    config: RingConfig, pages: Array, b: int, h: int, n: int, m: int, rows: int = 1, read_apart: bool = False
+) -> ring.Footprint:
+    """Return the memories taken by b slots, page tables of n entries and lists of m.
+
+    Each has `rows` rows of h query heads, which read the same blocks unless they `read_apart`.
+    """
     k, _, s, e = pages.shape
     m += -m % LANES
-    g = h // k
-    rows = g + -g % 8  # whole registers
-    # counts and lengths; twice, for the copy that runs ahead: the list and the table of this row and of the next
-    scalar = 4 * (b * k + 1 + b + 2 * 2 * (m + n))
+    queries = rows * h // k
+    queries += -queries % SUBLANES  # whole registers
+    # counts and lengths; twice, for the copy that runs ahead: the list and the table of this step and of the next
+    scalar = 4 * (b * k + 1 + b * rows + 2 * 2 * (m + n))
+    if read_apart:
+        scalar += 4 * 2 * m
     converted = 0
-    if pages.dtype == jnp.int8:  # this row's scales, twice likewise; a group in the dtype of the query, at most float32
+    if (
+        pages.dtype == jnp.int8
+    ):  # this step's scales, twice likewise; a group in the dtype of the query, at most float32
         scalar += 4 * 2 * 2 * m
         converted = 4 * config.group * s * e
     # twice: query, output and block sums; once for each page of a group: its query, scores and what becomes of them
-    vector = 2 * 4 * rows * (2 * e + m) + 4 * rows * config.group * (4 * max(s, LANES) + 2 * e)
+    vector = 2 * 4 * queries * (2 * e + m) + 4 * queries * config.group * (4 * max(s, LANES) + 2 * e)
     return ring.Footprint(scalar=scalar, vector=vector + converted + config.num_bytes(s * e * pages.dtype.itemsize))
 
 
@@ -154,6 +184,7 @@ def _kernel(
     table_ref,
     next_table_ref,
     scales_ref,  # None but for an int8 pool
+    readers_ref,  # None where every row reads every block
     pages_ref,
     # outputs
     out_ref,
@@ -168,23 +199,26 @@ def _kernel(
     joint: bool,
     softmax: Softmax,
     num_heads: int,
+    rows: int,
 ):
-    """Attend one row and KV head."""
+    """Attend the rows of one slot and KV head."""
     group, window = config.group, softmax.window
     _, _, s, e = buffers_ref.shape
-    g, width = query_ref.shape[1:]
-    row = pl.program_id(0)
-    length = lengths_ref[row // num_heads]
+    queries, width = query_ref.shape[1:]
+    this = pl.program_id(0)
+    lengths = [lengths_ref[this // num_heads * rows + row] for row in range(rows)]
+    length = functools.reduce(jnp.maximum, lengths)
+    behind = [length - each for each in lengths]
 
-    def listed(row, blocks_ref, table_ref):
+    def listed(step, blocks_ref, table_ref):
         return PageList(
-            head=row % num_heads,
-            num_groups=pl.cdiv(counts_ref[row], group),
-            count=lambda i: jnp.clip(counts_ref[row] - i * group, 0, group),
+            head=step % num_heads,
+            num_groups=pl.cdiv(counts_ref[step], group),
+            count=lambda i: jnp.clip(counts_ref[step] - i * group, 0, group),
             page=lambda i, j: table_ref[0, 0, blocks_ref[0, 0, i * group + j]],
         )
 
-    own, following = listed(row, blocks_ref, table_ref), listed(row + 1, next_blocks_ref, next_table_ref)
+    own, following = listed(this, blocks_ref, table_ref), listed(this + 1, next_blocks_ref, next_table_ref)
     arrivals = ring.Ring(
         pages_ref=pages_ref,
         buffers_ref=buffers_ref,
@@ -195,7 +229,7 @@ def _kernel(
     )
 
     def page_end(i, j):
-        """Where the sequence ends, counted from the first token of entry j of group i; 0 if it is not listed."""
+        """Where the longest row ends, counted from the first token of entry j of group i; 0 if it is not listed."""
         block = blocks_ref[0, 0, i * group + j]
         return jnp.where(j < own.count(i), length - block * s, 0)
 
@@ -211,7 +245,8 @@ def _kernel(
             whole &= page_end(i, 0) <= window
 
         def clean_page(j, _):
-            kept = seen(lax.broadcasted_iota(jnp.int32, (s, e), 0), page_end(i, j))
+            offset = lax.broadcasted_iota(jnp.int32, (s, e), 0)
+            kept = functools.reduce(operator.or_, [seen(offset, page_end(i, j) - each) for each in behind])
             if padding:
                 kept &= lax.broadcasted_iota(jnp.int32, (s, e), 1) < 2 * head_dim
             buffers_ref[buffer, j] = jnp.where(kept, buffers_ref[buffer, j], 0.0)
@@ -220,9 +255,11 @@ def _kernel(
         def _():
             lax.fori_loop(0, group, clean_page, None)
 
-    arrivals.open(row == 0)
+    arrivals.open(this == 0)
     lse_ref[...] = jnp.full(lse_ref.shape, -jnp.inf, jnp.float32)
-    query = jnp.broadcast_to(query_ref[...], (group, g, width))
+    query = jnp.broadcast_to(query_ref[...], (group, queries, width))
+    row_of = lax.broadcasted_iota(jnp.int32, (1, queries, 1), 1) // (queries // rows)
+    lag = sum(jnp.where(row_of == row, behind[row], 0) for row in range(rows)) if rows > 1 else 0
     dot = partial(
         lax.dot_general,
         preferred_element_type=jnp.float32,
@@ -230,8 +267,8 @@ def _kernel(
     )
 
     def by_page(i, value_of):
-        """A number for each page of group i, over the page's scores "g s"."""
-        return jnp.concatenate([jnp.full((1, g, s), value_of(i * group + j)) for j in range(group)])
+        """A number for each page of group i, over the page's scores "q s"."""
+        return jnp.concatenate([jnp.full((1, queries, s), value_of(i * group + j)) for j in range(group)])
 
     def step(i, carry):
         maximum, total, mixed = carry
@@ -243,12 +280,15 @@ def _kernel(
 
         scores = (
             dot(query, key, (((2,), (2,)), ((0,), (0,)))) * softmax.scale
-        )  # "p g s", a page's tokens along the lanes
+        )  # "p q s", a page's tokens along the lanes
         if scales_ref is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
             scores *= by_page(i, lambda entry: scales_ref[0, 0, entry])
         scores = softmax.capped(scores)
-        ends = jnp.concatenate([jnp.full((1, g, s), page_end(i, j), jnp.int32) for j in range(group)])
-        scores = jnp.where(seen(lax.broadcasted_iota(jnp.int32, scores.shape, 2), ends), scores, -jnp.inf)
+        ends = jnp.concatenate([jnp.full((1, queries, s), page_end(i, j), jnp.int32) for j in range(group)])
+        seen_mask = seen(lax.broadcasted_iota(jnp.int32, scores.shape, 2) + lag, ends)
+        if readers_ref is not None:
+            seen_mask &= (by_page(i, lambda entry: readers_ref[0, 0, entry]) >> row_of) & 1 == 1
+        scores = jnp.where(seen_mask, scores, -jnp.inf)
 
         # one exponential a token, against its own block's maximum, serves the block's sum and the output
         block_maximum = jnp.max(scores, axis=2, keepdims=True)
@@ -268,14 +308,14 @@ def _kernel(
 
     maximum = sink_ref[0]
     total = jnp.where(maximum == -jnp.inf, 0.0, 1.0)
-    mixed = jnp.zeros((g, width), jnp.float32)
+    mixed = jnp.zeros((queries, width), jnp.float32)
     _, total, mixed = lax.fori_loop(0, own.num_groups, step, (maximum, total, mixed))
     out_ref[0] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
     arrivals.close()
 
 
 def _store(lse_ref, position, block_lse):
-    """Store the sums "p g 1" of a group of blocks at list positions from `position` on, along the lanes."""
+    """Store the sums "p q 1" of a group of blocks at list positions from `position` on, along the lanes."""
     chunk = pl.ds(pl.multiple_of(position // LANES * LANES, LANES), LANES)
     lse = lse_ref[0, :, chunk]
     place = lax.broadcasted_iota(jnp.int32, lse.shape, 1) - position % LANES

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -21,6 +22,7 @@ from et_jax import sums
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import padded_width, require_counts
+from et_jax.pallas.folding import split
 from et_jax.pallas.gather import page_rows, tokens
 from et_jax.pallas.softmax import Softmax, finite
 from et_jax.pallas.workspace import Workspace
@@ -85,13 +87,16 @@ def paged_attention(
     *,
     softmax: Softmax,
     rows_per_slot: int = 1,
+    readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2"] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents."""
     _, h, d = q.shape
     k, _, s, _ = pages.shape
-    b, r = page_table.shape[0], rows_per_slot
+    r = rows_per_slot if h > k else 1  # one query alone is multiplied by other instructions than two
+    page_table, blocks, counts, readers = split(rows_per_slot, r, page_table, blocks, counts, readers)
+    b = page_table.shape[0]
     dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
     if config is None:
         by_rule = heuristic(s, d, dtype, platform())
@@ -105,7 +110,7 @@ def paged_attention(
         softmax=softmax,
         kv_scales=kv_scales,
     )
-    slots = (q.reshape(b, r, h, d), page_table, blocks, counts, lengths.reshape(b, r))
+    slots = (q.reshape(b, r, h, d), page_table, blocks, counts, readers, lengths.reshape(b, r))
     tiled = config.rows is not None and b > config.rows
     out, block_lse = _tiled(walk, config.rows, *slots) if tiled else walk(*slots)
     return out.reshape(b * r, h, d), block_lse.reshape(b * r, h, -1)
@@ -118,6 +123,7 @@ def _tiled(
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
+    readers: Int[Array, "b k m"] | None,
     lengths: Int[Array, "b r"],
 ) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
     """Walk `size` slots at a time, in order of their longest lists; the last tile is filled up with empty ones."""
@@ -126,9 +132,12 @@ def _tiled(
     number = -(-b // size)
     # empty slots stand first, beside the shortest
     padded = jnp.pad(order, (number * size - b, 0), constant_values=b)
-    slots = (q, page_table, blocks, counts, lengths)
-    tiles = [x.at[padded].get(mode="fill", fill_value=0).reshape(number, size, *x.shape[1:]) for x in slots]
-    out, block_lse = (x.reshape(-1, *x.shape[2:])[-b:] for x in lax.map(lambda tile: walk(*tile), tiles))
+
+    def tile(x: Array) -> Array:
+        return x.at[padded].get(mode="fill", fill_value=0).reshape(number, size, *x.shape[1:])
+
+    tiles = jax.tree.map(tile, (q, page_table, blocks, counts, readers, lengths))
+    out, block_lse = (x.reshape(-1, *x.shape[2:])[-b:] for x in lax.map(lambda slots: walk(*slots), tiles))
     place = jnp.zeros_like(order).at[order].set(jnp.arange(b))
     return out[place], block_lse[place]
 
@@ -138,6 +147,7 @@ def _walk(
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
+    readers: Int[Array, "b k m"] | None,
     lengths: Int[Array, "b r"],
     *,
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
@@ -154,7 +164,7 @@ def _walk(
     width = e if config.joint else d
     query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     padding = -m % group
-    blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, padding)))
+    blocks, readers = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, 0), (0, padding))), (blocks, readers))
     offset = jnp.arange(s, dtype=jnp.int32)
     # on a CPU a product keeps a row's bits beside the others of its slot in bfloat16 alone
     together = r if dtype == jnp.bfloat16 else 1
@@ -164,7 +174,11 @@ def _walk(
         ids = lax.dynamic_slice_in_dim(blocks, step * group, group, axis=2)
         listed = step * group + jnp.arange(group, dtype=jnp.int32) < counts[..., None]
         ids = jnp.where(listed, ids, 0)
-        end = jnp.where(listed[:, None], lengths[..., None, None] - ids[:, None] * s, 0).reshape(x, group, 1)
+        reads = listed[:, None]
+        if readers is not None:
+            bits = lax.dynamic_slice_in_dim(readers, step * group, group, axis=2)
+            reads &= (bits[:, None] >> jnp.arange(r, dtype=jnp.int32)[:, None, None]) & 1 == 1
+        end = jnp.where(reads, lengths[..., None, None] - ids[:, None] * s, 0).reshape(x, group, 1)
         # the barriers keep XLA from working these out again for every element of the gathers
         rows, end = lax.optimization_barrier((page_rows(page_table, ids, p), end))
         seen_mask = offset < end

@@ -1,0 +1,139 @@
+"""Reading the cache in a step: each row's blocks as a list, and where rows of one slot are read together, as theirs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.decode.cache import LayerCache
+from et_jax.decode.selection import first_block, held_blocks
+from et_jax.models.config import ModelConfig
+from et_jax.pallas.paged_attention.api import paged_attention, shares_lists, shares_pages
+from et_jax.pallas.softmax import Softmax
+from et_jax.sums import log_sum_exp
+from et_jax.types import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadPolicy:
+    """How attention reads the cache: the model's shape, the page size, the backend.
+
+    `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
+    tokens. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where
+    it has been measured.
+    """
+
+    model: ModelConfig
+    page_size: int
+    backend: str
+    scores_backend: str
+    refresh_every: int = 1
+    residual: bool = False
+    sensitivity: Table | None = None
+
+    def softmax(self, layer: int) -> Softmax:
+        """Return the softmax of a layer."""
+        return Softmax(scale=self.model.head_dim**-0.5, window=self.model.windows[layer])
+
+    def reads_together(self, layer: int, chosen: bool) -> bool:
+        """Return whether a layer's pages are read once for all rows of a slot, their blocks `chosen` by each or not."""
+        if chosen or self.model.windows[layer] is not None:  # then the lists of a slot's rows differ
+            return shares_lists(self.backend)
+        return shares_pages(self.backend, self.model.group_size)
+
+
+def read_all(
+    reading: ReadPolicy,
+    layer: int,
+    queries: Float[Array, "r h d"],
+    cached: LayerCache,
+    table: Int[Array, "r n"],
+    lengths: Int[Array, " r"],
+    at: Int[Array, "s t"] | None,
+) -> Float[Array, "r h d"]:
+    """Return attention to every block within the layer's window.
+
+    `at` tells which rows are read together, as `ReadRow` has it; None is none of them.
+    """
+    window, page_size = reading.model.windows[layer], reading.page_size
+    longest = shortest = lengths
+    rows = 1
+    if at is not None:
+        longest, rows = jnp.max(lengths[at], axis=1), at.shape[1]
+        shortest = jnp.min(jnp.where(lengths[at] > 0, lengths[at], longest[:, None]), axis=1)
+    num_blocks = table.shape[1]
+    most = num_blocks if window is None else min(num_blocks, (window + rows + page_size - 3) // page_size + 1)
+    first = first_block(shortest, page_size, window)
+    listed = jnp.minimum(first[:, None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
+    listed, counts = (
+        jnp.broadcast_to(x[:, None], (len(x), reading.model.num_kv_heads, *x.shape[1:]))
+        for x in (listed, held_blocks(longest, page_size) - first)
+    )
+    out, _ = _read(reading, layer, queries, cached, table, listed, counts, lengths, at)
+    return out
+
+
+def read_chosen(
+    reading: ReadPolicy,
+    layer: int,
+    queries: Float[Array, "r h d"],
+    cached: LayerCache,
+    table: Int[Array, "r n"],
+    opened: Bool[Array, "r k n"],
+    lengths: Int[Array, " r"],
+    at: Int[Array, "s t"] | None,
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h"]]:
+    """Return attention to each row's `opened` blocks, and the log-sum-exp of their scores. `at` as in `read_all`."""
+    readers = None
+    if at is None:
+        listed, counts = list_blocks(opened)
+    else:
+        listed, counts = list_blocks(jnp.any(opened[at], axis=1))
+        bits = jnp.left_shift(1, jnp.arange(at.shape[1], dtype=jnp.int32))
+        by_block = jnp.sum(jnp.where(opened[at], bits[:, None, None], 0), axis=1)
+        readers = jnp.take_along_axis(by_block, listed, axis=2)
+    out, block_lse = _read(reading, layer, queries, cached, table, listed, counts, lengths, at, readers)
+    return out, log_sum_exp(block_lse)
+
+
+def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
+    """Return the ids of the True blocks in ascending order, and how many there are; the rest is padding."""
+    running = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32)
+    find = jax.vmap(jax.vmap(lambda row: jnp.searchsorted(row, wanted)))
+    return jnp.minimum(find(running), mask.shape[-1] - 1).astype(jnp.int32), running[..., -1]
+
+
+def _read(
+    reading: ReadPolicy,
+    layer: int,
+    queries: Float[Array, "r h d"],
+    cached: LayerCache,
+    table: Int[Array, "r n"],
+    listed: Int[Array, "s k m"],
+    counts: Int[Array, "s k"],
+    lengths: Int[Array, " r"],
+    at: Int[Array, "s t"] | None,
+    readers: Int[Array, "s k m"] | None = None,
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
+    rows_per_slot = 1
+    if at is not None:
+        row, rows_per_slot = at.reshape(-1), at.shape[1]
+        num_rows, queries, table, lengths = len(queries), queries[row], table[at[:, 0]], lengths[row]
+    found = paged_attention(
+        queries,
+        cached.pages,
+        table,
+        listed,
+        counts,
+        lengths,
+        softmax=reading.softmax(layer),
+        rows_per_slot=rows_per_slot,
+        readers=readers,
+        backend=reading.backend,
+    )
+    if at is None:
+        return found
+    out, block_lse = (jnp.zeros((num_rows, *x.shape[1:]), x.dtype).at[row].set(x) for x in found)
+    return out, block_lse

@@ -1,0 +1,47 @@
+"""Rows of one slot that read its pages together: their queries stand in one group."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+
+def most_together(rows_per_slot: int, fits: Callable[[int], bool]) -> int:
+    """Return how many rows of a slot to read for at once: the most that fit and divide them; one is never refused."""
+    return next(rows for rows in range(rows_per_slot, 0, -1) if rows_per_slot % rows == 0 and (rows == 1 or fits(rows)))
+
+
+def split(
+    rows_per_slot: int,
+    rows: int,
+    page_table: Int[Array, "b n"],
+    blocks: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    readers: Int[Array, "b k m"] | None,
+) -> tuple[Int[Array, "c n"], Int[Array, "c k m"], Int[Array, "c k"], Int[Array, "c k m"] | None]:
+    """Return the lists of slots of `rows` rows each, as if every slot of `rows_per_slot` were several."""
+    parts = rows_per_slot // rows
+    if parts == 1:
+        return page_table, blocks, counts, readers
+    page_table, blocks, counts = (jnp.repeat(x, parts, axis=0) for x in (page_table, blocks, counts))
+    if readers is not None:
+        first = jnp.tile(jnp.arange(parts, dtype=jnp.int32) * rows, len(readers))
+        readers = jnp.repeat(readers, parts, axis=0) >> first[:, None, None]
+    return page_table, blocks, counts, readers
+
+
+def by_head(q: Shaped[Array, "r h d"], num_kv_heads: int, rows: int) -> Shaped[Array, "b k q d"]:
+    """Return the queries that share a KV head of a slot: those of its first row, then of its second."""
+    r, h, d = q.shape
+    if rows == 1:
+        return q.reshape(r, num_kv_heads, -1, d)
+    apart = q.reshape(-1, rows, num_kv_heads, h // num_kv_heads, d).swapaxes(1, 2)
+    return apart.reshape(r // rows, num_kv_heads, -1, d)
+
+
+def by_row(x: Shaped[Array, "b k q d"], rows: int) -> Shaped[Array, "r h d"]:
+    """Return what `by_head` was given, of what it returns."""
+    b, k, queries, d = x.shape
+    if rows > 1:
+        x = x.reshape(b, k, rows, queries // rows, d).swapaxes(1, 2)
+    return x.reshape(b * rows, -1, d)

@@ -1,0 +1,70 @@
+"""Rows of one slot read together: each is told of its own blocks alone, whatever the rows beside it read."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import NARROW, PAGE, configuration
+
+from et_jax.decode.reading import read_all, read_chosen
+from et_jax.decode.state import empty
+from et_jax.types import replace
+
+# Slot 0 has rows 0, 3 and 4; slot 1 has row 1; slot 2 has rows 2 and 5, the latter of which does not run.
+AT = np.asarray([[0, 3, 4], [1, 1, 1], [2, 5, 2]], np.int32)
+LENGTHS = np.asarray([21, 40, 9, 22, 23, 0], np.int32)
+SLOTS = np.asarray([0, 1, 2, 0, 0, 2], np.int32)
+POLICY = configuration(model=NARROW).read_policy
+
+
+def arguments(layer: int):
+    rng = np.random.default_rng(layer)
+    blank = empty(configuration(model=NARROW)).cache.layers[layer]
+    cached = replace(blank, pages=jnp.asarray(rng.normal(size=blank.pages.shape), jnp.float32))
+    tables = np.zeros((3, 16), np.int32)
+    tables[:, :8] = 1 + rng.permutation(24).reshape(3, 8)
+    tables[1, 8:12] = tables[0, 4:8]
+    queries = jnp.asarray(rng.normal(size=(6, NARROW.num_heads, NARROW.head_dim)), jnp.float32)
+    return layer, queries, cached, jnp.asarray(tables[SLOTS])
+
+
+def close(one, other):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rows_of_a_slot_see_every_block_of_their_own(layer):
+    given = arguments(layer)
+    apart = read_all(POLICY, *given, jnp.asarray(LENGTHS), None)
+    together = read_all(POLICY, *given, jnp.asarray(LENGTHS), jnp.asarray(AT))
+    close(together, apart)
+    assert np.abs(apart[:5]).min(axis=(1, 2)).all() and not apart[5].any()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
+    rng = np.random.default_rng(7)
+    held = -(-LENGTHS // PAGE)
+    opened = rng.random((6, NARROW.num_kv_heads, 16)) < 0.5
+    opened |= np.arange(16) == held[:, None, None] - 1
+    opened &= np.arange(16) < held[:, None, None]
+    given = arguments(layer)
+    apart = read_chosen(POLICY, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), None)
+    together = read_chosen(POLICY, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), jnp.asarray(AT))
+    for one, other in zip(together, apart, strict=True):
+        close(one, other)
+    dense = read_all(POLICY, *given, jnp.asarray(LENGTHS), None)
+    assert np.abs(dense - apart[0]).max() > 0.1  # so it matters which blocks are read
+
+
+def test_a_device_reads_together_what_its_kernels_can():
+    """Alone rows keep their bits on a CPU: no layer is read together there whose rows have lists of their own."""
+
+    def together(backend: str):
+        policy = dataclasses.replace(POLICY, backend=backend)
+        return [policy.reads_together(layer, chosen) for layer in (0, 1) for chosen in (False, True)]
+
+    assert together("xla") == [False, False, True, False]  # the first layer has a window
+    assert together("tpu") == together("gpu") == [True] * 4
+    assert together("reference") == [False] * 4
