@@ -123,9 +123,14 @@ def _among(wanted: Bool[Array, " b"], find: Callable[[Int[Array, " t"]], Float[A
 
     There `find` is asked of a few rows at a time, elsewhere of all at once if any is wanted.
     """
-    b = wanted.shape[0]
+    b, size = wanted.shape[0], _ROWS_TOGETHER
 
-    def search(size: int) -> Float[Array, " b"]:
+    def all_at_once() -> Float[Array, " b"]:
+        # no loop of one trip at most: XLA takes what no trip changes out of it, and does it for no trip too
+        every, nothing = jnp.arange(b, dtype=jnp.int32), jnp.full(b, -jnp.inf, jnp.float32)
+        return jax.lax.cond(jnp.any(wanted), lambda: find(every), lambda: nothing)
+
+    def in_tiles() -> Float[Array, " b"]:
         padding = jnp.full(-b % size, b, jnp.int32)
         order = jnp.concatenate([jnp.argsort(~wanted).astype(jnp.int32), padding])
 
@@ -134,10 +139,10 @@ def _among(wanted: Bool[Array, " b"], find: Callable[[Int[Array, " t"]], Float[A
             return found.at[rows].set(find(jnp.minimum(rows, b - 1)), mode="drop")
 
         tiles = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
-        found = jax.lax.fori_loop(0, tiles, ask, jnp.full(b, -jnp.inf, jnp.float32))
-        return jnp.where(wanted, found, -jnp.inf)
+        return jax.lax.fori_loop(0, tiles, ask, jnp.full(b, -jnp.inf, jnp.float32))
 
-    return jax.lax.platform_dependent(cpu=lambda: search(min(_ROWS_TOGETHER, b)), default=lambda: search(b))
+    found = jax.lax.platform_dependent(cpu=in_tiles if b > size else all_at_once, default=all_at_once)
+    return jnp.where(wanted, found, -jnp.inf)
 
 
 def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[Array, " b"]) -> Float[Array, " b"]:

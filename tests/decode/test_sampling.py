@@ -235,3 +235,18 @@ def test_a_row_has_the_same_bits_whatever_the_others_ask_for():
             token = draw(logits, fields["temperature"], cut, keys(37), 5)
             seen.add((cut[place].tobytes(), int(token[place])))
         assert len(seen) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_what_nobody_asks_for_is_in_a_branch_of_its_own(rows):
+    """XLA takes out of a loop what no trip changes, and a search for a cut would be made without a trip too."""
+    logits, numbers = jnp.zeros((rows, 512)), jnp.ones(rows)
+    asked = sampling.Sampling(
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), numbers),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), numbers),
+        top_k=jnp.ones(rows, jnp.int32),
+        key=jnp.zeros((rows, 2), jnp.uint32),
+    )
+    text = jax.jit(sampling.threshold).lower(logits, numbers, asked, numbers).compile().as_text() or ""
+    _, entry = text.split("ENTRY ")
+    assert "conditional(" in entry and "while(" in text and "while(" not in entry
