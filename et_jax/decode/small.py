@@ -13,6 +13,7 @@ from et_jax.decode import cost
 from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads, prefill_attend
 from et_jax.decode.cache import KVCache
 from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.once import where_asked
 from et_jax.decode.reading import ReadPolicy
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import guess
@@ -94,7 +95,7 @@ def draft(
         token, stops = _drawn(how, state, rows, logits, position + i + 1)
         return i + 1, cache, tokens.at[:, i].set(token), jnp.where(stops, jnp.minimum(count, i + 1), count)
 
-    def begin(_: Int[Array, ""], carry: tuple) -> tuple:
+    def begin(carry: tuple, both: Rows) -> tuple:
         logits, cache = read_small(policy, params, carry[1], jnp.tile(pages, (2, 1)), both, jnp.tile(position + 1, 2))
         return with_drawn(carry, cache, logits[:num_rows])
 
@@ -105,7 +106,7 @@ def draft(
         return with_drawn(carry, cache, logits)
 
     nothing = jnp.int32(0), cache, jnp.zeros((num_rows, how.most), jnp.int32), count
-    begun = jax.lax.fori_loop(0, jnp.any(count > 0).astype(jnp.int32), begin, nothing)
+    begun = where_asked(jnp.any(count > 0), begin, nothing, both)
     passes, cache, tokens, drafted = jax.lax.while_loop(going, go_on, begun)
     read = jnp.where(drafted > 0, position + drafted, seen)
     return replace(state, small=cache, held=rows.put(state.held, read)), Drafts(

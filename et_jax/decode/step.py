@@ -12,6 +12,7 @@ from et_jax.decode import cost, pages, small
 from et_jax.decode import draft as drafting
 from et_jax.decode.attention import LayerCarry, ReadRow, ReadStats, decode_attend, no_reads
 from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.once import where_asked
 from et_jax.decode.rows import Rows, at_slots
 from et_jax.decode.small import Weights, of_model
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
@@ -158,25 +159,25 @@ def extend_drafted(
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
     needed = config.batch + jnp.sum(drafts.count)
 
-    def run(width: int, cache: kv.KVCache) -> tuple[Float[Array, "w v"], LayerCarry]:
-        some, ends = jax.tree.map(lambda x: x[:width], (whole, end))
+    def run(cache: kv.KVCache, rows: Rows) -> tuple[Float[Array, "w v"], LayerCarry]:
+        width = len(rows.token)
         shared = at if config.batch < width and at.size <= _MOST_CELLS * width else None
-        return extend(config, params, replace(state, cache=cache), some, ends, shared)
+        return extend(config, params, replace(state, cache=cache), rows, end[:width], shared)
 
-    # A loop of no trips or one is the conditional that copies no pool (a TPU's `cond` does).
-    logits, memory = jax.eval_shape(lambda: run(widths[-1], state.cache))
+    logits, memory = jax.eval_shape(lambda: run(state.cache, whole))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (logits, memory.stats))
-    cache, wide = state.cache, blank
+    carry = state.cache, blank
+
+    def fill(carry: tuple, rows: Rows) -> tuple:
+        cache, wide = carry
+        logits, memory = run(cache, rows)
+        found = logits, memory.stats
+        return memory.cache, jax.tree.map(lambda old, new: old.at[: len(new)].set(new), wide, found)
+
     for width, narrower in zip(widths, (0, *widths), strict=False):
-
-        def fill(_: Int[Array, ""], carry: tuple, width: int = width) -> tuple:
-            cache, wide = carry
-            logits, memory = run(width, cache)
-            return memory.cache, jax.tree.map(lambda old, new: old.at[:width].set(new), wide, (logits, memory.stats))
-
-        this = (needed <= width) & (needed > narrower)
-        cache, wide = jax.lax.fori_loop(0, this.astype(jnp.int32), fill, (cache, wide))
-    logits, stats = wide
+        some = jax.tree.map(lambda x, width=width: x[:width], whole)
+        carry = where_asked((needed <= width) & (needed > narrower), fill, carry, some)
+    cache, (logits, stats) = carry
     return cache, logits, stats, at
 
 

@@ -14,6 +14,7 @@ from et_jax.control.switch import MODEL, SMALL, Switch, SwitchState
 from et_jax.decode import cost
 from et_jax.decode.attention import ReadStats, no_reads
 from et_jax.decode.cache import KVCache
+from et_jax.decode.once import where_asked
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import sample
 from et_jax.decode.small import Weights, catch_up, of_model, of_small, read_small
@@ -88,26 +89,25 @@ def read(
         wanted = jnp.where(rows.run, rows.position, held)
         return catch_up(policy, weights, cache, pages, text, held, wanted, config.chunk, config.audit)
 
-    def by_model(_: Int[Array, ""], carry: tuple) -> tuple:
+    def by_model(carry: tuple, rows: Rows) -> tuple:
         cache, small = carry[:2]
         cache, _, chunks, agreed = caught_up(config.read_policy, of_model(params), cache, rows.take(state.model_held))
         some = replace(state, cache=cache)
         logits, memory = extend(config, of_model(params), some, rows, rows.position + 1)
         return memory.cache, small, logits, memory.stats, chunks, agreed
 
-    def by_small(_: Int[Array, ""], carry: tuple) -> tuple:
+    def by_small(carry: tuple, rows: Rows) -> tuple:
         cache, small = carry[:2]
         policy, weights = config.small_policy, of_small(params)
         small, _, chunks, agreed = caught_up(policy, weights, small, rows.take(state.held))
         logits, small = read_small(policy, weights, small, pages, rows, rows.position + 1)
         return cache, small, logits, whole, chunks, agreed
 
-    # Loops of one trip or none: a conditional would copy the pools on a TPU.
-    shapes = jax.eval_shape(lambda: by_model(jnp.int32(0), (state.cache, state.small)))
+    shapes = jax.eval_shape(lambda: by_model((state.cache, state.small), rows))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[2:])
     carry = (state.cache, state.small, *blank)
-    carry = jax.lax.fori_loop(0, (speaker == MODEL).astype(jnp.int32), by_model, carry)
-    carry = jax.lax.fori_loop(0, (speaker == SMALL).astype(jnp.int32), by_small, carry)
+    carry = where_asked(speaker == MODEL, by_model, carry, rows)
+    carry = where_asked(speaker == SMALL, by_small, carry, rows)
     cache, small, logits, stats, chunks, agreed = carry
     both = rows.take(jnp.stack([state.model_held, state.held], axis=1))
     read_now = jnp.where(rows.run, rows.position + 1 - both[jnp.arange(both.shape[0]), speaker], 0)

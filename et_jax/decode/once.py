@@ -1,0 +1,26 @@
+"""A part of a program that runs or does not, without a copy of the page pools that it may touch."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+C = TypeVar("C")
+G = TypeVar("G")
+
+
+def where_asked(asked: Bool[Array, ""], run: Callable[[C, G], C], carry: C, given: G) -> C:
+    """Return `run(carry, given)` where it is asked for, else the carry.
+
+    It is a loop of one trip or none: compiled for a TPU, a conditional copies every pool that its branches touch, even
+    if only to read it. What a trip leaves as it was XLA takes out of the loop and works out whether or not there is a
+    trip. So all of the work must follow from the `given`, which pass through a barrier; weights need not.
+    """
+
+    def trip(_: Array, both: tuple[C, G]) -> tuple[C, G]:
+        carry, given = both[0], jax.lax.optimization_barrier(both[1])
+        return run(carry, given), given
+
+    return jax.lax.fori_loop(0, asked.astype(jnp.int32), trip, (carry, given))[0]
