@@ -26,10 +26,10 @@ class DraftState:
 
 
 def started(most: Int[Array, "*b"]) -> DraftState:
-    """Return the state of sequences whose requests allow `most` drafted tokens a step, all drafted at first."""
+    """Return the state of sequences whose requests allow `most` drafted tokens a step; the first draft is a short one."""
     return DraftState(
         most=most,
-        length=most,
+        length=jnp.minimum(most, _FIRST),
         acceptance=jnp.full(most.shape, 0.5, jnp.float32),
         since=jnp.zeros(most.shape, jnp.int32),
     )
@@ -124,6 +124,7 @@ class AcceptanceLength(DraftLength):
 MOST_DRAFTED = 16
 """Drafted tokens of one sequence in one step, at the very most."""
 
+_FIRST = 4  # tokens of a sequence's first draft, of which nothing is known
 _MEMORY = 0.9  # what a drafted token leaves of the running share: it speaks of about the last ten
 
 

@@ -44,6 +44,11 @@ def test_no_length_passes_what_the_request_allows():
             assert int(after.length) == most
 
 
+def test_little_is_drafted_of_what_nothing_is_known():
+    found = draft.started(jnp.asarray([0, 1, 4, 12], jnp.int32))
+    assert found.length.tolist() == [0, 1, 4, 4]
+
+
 def test_entropy_lets_a_certain_model_draft():
     found = [int(EntropyLength(0.6).length(state(), jnp.float32(entropy))) for entropy in (0.0, 0.6, 0.61, 5.0)]
     assert found == [8, 8, 0, 0]
