@@ -26,7 +26,7 @@ class DraftState:
 
 
 def started(most: Int[Array, "*b"]) -> DraftState:
-    """Return the state of sequences whose requests allow `most` drafted tokens a step; the first draft is a short one."""
+    """Return the state of sequences whose requests allow `most` drafted tokens a step, a few of them at first."""
     return DraftState(
         most=most,
         length=jnp.minimum(most, _FIRST),

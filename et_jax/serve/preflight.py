@@ -20,7 +20,8 @@ from et_jax.pallas.paged_attention import api as paged_attention
 from et_jax.pallas.paged_prefill import api as paged_prefill
 from et_jax.types import replace
 
-_STEP_LOGITS, _PREFILL_LOGITS = 10, 3  # float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2
+# Float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2.
+_STEP_LOGITS, _DRAFT_LOGITS, _PREFILL_LOGITS = 10, 3, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,16 +119,15 @@ def _state_bytes(config: DecoderConfig) -> int:
 def step_bytes(config: DecoderConfig) -> int:
     """Return about what a decode step or a chunk of prefill needs while it runs, an upper estimate.
 
-    In float32: ten copies of a step's logits, or three of a chunk's where the cache keeps surprisals; for
-    each token three rows of the feed-forward, six of the residual stream, two of queries, keys and
-    values; four numbers per row, query head and block for a choice of blocks. Beside them what attention
+    In float32: ten copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
+    cache keeps surprisals; for each token three rows of the feed-forward, six of the residual stream, two of queries,
+    keys and values; four numbers per row, query head and block for a choice of blocks. Beside them what attention
     sets aside, as its kernels tell.
     """
-    c, rows = config.model, config.batch
+    c, rows = config.model, _most_rows(config)
     tokens = max(rows, config.prefill_batch)
-    logits = c.vocab_size * max(
-        _STEP_LOGITS * rows, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps)
-    )
+    of_step = _STEP_LOGITS * config.batch + _DRAFT_LOGITS * (rows - config.batch)
+    logits = c.vocab_size * max(of_step, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps))
     heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     token = 3 * c.intermediate_size + 6 * c.hidden_size + heads
     choice = 4 * rows * c.num_heads * config.blocks_per_slot
@@ -139,9 +139,14 @@ def _attention_bytes(config: DecoderConfig) -> int:
     c = config.model
     shape = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
     shape |= {"page_size": config.page_size}
-    decoding = paged_attention.workspace(rows=config.batch, **shape, dtype=config.cache_dtype)
+    decoding = paged_attention.workspace(rows=_most_rows(config), **shape, dtype=config.cache_dtype)
     prefill = paged_prefill.workspace(rows=config.prefill_batch // config.chunk, chunk=config.chunk, **shape)
     return max(decoding.scores, prefill.scores) + max(decoding.gathered, prefill.gathered)
+
+
+def _most_rows(config: DecoderConfig) -> int:
+    """Return the rows of a step, those of drafted tokens included."""
+    return config.batch if config.draft is None else config.draft.widths(config.batch)[-1]
 
 
 def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:

@@ -11,6 +11,7 @@ import pytest
 from small_model import MODEL, configuration
 
 from et_jax.decode.decoder import decoder
+from et_jax.decode.draft import Drafting
 from et_jax.decode.state import DecoderConfig, empty
 from et_jax.errors import UsageError
 from et_jax.models.checkpoint import read_config
@@ -84,6 +85,7 @@ def test_pages_and_state_are_the_whole_decoder(changes: dict) -> None:
         (96, {"num_slots": 16, "batch": 16}),
         (20_000, {"prefill_batch": 16}),
         (20_000, {"prefill_batch": 64, "keep": frozenset({"surprisals"})}),
+        (20_000, {"draft": Drafting(most=8)}),
     ],
 )
 def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes: dict) -> None:

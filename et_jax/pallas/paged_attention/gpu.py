@@ -39,6 +39,7 @@ from et_jax.pallas.softmax import Softmax, finite
 
 COLUMNS = 8  # the columns of a wgmma come in eights
 MOST_QUERIES = 16  # of a row: each costs registers, and a share of what every part writes
+MOST_COLUMNS_OF_TWO = 16  # at 24 the assembler gives a thread 158 registers, and two programs may have 128 each
 MOST_VALUES = 4096  # sums that are in registers, one for each query of all rows and column of values
 SMALL = 14 * 1024  # bytes of shared memory that queries, weights, barriers and the compiler's own take, at the most
 DEEP = 3  # stages: one read, one arriving, one asked for
@@ -65,14 +66,14 @@ def heuristic(page_size: int, group: int, width: int, dtype: DTypeLike = jnp.bfl
     """Return the settings for a page size in tokens, a query group, a token's width in columns and the pool's dtype.
 
     A part ends in 8 float32 sums for each column of values: 1536 tokens of bfloat16 keep these under 1% of what
-    is read (of 8-bit integers twice the tokens), and still cut one list of 32k tokens into 21 programs. Two programs
-    share a multiprocessor, so that one copies while the other begins or ends, unless that left either with a shallow
-    pipeline.
+    is read (of 8-bit integers twice the tokens; for 32 queries 1.4%), and still cut one list of 32k tokens into 21
+    programs. Two programs share a multiprocessor, so that one copies while the other begins or ends, unless that left
+    either with a shallow pipeline, or their registers would not be enough.
     """
     bytes_per_tile = hopper.tile_bytes(width, dtype)
     taken = SMALL + (hopper.tile_bytes(width) if dtype == jnp.int8 else 0)  # one tile is turned into bfloat16
     stages = (hopper.SHARED // 2 - taken) // bytes_per_tile
-    if stages < DEEP:
+    if stages < DEEP or columns(group) > MOST_COLUMNS_OF_TWO:
         stages = (hopper.SHARED - taken) // bytes_per_tile
     part_tokens = PART_TOKENS * columns(group) // COLUMNS * (2 // jnp.dtype(dtype).itemsize)
     return Config(part=part_tokens // page_size, stages=stages)
