@@ -29,7 +29,7 @@ def started(most: Int[Array, "*b"]) -> DraftState:
     """Return the state of sequences whose requests allow `most` drafted tokens a step, a few of them at first."""
     return DraftState(
         most=most,
-        length=jnp.minimum(most, _FIRST),
+        length=jnp.minimum(most, SHORT),
         acceptance=jnp.full(most.shape, 0.5, jnp.float32),
         since=jnp.zeros(most.shape, jnp.int32),
     )
@@ -121,10 +121,12 @@ class AcceptanceLength(DraftLength):
         return jnp.argmax(brought / (1.0 + self.row_cost * lengths)).astype(jnp.int32)
 
 
+SHORT = 4
+"""Drafted tokens of a short draft: that of a sequence of which nothing is known, and those that seldom hold."""
+
 MOST_DRAFTED = 16
 """Drafted tokens of one sequence in one step, at the very most."""
 
-_FIRST = 4  # tokens of a sequence's first draft, of which nothing is known
 _MEMORY = 0.9  # what a drafted token leaves of the running share: it speaks of about the last ten
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, DraftLength
+from et_jax.control.draft import MOST_DRAFTED, SHORT, AcceptanceLength, DraftLength
 from et_jax.decode.rows import Rows
 from et_jax.types import pytree, replace
 
@@ -35,8 +35,17 @@ class Drafting:
             raise ValueError(f"most: got {self.most}, wanted 1 to {MOST_DRAFTED}")
 
     def widths(self, batch: int) -> tuple[int, ...]:
-        """Return the numbers of rows a step may have: of `batch` tokens alone, and with drafts of 1, 4 and all."""
-        return tuple(sorted({batch + self.most * min(batch, sequences) for sequences in (0, 1, 4, batch)}))
+        """Return the numbers of rows a step may have.
+
+        They are those of `batch` tokens alone; with a short draft beside them, with a whole one, with four, sixteen and
+        so on, and with as many as there may be.
+        """
+        all_drafted, drafted = batch * self.most, {0, min(SHORT, self.most), batch * self.most}
+        some = self.most
+        while 2 * some <= all_drafted:
+            drafted.add(some)
+            some *= 4
+        return tuple(batch + number for number in sorted(drafted))
 
 
 @pytree

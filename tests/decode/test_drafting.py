@@ -76,6 +76,12 @@ def test_every_drafted_token_has_a_row_behind_its_slot(counts):
         assert tokens[: count + 1] == [int(rows.token[row]), *guesses[row, :count].tolist()]
 
 
+def test_few_widths_serve_every_number_of_drafts():
+    assert Drafting(most=8).widths(2) == (2, 6, 10, 18)
+    assert Drafting(most=12).widths(16) == (16, 20, 28, 64, 208)
+    assert Drafting(most=1).widths(1) == (1, 2)
+
+
 def garbage(text, newest, most):
     """Tokens that have nothing to do with the text."""
     return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
