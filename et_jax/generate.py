@@ -78,10 +78,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="lookup|MODEL",
         help="lookup: from what the text read so before; MODEL: written by a smaller model, such as bundled-small",
     )
-    draft.add_argument("--draft-tokens", type=int, default=8, help="drafted in a step at most (default 8)")
+    draft.add_argument("--draft-tokens", type=int, help="drafted in a step at most (default 8)")
     draft.add_argument(
         "--draft-length",
-        default="acceptance",
         choices=["acceptance", "entropy", "fixed"],
         help="how many: by what was accepted (default), by how certain the model is, or as many as that",
     )
@@ -278,6 +277,7 @@ def _controller(args: argparse.Namespace) -> "Controller":
 
     control = preset(args.control, **flags.knobs(args))
     flags.check_small(args, switches=control.switch is not None)
+    flags.check_draft(args)
     return control
 
 
@@ -286,6 +286,7 @@ def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") 
     from et_jax.serve.config import EngineConfig
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
+    names -= {name for name in flags.DRAFT if getattr(args, name) is None}
     given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
 

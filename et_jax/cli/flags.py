@@ -7,6 +7,9 @@ from et_jax.errors import UsageError
 CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau")
 """Knobs of a preset, under the names that `presets.preset` gives them."""
 
+DRAFT = ("draft_tokens", "draft_length")
+"""What may be said of drafts, under the names of `EngineConfig`."""
+
 
 def add_control(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose the laws: a preset, and its knobs."""
@@ -42,6 +45,13 @@ def check_small(args: argparse.Namespace, switches: bool) -> None:
         raise UsageError(f"{given[0]} is for two models that take turns; add --control ead or ead_guarded.")
     if switches and getattr(args, "draft", None) is not None:
         raise UsageError("--draft is for one model, and this control has two take turns; leave one of them out.")
+
+
+def check_draft(args: argparse.Namespace) -> None:
+    """Raise UsageError where something is said of drafts, and nothing drafts."""
+    given = [f"--{name.replace('_', '-')}" for name in DRAFT if getattr(args, name) is not None]
+    if given and args.draft is None:
+        raise UsageError(f"{given[0]} is for drafts; add --draft lookup, or --draft and a smaller model.")
 
 
 def knobs(args: argparse.Namespace) -> dict[str, float | int | None]:

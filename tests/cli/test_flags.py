@@ -32,6 +32,15 @@ def test_flags_of_two_models_need_a_control_that_switches(given, sentence):
         flags.check_small(args, switches=preset(args.control).switch is not None)
 
 
+@pytest.mark.parametrize("given", [{"draft_tokens": 4}, {"draft_length": "fixed"}])
+def test_what_is_said_of_drafts_needs_drafts(given):
+    nothing = {"draft": None, "draft_tokens": None, "draft_length": None}
+    flags.check_draft(argparse.Namespace(**nothing))
+    flags.check_draft(argparse.Namespace(**nothing | given | {"draft": "lookup"}))
+    with pytest.raises(UsageError, match="is for drafts; add --draft lookup"):
+        flags.check_draft(argparse.Namespace(**nothing | given))
+
+
 def test_what_was_not_given_is_left_to_the_preset():
     parser = argparse.ArgumentParser()
     flags.add_control(parser)

@@ -30,6 +30,7 @@ PATHS = [
         "hopper_all_of_them",
         "hopper_int8_all_of_them",
         "hopper_rows",
+        "hopper_rows_split",
         "hopper_rows_all_of_them",
     )
 ]
@@ -42,7 +43,7 @@ def is_right(shape: Shape):
 
 
 def test_simulated_equals_reference(rung):
-    rung("paged_attention gpu, simulated = reference", PATHS, 9, is_right)
+    rung("paged_attention gpu, simulated = reference", PATHS, 10, is_right)
 
 
 @pytest.mark.slow

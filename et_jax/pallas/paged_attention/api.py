@@ -65,9 +65,9 @@ def paged_attention(
     kv_scales: of an int8 pool, by which a page's keys and its values are multiplied.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
-    0 and block_lse -inf, never NaN. A row's bits depend on its own list and contents alone, and not on how
-    far the list is padded, nor on the rows of its slot. Sources: pages, Kwon et al. 2023; online softmax, Milakov &
-    Gimelshein 2018.
+    0 and block_lse -inf, never NaN. A row's bits depend on its slot's list and contents alone, and not on how
+    far the list is padded; on `xla` not on the rows beside it in the slot either. Sources: pages, Kwon et al. 2023;
+    online softmax, Milakov & Gimelshein 2018.
     """
     rows, h, _ = q.shape
     k = pages.shape[0]

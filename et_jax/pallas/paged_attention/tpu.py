@@ -3,9 +3,8 @@
 Rows of one slot stand beside each other in the query group, so that a page is copied once for all of them.
 """
 
-import functools
 import operator
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +206,7 @@ def _kernel(
     queries, width = query_ref.shape[1:]
     this = pl.program_id(0)
     lengths = [lengths_ref[this // num_heads * rows + row] for row in range(rows)]
-    length = functools.reduce(jnp.maximum, lengths)
+    length = reduce(jnp.maximum, lengths)
     behind = [length - each for each in lengths]
 
     def listed(step, blocks_ref, table_ref):
@@ -246,7 +245,7 @@ def _kernel(
 
         def clean_page(j, _):
             offset = lax.broadcasted_iota(jnp.int32, (s, e), 0)
-            kept = functools.reduce(operator.or_, [seen(offset, page_end(i, j) - each) for each in behind])
+            kept = reduce(operator.or_, [seen(offset, page_end(i, j) - each) for each in behind])
             if padding:
                 kept &= lax.broadcasted_iota(jnp.int32, (s, e), 1) < 2 * head_dim
             buffers_ref[buffer, j] = jnp.where(kept, buffers_ref[buffer, j], 0.0)
