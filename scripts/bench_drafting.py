@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from et_jax.control.draft import AcceptanceLength, DraftLength, FixedLength
+from et_jax.control.draft import DraftLength, FixedLength
 from et_jax.decode.decoder import Decoder, decoder
-from et_jax.decode.draft import Drafting
+from et_jax.decode.draft import Drafting, by_acceptance
 from et_jax.decode.request import request
 from et_jax.decode.state import DecoderConfig, DecodeState
 from et_jax.evidence import tables
@@ -156,7 +156,7 @@ def at_rates(batch: int, lengths: list[int], rates: list[float], rounds: int) ->
     for slot, tokens in expected.items():
         texts[slot, PROMPT : PROMPT + len(tokens)] = tokens
     laws: list[tuple[str, int, DraftLength]] = [(str(length), length, FixedLength()) for length in lengths]
-    laws.append(("by acceptance", max(lengths), AcceptanceLength()))
+    laws.append(("by acceptance", max(lengths), by_acceptance(max(lengths), batch, config.batch)))
     found = []
     for name, most, law in laws:
         d = decoder(replace(config, draft=Drafting(most=most, length=law, drafter=told)))

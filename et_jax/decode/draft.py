@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from et_jax.control.draft import MOST_DRAFTED, SHORT, AcceptanceLength, DraftLength
+from et_jax.control.draft import MOST_DRAFTED, ROW_COST, ROW_COST_OF_CHIPS, SHORT, AcceptanceLength, DraftLength
 from et_jax.decode.rows import Rows
 from et_jax.types import pytree, replace
 
@@ -35,17 +35,33 @@ class Drafting:
             raise ValueError(f"most: got {self.most}, wanted 1 to {MOST_DRAFTED}")
 
     def widths(self, batch: int) -> tuple[int, ...]:
-        """Return the numbers of rows a step may have.
+        """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones."""
+        return tuple(batch + drafted for drafted in widths(self.most, batch))
 
-        They are those of `batch` tokens alone; with a short draft beside them, with a whole one, with four, sixteen and
-        so on, and with as many as there may be.
-        """
-        all_drafted, drafted = batch * self.most, {0, min(SHORT, self.most), batch * self.most}
-        some = self.most
-        while 2 * some <= all_drafted:
-            drafted.add(some)
-            some *= 4
-        return tuple(batch + number for number in sorted(drafted))
+
+def widths(most: int, batch: int) -> tuple[int, ...]:
+    """Return for how many drafted tokens steps of `batch` sequences, each with `most` of them at most, are compiled.
+
+    They are none; a short draft; a whole one, four, sixteen and so on; and as many as there may be.
+    """
+    drafted, some = {0, min(SHORT, most), batch * most}, most
+    while 2 * some <= batch * most:
+        drafted.add(some)
+        some *= 4
+    return tuple(sorted(drafted))
+
+
+def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0.0) -> AcceptanceLength:
+    """Return the law of lengths where `sequences` of a step's `batch` run, each with `most` drafted tokens at most.
+
+    It takes the sequences to draft alike. A row costs `ROW_COST` of reading the weights, or that of chips, which a
+    plain step does once for `batch` rows; a drafted token costs `drafter_cost` of a plain step beside. A sequence whose
+    drafts fail drafts again when that costs a hundredth of the steps since.
+    """
+    row = ROW_COST if jax.default_backend() == "cpu" else ROW_COST_OF_CHIPS
+    cost = row * sequences / (1.0 + row * batch) + drafter_cost
+    law = AcceptanceLength(cost, widths=tuple(w / sequences for w in widths(most, batch)[1:]))
+    return replace(law, retry=max(16, round(100 * cost * law.first)))
 
 
 @pytree

@@ -32,7 +32,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
     def put(tree: T, row: T) -> T:
         return jax.tree.map(lambda x, y: x.at[slot].set(y), tree, row)
 
-    counts = state.counts
+    counts, how = state.counts, config.draft
     if counts is not None:
         if request.in_prompt is None:
             raise ValueError("request.in_prompt: got None, wanted the prompt's tokens, because penalties are kept")
@@ -51,7 +51,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
         text=None if state.text is None else put(state.text, request.text),
-        draft=None if state.draft is None else put(state.draft, draft.started(request.num_drafted)),
+        draft=None if how is None else put(state.draft, draft.started(how.length, request.num_drafted)),
         switch=None if request.laws.switch is None else put(state.switch, request.laws.switch.started()),
         spent=jax.tree.map(lambda x: x.at[slot].set(0), state.spent),
         laws=put(state.laws, request.laws),

@@ -125,7 +125,7 @@ def walked(hits: Bool[np.ndarray, "r n"], choosers: Iterator[Choose]) -> Spent:
 
 def by_law(law: DraftLength, most: int, told: Float[np.ndarray, " n"]) -> Choose:
     """Return the lengths of a law of the engine, told of every draft what the engine would tell it."""
-    state = started(jnp.int32(most))
+    state = started(law, jnp.int32(most))
 
     def choose(at: int, drafted: int, accepted: int) -> int:
         nonlocal state

@@ -7,14 +7,13 @@ from typing import Any
 from et_jax.control.controller import Controller
 from et_jax.control.draft import (
     MOST_DRAFTED,
-    ROW_COST,
-    AcceptanceLength,
     DraftLength,
     EntropyLength,
     FixedLength,
     StopEntropy,
 )
 from et_jax.control.presets import NAMES, preset
+from et_jax.decode.draft import by_acceptance
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.pallas.backend import NAMES as BACKENDS
@@ -85,6 +84,8 @@ class EngineConfig:
                 raise UsageError("draft and small name two models; name one of them, or draft by lookup.")
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
+            if name == "audit" and checked["control"].budget is not None:
+                continue
             if checked[name] and self.small is None:
                 raise UsageError(f"{name} is for two models that take turns; name the other one by small.")
         if self.draft_length not in LENGTHS:
@@ -108,13 +109,16 @@ class EngineConfig:
         """The small model, if there is one, that drafts or speaks."""
         return self.draft_model if self.small is None else str(self.small)
 
-    def lengths(self, drafter_cost: float) -> DraftLength:
-        """Return how many tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts."""
+    def lengths(self, batch: int, drafter_cost: float) -> DraftLength:
+        """Return how many tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
+
+        Steps have `batch` rows, and drafted ones beside.
+        """
         if self.draft_length == "entropy":
             return EntropyLength() if self.draft_model is None else StopEntropy()
         if self.draft_length == "fixed":
             return FixedLength()
-        return AcceptanceLength(row_cost=ROW_COST + drafter_cost)
+        return by_acceptance(self.draft_tokens, self.max_num_seqs, batch, drafter_cost)
 
     @property
     def given(self) -> dict[str, Any]:

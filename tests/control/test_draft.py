@@ -45,8 +45,26 @@ def test_no_length_passes_what_the_request_allows():
 
 
 def test_little_is_drafted_of_what_nothing_is_known():
-    found = draft.started(jnp.asarray([0, 1, 4, 12], jnp.int32))
-    assert found.length.tolist() == [0, 1, 4, 4]
+    most = jnp.asarray([0, 1, 4, 12], jnp.int32)
+    assert draft.started(FixedLength(), most).length.tolist() == [0, 1, 4, 4]
+    # of half of the tokens accepted: 1.5 / 1.3 is more than 1.75 / 1.6, and 1 more than 1.5 / 1.6
+    assert draft.started(AcceptanceLength(0.3), most).length.tolist() == [0, 1, 1, 1]
+    assert draft.started(AcceptanceLength(0.6), most).length.tolist() == [0, 1, 1, 1]
+    # four for the price of one
+    assert draft.started(AcceptanceLength(0.1, widths=(4.0, 8.0)), most).length.tolist() == [0, 1, 4, 4]
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.2, 0.35, 0.6, 0.9, 1.0])
+def test_a_draft_costs_the_least_width_that_holds_it(acceptance):
+    law = AcceptanceLength(0.1, widths=(4.0, 8.0))
+    found = int(law.length(state(most=16, acceptance=acceptance), NO_ENTROPY))
+
+    def width_speed(length: int) -> float:
+        width = 0 if length == 0 else 4 if length <= 4 else 8 if length <= 8 else length
+        return sum(acceptance**k for k in range(length + 1)) / (1 + 0.1 * width)
+
+    assert width_speed(found) == pytest.approx(max(map(width_speed, range(17))), rel=1e-6)
+    assert int(law.length(state(acceptance=0.01, since=99), NO_ENTROPY)) == 4
 
 
 def test_entropy_lets_a_certain_model_draft():

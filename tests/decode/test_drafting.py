@@ -22,7 +22,7 @@ from et_jax.control.select import Certified, PerHead, Quest, coded_bounds
 from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
 from et_jax.decode import decoder as decoding
-from et_jax.decode.draft import Drafting, Drafts, laid_out, lookup
+from et_jax.decode.draft import Drafting, Drafts, by_acceptance, laid_out, lookup
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
 from et_jax.decode.small import Pair, catch_up
@@ -80,6 +80,15 @@ def test_few_widths_serve_every_number_of_drafts():
     assert Drafting(most=8).widths(2) == (2, 6, 10, 18)
     assert Drafting(most=12).widths(16) == (16, 20, 28, 64, 208)
     assert Drafting(most=1).widths(1) == (1, 2)
+
+
+def test_what_a_drafted_token_costs_hangs_on_how_many_are_drafted_beside_it():
+    """For 16 sequences with a token each 32 rows are paid, for one four: 0.1 each, over 1 + 0.1 a row of the batch."""
+    alone, many = by_acceptance(8, 1, 2), by_acceptance(8, 16, 16)
+    assert alone.widths == (4.0, 8.0) and many.widths == (0.25, 0.5, 2.0, 8.0)
+    assert float(alone.row_cost) == pytest.approx(0.1 / 1.2) and float(many.row_cost) == pytest.approx(1.6 / 2.6)
+    assert (alone.first, many.first) == (4, 2)
+    assert (alone.retry, many.retry) == (33, 123)
 
 
 def garbage(text, newest, most):
