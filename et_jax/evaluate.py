@@ -215,7 +215,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     check_paths({"--haystack": args.haystack, "--prompts": args.prompts}, written, named_folder(args.model))
     text = _text(args.haystack)
     control = preset(args.control, **flags.knobs(args))
-    flags.check_small(args, switches=control.switch is not None)
+    flags.check_small(args, control.switch is not None, control.budget is not None)
     from et_jax.serve.engine import load
 
     model = load(

@@ -276,7 +276,7 @@ def _controller(args: argparse.Namespace) -> "Controller":
     from et_jax.control.presets import preset
 
     control = preset(args.control, **flags.knobs(args))
-    flags.check_small(args, switches=control.switch is not None)
+    flags.check_small(args, control.switch is not None, control.budget is not None)
     flags.check_draft(args)
     return control
 

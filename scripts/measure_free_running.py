@@ -10,9 +10,7 @@ dense's to the same question: `p` is the chance of so many losses against gains 
 """
 
 import argparse
-import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +60,6 @@ def answered(
     return paired.matched(lambda t: spend(t, asked), share, LEAST, MOST, within=within, start=about)
 
 
-def p_of_losses(dense: Sequence[bool], found: Sequence[bool]) -> float:
-    """Return the chance that a fair coin gives as many losses among the answers that differ: an exact sign test."""
-    lost = sum(one and not other for one, other in zip(dense, found, strict=True))
-    gained = sum(other and not one for one, other in zip(dense, found, strict=True))
-    differ = lost + gained
-    return sum(math.comb(differ, k) for k in range(lost, differ + 1)) / 2**differ
-
-
 def measure(model: Model, task: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return right answers of one task: all blocks read, and by kind of tolerance and share of blocks."""
     asked = grid(counter(model), [task], [args.length], depths=DEPTHS, samples=args.samples, seed=args.seed)
@@ -86,7 +76,7 @@ def measure(model: Model, task: str, args: argparse.Namespace) -> dict[str, Any]
                 right = [answer.right for answer in answers]
                 read = float(np.mean([answer.share_read for answer in answers]))
                 line |= {"tolerance": tolerance, "share_read": read, "right": sum(right)}
-                lines.append(line | {"p": p_of_losses(dense, right)})
+                lines.append(line | {"p": paired.p_of_losses(dense, right)})
             print(task, sum(dense), *lines[-1].values(), flush=True)
     return {"task": task, "questions": len(asked), "dense": sum(dense), "arms": lines}
 

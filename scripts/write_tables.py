@@ -51,7 +51,20 @@ DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
 }
-DOCUMENTS = {"control.md": CONTROL, "serving.md": SERVING, "drafting.md": DRAFTING, "switching.md": SWITCHING}
+ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "prefill": ("prefill.json", lambda found: tables.prefill(found["cases"])),
+    "prefill_budgets": (
+        "prefill_budgets.json",
+        lambda found: tables.prefill_budgets(found["arms"], found["as_printed"], found["questions"]),
+    ),
+}
+DOCUMENTS = {
+    "control.md": CONTROL,
+    "serving.md": SERVING,
+    "drafting.md": DRAFTING,
+    "switching.md": SWITCHING,
+    "entropyinfer.md": ENTROPYINFER,
+}
 
 
 def origin(results: dict[str, Any]) -> str:
@@ -95,6 +108,7 @@ def main() -> int:
             ("measure_attention_entropy", *cases),
             ("measure_acceptance", *named),
             ("measure_switching", "--text", args.case[0][1]),
+            ("measure_prefill", "--text", args.case[0][1]),
             ("measure_free_running",),
             ("measure_scheduling", "--trace", args.trace),
             ("bench_throughput",),
@@ -102,6 +116,7 @@ def main() -> int:
             ("bench_selection",),
             ("bench_sampling",),
             ("bench_drafting",),
+            ("bench_prefill",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:

@@ -4,7 +4,7 @@ import argparse
 
 from et_jax.errors import UsageError
 
-CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau")
+CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau", "prefill_budget")
 """Knobs of a preset, under the names that `presets.preset` gives them."""
 
 DRAFT = ("draft_tokens", "draft_length")
@@ -17,7 +17,8 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--control",
         default="off",
-        help="off (default), paper, guarded, certified, adaptive, ead or ead_guarded: which laws run the decoder; "
+        help="off (default), paper, guarded, certified, adaptive, ead, ead_guarded or entropyinfer: which laws run the "
+        "decoder; "
         "paper and guarded, at their defaults, lose what stands far back in a prompt (docs/control.md)",
     )
     control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
@@ -31,16 +32,28 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--tau", type=float, metavar="NATS", help="ead: up to this mean entropy the small model speaks (default 0.173)"
     )
+    control.add_argument(
+        "--prefill-budget",
+        type=int,
+        metavar="TOKENS",
+        help="entropyinfer: what a prompt's segment reads (default 2048)",
+    )
     control.add_argument("--small", metavar="MODEL", help="ead: the model that takes turns, such as bundled-small")
     control.add_argument(
-        "--audit", action="store_true", help="ead: say how many words of one were likeliest to the other"
+        "--audit",
+        action="store_true",
+        help="ead: say how many words of one were likeliest to the other; entropyinfer: how much attention was kept",
     )
     control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
 
 
-def check_small(args: argparse.Namespace, switches: bool) -> None:
-    """Raise UsageError where flags of two models do not go with a control, which `switches` between them or not."""
-    given = [f"--{name.replace('_', '-')}" for name in ("small", "lazy_prefill", "audit") if getattr(args, name)]
+def check_small(args: argparse.Namespace, switches: bool, audits: bool = False) -> None:
+    """Raise UsageError where flags of two models do not go with a control, which `switches` between them or not.
+
+    It `audits` where it has something of its own to audit.
+    """
+    names = ["small", "lazy_prefill"] + ["audit"] * (not audits)
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
     if given and not switches:
         raise UsageError(f"{given[0]} is for two models that take turns; add --control ead or ead_guarded.")
     if switches and getattr(args, "draft", None) is not None:

@@ -6,6 +6,7 @@ view, bounds, contribution, select, bisect     which blocks of the cache are rea
 head_tolerance                 how much of its attention each query head may leave unread
 draft                          how many tokens a step drafts for a sequence
 switch                         which of two models speaks
+segment, budget                what of a prompt is seen, and read, segment by segment
 controller, presets            laws put together, and those that have a name
 settings                       numbers of a controller changed by name, for one request
 calibration                    the temperature at which probabilities mean what they say

@@ -3,6 +3,7 @@
 import dataclasses
 
 from et_jax.control.base import AnyLaw, PriorityRule, TemperatureRule, as_value, chain
+from et_jax.control.budget import Budget
 from et_jax.control.clock import FallClock
 from et_jax.control.entropy import Estimator, ExactEstimator
 from et_jax.control.priority import FCFS
@@ -22,7 +23,8 @@ class Controller:
 
     `selector` is one for all layers, or one per layer; the first `dense_layers` layers read everything
     whatever it says. Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
-    unread count as their mean value. `switch` says which of two models speaks, where there are two.
+    unread count as their mean value. `switch` says which of two models speaks, where there are two. `budget` chooses
+    what segments of a prompt read; without one they read everything.
 
     Two controllers of one `jax.tree.structure` differ in numbers alone: one program runs both, for
     different sequences of one batch. Plain functions serve everywhere, and equal themselves alone.
@@ -35,6 +37,7 @@ class Controller:
     selector: AnySelector | tuple[AnySelector, ...] = Dense()
     priority: PriorityRule = FCFS()
     switch: Switch | None = None
+    budget: Budget | None = None
     dense_layers: int = static(default=0)
     refresh_every: int = static(default=1)
     residual: bool = static(default=False)

@@ -5,6 +5,7 @@ import math
 from et_jax.control import clock, guards, priority, select, temperature
 from et_jax.control import tolerance as tolerances
 from et_jax.control.base import Law, PriorityRule, chain
+from et_jax.control.budget import EntropyBudget
 from et_jax.control.contribution import relative_influence
 from et_jax.control.controller import Controller
 from et_jax.control.entropy import TailCorrectedEstimator
@@ -14,8 +15,9 @@ from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 
-NAMES = ("off", "paper", "guarded", "certified", "adaptive", "ead", "ead_guarded")
-SETTINGS = ("target_entropy", "tolerance", "min_blocks", "window", "tau")
+NAMES = ("off", "paper", "guarded", "certified", "adaptive", "ead", "ead_guarded", "entropyinfer")
+_KNOBS = ("target_entropy", "tolerance", "min_blocks", "window")
+SETTINGS = (*_KNOBS, "tau", "prefill_budget")
 _SWITCHES = {"ead": AsPrinted, "ead_guarded": Hysteresis}
 _BIT = math.log(2)
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
@@ -31,6 +33,7 @@ def preset(
     min_blocks: int | None = None,
     window: int | None = None,
     tau: float | None = None,
+    prefill_budget: int | None = None,
 ) -> Controller:
     """Return the controller of that name.
 
@@ -51,6 +54,10 @@ def preset(
     with hysteresis, windows of one model's entropies, and a change before the token rather than after it. Both need
     a small model, and have no other knob.
 
+    "entropyinfer" reads prompts segment by segment, each KV head as many blocks as the entropy of its attention
+    asks for, `prefill_budget` tokens to begin with, and decodes as "off" does. Segments have a quarter of that, 512
+    tokens at most, and the first two budgets of a prompt are read densely, as in its code.
+
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's.
     `tolerance` is what may be left unread: under "certified" a share of attention mass that no head passes,
     under "adaptive" an expected divergence in nats a token; else theta where the model is certain, the relative
@@ -65,6 +72,7 @@ def preset(
         "min_blocks": min_blocks,
         "window": window,
         "tau": tau,
+        "prefill_budget": prefill_budget,
     }
     given = {knob: value for knob, value in knobs.items() if value is not None}
     _check(name, given)
@@ -72,6 +80,8 @@ def preset(
         return Controller()
     if name in _SWITCHES:
         return Controller(switch=_SWITCHES[name](given.get("tau", 0.25 * _BIT)))
+    if name == "entropyinfer":
+        return Controller(budget=_budget(given.get("prefill_budget", EntropyBudget.tokens)))
     return {"paper": _paper, "guarded": _guarded, "certified": _certified, "adaptive": _adaptive}[name](**given)
 
 
@@ -79,7 +89,9 @@ def knobs_of(name: str) -> tuple[str, ...]:
     """Return the settings that a preset has."""
     if name == "off":
         return ()
-    return ("tau",) if name in _SWITCHES else tuple(one for one in SETTINGS if one != "tau")
+    if name == "entropyinfer":
+        return ("prefill_budget",)
+    return ("tau",) if name in _SWITCHES else _KNOBS
 
 
 def _check(name: str, given: dict[str, int | float]) -> None:
@@ -99,9 +111,15 @@ def _check(name: str, given: dict[str, int | float]) -> None:
     most = 1.0 if name == "certified" else float("inf")
     if not 0 <= given.get("tolerance", 0.0) <= most:
         raise UsageError(f"tolerance is {given['tolerance']}; under {name} it must be from 0 to {most:g}.")
+    if given.get("prefill_budget", 1) < 1:
+        raise UsageError(f"prefill_budget is {given['prefill_budget']}; it must be at least 1 token.")
     for knob in ("min_blocks", "window"):
         if given.get(knob, 0) < 0:
             raise UsageError(f"{knob} is {given[knob]}; it must be 0 (off) or above.")
+
+
+def _budget(tokens: int) -> EntropyBudget:
+    return EntropyBudget(tokens=tokens, segment=max(1, min(EntropyBudget.segment, tokens // 4)), dense_until=2 * tokens)
 
 
 def _paper(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from et_jax.control import presets, select, temperature, tolerance
+from et_jax.control.budget import EntropyBudget
 from et_jax.control.controller import Controller
 from et_jax.errors import UsageError
 from et_jax.io.values import number, shown, whole
@@ -47,7 +48,7 @@ def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Cont
         name, settings = found
         for setting in presets.SETTINGS:
             if setting in rest:
-                counted = setting in ("min_blocks", "window")
+                counted = setting in ("min_blocks", "window", "prefill_budget")
                 settings[setting] = (whole if counted else number)(setting, rest.pop(setting))
         changed = presets.preset(name, **settings)
     for name, given in rest.items():
@@ -63,6 +64,7 @@ def preset_of(controller: Controller) -> tuple[str, dict[str, Any]] | None:
         "min_blocks": _first(controller, select.Guarded, "min_blocks") or 0,
         "window": _first(controller, select.Guarded, "window"),
         "tau": None if controller.switch is None else _first(controller, type(controller.switch), "tau"),
+        "prefill_budget": None if controller.budget is None else _first(controller, EntropyBudget, "tokens"),
     }
     if read["tolerance"] is None:
         read["tolerance"] = _first(controller, tolerance.EntropyThreshold, "greatest")

@@ -5,5 +5,6 @@
 
 `state` has what is held between two steps, `request` what starts a sequence, `rows` which slots a step advances,
 `faults` what can go wrong with one, and `once` guards what a step may leave out. `small` is a second model that
-drafts, `switched` a step of two that take turns. `snapshots` keeps a state on disk, `cost` says what a step moves.
+drafts, `switched` a step of two that take turns. `budgeted` is attention of prompts of which less is read. `snapshots`
+keeps a state on disk, `cost` says what a step moves.
 """

@@ -115,7 +115,7 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
             faulty = row.run & ~jnp.all(jnp.isfinite(v), axis=(1, 2, 3))
             v = jnp.where(faulty[:, None, None, None], 0.0, v)
         cached = write(memory.cache.layers[layer], k, v, row.table, row.length, count, row.end)
-        cache = _with_layer(memory.cache, layer, cached)
+        cache = with_layer(memory.cache, layer, cached)
         queries = q[:, 0]
         blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
         if reads_all:
@@ -172,7 +172,7 @@ def prefill_attend(
         cached = write(memory.layers[layer], k, v, table, start, count, end)
         softmax, backend = reading.softmax(layer), reading.backend
         out, _ = paged_prefill(q, cached.pages, table, start, softmax=softmax, backend=backend)
-        return out, _with_layer(memory, layer, cached)
+        return out, with_layer(memory, layer, cached)
 
     return attend
 
@@ -259,5 +259,6 @@ def _grouped(queries: Float[Array, "b h d"], reading: ReadPolicy, layer: int) ->
     return queries.astype(jnp.float32).reshape(b, reading.model.num_kv_heads, -1, d) * reading.softmax(layer).scale
 
 
-def _with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:
+def with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:
+    """Return the cache with another layer in the place of one."""
     return replace(cache, layers=(*cache.layers[:layer], cached, *cache.layers[layer + 1 :]))

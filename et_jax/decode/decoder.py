@@ -75,7 +75,7 @@ class Decoder:
 
     config: DecoderConfig
     empty: Callable[[], DecodeState]
-    prefill: Callable[[Weights, DecodeState, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+    prefill: Callable[[Weights, DecodeState, Any, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
     insert: Callable[[DecodeState, Any, Request], DecodeState]
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
     decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]

@@ -1,14 +1,17 @@
 """Prompt tokens into the cache, chunks of several prompts in one call."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
+from et_jax.control.budget import PromptNotes
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.attention import prefill_attend
+from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
 from et_jax.decode.small import Weights, of_model, of_small
-from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.decode.state import DecoderConfig, DecodeState, fresh_prompt
 from et_jax.models.transformer import forward
 from et_jax.types import replace
 
@@ -20,12 +23,14 @@ def prefill(
     slot: Int[Array, " r"],
     tokens: Int[Array, "r t"],
     count: Int[Array, " r"],
+    last: Bool[Array, " r"],
 ) -> tuple[DecodeState, Bool[Array, " r"]]:
     """Write the next prompt tokens of inactive slots into the cache; False where pages ran out.
 
     Each row is a chunk of a prompt: the first `count` of its tokens, then padding. Chunks of one prompt
-    stand one below the other, in order. Rows of no tokens do nothing. The prompt's last token is left for
-    `insert`, so that every token is sampled in `step`. A refused slot is unchanged.
+    stand one below the other, in order; `last` tells those that end their prompt, which are read densely whatever a
+    budget says. Rows of no tokens do nothing. The prompt's last token is left for `insert`, so that every token is
+    sampled in `step`. A refused slot is unchanged.
     """
     index = jnp.arange(slot.shape[0])
     mine = jnp.where(slot[:, None] == slot, count, 0)  # "r r": what every row adds to each row's slot
@@ -37,10 +42,18 @@ def prefill(
     granted = granted[slot]
     written = jnp.where(granted, count, 0)
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
-    attend = prefill_attend(config.read_policy, table.pages[slot], start, written, end)
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    logits, cache = None, state.cache
-    if not config.lazy:
+    logits: Float[Array, "r t v"] | None = None
+    cache, control = state.cache, state.control
+    budget = config.controller.budget
+    if budget is not None:
+        rows = PromptRow(slot=slot, table=table.pages[slot], start=start, count=written, end=end, last=last)
+        attend = budgeted_attend(config.read_policy, budget, rows)
+        carry = PromptCarry(cache=cache, notes=_begun(config, state, rows))
+        logits, carry = forward(of_model(params), config.model, tokens, positions, attend, carry)
+        cache, control = carry.cache, replace(control, prompt=carry.notes)
+    elif not config.lazy:
+        attend = prefill_attend(config.read_policy, table.pages[slot], start, written, end)
         logits, cache = forward(of_model(params), config.model, tokens, positions, attend, cache)
     beside, held_beside, held_by_model = state.small, state.held, state.model_held
     if config.small is not None:
@@ -69,4 +82,14 @@ def prefill(
         model_held=held_by_model,
         logits=last,
         length=state.length.at[slot].add(written),
+        control=control,
     ), granted
+
+
+def _begun(config: DecoderConfig, state: DecodeState, rows: PromptRow) -> PromptNotes:
+    """The notes of every slot, those of prompts that begin in these rows as of nothing read."""
+    notes, fresh = state.control.prompt, fresh_prompt(config)
+    assert notes is not None and fresh is not None
+    begins = (rows.start == 0) & (rows.count > 0)
+    slot = jnp.where(begins, rows.slot, config.num_slots)
+    return jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), notes, fresh)

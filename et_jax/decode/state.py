@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from et_jax.control import budget as budgets
 from et_jax.control.base import ControlState, Signals, num_words, started, updated
 from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftState
@@ -45,7 +46,9 @@ class DecoderConfig:
     which one token sets what the next may read (`steers_reading`) leave nothing to draft. `small` is a second model
     of the same vocabulary, which drafts, or speaks where the controller's `switch` says so; it reads all that it has
     seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks. With `audit`
-    either model says of the other's words, as it catches up with them, which were likeliest to it too.
+    either model says of the other's words, as it catches up with them, which were likeliest to it too; and under a
+    budget the last query of each segment says how much of its attention was on the blocks read. A budget's segments are
+    chunks.
     """
 
     model: ModelConfig
@@ -89,9 +92,27 @@ class DecoderConfig:
             raise ValueError("switch: got a selector that goes by surprisals, which a model that lags does not know")
         if (self.small is not None) != (drafts or speaks):
             raise ValueError("small: got a model that neither drafts nor speaks, or none that should; wanted both")
+        self._check_budget()
         if self.small is not None and self.small.vocab_size != self.model.vocab_size:
             sizes = f"{self.small.vocab_size} tokens, wanted {self.model.vocab_size}"
             raise ValueError(f"small: got a vocabulary of {sizes} as the model has")
+
+    def _check_budget(self) -> None:
+        """Raise ValueError where the controller's budget does not go with the rest."""
+        budget = self.controller.budget
+        if budget is None:
+            return
+        rounded = -(-budget.segment // self.page_size) * self.page_size
+        if self.chunk != rounded:
+            raise ValueError(
+                f"chunk: got {self.chunk} under a budget of segments of {budget.segment}, wanted {rounded}"
+            )
+        if 0 < budget.fewest_tokens < self.page_size:
+            raise ValueError(
+                f"budget: got one of {budget.fewest_tokens} tokens, wanted at least a block of {self.page_size}"
+            )
+        if self.controller.switch is not None:
+            raise ValueError("budget: got a switch between two models beside it; wanted one of them")
 
     @property
     def steers_reading(self) -> bool:
@@ -130,8 +151,9 @@ class DecoderConfig:
     def keeps(self) -> frozenset[str]:
         """What the state holds beside keys and values: needs of selectors, `keep`, and what those rest on."""
         needed = self.keep.union(*(selector.needs for selector in self.selectors)) - {"sensitivity"}
-        codes, surprisals = "codes" in needed, "surprisals" in needed
-        return needed | ({"summaries"} if codes else set()) | ({"logits"} if surprisals else set())
+        boxes = "codes" in needed or self.controller.budget is not None
+        surprisals = "surprisals" in needed
+        return needed | ({"summaries"} if boxes else set()) | ({"logits"} if surprisals else set())
 
     @property
     def scoring(self) -> tuple[str, tuple[str, ...]]:
@@ -292,8 +314,17 @@ def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Ar
             wait=jnp.zeros((), jnp.int32),
             block_mask=jnp.zeros(shape, jnp.uint32),
             notes={},
+            prompt=fresh_prompt(config),
         ),
     )
+
+
+def fresh_prompt(config: DecoderConfig) -> budgets.PromptNotes | None:
+    """Return the notes of a prompt of which nothing is read; None where no budget chooses what it reads."""
+    if config.controller.budget is None:
+        return None
+    heads = config.model.num_layers, config.model.num_kv_heads
+    return budgets.begun(config.controller.budget, *heads, probed=config.audit)
 
 
 def empty(config: DecoderConfig) -> DecodeState:
@@ -321,7 +352,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
         text=integers(b, config.max_length) if config.keeps_text else None,
-        draft=None if config.draft is None else drafting_started(integers(b)),
+        draft=None if config.draft is None else drafting_started(config.draft.length, integers(b)),
         held=None if config.small is None else integers(b),
         switch=None if switch is None else jax.vmap(lambda one: one.started())(laws.switch),
         model_held=None if switch is None else integers(b),

@@ -325,3 +325,41 @@ def switching(lines: Sequence[Case], questions: int) -> str:
         for line in lines
     ]
     return table(header, rows)
+
+
+def prefill(cases: Sequence[Case]) -> str:
+    """Return seconds of a layer's attention and of the whole prefill, and their ratios to dense, for each case."""
+    header = ["read", "attention, s", "over dense", "whole prefill, s", "over dense"]
+    return table(header, [[case["read"], *case["attention"].values(), *case["prefill"].values()] for case in cases])
+
+
+def prefill_budgets(lines: Sequence[Case], printed: Sequence[Case], questions: Sequence[Case]) -> str:
+    """Return what each budget saves of a constant one's divergence, by share read; as printed; right answers."""
+    by_arm: dict[str, dict[float, Case]] = {}
+    for line in lines:
+        by_arm.setdefault(line["arm"], {})[line["share"]] = line
+    shares = list(dict.fromkeys(line["share"] for line in lines))
+    whole = table(
+        ["budget", *[f"{share:.3g} read" for share in shares]],
+        [[arm, *[_saving(found.get(share)) for share in shares]] for arm, found in by_arm.items()],
+    )
+    keys = ("tokens", "arm", "share_read", "divergence", "loss")
+    sizes = table(
+        ["tokens", "budget", "share read", "KL", "loss", "saves"],
+        [[*[line[key] for key in keys], _saving(line)] for line in printed],
+    )
+    return f"{whole}\n\n{sizes}\n\n{_answers(questions)}"
+
+
+def _answers(questions: Sequence[Case]) -> str:
+    """Return right answers by task, budget and share read; a star where fewer than by chance."""
+    shares = list(dict.fromkeys(line["share"] for line in questions))
+    by_line: dict[tuple[str, str, str], dict[float, Case]] = {}
+    for line in questions:
+        key = line["task"], line["arm"], f"{line['dense']}/{line['questions']}"
+        by_line.setdefault(key, {})[line["share"]] = line
+    rows = [
+        [task, arm, dense, *[_right(found[share]) if share in found else None for share in shares]]
+        for (task, arm, dense), found in by_line.items()
+    ]
+    return table(["task", "budget", "all read", *[f"{share:.3g} read" for share in shares]], rows)

@@ -107,6 +107,11 @@ class Report:
         held = sum(row.blocks_held for row in rows)
         if (read := sum(row.blocks_read for row in rows)) < held:
             said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
+        prompts = [one.prompt_read for one in self.completions if one.prompt_read is not None]
+        if there := sum(one.blocks_held for one in prompts):
+            said.append(f"{100 * sum(one.blocks_read for one in prompts) / there:.0f}% of blocks read of the prompt")
+        if kept := [one.mass_kept for one in prompts if one.mass_kept is not None]:
+            said.append(f"on which was {sum(kept) / len(kept):.3f} of its attention")
         if drafted := sum(row.drafted for row in rows):
             said.append(f"{sum(row.accepted for row in rows)} of {drafted} drafted tokens accepted")
         if any(row.by_small is not None for row in rows):

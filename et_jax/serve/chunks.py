@@ -5,14 +5,14 @@ program, and the last bit of a sum over a row may differ between two programs.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from et_jax.decode.state import DecoderConfig
 
-Rows = tuple[np.ndarray[Any, np.dtype[np.int32]], ...]
+Rows = tuple[np.ndarray[Any, np.dtype[Any]], ...]
 
 
 def rows_per_call(config: DecoderConfig) -> int:
@@ -20,17 +20,21 @@ def rows_per_call(config: DecoderConfig) -> int:
     return config.prefill_batch // config.chunk
 
 
-def pack(config: DecoderConfig, chunks: Sequence[tuple[int, Sequence[int]]]) -> Rows:
-    """Return `slot`, `tokens` and `count` for `decode.prefill`.
+def pack(config: DecoderConfig, chunks: Sequence[tuple[int, Sequence[int]]], ends: Collection[int] = ()) -> Rows:
+    """Return `slot`, `tokens`, `count` and `last` for `decode.prefill`.
 
-    `chunks` are slots and at most `config.chunk` tokens for each, at most as many as a call takes.
+    `chunks` are slots and at most `config.chunk` tokens for each, at most as many as a call takes. The prompts of the
+    slots `ends` end with their last chunk here.
     """
     slot, count = np.zeros((2, rows_per_call(config)), np.int32)
     tokens = np.zeros((rows_per_call(config), config.chunk), np.int32)
     for i, (owner, chunk) in enumerate(chunks):
         slot[i], count[i] = owner, len(chunk)
         tokens[i, : len(chunk)] = chunk
-    return slot, tokens, count
+    final = {owner: i for i, (owner, _) in enumerate(chunks) if owner in ends}
+    last = np.zeros(rows_per_call(config), bool)
+    last[list(final.values())] = True
+    return slot, tokens, count, last
 
 
 def split(config: DecoderConfig, prompt: list[int]) -> list[list[int]]:
@@ -47,4 +51,6 @@ def next_call(config: DecoderConfig, prompts: Iterable[tuple[int, list[int]]]) -
 def calls(config: DecoderConfig, slot: int, prompt: list[int]) -> Iterator[Rows]:
     """Yield what `decode.prefill` takes, call by call, to write a prompt into a slot."""
     for at in range(0, len(prompt), config.prefill_batch):
-        yield pack(config, [(slot, chunk) for chunk in split(config, prompt[at : at + config.prefill_batch])])
+        part = split(config, prompt[at : at + config.prefill_batch])
+        ends = (slot,) if at + config.prefill_batch >= len(prompt) else ()
+        yield pack(config, [(slot, chunk) for chunk in part], ends)

@@ -53,6 +53,20 @@ class TokenTrace:
         return -self.surprisal
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRead:
+    """What of a prompt was read, segment by segment, while it was prefilled under a budget.
+
+    `blocks_read` of `blocks_held` blocks, over segments, layers and KV heads. `mass_kept` is the share of its attention
+    that the last query of a segment had on the blocks read, in the mean over segments, layers and query heads that did
+    not read everything; None where it was not asked for, or everything was read.
+    """
+
+    blocks_read: float
+    blocks_held: float
+    mass_kept: float | None
+
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -62,7 +76,7 @@ class Completion:
 
     `index` tells the `n` continuations of a prompt apart. `finish_reason` is "stop" (an end token or
     stop string), "length", "abort" (interrupted) or "error", explained by `error`; the text up to then
-    is kept.
+    is kept. `prompt_read` is None unless a budget chose what of the prompt was read.
     """
 
     prompt: str
@@ -73,6 +87,7 @@ class Completion:
     finish_reason: FinishReason
     trace: tuple[TokenTrace, ...] = dataclasses.field(repr=False)
     error: str | None = None
+    prompt_read: PromptRead | None = None
 
     @property
     def logprobs(self) -> tuple[float, ...]:
@@ -143,6 +158,7 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
     rows = [row for completion in completions for row in completion.trace]
     time = sum(completion.entropic_time for completion in completions)
     cost = sum(completion.cost for completion in completions)
+    prompts = [completion.prompt_read for completion in completions if completion.prompt_read is not None]
     rates: dict[str, float] = {}
     for completion in completions:
         rates |= {name: max(rate, rates.get(name, 0.0)) for name, rate in completion.guard_rates.items()}
@@ -160,6 +176,8 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "accepted_tokens": sum(row.accepted for row in rows),
         "audited_tokens": sum(row.audited for row in rows),
         "agreed_tokens": sum(row.agreed for row in rows),
+        "prompt_share_read": _mean([one.blocks_read / one.blocks_held for one in prompts if one.blocks_held]),
+        "prompt_mass_kept": _mean([one.mass_kept for one in prompts if one.mass_kept is not None]),
         "small_share": _mean([float(row.by_small) for row in rows if row.by_small is not None]),
     }
 

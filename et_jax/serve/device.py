@@ -3,7 +3,7 @@
 Which slots and pages those are is decided elsewhere; here slots are numbers and pages lists of numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -54,9 +54,9 @@ class Device:
 
     # Sequences.
 
-    def prefill(self, rows: Sequence[tuple[int, list[int]]]) -> None:
-        """Write chunks of prompts, each after what its slot holds, in one call."""
-        packed = chunks.pack(self.config, rows)
+    def prefill(self, rows: Sequence[tuple[int, list[int]]], ends: Collection[int] = ()) -> None:
+        """Write chunks of prompts, each after what its slot holds, in one call; those of the slots `ends` end here."""
+        packed = chunks.pack(self.config, rows, ends)
         self.state, granted = self.decoder.prefill(self.weights, self.state, *packed)
         self.promises.append(granted)
 

@@ -353,8 +353,11 @@ class Model:
             self.settings,
             metrics=self.metrics,
             # The surprisal of the first token after a kept page needs logits that are kept nowhere.
-            # Nor would the model know what the small one alone has read.
-            keep_prefixes=self.settings.prefix_cache and "surprisals" not in own.config.keeps and not own.config.lazy,
+            # Nor would the model know what the small one alone has read, nor a budget what came before the page.
+            keep_prefixes=self.settings.prefix_cache
+            and "surprisals" not in own.config.keeps
+            and not own.config.lazy
+            and own.config.controller.budget is None,
         )
 
     def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from et_jax.control.budget import PromptNotes
 from et_jax.decode import cost
 from et_jax.decode.state import DecoderConfig, StepOutput
-from et_jax.serve.completions import TokenTrace
+from et_jax.serve.completions import PromptRead, TokenTrace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,3 +166,13 @@ class Burst:
 def _known(signal: float) -> float | None:
     """A signal, None where it is not known."""
     return None if math.isnan(signal) else signal
+
+
+def prompt_read(notes: PromptNotes, slot: int) -> PromptRead:
+    """Return what was read of the prompt in a slot, of numpy arrays with a row for each slot."""
+    probes = 0.0 if notes.num_probes is None else float(notes.num_probes[slot])
+    return PromptRead(
+        blocks_read=float(notes.blocks_read[slot]),
+        blocks_held=float(notes.blocks_held[slot]),
+        mass_kept=None if notes.mass is None or not probes else float(notes.mass[slot]) / probes,
+    )

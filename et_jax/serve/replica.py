@@ -21,7 +21,7 @@ from et_jax.serve.device import Device
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.page_pool import PagePool
 from et_jax.serve.queue import Queue
-from et_jax.serve.records import Burst, StepRow
+from et_jax.serve.records import Burst, StepRow, prompt_read
 from et_jax.serve.sequence import Sequence, Status
 from et_jax.types import replace
 
@@ -246,7 +246,8 @@ class Replica:
         for slot, tokens in chosen:
             self.pool.write(slot, len(tokens))
         self.device.evict(self.pool.settle())
-        self.device.prefill(chosen)
+        ends = {slot for slot, _ in chosen if self._is_whole(slot)}
+        self.device.prefill(chosen, ends)
 
     def _begin(self, slot: int, sequence: Sequence) -> None:
         """Share the pages kept of this prompt, unless more of them are just coming."""
@@ -266,7 +267,11 @@ class Replica:
     def _insert_whole(self) -> None:
         """Insert the sequences whose prompts are in the cache as a whole."""
         prefilling = self._with(Status.PREFILLING).items()
-        whole = [(slot, one) for slot, one in prefilling if self.pool.written(slot) == len(one.prompt_ids) - 1]
+        whole = [(slot, one) for slot, one in prefilling if self._is_whole(slot)]
+        if whole and self.config.controller.budget is not None:
+            notes = self._fetched(self.device.state.control.prompt)
+            for slot, sequence in whole:
+                sequence.prompt_read = prompt_read(notes, slot)
         for slot, sequence in whole:
             self._insert(slot, sequence)
         if whole and self._keeps_prefixes:
@@ -274,6 +279,10 @@ class Replica:
             for slot, sequence in whole:
                 if sequence.status is Status.RUNNING:
                     self.device.keep(self.pool.keep(slot, table[slot].tolist()))
+
+    def _is_whole(self, slot: int) -> bool:
+        """Return whether the prompt of a slot's sequence is in the cache but for its last token."""
+        return self.pool.written(slot) == len(self.slots[slot].prompt_ids) - 1
 
     def _insert(self, slot: int, sequence: Sequence) -> None:
         """Have a sequence whose prompt is in the cache decode."""

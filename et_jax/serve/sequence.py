@@ -10,7 +10,7 @@ from et_jax.control.controller import Controller
 from et_jax.decode.request import Request, request
 from et_jax.decode.state import DecoderConfig
 from et_jax.serve import scheduler
-from et_jax.serve.completions import Completion, FinishReason, TokenEvent, TokenTrace
+from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace
 from et_jax.serve.requests import GenerationRequest
 from et_jax.text import Detokenizer, Tokenizer
 from et_jax.text.stop_strings import StopStrings
@@ -65,6 +65,7 @@ class Sequence:
     `laws` control it. `prompt_ids` are the tokens of `prompt`. `deliver` is called with every event. `arrival` numbers
     submissions and `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it
     is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held.
+    `prompt_read` is what a budget had it read of its prompt.
     """
 
     request: GenerationRequest
@@ -86,6 +87,7 @@ class Sequence:
     slot: int | None = None
     row: Any = None
     swapped: list[Any] = dataclasses.field(default_factory=list)
+    prompt_read: PromptRead | None = None
 
     @property
     def priority(self) -> float:
@@ -166,6 +168,7 @@ class Sequence:
             finish_reason=reason,
             trace=tuple(self.trace),
             error=error,
+            prompt_read=self.prompt_read,
         )
         return self._event(piece, None, completion)
 

@@ -3,6 +3,7 @@
 import jax
 from jax.typing import DTypeLike
 
+from et_jax.control.budget import Budget
 from et_jax.control.controller import Controller
 from et_jax.decode.attention import serving_backend
 from et_jax.decode.draft import Drafting
@@ -45,8 +46,6 @@ def decoder_config(
         )
     platform = jax.default_backend()
     page_size = settings.page_size or DEFAULT_PAGE_SIZE.get(platform, 64)
-    few = 128 if settings.max_num_seqs >= _MANY else 64
-    prefill_batch = settings.prefill_batch or (few if platform == "cpu" else 512)
     if num_pages is not None and num_pages < 2:
         raise UsageError(f"num_pages is {num_pages}; it must be at least 2, for page 0 holds no text.")
     batch = max(2, settings.max_num_seqs)  # one row alone is another program to the compiler, and a slower one
@@ -55,8 +54,7 @@ def decoder_config(
         raise UsageError(
             f"max_resident_seqs is {num_slots}; it must be at least the {batch} sequences that a step serves."
         )
-    prefill_batch = _multiple(min(prefill_batch, length), page_size)
-    chunk = _multiple(min(_CHUNK.get(platform, 128), prefill_batch), page_size)
+    chunk, prefill_batch = _prefill_sizes(settings, length, page_size, None)
     everything = num_slots * -(-length // page_size) + 1
     plain = DecoderConfig(
         model=model,
@@ -65,7 +63,7 @@ def decoder_config(
         page_size=page_size,
         num_pages=everything if num_pages is None else num_pages,
         max_length=length,
-        prefill_batch=_multiple(prefill_batch, chunk),
+        prefill_batch=prefill_batch,
         chunk=chunk,
         max_steps=_MAX_STEPS,
         cache_dtype=dtype,
@@ -90,21 +88,53 @@ def beside(
     That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked for
     and the laws allow any. Raises UsageError where there is no small model, or none that fits the other.
     """
-    alone = replace(laws, switch=None)
-    plain = replace(config, draft=None, small=None, lazy=False, audit=False, controller=alone, keep=keep)
+    chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
+    plain = replace(
+        config,
+        draft=None,
+        small=None,
+        lazy=False,
+        audit=settings.audit and laws.budget is not None,
+        controller=replace(laws, switch=None),
+        keep=keep,
+        chunk=chunk,
+        prefill_batch=prefill_batch,
+    )
     if small is not None:
         _check_beside(str(settings.second_model), small, plain)
     if laws.switch is not None:
+        if laws.budget is not None:
+            raise UsageError("This control has a prefill budget and switches between two models; take one of them.")
         if small is None:
             raise UsageError("This control switches between two models; name the other one by small.")
         return replace(plain, controller=laws, small=small, lazy=settings.lazy_prefill, audit=settings.audit)
     if settings.draft is None or plain.steers_reading:
         return plain
     if settings.draft_model is None:
-        return replace(plain, draft=Drafting(most=settings.draft_tokens, length=settings.lengths(0.0)))
+        return replace(plain, draft=Drafting(most=settings.draft_tokens, length=settings.lengths(plain.batch, 0.0)))
     assert small is not None
-    length = settings.lengths(num_weights(small) / num_weights(plain.model))
+    length = settings.lengths(plain.batch, num_weights(small) / num_weights(plain.model))
     return replace(plain, draft=Drafting(most=settings.draft_tokens, length=length, drafter=None), small=small)
+
+
+def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: Budget | None) -> tuple[int, int]:
+    """The tokens of a prompt in one row of prefill, a segment under a budget, and those of all rows of a call.
+
+    Raises UsageError for a budget of less than a block.
+    """
+    platform = jax.default_backend()
+    few = 128 if settings.max_num_seqs >= _MANY else 64
+    prefill_batch = settings.prefill_batch or (few if platform == "cpu" else 512)
+    prefill_batch = _multiple(min(prefill_batch, length), page_size)
+    chunk = _multiple(min(_CHUNK.get(platform, 128), prefill_batch), page_size)
+    if budget is not None:
+        if 0 < budget.fewest_tokens < page_size:
+            raise UsageError(
+                f"A prefill budget of {budget.fewest_tokens} tokens is less than a block of {page_size}; "
+                "choose a larger one."
+            )
+        chunk = _multiple(budget.segment, page_size)
+    return chunk, _multiple(prefill_batch, chunk)
 
 
 def _check_beside(name: str, small: ModelConfig, config: DecoderConfig) -> None:

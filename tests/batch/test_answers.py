@@ -39,6 +39,8 @@ def test_a_completion_body() -> None:
         "accepted_tokens": 0,
         "audited_tokens": 0,
         "agreed_tokens": 0,
+        "prompt_share_read": None,
+        "prompt_mass_kept": None,
         "small_share": None,
     }
     choice = {"logprobs": None, "finish_reason": "length"}

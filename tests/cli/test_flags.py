@@ -29,7 +29,7 @@ def test_flags_of_two_models_need_a_control_that_switches(given, sentence):
     flags.add_control(parser)
     args = parser.parse_args(given)
     with pytest.raises(UsageError, match=sentence):
-        flags.check_small(args, switches=preset(args.control).switch is not None)
+        flags.check_small(args, preset(args.control).switch is not None)
 
 
 @pytest.mark.parametrize("given", [{"draft_tokens": 4}, {"draft_length": "fixed"}])

@@ -43,7 +43,7 @@ def signals_of(name: str, sharpness: float = 1.0, **knobs):
     return run(d, params, state)[1][1].signals
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("ead")])
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("e")])
 def test_tolerance_zero_reads_everything_and_changes_no_text(name):
     d = bound(preset(name, **({} if name == "off" else {"tolerance": 0.0})))
     rows = paged_texts(d, weights(), temperature=0.8)
@@ -120,6 +120,9 @@ def test_the_same_preset_is_one_controller():
         ("ead", {"window": 3}, 'control "ead" has no window; it has tau.'),
         ("paper", {"tau": 0.1}, 'control "paper" has no tau; it has target_entropy, tolerance, min_blocks, window.'),
         ("ead_guarded", {"tau": float("nan")}, "tau is nan"),
+        ("entropyinfer", {"prefill_budget": 0}, "prefill_budget is 0; it must be at least 1 token."),
+        ("entropyinfer", {"tau": 0.1}, 'control "entropyinfer" has no tau; it has prefill_budget.'),
+        ("certified", {"prefill_budget": 64}, 'control "certified" has no prefill_budget'),
         ("off", {"window": 3}, 'control "off" has no window'),
         ("paper", {"target_entropy": 0.0}, "target_entropy is 0.0; it must be above 0 nats."),
         ("paper", {"target_entropy": float("nan")}, "target_entropy is nan"),

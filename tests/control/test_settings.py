@@ -34,6 +34,16 @@ def test_the_bound_of_a_switch_is_a_number_of_its_preset(name):
         adjusted(made, {"tolerance": 0.1})
 
 
+def test_a_prefill_budget_is_part_of_the_program():
+    made = preset("entropyinfer", prefill_budget=512)
+    assert preset_of(made) == ("entropyinfer", {"prefill_budget": 512})
+    assert adjusted(made, {"prefill_budget": 512}) == made
+    with pytest.raises(UsageError, match="prefill_budget, which takes another program than the one loaded"):
+        adjusted(made, {"prefill_budget": 256})
+    with pytest.raises(UsageError, match=r"prefill_budget is 0\.5; it must be a whole number"):
+        adjusted(made, {"prefill_budget": 0.5})
+
+
 def test_off_has_numbers_of_its_clock_and_no_settings():
     assert preset_of(Controller()) == ("off", {})
     assert adjusted(Controller(), {"decay": 0.5}) != Controller() == adjusted(Controller(), {})

@@ -94,6 +94,7 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
     "num_kv_heads": 8,
     "head_dim": 128,
 }
+QWEN3_8B = LLAMA3_8B | {"architecture": "qwen3", "qk_norm": True, "vocab_size": 151936, "intermediate_size": 12288}
 LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
@@ -107,6 +108,19 @@ DECODINGS = (
         prefill_batch=512,
         control="adaptive",
         by_xla=False,
+    ),
+    *(
+        Decoding(
+            name=f"entropyinfer {name}",
+            model=model,
+            num_slots=16,
+            max_length=32768,
+            prefill_batch=512,
+            control="entropyinfer",
+            functions=("prefill",),
+            by_xla=False,
+        )
+        for name, model in (("llama3_8b", LLAMA3_8B), ("qwen3_8b", QWEN3_8B))
     ),
     *(
         Decoding(

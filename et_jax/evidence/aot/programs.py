@@ -248,17 +248,18 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         None
         if shape is None
         else ModelConfig(
-            architecture="llama",
             num_layers=2,
             windows=(None, None),
             max_positions=decoding.max_length,
             norm_eps=1e-5,
             rope_theta=500000.0,
-            **shape,
+            **{"architecture": "llama"} | shape,
         )
         for shape in (decoding.model, decoding.small)
     )
     assert model is not None
+    controller = preset(decoding.control)
+    part = PART if controller.budget is None else controller.budget.segment
     config = DecoderConfig(
         model=model,
         num_slots=decoding.num_slots,
@@ -267,11 +268,11 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         num_pages=decoding.num_slots * decoding.max_length // chip.page_size + 1,
         max_length=decoding.max_length,
         prefill_batch=decoding.prefill_batch,
-        chunk=PART,
+        chunk=part,
         max_steps=32,
         cache_dtype=jnp.bfloat16,
         backend=backend,
-        controller=preset(decoding.control),
+        controller=controller,
         draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
         small=small,
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
@@ -280,9 +281,10 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), specs)
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
     integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
-    rows = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // PART,), jnp.int32))
-    tokens = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // PART, PART), jnp.int32))
-    functions = {"step": (step, ()), "decode": (decode, (integer,)), "prefill": (prefill, (rows, tokens, rows))}
+    rows = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // part,), jnp.int32))
+    tokens = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // part, part), jnp.int32))
+    prompts = (rows, tokens, rows, on_chip(rows, dtype=jnp.bool_))
+    functions = {"step": (step, ()), "decode": (decode, (integer,)), "prefill": (prefill, prompts)}
     program, arguments = functions[function]
     jitted = jax.jit(partial(program, config), donate_argnums=1)
     pools = (state.cache, state.small)

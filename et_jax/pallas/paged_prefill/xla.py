@@ -1,9 +1,9 @@
 """`paged_prefill` without Pallas: an online softmax over fixed groups of list entries.
 
 Dense attention lists every block, and its loop runs from the first group a window still reaches to the last one any
-query needs; over lists that are given it runs to the end of the longest. Groups begin at fixed multiples of their
-size, and one that a row does not see changes no bit of that row: before its first token everything stays 0, after its
-last the old sums are scaled by exactly 1 and exactly 0 is added.
+query needs. Lists that are given are walked one after the other, each to its own end: work is their sum. Groups begin
+at fixed multiples of their size, and one that a row does not see changes no bit of that row: before its first token
+everything stays 0, after its last the old sums are scaled by exactly 1 and exactly 0 is added.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from et_jax.pallas.checks import padded_width, require_counts
 from et_jax.pallas.gather import page_rows, tokens
 from et_jax.pallas.softmax import Softmax, finite
 from et_jax.pallas.workspace import Workspace
+from et_jax.types import replace
 
 # Measured on x86-64 with two cores, chunks of 64 to 512 queries.
 GROUP_TOKENS = 256
@@ -61,6 +62,9 @@ def paged_prefill(
     b, t, h, d = q.shape
     k, p, s, _ = pages.shape
     x, g, n = b * k, h // k, page_table.shape[1]
+    if blocks is not None and counts is not None and x > 1:
+        lists = {"blocks": blocks, "counts": counts, "block_lse": block_lse, "softmax": softmax, "config": config}
+        return _list_by_list(q, pages, page_table, starts, **lists)
     if config is None:
         facts = {"page_size": s, "head_dim": d, "queries": h // k, "chunk": t, "dtype": pages.dtype}
         config = tuned.settings(heuristic(s), "paged_prefill/xla", **facts)
@@ -139,6 +143,44 @@ def paged_prefill(
         return rows.reshape(b, k, g, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
 
     return by_query(out).astype(q.dtype), None if lse is None else by_query(lse[..., :m])
+
+
+def _list_by_list(
+    q: Float[Array, "b t h d"],
+    pages: Float[Array, "k p s e"],
+    page_table: Int[Array, "b n"],
+    starts: Int[Array, " b"],
+    *,
+    blocks: Int[Array, "b k m"],
+    counts: Int[Array, "b k"],
+    block_lse: bool,
+    softmax: Softmax,
+    config: Config | None,
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
+    """Walk the list of each row and KV head alone, the pool seen as that of one head."""
+    (b, t, h, d), (k, p, s, e) = q.shape, pages.shape
+    g, pool, sinks = h // k, pages.reshape(1, k * p, s, e), softmax.sink_logits
+
+    def one(pair: Int[Array, ""]) -> tuple[Float[Array, "t g d"], Float[Array, "t g m"] | None]:
+        row, head = pair // k, pair % k
+        out, lse = paged_prefill(
+            lax.dynamic_slice(q, (row, 0, head * g, 0), (1, t, g, d)),
+            pool,
+            page_table[row][None] + head * p,
+            starts[row][None],
+            blocks=blocks[row, head][None, None],
+            counts=counts[row, head][None, None],
+            block_lse=block_lse,
+            softmax=softmax if sinks is None else replace(softmax, sink_logits=sinks.reshape(k, g)[head]),
+            config=config,
+        )
+        return out[0], None if lse is None else lse[0]
+
+    def by_query(x: Float[Array, "x t g y"]) -> Float[Array, "b t h y"]:
+        return x.reshape(b, k, t, g, -1).swapaxes(1, 2).reshape(b, t, h, -1)
+
+    out, lse = lax.map(one, jnp.arange(b * k, dtype=jnp.int32))
+    return by_query(out), None if lse is None else by_query(lse)
 
 
 def _block_lse(scores: Float[Array, "x q t"], num_blocks: int) -> Float[Array, "x q m"]:

@@ -1,0 +1,267 @@
+"""Which blocks of the cache a segment of a prompt reads: EntropyInfer's budgets, and what they are compared with.
+
+The blocks that hold the segment itself are always read. A budget sees what page summaries tell of the blocks before
+it, all KV heads of a layer at once, and keeps what it needs from segment to segment. Its numbers are part of the
+program: a prompt is read before there is a state that could hold numbers of its own.
+
+Sources: EntropyInfer (arXiv 2606.09508), CritiPrefill (arXiv 2409.12490), FlexPrefill (Lai et al. 2025).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control.bisect import above_threshold
+from et_jax.control.segment import Segment, block_entropy, log_share
+from et_jax.sums import log_sum_exp, total
+from et_jax.types import pytree, static, value
+
+
+@value
+class Budget:
+    """Chooses the blocks of a segment. Derive from it, as a `value` whose fields are all `static`, for another.
+
+    A segment has `segment` tokens, the last one of a prompt as many as are left. The first `dense_layers` layers, the
+    last segment, and segments that begin before `dense_until` tokens read everything, as do layers with a sliding
+    window. Defaults of all budgets are those of EntropyInfer's code.
+    """
+
+    _: dataclasses.KW_ONLY
+    segment: int = static(default=512)
+    dense_layers: int = static(default=1)
+    dense_until: int = static(default=4096)
+
+    def __post_init__(self) -> None:
+        for name, least in (("segment", 1), ("dense_layers", 0), ("dense_until", 0)):
+            self._check(
+                name, isinstance(getattr(self, name), int) and getattr(self, name) >= least, f"at least {least}"
+            )
+
+    def _check(self, name: str, fine: bool, wanted: str) -> None:
+        if not fine:
+            raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}; it must be {wanted}")
+
+    @property
+    def needs_interval(self) -> bool:
+        """Whether it reads `Segment.interval`."""
+        return False
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Tokens of the smallest budget it gives out, which must hold a block; 0 where it counts none."""
+        return 0
+
+    def started(self, num_kv_heads: int) -> Any:
+        """Return what it keeps of a layer before the first segment: a tree of arrays that lead with the KV heads."""
+        return {}
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read, and what is kept for the next segment. What is not visible is never read."""
+        raise NotImplementedError
+
+
+@value
+class ConstantBudget(Budget):
+    """The blocks of greatest score, as many as hold `tokens` tokens: CritiPrefill."""
+
+    tokens: int = static(default=2048)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("tokens", isinstance(self.tokens, int) and self.tokens >= 1, "at least 1")
+
+    @property
+    def fewest_tokens(self) -> int:
+        """All of them."""
+        return self.tokens
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        count = jnp.full(segment.score.shape[0], self.tokens // segment.block_size, jnp.int32)
+        return greatest(segment.score, count, segment.visible), kept
+
+
+@pytree
+class EntropyNotes:
+    """What `EntropyBudget` keeps of each KV head: the last entropy and budget, and whether all entropies were ~0."""
+
+    entropy: Float[Array, "*b k"]
+    tokens: Float[Array, "*b k"]
+    rigid: Bool[Array, "*b k"]
+    begun: Bool[Array, "*b k"]
+
+
+@value
+class EntropyBudget(Budget):
+    """More blocks for a head as its attention spreads: EntropyInfer.
+
+    With H_s a head's entropy over the blocks before segment s, and B_0 = `tokens`:
+
+        r_s = clip((H_s - H_(s-1)) / (H_(s-1) + 1e-9), 0, 1 + threshold),  threshold itself in the first such segment
+        B_s = clip(B_(s-1) + gain B_0 (r_s - threshold), floor B_0, cap B_0)
+
+    and the floor(B_s / block size) blocks of greatest score are read. A head is rigid, and gets B_0, until an entropy
+    reaches `rigid_below`; the paper's code looks at all segments first, which a prompt that is read chunk by chunk does
+    not allow. H is that of the scaled scores, over the log of the number of visible blocks.
+
+    As printed the floor is 1: entropy only ever adds blocks to B_0. With `printed` H is what the paper's code
+    takes: of unscaled scores, with shares rounded to bfloat16, in nats. With `shared` every head of a layer gets the
+    largest budget among them, as that code does.
+    """
+
+    tokens: int = static(default=2048)
+    gain: float = static(default=0.5)
+    threshold: float = static(default=0.4)
+    floor: float = static(default=1.0)
+    cap: float = static(default=3.0)
+    rigid_below: float = static(default=1e-5)
+    printed: bool = static(default=False)
+    shared: bool = static(default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("tokens", isinstance(self.tokens, int) and self.tokens >= 1, "at least 1")
+        for name in ("gain", "threshold", "rigid_below"):
+            self._check(name, 0 <= getattr(self, name) < math.inf, "a number from 0 on")
+        self._check("floor", 0 < self.floor <= 1, "above 0 and at most 1")
+        self._check("cap", 1 <= self.cap < math.inf, "a number from 1 on")
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Those of the floor."""
+        return int(self.floor * self.tokens)
+
+    def started(self, num_kv_heads: int) -> EntropyNotes:
+        """Return the notes of heads of which nothing has been seen."""
+        return EntropyNotes(
+            entropy=jnp.zeros(num_kv_heads, jnp.float32),
+            tokens=jnp.full(num_kv_heads, self.tokens, jnp.float32),
+            rigid=jnp.ones(num_kv_heads, bool),
+            begun=jnp.zeros(num_kv_heads, bool),
+        )
+
+    def choose(self, segment: Segment, kept: EntropyNotes) -> tuple[Bool[Array, "k n"], EntropyNotes]:
+        """Return the blocks to read, and the budgets."""
+        count, after = self.counts(segment, kept)
+        return greatest(segment.score, count, segment.visible), after
+
+    def counts(self, segment: Segment, kept: EntropyNotes) -> tuple[Int[Array, " k"], EntropyNotes]:
+        """Return how many blocks each head reads, and the budgets."""
+        after = jax.tree.map(
+            lambda new, old: jnp.where(jnp.any(segment.visible), new, old),
+            self.updated(block_entropy(segment, printed=self.printed), kept),
+            kept,
+        )
+        tokens = jnp.where(after.rigid, self.tokens, after.tokens)
+        if self.shared:
+            tokens = jnp.full_like(tokens, jnp.max(tokens))
+        return jnp.floor(tokens / segment.block_size).astype(jnp.int32), after
+
+    def updated(self, entropy: Float[Array, " k"], kept: EntropyNotes) -> EntropyNotes:
+        """Return the budgets after one more segment of this entropy."""
+        growth = jnp.clip((entropy - kept.entropy) / (kept.entropy + 1e-9), 0.0, 1.0 + self.threshold)
+        growth = jnp.where(kept.begun, growth, self.threshold)
+        tokens = kept.tokens + self.gain * self.tokens * (growth - self.threshold)
+        return EntropyNotes(
+            entropy=entropy,
+            tokens=jnp.clip(tokens, self.floor * self.tokens, self.cap * self.tokens),
+            rigid=kept.rigid & (entropy < self.rigid_below),
+            begun=jnp.ones_like(kept.begun),
+        )
+
+
+@value
+class MassBudget(Budget):
+    """The fewest blocks without which a share of at most `left` of the estimated mass is unread: FlexPrefill."""
+
+    left: float = static(default=0.05)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("left", 0 <= self.left < 1, "from 0 to below 1")
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        share = jnp.exp(log_share(segment.score, segment.visible))
+
+        def fine(opened: Bool[Array, "k n"]) -> Bool[Array, " k"]:
+            return total(jnp.where(opened, 0.0, share)) <= self.left
+
+        return above_threshold(jnp.where(segment.visible, share, -1.0), fine) & segment.visible, kept
+
+
+@value
+class CertifiedBudget(Budget):
+    """As many blocks as it takes to prove that no query of the segment leaves more than `left` of its mass unread.
+
+    The mass of a block of n tokens lies between n e^low and n e^high, and a share of
+
+        sum over unread of e^high / (sum over unread of e^high + sum over read of e^low)
+
+    bounds what a query leaves of all blocks before its segment. The interval holds for a whole group of queries and
+    a whole block of keys, so it is wide: where it spans more nats than attention is sharp, everything is read.
+    """
+
+    left: float = static(default=0.05)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("left", 0 <= self.left <= 1, "from 0 to 1")
+
+    @property
+    def needs_interval(self) -> bool:
+        """It rests on it."""
+        return True
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        assert segment.interval is not None
+        least = jnp.finfo(jnp.float32).min
+        low, high = (jnp.where(segment.visible, x, least) for x in (segment.interval.low, segment.interval.high))
+        most = jnp.max(high - log_sum_exp(low)[..., None], axis=1)
+
+        def fine(opened: Bool[Array, "k n"]) -> Bool[Array, " k"]:
+            read = log_sum_exp(jnp.where(opened[:, None], low, least))
+            unread = log_sum_exp(jnp.where(opened[:, None], least, high))
+            return jnp.all(jax.nn.sigmoid(unread - read) <= self.left, axis=1)
+
+        return above_threshold(jnp.where(segment.visible, most, least), fine) & segment.visible, kept
+
+
+@pytree
+class PromptNotes:
+    """How a prompt is read under a budget.
+
+    `kept` is what the budget keeps of each layer and KV head. `blocks_read` of `blocks_held` blocks were read so far,
+    over segments, layers and KV heads. `mass` sums the share of its attention that the last query of each segment had
+    on the blocks read, over layers that did not read everything and query heads, `num_probes` counts those; both are
+    None where no one asks.
+    """
+
+    kept: Any
+    blocks_read: Float[Array, "*b"]
+    blocks_held: Float[Array, "*b"]
+    mass: Float[Array, "*b"] | None
+    num_probes: Float[Array, "*b"] | None
+
+
+def begun(budget: Budget, num_layers: int, num_kv_heads: int, *, probed: bool) -> PromptNotes:
+    """Return the notes of a prompt of which nothing is read."""
+    zero = jnp.zeros((), jnp.float32)
+    kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_layers, *x.shape)), budget.started(num_kv_heads))
+    probes = zero if probed else None
+    return PromptNotes(kept=kept, blocks_read=zero, blocks_held=zero, mass=probes, num_probes=probes)
+
+
+def greatest(score: Float[Array, "k n"], count: Int[Array, " k"], visible: Bool[Array, " n"]) -> Bool[Array, "k n"]:
+    """Return the `count` visible blocks of greatest score in each row, all where there are fewer; ties go together."""
+    least = jnp.finfo(jnp.float32).min
+
+    def fine(opened: Bool[Array, "k n"]) -> Bool[Array, " k"]:
+        return jnp.sum(opened & visible, axis=1) >= count
+
+    return above_threshold(jnp.where(visible, score, least), fine) & visible & (count > 0)[:, None]

@@ -1,0 +1,210 @@
+"""Budgets compared on given text: what reading less of a prompt does to what the model predicts while it reads it.
+
+Every segment of a text is read as prefill reads it, by the same code, and its logits are compared with those of dense
+reading. The size of a budget is traced, so that one program serves every setting of an arm.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control.budget import (
+    Budget,
+    CertifiedBudget,
+    ConstantBudget,
+    EntropyBudget,
+    EntropyNotes,
+    MassBudget,
+    begun,
+    greatest,
+)
+from et_jax.control.segment import Segment
+from et_jax.decode import cache as kv
+from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
+from et_jax.decode.reading import ReadPolicy
+from et_jax.models.transformer import Params, forward
+from et_jax.types import Number, pytree, replace, static, value
+
+
+@value
+class SizedConstant(ConstantBudget):
+    """`ConstantBudget` of a traced size."""
+
+    tokens: Number = 2048.0
+
+    def __post_init__(self) -> None:
+        Budget.__post_init__(self)
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read, of which the last is given to some heads only, so that any share can be had."""
+        heads = segment.score.shape[0]
+        many = self.tokens / segment.block_size
+        # heads take turns at what is left of a block
+        turn = ((jnp.arange(heads) + segment.index + segment.layer) % heads).astype(jnp.float32)
+        count = jnp.floor(many + (turn + 0.5) / heads).astype(jnp.int32)
+        return greatest(segment.score, count, segment.visible), kept
+
+
+@value
+class SizedEntropy(EntropyBudget):
+    """`EntropyBudget` of a traced size; `shuffled`, a head has the budget of another one of its layer, by chance."""
+
+    tokens: Number = 2048.0
+    shuffled: bool = static(default=False)
+
+    def __post_init__(self) -> None:
+        Budget.__post_init__(self)
+
+    def counts(self, segment: Segment, kept: EntropyNotes) -> tuple[Int[Array, " k"], EntropyNotes]:
+        """Return how many blocks each head reads."""
+        count, after = super().counts(segment, kept)
+        if self.shuffled:
+            key = jax.random.fold_in(jax.random.key(segment.layer), segment.index)
+            count = jax.random.permutation(key, count)
+        return count, after
+
+
+@pytree
+class Watched:
+    """The notes of an `EntropyBudget`, and for how many segments a head has counted as rigid."""
+
+    notes: EntropyNotes
+    rigid_for: Int[Array, "*b k"]
+
+
+@value
+class RigidFor(EntropyBudget):
+    """`EntropyBudget` that counts for how many segments each head is rigid before one shows otherwise."""
+
+    def started(self, num_kv_heads: int) -> Any:
+        """Return the notes of heads of which nothing has been seen."""
+        return Watched(notes=super().started(num_kv_heads), rigid_for=jnp.zeros(num_kv_heads, jnp.int32))
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        opened, notes = super().choose(segment, kept.notes)
+        rigid = notes.rigid & jnp.any(segment.visible)
+        return opened, Watched(notes=notes, rigid_for=kept.rigid_for + rigid.astype(jnp.int32))
+
+
+@value
+class SizedMass(MassBudget):
+    """`MassBudget` of a traced size."""
+
+    left: Number = 0.05
+
+    def __post_init__(self) -> None:
+        Budget.__post_init__(self)
+
+
+@value
+class SizedCertified(CertifiedBudget):
+    """`CertifiedBudget` of a traced size."""
+
+    left: Number = 0.05
+
+    def __post_init__(self) -> None:
+        Budget.__post_init__(self)
+
+
+@value
+class AtRandom(SizedConstant):
+    """A constant number of blocks, which chance chooses: what knowing nothing gives."""
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        key = jax.random.fold_in(jax.random.key(segment.layer), segment.index)
+        return super().choose(replace(segment, score=jax.random.uniform(key, segment.score.shape)), kept)
+
+
+@value
+class Recent(SizedConstant):
+    """A constant number of blocks, the newest and the very first one: a window with a sink (StreamingLLM)."""
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        place = jnp.arange(segment.score.shape[1], dtype=jnp.float32)
+        newest = jnp.where(place == 0, jnp.inf, place)
+        return super().choose(replace(segment, score=jnp.broadcast_to(newest, segment.score.shape)), kept)
+
+
+@pytree
+class Reading:
+    """What an arm gave of rows of text, at every token with one after it: "r u", in nats, and the share read, "r".
+
+    `read` of `held` blocks, of those before each segment in layers that may leave some out.
+    """
+
+    loss: Float[Array, "r u"]
+    divergence: Float[Array, "r u"]
+    read: Float[Array, " r"]
+    held: Float[Array, " r"]
+
+
+@partial(jax.jit, static_argnames=("policy", "segment"))
+def logits_of(
+    policy: ReadPolicy, params: Params, budget: Budget, tokens: Int[Array, "r u"], *, segment: int
+) -> tuple[Float[Array, "r u v"], Float[Array, " r"], Float[Array, " r"], Any]:
+    """Return the log-probabilities after every token of rows of whole segments, and of each row blocks read and held.
+
+    Last comes what the budget kept of every layer. No segment is taken for the last.
+    """
+    (r, u), c = tokens.shape, policy.model
+    blocks = u // policy.page_size
+    cache = kv.empty(c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, policy.page_size, params.embedding.dtype)
+    table = 1 + jnp.arange(r * blocks, dtype=jnp.int32).reshape(r, blocks)
+    fresh = begun(budget, c.num_layers, c.num_kv_heads, probed=False)
+    notes = jax.tree.map(lambda x: jnp.broadcast_to(x, (r, *x.shape)), fresh)
+
+    def one(memory: PromptCarry, given: tuple[Array, Array]) -> tuple[PromptCarry, Array]:
+        part, at = given
+        start = jnp.full(r, at, jnp.int32)
+        count = jnp.full(r, segment, jnp.int32)
+        rows = PromptRow(
+            slot=jnp.arange(r, dtype=jnp.int32),
+            table=table,
+            start=start,
+            count=count,
+            end=start + count,
+            last=jnp.zeros(r, bool),
+        )
+        positions = start[:, None] + jnp.arange(segment, dtype=jnp.int32)
+        found, memory = forward(params, c, part, positions, budgeted_attend(policy, budget, rows), memory)
+        return memory, jax.nn.log_softmax(found)
+
+    parts = tokens.reshape(r, -1, segment).swapaxes(0, 1)
+    starts = jnp.arange(parts.shape[0], dtype=jnp.int32) * segment
+    memory, found = jax.lax.scan(one, PromptCarry(cache=cache, notes=notes), (parts, starts))
+    read, held = (
+        x - _always_read(policy, budget, u, segment) for x in (memory.notes.blocks_read, memory.notes.blocks_held)
+    )
+    return found.swapaxes(0, 1).reshape(r, u, -1), read, held, memory.notes.kept
+
+
+def compared(
+    dense: Float[Array, "r u v"],
+    got: tuple[Float[Array, "r u v"], Float[Array, " r"], Float[Array, " r"], Any],
+    following: Int[Array, "r u"],
+) -> Reading:
+    """Return how an arm's log-probabilities differ from the dense ones."""
+    found, read, held, _ = got
+    return Reading(
+        loss=-jnp.take_along_axis(found, following[..., None], axis=2)[..., 0],
+        divergence=jnp.sum(jnp.exp(dense) * (dense - found), axis=2),
+        read=read,
+        held=held,
+    )
+
+
+def _always_read(policy: ReadPolicy, budget: Budget, length: int, segment: int) -> int:
+    """The blocks of a row that every arm reads: dense layers, dense segments, and those that hold a segment itself."""
+    own, layers = segment // policy.page_size, policy.model.num_layers
+    whole = [(start // policy.page_size + own, start < budget.dense_until) for start in range(0, length, segment)]
+    sparse_layers = layers - min(budget.dense_layers, layers)
+    dense = (layers - sparse_layers) * sum(held for held, _ in whole)
+    return policy.model.num_kv_heads * (
+        dense + sparse_layers * sum(held if all_read else own for held, all_read in whole)
+    )

@@ -1,0 +1,99 @@
+"""Budgets compared on text: dense reading is the plain forward pass, sizes are met, a shuffle keeps the sum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import MODEL, prompt, weights
+
+from et_jax.control.budget import ConstantBudget, EntropyBudget
+from et_jax.control.segment import Segment
+from et_jax.decode.reading import ReadPolicy
+from et_jax.evidence.held_out import causal_attend
+from et_jax.evidence.prompt_arms import AtRandom, Recent, RigidFor, SizedConstant, SizedEntropy, compared, logits_of
+from et_jax.models.transformer import forward
+from et_jax.types import replace
+
+PAGE, SEGMENT, LENGTH = 4, 8, 48
+POLICY = ReadPolicy(model=MODEL, page_size=PAGE, backend="xla", scores_backend="xla")
+COMMON = {"segment": SEGMENT, "dense_layers": 0, "dense_until": 0}
+TOKENS = jnp.asarray([prompt(1, LENGTH), prompt(2, LENGTH)], jnp.int32)
+
+
+def read(budget):
+    return logits_of(POLICY, weights(), budget, TOKENS, segment=SEGMENT)
+
+
+def segment(number=0, layer=1):
+    return Segment(
+        score=jnp.asarray(np.random.default_rng(number).normal(size=(2, 12)), jnp.float32),
+        visible=jnp.arange(12) < 10,
+        interval=None,
+        index=jnp.int32(5),
+        layer=layer,
+        block_size=PAGE,
+        scale=1.0,
+    )
+
+
+def test_where_all_is_read_the_logits_are_those_of_the_plain_forward_pass():
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
+    wanted = jax.nn.log_softmax(forward(weights(), MODEL, TOKENS, positions, causal_attend, None)[0])
+    got, num_read, num_held, _ = read(ConstantBudget(tokens=LENGTH, **COMMON))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+    before = sum(start // PAGE for start in range(0, LENGTH, SEGMENT))
+    np.testing.assert_array_equal(num_read, num_held)
+    np.testing.assert_array_equal(num_held, MODEL.num_layers * MODEL.num_kv_heads * before)
+    same = compared(got, (got, num_read, num_held, {}), jnp.roll(TOKENS, -1, axis=1))
+    np.testing.assert_allclose(same.divergence, 0.0, atol=1e-6)
+    np.testing.assert_allclose(same.loss[0, 0], -wanted[0, 0, TOKENS[0, 1]], rtol=1e-4)
+
+
+def test_reading_less_is_another_distribution_and_is_counted():
+    dense = read(ConstantBudget(tokens=LENGTH, **COMMON))[0]
+    found = compared(dense, read(ConstantBudget(tokens=PAGE, **COMMON)), jnp.roll(TOKENS, -1, axis=1))
+    per_head = sum(min(1, start // PAGE) for start in range(0, LENGTH, SEGMENT))
+    np.testing.assert_array_equal(found.read, MODEL.num_layers * MODEL.num_kv_heads * per_head)
+    assert found.divergence[:, :SEGMENT].max() < 1e-6 and found.divergence[:, 2 * SEGMENT :].mean() > 1e-3
+
+
+@pytest.mark.parametrize("tokens", [4.0, 6.0, 16.0])
+def test_a_traced_size_is_the_size_itself(tokens):
+    sized, _ = SizedConstant(tokens=tokens, **COMMON).choose(segment(), {})
+    assert int(sized.sum()) == 2 * tokens / PAGE
+    if tokens % PAGE == 0:
+        plain, _ = ConstantBudget(tokens=int(tokens), **COMMON).choose(segment(), {})
+        np.testing.assert_array_equal(sized, plain)
+    law = EntropyBudget(tokens=int(tokens), **COMMON)
+    one, other = (each.choose(segment(), each.started(2))[0] for each in (law, SizedEntropy(tokens=tokens, **COMMON)))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_shuffle_gives_heads_each_others_budgets():
+    plain, shuffled = (SizedEntropy(tokens=16.0, floor=0.1, shuffled=way, **COMMON) for way in (False, True))
+    notes = plain.started(2)
+    notes = plain.updated(jnp.asarray([0.9, 0.5]), plain.updated(jnp.asarray([0.3, 0.5]), notes))
+    differ = 0
+    for layer in range(8):
+        one, other = (np.asarray(law.counts(segment(layer=layer), notes)[0]) for law in (plain, shuffled))
+        np.testing.assert_array_equal(np.sort(one), np.sort(other))
+        differ += (one != other).any()
+    assert 0 < differ < 8
+
+
+def test_the_segments_for_which_a_head_is_rigid_are_counted():
+    law = RigidFor(tokens=16, rigid_below=0.5, **COMMON)
+    sharp = replace(segment(), score=jnp.asarray([[40.0] + [0.0] * 11, [0.0] * 12]))
+    kept = law.started(2)
+    for one in (replace(sharp, visible=sharp.visible & False), sharp, sharp, segment(), sharp):
+        _, kept = law.choose(one, kept)
+    np.testing.assert_array_equal(kept.rigid_for, [2, 0])
+    assert not kept.notes.rigid.any()
+
+
+def test_what_knows_nothing_of_the_queries():
+    recent, _ = Recent(tokens=12.0, **COMMON).choose(segment(), {})
+    np.testing.assert_array_equal(np.flatnonzero(recent[0]), [0, 8, 9])
+    one, other = (AtRandom(tokens=12.0, **COMMON).choose(segment(number), {})[0] for number in (0, 1))
+    np.testing.assert_array_equal(one, other)
+    assert one.sum() == 6 and not one[:, 10:].any()
