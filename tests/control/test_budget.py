@@ -1,10 +1,9 @@
 """What a segment of a prompt reads: budgets against a program of their own, and the faults of the printed version."""
 
-import dataclasses
-
 import entropyinfer
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -164,17 +163,27 @@ def test_unscaled_scores_make_attention_look_sharp():
     assert np.all(printed < 0.35) and np.all(sound > 0.85)
 
 
-def test_rounded_shares_make_a_head_rigid_that_is_not():
-    score = jnp.zeros((1, 4)).at[0, 0].set(7.0)  # the others hold 0.27% of the mass together
+@pytest.mark.parametrize(("gap", "rigid"), [(7.0, False), (12.0, False), (17.5, True)])
+def test_a_head_is_rigid_only_where_one_block_takes_all(gap, rigid):
+    """Below 1e-5 nats: where the three other blocks hold less than a millionth of the mass together."""
     segment = Segment(
-        score=score, visible=jnp.ones(4, bool), interval=None, index=jnp.int32(1), layer=1, block_size=BLOCK, scale=1.0
+        score=jnp.zeros((1, 4)).at[0, 0].set(gap),
+        visible=jnp.ones(4, bool),
+        interval=None,
+        index=jnp.int32(1),
+        layer=1,
+        block_size=BLOCK,
+        scale=1.0,
     )
-    law = EntropyBudget(tokens=TOKENS)
-    assert float(block_entropy(segment)[0]) > 1e-2
-    assert not law.choose(segment, law.started(1))[1].rigid[0]
-    sharper = dataclasses.replace(segment, score=2.5 * score)
-    exact = np.exp(-17.5) * 3
-    assert exact * 17.5 > 1e-6 and float(block_entropy(sharper, printed=True)[0]) == pytest.approx(0.0, abs=1e-6)
+    other = np.exp(-gap) / (1 + 3 * np.exp(-gap))
+    exact = -(3 * other * np.log(other) + (1 - 3 * other) * np.log(1 - 3 * other))
+    assert float(block_entropy(segment)[0]) * np.log(4) == pytest.approx(exact, rel=1e-3, abs=1e-6)
+    share = np.asarray([1 - 3 * other, other, other, other]).astype(ml_dtypes.bfloat16).astype(np.float64)
+    rounded = -(share * np.log(share + 1e-9)).sum()
+    assert float(block_entropy(segment, printed=True)[0]) == pytest.approx(rounded, rel=0.02, abs=1e-7)
+    for printed in (True, False):
+        law = EntropyBudget(tokens=TOKENS, printed=printed)
+        assert bool(law.choose(segment, law.started(1))[1].rigid[0]) == rigid
 
 
 def test_the_largest_budget_of_a_layer_is_given_to_every_head():
