@@ -63,16 +63,16 @@ def prefill(
         held_beside = held_beside.at[slot].add(written)
     if held_by_model is not None and not config.lazy:
         held_by_model = held_by_model.at[slot].add(written)
-    last = state.logits
-    if last is not None and logits is not None:
+    newest = state.logits
+    if newest is not None and logits is not None:
         ends = (written > 0) & (before + count == total)
         final = logits[index, jnp.maximum(count - 1, 0)]
         if cache.surprisal is not None:
-            first = jnp.where((before > 0)[:, None], jnp.roll(final, 1, axis=0), last[slot])
+            first = jnp.where((before > 0)[:, None], jnp.roll(final, 1, axis=0), newest[slot])
             given = jnp.concatenate([first[:, None], logits[:, :-1]], axis=1)
             surprisal = jnp.where(positions == 0, 0.0, entropy.surprisal(given, tokens))
             cache = kv.write_surprisal(cache, surprisal, table.pages[slot], start, written)
-        last = last.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
+        newest = newest.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
     return replace(
         state,
         table=table,
@@ -80,7 +80,7 @@ def prefill(
         small=beside,
         held=held_beside,
         model_held=held_by_model,
-        logits=last,
+        logits=newest,
         length=state.length.at[slot].add(written),
         control=control,
     ), granted
