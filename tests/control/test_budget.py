@@ -72,9 +72,10 @@ def test_queries_past_the_end_of_a_segment_are_not_observed():
     low, high = (jnp.asarray(f(k.reshape(HEADS, -1, BLOCK, WIDTH), axis=2)) for f in (np.min, np.max))
     part = jnp.asarray(q.transpose(2, 0, 1, 3))
     real = jnp.arange(SEGMENT) < 10
-    np.testing.assert_array_equal(
-        observed(part.at[10:].set(99.0), real, low, high), observed(part[:10], real[:10], low, high)
-    )
+    for filler in (99.0, -99.0):
+        np.testing.assert_array_equal(
+            observed(part.at[10:].set(filler), real, low, high), observed(part[:10], real[:10], low, high)
+        )
     np.testing.assert_array_equal(observed(part, real & False, low, high), 0.0)
 
 
@@ -86,6 +87,20 @@ def test_entropies_are_those_of_the_paper_and_of_the_sound_version(printed):
     got = np.stack([block_entropy(segment, printed=printed) for segment in segments(q, k)], axis=1)
     # a share may be rounded to the one bfloat16 or the other
     np.testing.assert_allclose(got[:, 1:], wanted[:, 1:], atol=2e-2 if printed else 1e-5)
+
+
+@pytest.mark.parametrize(("count", "entropy"), [(0, 0.0), (1, 0.0), (2, 1.0), (5, 1.0)])
+def test_attention_spread_evenly_has_entropy_one(count, entropy):
+    segment = Segment(
+        score=jnp.full((1, 6), 3.0),
+        visible=jnp.arange(6) < count,
+        interval=None,
+        index=jnp.int32(1),
+        layer=1,
+        block_size=BLOCK,
+        scale=1.0,
+    )
+    assert float(block_entropy(segment)[0]) == pytest.approx(entropy, abs=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
