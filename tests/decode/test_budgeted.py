@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from small_model import MODEL, configuration, prompt, request, run, same_bits
 
-from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
+from et_jax.control.budget import Budget, CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
 from et_jax.control.controller import Controller
 from et_jax.control.switch import AsPrinted
 from et_jax.decode.decoder import decoder
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import calls, pack
+from et_jax.types import value
 
 PAGE, CHUNK, LENGTH = 4, 16, 160
 THREE = dataclasses.replace(MODEL, num_layers=3, windows=(None,) * 3, max_positions=LENGTH)
@@ -192,6 +193,24 @@ def test_a_new_prompt_in_a_slot_begins_anew():
     used = read(d, prompt(9, 7 * CHUNK))
     again = read(d, tokens, state=d.release(used, 0))
     assert same_bits(*(jax.tree.map(lambda x: x[0], noted(one)) for one in (fresh, again)))
+
+
+@value
+class Counting(Budget):
+    """Reads nothing before a segment, and counts segments."""
+
+    def started(self, num_kv_heads):
+        return jnp.zeros(num_kv_heads, jnp.int32)
+
+    def choose(self, segment, kept):
+        return jnp.zeros(segment.score.shape, bool), kept + 1
+
+
+def test_rows_of_no_tokens_are_no_segments():
+    d = made(Counting(segment=CHUNK))
+    state = read(d, prompt(12, 5 * CHUNK))
+    np.testing.assert_array_equal(noted(state).kept[0], [[0, 0], [5, 5], [5, 5]])
+    np.testing.assert_array_equal(noted(state).kept[1:], 0)
 
 
 def test_a_text_goes_on_from_what_was_read():
