@@ -10,11 +10,12 @@ the share read on all rows, and what it saves of the divergence of a constant bu
 
 The arms: a constant number of blocks; EntropyInfer's budgets, sound ("entropy") and as printed with the floor taken
 away ("entropy, printed"), with all heads given the largest of their layer ("entropy, shared"), and with a layer's
-budgets shuffled over its heads ("entropy, shuffled"); the fewest blocks that hold a mass ("mass"); proved ones
-("certified"); the newest blocks and the first ("recent"); and blocks chosen by chance ("random"). As printed, with its
-floor at the budget itself, EntropyInfer is told apart: for each size what it reads and gives beside the constant budget
-of that. Then questions are asked, whose prompts are read by a constant number of blocks, by entropy and by mass, at the
-sizes found on the text: right answers beside those of dense reading, the last segment of every prompt dense.
+budgets shuffled over its heads ("entropy, shuffled"); budgets in proportion to a head's entropy rather than to how it
+changes ("level", and shuffled likewise); the fewest blocks that hold a mass ("mass"); the newest blocks and the first
+("recent"); and blocks chosen by chance ("random"). As printed, with its floor at the budget itself, EntropyInfer is
+told apart: for each size what it reads and gives beside the constant budget of that; and so is what certificates read.
+Then questions are asked, whose prompts are read by a constant number of blocks, by entropy and by mass, at the sizes
+found on the text: right answers beside those of dense reading, the last segment of every prompt dense.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.control.budget import Budget, ConstantBudget, EntropyBudget, MassBudget
+from et_jax.control.budget import Budget, CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
 from et_jax.control.controller import Controller
 from et_jax.decode.reading import ReadPolicy
 from et_jax.errors import UsageError
@@ -40,9 +41,9 @@ from et_jax.evidence.prompt_arms import (
     Reading,
     Recent,
     RigidFor,
-    SizedCertified,
     SizedConstant,
     SizedEntropy,
+    SizedLevel,
     SizedMass,
     compared,
     logits_of,
@@ -58,6 +59,7 @@ FEW = 4  # rows on which a size is searched
 PART = 4  # rows at a time
 DEPTHS = 5
 ASKED = (0.25, 0.0625)  # shares at which questions are asked
+LEFT = (0.05, 0.5, 0.95)
 SIZES = (64, 128, 256, 512)  # tokens, of the budgets as printed
 
 
@@ -116,9 +118,6 @@ def arms(bench: Bench) -> dict[str, Callable[[float], Budget]]:
     def sized(kind: type, **more: Any) -> Callable[[float], Budget]:
         return lambda setting: kind(tokens=jnp.float32(length / setting), **common, **more)
 
-    def massed(kind: type) -> Callable[[float], Budget]:
-        return lambda setting: kind(left=jnp.float32(setting / (1.0 + setting)), **common)
-
     entropy = partial(sized, SizedEntropy, floor=FLOOR, cap=CAP)
     return {
         BASELINE: sized(SizedConstant),
@@ -126,8 +125,9 @@ def arms(bench: Bench) -> dict[str, Callable[[float], Budget]]:
         "entropy, printed": entropy(printed=True),
         "entropy, shared": entropy(shared=True),
         "entropy, shuffled": entropy(shuffled=True),
-        "mass": massed(SizedMass),
-        "certified": massed(SizedCertified),
+        "level": sized(SizedLevel),
+        "level, shuffled": sized(SizedLevel, shuffled=True),
+        "mass": lambda setting: SizedMass(left=jnp.float32(setting / (1.0 + setting)), **common),
         "recent": sized(Recent),
         "random": sized(AtRandom),
     }
@@ -161,6 +161,16 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
                 constant = found if constant is None else constant
                 lines.append(entry | {"setting": setting} | line(found, constant))
             print(*lines[-1].values(), flush=True)
+    return lines
+
+
+def certified(bench: Bench) -> list[dict[str, Any]]:
+    """Return the share that is read where no query may leave more than a part of its mass, proved."""
+    lines = []
+    for left in LEFT:
+        found = bench.run(CertifiedBudget(left=left, **bench.settings()), FEW)
+        lines.append({"left": left, "share_read": float(found.read.sum() / found.held.sum())})
+        print(*lines[-1].values(), flush=True)
     return lines
 
 
@@ -261,6 +271,7 @@ def main() -> None:
         as_printed=printed,
         questions=answers,
         rigid=rigid(bench),
+        certified=certified(bench),
     )
 
 

@@ -146,11 +146,12 @@ class EntropyBudget(Budget):
 
     def choose(self, segment: Segment, kept: EntropyNotes) -> tuple[Bool[Array, "k n"], EntropyNotes]:
         """Return the blocks to read, and the budgets."""
-        count, after = self.counts(segment, kept)
+        tokens, after = self.given(segment, kept)
+        count = jnp.floor(tokens / segment.block_size).astype(jnp.int32)
         return greatest(segment.score, count, segment.visible), after
 
-    def counts(self, segment: Segment, kept: EntropyNotes) -> tuple[Int[Array, " k"], EntropyNotes]:
-        """Return how many blocks each head reads, and the budgets."""
+    def given(self, segment: Segment, kept: EntropyNotes) -> tuple[Float[Array, " k"], EntropyNotes]:
+        """Return how many tokens each head may read, and the budgets."""
         after = jax.tree.map(
             lambda new, old: jnp.where(jnp.any(segment.visible), new, old),
             self.updated(block_entropy(segment, printed=self.printed), kept),
@@ -159,7 +160,7 @@ class EntropyBudget(Budget):
         tokens = jnp.where(after.rigid, self.tokens, after.tokens)
         if self.shared:
             tokens = jnp.full_like(tokens, jnp.max(tokens))
-        return jnp.floor(tokens / segment.block_size).astype(jnp.int32), after
+        return tokens, after
 
     def updated(self, entropy: Float[Array, " k"], kept: EntropyNotes) -> EntropyNotes:
         """Return the budgets after one more segment of this entropy."""

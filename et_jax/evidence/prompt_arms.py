@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.budget import (
     Budget,
-    CertifiedBudget,
     ConstantBudget,
     EntropyBudget,
     EntropyNotes,
@@ -21,12 +20,23 @@ from et_jax.control.budget import (
     begun,
     greatest,
 )
-from et_jax.control.segment import Segment
+from et_jax.control.segment import Segment, block_entropy
 from et_jax.decode import cache as kv
 from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
 from et_jax.decode.reading import ReadPolicy
 from et_jax.models.transformer import Params, forward
 from et_jax.types import Number, pytree, replace, static, value
+
+
+def best(segment: Segment, tokens: Float[Array, " k"]) -> Bool[Array, "k n"]:
+    """Return the blocks of greatest score that hold so many tokens, of each head.
+
+    What is left of a block is given to some heads by turns, so that any share of the blocks can be had.
+    """
+    heads = tokens.shape[0]
+    turn = ((jnp.arange(heads) + segment.index + segment.layer) % heads).astype(jnp.float32)
+    count = jnp.floor(tokens / segment.block_size + (turn + 0.5) / heads).astype(jnp.int32)
+    return greatest(segment.score, count, segment.visible)
 
 
 @value
@@ -39,13 +49,8 @@ class SizedConstant(ConstantBudget):
         Budget.__post_init__(self)
 
     def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
-        """Return the blocks to read, of which the last is given to some heads only, so that any share can be had."""
-        heads = segment.score.shape[0]
-        many = self.tokens / segment.block_size
-        # heads take turns at what is left of a block
-        turn = ((jnp.arange(heads) + segment.index + segment.layer) % heads).astype(jnp.float32)
-        count = jnp.floor(many + (turn + 0.5) / heads).astype(jnp.int32)
-        return greatest(segment.score, count, segment.visible), kept
+        """Return the blocks to read."""
+        return best(segment, jnp.full(segment.score.shape[0], self.tokens, jnp.float32)), kept
 
 
 @value
@@ -58,13 +63,30 @@ class SizedEntropy(EntropyBudget):
     def __post_init__(self) -> None:
         Budget.__post_init__(self)
 
-    def counts(self, segment: Segment, kept: EntropyNotes) -> tuple[Int[Array, " k"], EntropyNotes]:
-        """Return how many blocks each head reads."""
-        count, after = super().counts(segment, kept)
+    def choose(self, segment: Segment, kept: EntropyNotes) -> tuple[Bool[Array, "k n"], EntropyNotes]:
+        """Return the blocks to read, and the budgets."""
+        tokens, after = self.given(segment, kept)
         if self.shuffled:
-            key = jax.random.fold_in(jax.random.key(segment.layer), segment.index)
-            count = jax.random.permutation(key, count)
-        return count, after
+            tokens = jax.random.permutation(_key(segment), tokens)
+        return best(segment, tokens), after
+
+
+@value
+class SizedLevel(SizedConstant):
+    """Tokens in proportion to a head's own entropy, not to how it changes; `shuffled` as in `SizedEntropy`."""
+
+    shuffled: bool = static(default=False)
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        tokens = self.tokens * block_entropy(segment)
+        if self.shuffled:
+            tokens = jax.random.permutation(_key(segment), tokens)
+        return best(segment, tokens), kept
+
+
+def _key(segment: Segment) -> Array:
+    return jax.random.fold_in(jax.random.key(segment.layer), segment.index)
 
 
 @pytree
@@ -101,23 +123,12 @@ class SizedMass(MassBudget):
 
 
 @value
-class SizedCertified(CertifiedBudget):
-    """`CertifiedBudget` of a traced size."""
-
-    left: Number = 0.05
-
-    def __post_init__(self) -> None:
-        Budget.__post_init__(self)
-
-
-@value
 class AtRandom(SizedConstant):
     """A constant number of blocks, which chance chooses: what knowing nothing gives."""
 
     def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
-        key = jax.random.fold_in(jax.random.key(segment.layer), segment.index)
-        return super().choose(replace(segment, score=jax.random.uniform(key, segment.score.shape)), kept)
+        return super().choose(replace(segment, score=jax.random.uniform(_key(segment), segment.score.shape)), kept)
 
 
 @value
