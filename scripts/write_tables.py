@@ -52,7 +52,6 @@ SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
 }
 ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "prefill": ("prefill.json", lambda found: tables.prefill(found["cases"])),
     "prefill_budgets": (
         "prefill_budgets.json",
         lambda found: tables.prefill_budgets(found["arms"], found["as_printed"], found["questions"]),

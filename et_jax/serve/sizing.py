@@ -88,7 +88,9 @@ def beside(
     That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked for
     and the laws allow any. Raises UsageError where there is no small model, or none that fits the other.
     """
-    chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
+    chunk, prefill_batch = config.chunk, config.prefill_batch
+    if laws.budget is not None or config.controller.budget is not None:
+        chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
     plain = replace(
         config,
         draft=None,

@@ -59,8 +59,8 @@ def test_a_prompt_is_cut_into_parts_and_parts_fill_calls():
     config = configuration(chunk=4, prefill_batch=8)
     assert chunks.split(config, [5, 6, 7, 8, 9]) == [[5, 6, 7, 8], [9]]
     first, second = chunks.calls(config, 2, [5, 6, 7, 8, 9, 10, 11, 12, 13])
-    assert [x.tolist() for x in first] == [[2, 2], [[5, 6, 7, 8], [9, 10, 11, 12]], [4, 4]]
-    assert [x.tolist() for x in second] == [[2, 0], [[13, 0, 0, 0], [0, 0, 0, 0]], [1, 0]]
+    assert [x.tolist() for x in first] == [[2, 2], [[5, 6, 7, 8], [9, 10, 11, 12]], [4, 4], [False, False]]
+    assert [x.tolist() for x in second] == [[2, 0], [[13, 0, 0, 0], [0, 0, 0, 0]], [1, 0], [True, False]]
     assert list(chunks.calls(config, 0, [])) == []
 
 

@@ -106,7 +106,7 @@ def test_prompts_of_another_kind_are_told_what_is_wanted(model, prompts, sentenc
         ({"params": {"max_tokens": 1}}, "params is an object of type dict; it must be SamplingParams"),
         (
             {"control": 5},
-            "control is 5; it must be one of off, paper, guarded, certified, adaptive, ead, ead_guarded or a ",
+            "one of off, paper, guarded, certified, adaptive, ead, ead_guarded, entropyinfer or a Controller",
         ),
         ({"control": lambda: Thermostat(1.0)}, "or a Controller; write Controller(law=...) for a law."),
         ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number."),

@@ -36,8 +36,8 @@ def paged_prefill(
         position j of row b lies in page page_table[b, j // s].
     blocks, counts: given together, lists as in `paged_attention`: logical ids, strictly ascending, of which the
         first counts[b, k] hold. Every query of the chunk reads these blocks and no other, so those that hold
-        the chunk itself belong in the list. None: every block that is not in the future, with the same bits
-        as if each block of the row were listed.
+        the chunk itself belong in the list. None: every block that is not in the future, as if each block of
+        the row were listed; with the same bits but on `xla`.
     block_lse: return lse too, where m counts the entries of a list or, with none, of the page table; else None.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is 0
