@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Int
 
 from et_jax.control import entropy
 from et_jax.decode import cache as kv
-from et_jax.decode import pages
+from et_jax.decode import pages, queries
 from et_jax.decode.attention import prefill_attend
 from et_jax.decode.small import Weights, of_model, of_small
 from et_jax.decode.state import DecoderConfig, DecodeState
@@ -39,8 +39,14 @@ def prefill(
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
     attend = prefill_attend(config.read_policy, table.pages[slot], start, written, end)
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    logits, cache = None, state.cache
-    if not config.lazy:
+    logits, cache, compressed = None, state.cache, state.compressed
+    if compressed is not None and compressed.queries is not None:
+        window, length = compressed.queries.shape[2], tokens.shape[1]
+        watch = queries.of_prefill(slot, start, written, end, window, length)
+        asked = tokens, positions, watch.attend(attend), (cache, ())
+        logits, (cache, seen) = forward(of_model(params), config.model, *asked)
+        compressed = replace(compressed, queries=watch.store(compressed.queries, seen))
+    elif not config.lazy:
         logits, cache = forward(of_model(params), config.model, tokens, positions, attend, cache)
     beside, held_beside, held_by_model = state.small, state.held, state.model_held
     if config.small is not None:
@@ -67,6 +73,7 @@ def prefill(
         small=beside,
         held=held_beside,
         model_held=held_by_model,
+        compressed=compressed,
         logits=last,
         length=state.length.at[slot].add(written),
     ), granted
