@@ -9,6 +9,7 @@ What is kept is chosen from what was observed, and nothing is proved of what lat
 """
 
 import dataclasses
+import itertools
 import math
 from typing import ClassVar
 
@@ -158,7 +159,7 @@ class PyramidKV(Latent):
         for layer in range(num_layers):
             end += highest - step * layer
             ends.append(round(end))
-        return tuple(least + after - before for before, after in zip(ends, ends[1:], strict=False))
+        return tuple(least + after - before for before, after in itertools.pairwise(ends))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +270,14 @@ class Compression:
         while (point := self.point(num_prompt, shift, region)) is not None and point <= num_tokens:
             shift = point - region
         return shift
+
+    def most_cached(self, num_prompt: int, num_tokens: int, region: int) -> int:
+        """Return the most tokens in the cache at once of a sequence of so many, `num_prompt` of them its prompt."""
+        first = self.point(num_prompt, 0, region)
+        if first is None or num_tokens <= first:
+            return num_tokens
+        left = num_tokens - first + region
+        return max(first, min(left, region + self.every) if self.every else left)
 
 
 def attention_mass(entries: Entries) -> Float[Array, "k n"]:

@@ -1,4 +1,4 @@
-"""Compressing a sequence's cache amid its decoding: what each head keeps is gathered into fewer pages, the rest forgotten.
+"""Compressing a cache amid decoding: what each head keeps is gathered into fewer pages, the rest is forgotten.
 
 Keys are rotated by their positions before they are cached, so a kept entry is moved, never changed. A token's place in
 the cache is from then on its position less the slot's `shift`.

@@ -71,8 +71,7 @@ def read_all(
         first = jnp.minimum(jnp.maximum(first, skipped), held)
     listed = jnp.minimum(first[..., None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
     listed, counts = (
-        jnp.broadcast_to(x, (len(x), reading.model.num_kv_heads, *x.shape[2:]))
-        for x in (listed, held - first)
+        jnp.broadcast_to(x, (len(x), reading.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)
     )
     out, _ = _read(reading, layer, queries, cached, table, listed, counts, lengths, at)
     return out

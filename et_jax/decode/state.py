@@ -46,8 +46,8 @@ class DecoderConfig:
     which one token sets what the next may read (`steers_reading`) leave nothing to draft. `small` is a second model
     of the same vocabulary, which drafts, or speaks where the controller's `switch` says so; it reads all that it has
     seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks. With `audit`
-    either model says of the other's words, as it catches up with them, which were likeliest to it too. `compression` says
-    what `compress` keeps of a sequence's cache; None is all of it, always.
+    either model says of the other's words, as it catches up with them, which were likeliest to it too. `compression`
+    says what `compress` keeps of a sequence's cache; None is all of it, always.
     """
 
     model: ModelConfig
@@ -106,7 +106,9 @@ class DecoderConfig:
         if "surprisals" in self.keeps:
             raise ValueError("compression: got surprisals, which are one of a token, where each head keeps its own")
         if self.controller.refresh_every > 1:
-            raise ValueError("compression: got refresh_every above 1, by which blocks that are gone would be read again")
+            raise ValueError(
+                "compression: got refresh_every above 1, by which blocks that are gone would be read again"
+            )
         if how.policy.splits and not all(selector.reads_all for selector in self.selectors):
             raise ValueError("compression: got a selector beside heads that keep different numbers of entries")
 

@@ -165,7 +165,7 @@ def measure(
         blocks_read=stats.blocks_read,
         summaries_read=stats.summaries_read,
         cost=cost.nominal_bytes(moved, config.batch, stats.blocks_read, stats.summaries_read),
-        length=length,
+        length=rows.position + ran,
         generated=generated,
         remaining=rows.take(state.limit) - generated,
         arrival=rows.take(state.arrival),
