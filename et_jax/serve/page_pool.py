@@ -48,7 +48,8 @@ class Claim:
 class Compressing:
     """When sequences are compressed, to `room` tokens each.
 
-    The `point` follows from the tokens of a prompt and those left out so far: a number of tokens written, None for never. The last `fresh_tokens` of a prompt are not shared.
+    The `point` follows from the tokens of a prompt and those left out so far: a number of tokens written, None for
+    never. The last `fresh_tokens` of a prompt are computed anew wherever it is served, and not shared.
     """
 
     room: int
@@ -60,8 +61,8 @@ class PagePool:
     """The claims on `num_pages` pages of `page_size` tokens; page 0, the null page, is one of them and never claimed.
 
     With `keep_prefixes` full pages of prompts are kept and shared, in whole chunks of `chunk` tokens. Slots are the
-    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, one where sequences are
-    compressed as `compressing` says.
+    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, one at most where they
+    are compressed, as `compressing` says.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class PagePool:
         return self._prefixes.evict(count) if self._prefixes is not None and count > 0 else []
 
     def _shareable(self, prompt: list[int]) -> int:
-        """The tokens of a prompt that may be shared: not its last, which a step writes, nor others to be computed anew."""
+        """The tokens of a prompt that may be shared: not its last, which a step writes, nor others computed anew."""
         fresh = 1 if self._compressing is None else max(1, self._compressing.fresh_tokens)
         return max(len(prompt) - fresh, 0)
 
