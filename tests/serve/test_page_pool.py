@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from et_jax.decode import pages
 from et_jax.control.compression import Compression
+from et_jax.decode import pages
 from et_jax.serve.page_pool import Compressing, PagePool
 
 SIZE, CHUNK, SLOTS, BLOCKS, PAGES = 2, 4, 3, 7, 9  # eight pages for slots that could fill twenty-one
-STEPS, MOST_PER_STEP, ROOM = 6, 3, 4
+STEPS, MOST_PER_STEP = 6, 3
 
 reserve = jax.jit(partial(pages.reserve, most=BLOCKS))
 release, share = jax.jit(pages.release), jax.jit(pages.share)
@@ -30,10 +30,15 @@ def padded(numbers: list[int]) -> tuple[np.ndarray, np.int32]:
     return whole, np.int32(len(numbers))
 
 
+def compressing(room: int, fresh_tokens: int = 2) -> Compressing:
+    how = Compression(budget=room, window=2, gap=1, every=2)
+    return Compressing(room=room, point=partial(how.point, region=room), fresh_tokens=fresh_tokens)
+
+
 class Pool(RuleBasedStateMachine):
     """Plays the replica: tells the pool what it does, does to the table what the pool answers, and compares."""
 
-    compressing: Compressing | None = None
+    room = 0
     most_per_step = MOST_PER_STEP
 
     def __init__(self):
@@ -44,7 +49,7 @@ class Pool(RuleBasedStateMachine):
             chunk=CHUNK,
             keep_prefixes=True,
             most_per_step=self.most_per_step,
-            compressing=self.compressing,
+            compressing=compressing(self.room) if self.room else None,
         )
         self.shift: dict[int, int] = {}  # tokens that compression left out
         self.table = pages.empty(SLOTS, BLOCKS, PAGES)
@@ -191,8 +196,8 @@ class Pool(RuleBasedStateMachine):
             self.pool.compress(slot)
             self.evict(self.pool.settle())
             self.table = release(self.table, slot)
-            self.shift[slot] = self.written[slot] - ROOM
-            self.grow({slot: self.blocks(ROOM)})
+            self.shift[slot] = self.written[slot] - self.room
+            self.grow({slot: self.blocks(self.room)})
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), finishes=st.booleans())
@@ -239,21 +244,48 @@ TestPool = Pool.TestCase
 class CompressingPool(Pool):
     """The same where sequences are compressed, once a decoded token is in the cache and every second after it."""
 
-    compressing = Compressing(
-        room=ROOM,
-        point=partial(Compression(budget=ROOM, window=2, gap=1, every=2).point, region=ROOM),
-        fresh_tokens=2,
-    )
-    most_per_step = 1
+    room, most_per_step = 4, 1
 
     @invariant()
     def no_sequence_is_past_its_point(self):
         assert not self.pool.due and (self.pool.steps_to_point or 1) > 0
-        assert all(self.cached(slot) <= max(ROOM + 2, len(self.prompt[slot]) + 1) for slot in self.running)
+        assert all(self.cached(slot) <= max(self.room + 2, len(self.prompt[slot]) + 1) for slot in self.running)
 
 
-CompressingPool.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+class WidePool(CompressingPool):
+    """The same with a region that takes more than what shared pages leave of a sequence's own."""
+
+    room = 8
+
+
+CompressingPool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestCompressingPool = CompressingPool.TestCase
+WidePool.TestCase.settings = CompressingPool.TestCase.settings
+TestWidePool = WidePool.TestCase
+
+
+def test_room_is_made_for_a_region_beside_the_pages_that_others_share():
+    """Of the five pages of its ten tokens two are another's too, so that three are given up and four are taken."""
+    pool = PagePool(num_pages=11, page_size=2, chunk=4, keep_prefixes=True, compressing=compressing(8))
+    prompt = [1] * 9
+    assert prefilled(pool, 0, prompt, [1, 2, 3, 4, 0], most=20) == [1, 2, 3, 4]
+    assert prefilled(pool, 1, [*prompt[:4], 2, 3, 4, 5, 6], [1, 2, 5, 6, 0], most=20) == [5, 6]
+    assert (pool.steps_to_point, pool.growth(1), pool.num_available) == (2, 2, 4)
+    assert pool.growth(2) == 2 + 2 * (4 + 2 - 5)
+    pool.write(0, 2)
+    assert pool.due == [0] and pool.num_held(0) == 5
+    pool.compress(0)
+    assert (pool.num_held(0), pool.left_out(0), pool.num_free, pool.steps_to_point) == (4, 2, 0, 2)
+    assert pool.settle(5) == [4, 3] and pool.due == []
+
+
+def test_tokens_that_are_to_be_computed_anew_are_not_shared():
+    pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8, fresh_tokens=4))
+    assert prefilled(pool, 0, [1] * 9, [1, 2, 3, 4, 0]) == [1, 2, 3, 4]
+    pool.admit(1, [1] * 9, most=12)
+    assert pool.begin(1) == [1, 2]
+    pool.admit(2, [1] * 3, most=12)
+    assert pool.begin(2) == []
 
 
 @pytest.fixture
