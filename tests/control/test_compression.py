@@ -49,7 +49,7 @@ def entries(seed: int, layer: int = 0, first: tuple[int, ...] = (0,) * HEADS) ->
 def written_out(name: str, given: Entries, budget: int = BUDGET) -> list[list[int]]:
     firsts = given.first.tolist()
     keys = [np.asarray(given.keys[head, first:COUNT]) for head, first in enumerate(firsts)]
-    queries = np.asarray(given.queries)[np.argsort(given.at)]
+    queries = np.asarray(given.queries)[np.argsort(np.asarray(given.at))]
     found = kept_entries.kept(name, keys, queries, budget=budget, window=WINDOW, pooling=5, page=PAGE)
     return [[first + place for place in each] for first, each in zip(firsts, found, strict=True)]
 
@@ -143,7 +143,7 @@ def test_a_layer_with_a_sliding_window_keeps_the_last():
 
 def test_masses_are_those_written_out_and_sum_to_one():
     given = entries(2)
-    queries = np.asarray(given.queries)[np.argsort(given.at)]
+    queries = np.asarray(given.queries)[np.argsort(np.asarray(given.at))]
     mass = np.asarray(attention_mass(given))
     for head in range(HEADS):
         expected = kept_entries.masses(
