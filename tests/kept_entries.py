@@ -59,7 +59,7 @@ def kept(
     group = queries.shape[1] // len(keys)
     grouped = [queries[:, head * group : (head + 1) * group] for head in range(len(keys))]
     scores = [ranked(key, query, window, pooling) for key, query in zip(keys, grouped, strict=True)]
-    blocks = [budget // page] * len(keys)
+    blocks = [min(budget, len(key)) // page for key in keys]
     if name == "adakv":
         blocks = split(scores, budget, window, page, 0.2, 2)
     return [best(score, number * page, window) for score, number in zip(scores, blocks, strict=True)]
