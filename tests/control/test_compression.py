@@ -21,6 +21,7 @@ from et_jax.control.compression import (
     attention_mass,
     named,
 )
+from et_jax.types import replace
 
 PAGE, BUDGET, WINDOW, HEADS, GROUP, DIM = 4, 16, 6, 3, 2, 8
 PLACES, COUNT = 60, 51
@@ -76,7 +77,11 @@ def test_what_is_kept_is_what_is_written_out(name, seed):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["latent", "adakv"])
 def test_what_was_left_out_before_is_not_kept_again(name, seed):
+    """The first entry that a head holds draws every query, and what is beside it in vain."""
     given = entries(seed, first=(28, 20, 36))
+    queries = np.asarray(given.queries).reshape(WINDOW, HEADS, GROUP, DIM).mean((0, 2))
+    keys = given.keys.at[jnp.arange(HEADS), given.first].set(20.0 * queries)
+    given = replace(given, keys=keys)
     assert chosen(HOW(name), given) == written_out(name, given)
 
 
