@@ -59,21 +59,23 @@ class ReadStats:
 
 @pytree
 class LayerCarry:
-    """The cache on its way through the layers, and the stats so far."""
+    """The cache on its way through the layers, and the stats so far; `queries` of every slot, where they are stored."""
 
     cache: KVCache
     stats: ReadStats
+    queries: Float[Array, "b l w h d"] | None = None
 
 
 @pytree
 class ReadRow:
-    """What attention must know of each row of a decode step, whose new token sits at position `length`.
+    """What attention must know of each row of a decode step, whose new token sits at place `length` of its cache.
 
     Rows where `run` is False write nothing and read nothing. Where `fresh` is False the blocks of
     `block_mask`, those last read, are read again and nothing is chosen anew; `kept_mass` is what was
     kept then. Rows of one slot stand beside each other: its cache holds `end` tokens once all are written, and each row
     sees those up to its own. `selectors` are those of every layer, their numbers with a row each. `at[i, j]` is the
     row of the j-th token of the i-th slot, where there is none its first row; None says that no two rows share a slot.
+    `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds all.
     """
 
     table: Int[Array, "b n"]
@@ -86,6 +88,7 @@ class ReadRow:
     kept_mass: Float[Array, " b"]
     selectors: tuple[Selector, ...]
     at: Int[Array, "s t"] | None = None
+    skipped: Int[Array, "b l k"] | None = None
 
 
 def no_reads(batch: int) -> ReadStats:
@@ -119,10 +122,13 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
         queries = q[:, 0]
         blocks = blocks_of(row.table, lengths, reading.page_size, reading.model.windows[layer])
         if reads_all:
-            out = read_all(reading, layer, queries, cached, row.table, lengths, at)
+            skipped = None if row.skipped is None else row.skipped[:, layer]
+            out = read_all(reading, layer, queries, cached, row.table, lengths, at, skipped)
             opened = jnp.broadcast_to(
                 blocks.readable[:, None], (len(lengths), reading.model.num_kv_heads, row.table.shape[1])
             )
+            if skipped is not None:
+                opened &= jnp.arange(row.table.shape[1]) >= skipped[..., None]
             stats = _note(memory.stats, opened)
         else:
             grouped = _grouped(queries, reading, layer)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from et_jax.decode import slots
+from et_jax.decode.compress import compress
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
 from et_jax.decode.small import Weights
@@ -68,7 +69,7 @@ def snapshot(state: DecodeState) -> DecodeState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The functions of this module and of `slots`, their configuration bound, jitted.
+    """The functions of this module, of `compress` and of `slots`, their configuration bound, jitted.
 
     The state that a function returns anew is donated to it.
     """
@@ -79,6 +80,7 @@ class Decoder:
     insert: Callable[[DecodeState, Any, Request], DecodeState]
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
     decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
+    compress: Callable[[DecodeState, Any], tuple[DecodeState, Bool[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
     share: Callable[[DecodeState, Any, Any, Any], DecodeState]
@@ -104,6 +106,7 @@ def decoder(config: DecoderConfig) -> Decoder:
         insert=compiled(slots.insert, config, donate=0),
         step=compiled(step, config, donate=1),
         decode=compiled(decode, config, donate=1),
+        compress=compiled(compress, config, donate=0),
         release=compiled(slots.release, donate=0),
         fork=compiled(slots.fork, config, donate=0),
         share=compiled(slots.share, donate=0),

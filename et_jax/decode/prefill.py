@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import entropy
 from et_jax.control.budget import PromptNotes
 from et_jax.decode import cache as kv
-from et_jax.decode import pages
+from et_jax.decode import pages, queries
 from et_jax.decode.attention import prefill_attend
 from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
 from et_jax.decode.small import Weights, of_model, of_small
@@ -44,17 +44,27 @@ def prefill(
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     logits: Float[Array, "r t v"] | None = None
-    cache, control = state.cache, state.control
+    cache, control, compressed = state.cache, state.control, state.compressed
     budget = config.controller.budget
-    if budget is not None:
+    if not config.lazy:
         rows = PromptRow(slot=slot, table=table.pages[slot], start=start, count=written, end=end, last=last)
-        attend = budgeted_attend(config.read_policy, budget, rows)
-        carry = PromptCarry(cache=cache, notes=_begun(config, state, rows))
-        logits, carry = forward(of_model(params), config.model, tokens, positions, attend, carry)
-        cache, control = carry.cache, replace(control, prompt=carry.notes)
-    elif not config.lazy:
-        attend = prefill_attend(config.read_policy, table.pages[slot], start, written, end)
-        logits, cache = forward(of_model(params), config.model, tokens, positions, attend, cache)
+        if budget is None:
+            attend, memory = prefill_attend(config.read_policy, rows.table, start, written, end), cache
+        else:
+            attend = budgeted_attend(config.read_policy, budget, rows)
+            memory = PromptCarry(cache=cache, notes=_begun(config, state, rows))
+        stored = None if compressed is None else compressed.queries
+        if compressed is None or stored is None:
+            logits, memory = forward(of_model(params), config.model, tokens, positions, attend, memory)
+        else:
+            watch = queries.of_prefill(slot, start, written, end, stored.shape[2], tokens.shape[1])
+            asked = tokens, positions, watch.attend(attend), (memory, ())
+            logits, (memory, seen) = forward(of_model(params), config.model, *asked)
+            compressed = replace(compressed, queries=watch.store(stored, seen))
+        if isinstance(memory, PromptCarry):
+            cache, control = memory.cache, replace(control, prompt=memory.notes)
+        else:
+            cache = memory
     beside, held_beside, held_by_model = state.small, state.held, state.model_held
     if config.small is not None:
         assert held_beside is not None
@@ -80,6 +90,7 @@ def prefill(
         small=beside,
         held=held_beside,
         model_held=held_by_model,
+        compressed=compressed,
         logits=newest,
         length=state.length.at[slot].add(written),
         control=control,

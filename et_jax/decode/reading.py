@@ -51,10 +51,12 @@ def read_all(
     table: Int[Array, "r n"],
     lengths: Int[Array, " r"],
     at: Int[Array, "s t"] | None,
+    skipped: Int[Array, "r k"] | None = None,
 ) -> Float[Array, "r h d"]:
     """Return attention to every block within the layer's window.
 
-    `at` tells which rows are read together, as `ReadRow` has it; None is none of them.
+    `at` tells which rows are read together, as `ReadRow` has it; None is none of them. Each KV head reads on from its
+    `skipped` blocks; rows that are read together skip none.
     """
     window, page_size = reading.model.windows[layer], reading.page_size
     longest = shortest = lengths
@@ -64,11 +66,12 @@ def read_all(
         shortest = jnp.min(jnp.where(lengths[at] > 0, lengths[at], longest[:, None]), axis=1)
     num_blocks = table.shape[1]
     most = num_blocks if window is None else min(num_blocks, (window + rows + page_size - 3) // page_size + 1)
-    first = first_block(shortest, page_size, window)
-    listed = jnp.minimum(first[:, None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
+    first, held = first_block(shortest, page_size, window)[:, None], held_blocks(longest, page_size)[:, None]
+    if skipped is not None:
+        first = jnp.minimum(jnp.maximum(first, skipped), held)
+    listed = jnp.minimum(first[..., None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
     listed, counts = (
-        jnp.broadcast_to(x[:, None], (len(x), reading.model.num_kv_heads, *x.shape[1:]))
-        for x in (listed, held_blocks(longest, page_size) - first)
+        jnp.broadcast_to(x, (len(x), reading.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)
     )
     out, _ = _read(reading, layer, queries, cached, table, listed, counts, lengths, at)
     return out

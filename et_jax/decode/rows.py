@@ -16,12 +16,19 @@ class Rows:
     """What a step computes on: for every row a slot, the token to be written, its position, and whether it runs.
 
     `slot` None stands for every slot in order: then nothing is gathered and nothing scattered.
+    `shift` counts the tokens that compression left out of each row's cache, None where none ever are.
     """
 
     slot: Int[Array, " r"] | None
     token: Int[Array, " r"]
     position: Int[Array, " r"]
     run: Bool[Array, " r"]
+    shift: Int[Array, " r"] | None = None
+
+    @property
+    def place(self) -> Int[Array, " r"]:
+        """The place of each token in the cache of its slot."""
+        return self.position if self.shift is None else self.position - self.shift
 
     def take(self, tree: T) -> T:
         """Return the rows' own of a tree that leads with the slots."""

@@ -15,7 +15,7 @@ from et_jax.decode import cache as kv
 from et_jax.decode import pages, sampling
 from et_jax.decode.request import Request
 from et_jax.decode.sampling import TokenCounts
-from et_jax.decode.state import DecoderConfig, DecodeState, blank_signals, fresh_control
+from et_jax.decode.state import Compressed, DecoderConfig, DecodeState, blank_signals, fresh_control
 from et_jax.types import replace
 
 T = TypeVar("T")
@@ -69,6 +69,7 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         held=None if state.held is None else state.held.at[slot].set(0),
         model_held=None if state.model_held is None else state.model_held.at[slot].set(0),
         logprobs=state.logprobs.at[slot].set(False),
+        compressed=None if state.compressed is None else _never_compressed(state.compressed, slot),
         sampling=jax.tree.map(lambda x, y: x.at[slot].set(y), state.sampling, sampling.plain(())),
         table=pages.release(state.table, slot),
     )
@@ -83,7 +84,7 @@ def fork(
     folded with `into`, so that the two futures differ; everything else, control included, is equal. A
     refused fork changes nothing.
     """
-    length = state.length[slot]
+    length = state.num_cached[slot]
     full, held = length // config.page_size, -(-length // config.page_size)
     shared = pages.share(state.table, into, state.table.pages[slot], full)
     wanted = jnp.where(jnp.arange(config.num_slots) == into, held, 0)
@@ -109,7 +110,10 @@ def fork(
 
 
 def share(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
-    """Start the empty `slot` with the first `count` of the pages `held`, full of the first tokens of its prompt."""
+    """Start the empty `slot` with the first `count` of the pages `held`, full of the first tokens of its prompt.
+
+    Where queries are stored, `Compression.fresh_tokens` of the prompt must be left to be computed.
+    """
     page_size = state.cache.layers[0].pages.shape[2]
     seen = count * page_size
     return replace(
@@ -149,7 +153,9 @@ def write_row(
     Its pages are reserved, and hold what it wrote only after `write_pages`.
     """
     here = jnp.arange(config.num_slots) == slot
-    blocks = -(-row["length"] // config.page_size)
+    compressed = row["compressed"]
+    num_cached = row["length"] if compressed is None else row["length"] - compressed.shift
+    blocks = -(-num_cached // config.page_size)
     table, granted = pages.reserve(state.table, jnp.where(here, blocks, 0), config.blocks_per_slot)
     granted = granted[slot]
 
@@ -164,6 +170,16 @@ def write_pages(
 ) -> DecodeState:
     """Write what `read_pages` copied into the pages of `slot` from block `first` on."""
     return _with_pages(state, _blocks(config, state, slot, first, beyond=config.num_pages), taken)
+
+
+def _never_compressed(held: Compressed, slot: Int[Array, ""]) -> Compressed:
+    """What is known of compression, with nothing left out of `slot`."""
+    skipped = held.skipped
+    return replace(
+        held,
+        shift=held.shift.at[slot].set(0),
+        skipped=None if skipped is None else skipped.at[slot].set(0),
+    )
 
 
 def _rows(state: DecodeState) -> SlotRow:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import budget as budgets
 from et_jax.control.base import ControlState, Signals, num_words, started, updated
+from et_jax.control.compression import Compression, Layout
 from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftState
 from et_jax.control.draft import started as drafting_started
@@ -48,7 +49,7 @@ class DecoderConfig:
     seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks. With `audit`
     either model says of the other's words, as it catches up with them, which were likeliest to it too; and under a
     budget the last query of each segment says how much of its attention was on the blocks read. A budget's segments are
-    chunks.
+    chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it, always.
     """
 
     model: ModelConfig
@@ -72,6 +73,7 @@ class DecoderConfig:
     small: ModelConfig | None = None
     lazy: bool = False
     audit: bool = False
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -96,6 +98,22 @@ class DecoderConfig:
         if self.small is not None and self.small.vocab_size != self.model.vocab_size:
             sizes = f"{self.small.vocab_size} tokens, wanted {self.model.vocab_size}"
             raise ValueError(f"small: got a vocabulary of {sizes} as the model has")
+        if self.compression is not None:
+            self._check_compression(self.compression)
+
+    def _check_compression(self, how: Compression) -> None:
+        """Refuse what a compressed cache cannot serve."""
+        how.layout(self.page_size, self.model.windows)
+        if self.draft is not None or self.small is not None:
+            raise ValueError("compression: got drafts or a second model beside it, wanted neither")
+        if "surprisals" in self.keeps:
+            raise ValueError("compression: got surprisals, which are one of a token, where each head keeps its own")
+        if self.controller.refresh_every > 1:
+            raise ValueError(
+                "compression: got refresh_every above 1, by which blocks that are gone would be read again"
+            )
+        if how.policy.splits and not all(selector.reads_all for selector in self.selectors):
+            raise ValueError("compression: got a selector beside heads that keep different numbers of entries")
 
     def _check_budget(self) -> None:
         """Raise ValueError where the controller's budget does not go with the rest."""
@@ -141,6 +159,11 @@ class DecoderConfig:
     def pages_per_swap(self) -> int:
         """Pages a prompt chunk fills; pages move to the host and back as many at a time."""
         return self.prefill_batch // self.page_size
+
+    @property
+    def layout(self) -> Layout | None:
+        """What a compression keeps, in blocks; None where nothing is compressed."""
+        return None if self.compression is None else self.compression.layout(self.page_size, self.model.windows)
 
     @property
     def blocks_per_slot(self) -> int:
@@ -203,6 +226,21 @@ class Spent:
 
 
 @pytree
+class Compressed:
+    """What the compression of caches must know of every slot.
+
+    A token's place in the cache is its position less `shift`, the tokens that were left out before it. `skipped` counts
+    the blocks at the beginning that hold nothing of a KV head, None where all heads keep as many. `queries` are the
+    last of each sequence, rotated, that of position p at place p mod w, None where none are ranked by: those of tokens
+    that were computed in the slot, not shared with another.
+    """
+
+    shift: Int[Array, " b"]
+    skipped: Int[Array, "b l k"] | None
+    queries: Float[Array, "b l w h d"] | None
+
+
+@pytree
 class DecodeState:
     """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
 
@@ -213,7 +251,7 @@ class DecodeState:
     `draft` how its drafts fare; both are None where nothing is drafted. `small` is the cache of the small model, whose
     pages are those of `table` too, and `held` the tokens of each text that it has seen; None where there is none. Where
     either model may speak, `switch` says who does, `model_held` counts what the model itself has seen, and `spent` what
-    both did since the last token.
+    both did since the last token. `compressed` is None where caches are never compressed.
     """
 
     token: Int[Array, " b"]
@@ -233,6 +271,7 @@ class DecodeState:
     switch: SwitchState | None
     model_held: Int[Array, " b"] | None
     spent: Spent | None
+    compressed: Compressed | None
     laws: Controller
     signals: Signals
     logits: Float[Array, "b v"] | None
@@ -240,6 +279,11 @@ class DecodeState:
     table: pages.PageTable
     cache: kv.KVCache
     small: kv.KVCache | None
+
+    @property
+    def num_cached(self) -> Int[Array, " b"]:
+        """Tokens in the cache of each slot: of its text so far, less those that compression left out."""
+        return self.length if self.compressed is None else self.length - self.compressed.shift
 
 
 @pytree
@@ -364,6 +408,7 @@ def empty(config: DecoderConfig) -> DecodeState:
             audited=integers(b) if config.audit else None,
             agreed=integers(b) if config.audit else None,
         ),
+        compressed=_compressed(config),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,
@@ -371,6 +416,20 @@ def empty(config: DecoderConfig) -> DecodeState:
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
         cache=_cache(config, config.model, keeps),
         small=None if config.small is None else _cache(config, config.small, frozenset()),
+    )
+
+
+def _compressed(config: DecoderConfig) -> Compressed | None:
+    """What is known of slots that were never compressed."""
+    how, model, b = config.compression, config.model, config.num_slots
+    if how is None:
+        return None
+    heads = model.num_layers, model.num_kv_heads
+    last = model.num_layers, how.window, model.num_heads, model.head_dim
+    return Compressed(
+        shift=jnp.zeros(b, jnp.int32),
+        skipped=jnp.zeros((b, *heads), jnp.int32) if how.policy.splits else None,
+        queries=jnp.zeros((b, *last), config.cache_dtype) if how.policy.reads_queries else None,
     )
 
 

@@ -8,14 +8,14 @@ from et_jax.control import entropy
 from et_jax.control.base import ControlState, Signals, name_of, one_like
 from et_jax.control.controller import Controller
 from et_jax.decode import cache as kv
-from et_jax.decode import cost, pages, small
+from et_jax.decode import cost, pages, queries, small
 from et_jax.decode import draft as drafting
 from et_jax.decode.attention import LayerCarry, ReadRow, ReadStats, decode_attend, no_reads
 from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.once import where_asked
 from et_jax.decode.rows import Rows, at_slots
 from et_jax.decode.small import Weights, of_model
-from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
+from et_jax.decode.state import Compressed, DecoderConfig, DecodeState, StepOutput
 from et_jax.decode.verify import advance, verify
 from et_jax.models.transformer import Params, forward
 from et_jax.types import replace
@@ -37,8 +37,9 @@ def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[De
     moved = traffic(model, state.cache)
     state = replace(state, table=table)
     if config.draft is None:
-        logits, memory = extend(config, model, state, rows, rows.position + 1)
-        after, output, _ = advance(config, moved, replace(state, cache=memory.cache), rows, logits, memory.stats, True)
+        logits, memory = extend(config, model, state, rows, rows.place + 1)
+        state = replace(state, cache=memory.cache, compressed=_compressed(state, memory))
+        after, output, _ = advance(config, moved, state, rows, logits, memory.stats, True)
         return after, output
     state, count = reserve_drafts(config, config.draft, state, rows)
     state, drafts = propose(config, config.draft, params, state, rows, count)
@@ -72,14 +73,15 @@ def choose(
         score = jnp.where(runnable, jnp.maximum(score, jnp.finfo(score.dtype).min), -jnp.inf)
         slot = jax.lax.top_k(score, config.batch)[1]
     token, position, active = at_slots(slot, (state.token, state.length, runnable))
-    rows = Rows(slot=slot, token=token, position=position, run=active)
+    shift = None if state.compressed is None else at_slots(slot, state.compressed.shift)
+    rows = Rows(slot=slot, token=token, position=position, run=active, shift=shift)
     return replace(state, control=replace(state.control, priority=priority)), rows
 
 
 @jax.named_scope("reserve")
 def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[pages.PageTable, Rows]:
     """Find a page for every token to be written; a row that got none does not run."""
-    wanted = jnp.where(rows.run, rows.position // config.page_size + 1, 0)
+    wanted = jnp.where(rows.run, rows.place // config.page_size + 1, 0)
     table, granted = pages.reserve(state.table, rows.spread(config.num_slots, wanted), 1)
     return table, replace(rows, run=rows.run & rows.take(granted))
 
@@ -98,10 +100,10 @@ def extend(
     A row's slot holds `end` tokens once all rows are written, of which the row sees those up to its own. `at` says
     which rows share a slot, None that no two do.
     """
-    control = rows.take(state.control)
+    control, held = rows.take(state.control), state.compressed
     row = ReadRow(
         table=rows.take(state.table.pages),
-        length=rows.position,
+        length=rows.place,
         end=end,
         run=rows.run,
         tolerance=control.tolerance,
@@ -110,6 +112,7 @@ def extend(
         kept_mass=rows.take(state.signals.kept_mass),
         selectors=rows.take(state.laws).selectors(config.model.num_layers),
         at=at,
+        skipped=None if held is None or held.skipped is None else rows.take(held.skipped),
     )
     cache = state.cache
     if cache.surprisal is not None:
@@ -117,8 +120,13 @@ def extend(
         cache = kv.write_surprisal(cache, surprisal[:, None], row.table, row.length, row.run.astype(jnp.int32))
     attend = decode_attend(config.read_policy, row)
     memory = LayerCarry(cache=cache, stats=no_reads(rows.token.shape[0]))
-    logits, memory = forward(params, config.model, rows.token[:, None], rows.position[:, None], attend, memory)
-    return logits[:, 0], memory
+    asked = rows.token[:, None], rows.position[:, None]
+    if held is None or held.queries is None:
+        logits, memory = forward(params, config.model, *asked, attend, memory)
+        return logits[:, 0], memory
+    watch = queries.of_step(rows)
+    logits, (memory, seen) = forward(params, config.model, *asked, watch.attend(attend), (memory, ()))
+    return logits[:, 0], replace(memory, queries=watch.store(held.queries, seen))
 
 
 @jax.named_scope("reserve")
@@ -190,6 +198,12 @@ def traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
         block=cost.num_bytes(layer.pages) // num_blocks,
         summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks,
     )
+
+
+def _compressed(state: DecodeState, memory: LayerCarry) -> Compressed | None:
+    """What compression knows, with the queries of this step."""
+    held = state.compressed
+    return held if held is None or memory.queries is None else replace(held, queries=memory.queries)
 
 
 def _priority(laws: Controller, signals: Signals, control: ControlState) -> Float[Array, ""]:

@@ -151,7 +151,7 @@ def measure(
     log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
     estimate = rows.take(state.laws).estimator(log_prob, calibrated)
     generated = rows.take(state.generated) + 1
-    length, looked = rows.position + rows.run.astype(jnp.int32), stats.num_entropies > 0
+    ran, looked = rows.run.astype(jnp.int32), stats.num_entropies > 0
     signals = replace(
         rows.take(state.signals),
         entropy=estimate.entropy,
@@ -165,11 +165,11 @@ def measure(
         blocks_read=stats.blocks_read,
         summaries_read=stats.summaries_read,
         cost=cost.nominal_bytes(moved, config.batch, stats.blocks_read, stats.summaries_read),
-        length=length,
+        length=rows.position + ran,
         generated=generated,
         remaining=rows.take(state.limit) - generated,
         arrival=rows.take(state.arrival),
-        pages_held=-(-length // config.page_size),
+        pages_held=-(-(rows.place + ran) // config.page_size),
         urgency=rows.take(state.urgency),
     )
     return signals, raw

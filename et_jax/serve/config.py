@@ -58,6 +58,7 @@ class EngineConfig:
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
+    cache_budget: int | None = _decisive(None)
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -71,7 +72,7 @@ class EngineConfig:
             "control": controller(self.control),
             "memory_fraction": values.number("memory_fraction", self.memory_fraction),
         }
-        for name in ("page_size", "max_model_len", "num_pages", "prefill_batch", "max_resident_seqs"):
+        for name in ("page_size", "max_model_len", "num_pages", "prefill_batch", "max_resident_seqs", "cache_budget"):
             if getattr(self, name) is not None:
                 checked[name] = _count(name, getattr(self, name))
         for name in ("max_num_seqs", "max_num_batched_tokens", "replicas"):
@@ -88,6 +89,8 @@ class EngineConfig:
                 continue
             if checked[name] and self.small is None:
                 raise UsageError(f"{name} is for two models that take turns; name the other one by small.")
+        if self.cache_budget is not None and (self.draft is not None or self.small is not None):
+            raise UsageError("cache_budget forgets what drafts and second models read; leave out one or the other.")
         if self.draft_length not in LENGTHS:
             shown = values.shown(self.draft_length)
             raise UsageError(f"draft_length is {shown}; choose one of {', '.join(LENGTHS)}.")

@@ -42,6 +42,8 @@ class Device:
             "decode": lambda: self.decode(0, until_end=False),
             "release": lambda: self.release(0),
         }
+        if self.config.compression is not None:
+            programs["compress"] = lambda: self.compress(0)
         if shares:
             programs["share"] = lambda: self.share(0, [])
             programs["references"] = self._count_nothing
@@ -70,6 +72,11 @@ class Device:
             self.weights, self.state, np.int32(num_steps), np.bool_(until_end)
         )
         return outputs, ran
+
+    def compress(self, slot: int) -> None:
+        """Keep of a slot's cache what the configuration says."""
+        self.state, granted = self.decoder.compress(self.state, np.int32(slot))
+        self.promises.append(granted)
 
     def release(self, slot: int) -> None:
         """Empty a slot."""

@@ -70,6 +70,7 @@ def load(
     small: str | Path | None = None,
     lazy_prefill: bool = False,
     audit: bool = False,
+    cache_budget: int | None = None,
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
@@ -99,6 +100,8 @@ def load(
     `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
     "ead_guarded". With `lazy_prefill` it reads prompts alone, and the model when it first speaks. With `audit` traces
     tell how many of the other's words were the likeliest to the one that catches up with them.
+    With a `cache_budget` of so many tokens a sequence keeps of its cache what its last queries attend to the most, once
+    it has decoded 16 tokens and again whenever a quarter of the budget has come (see `control.compression`).
     `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
     cannot be written `progress` is told, and they are kept in memory only.
 

@@ -10,6 +10,7 @@ Pages are claimed in the books before the device takes them, and may be claimed 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from et_jax.serve.prefix_cache import PrefixCache
 
@@ -18,37 +19,65 @@ from et_jax.serve.prefix_cache import PrefixCache
 class Claim:
     """What the sequence in a slot holds and may come to hold.
 
-    `written` tokens of it are in the cache; it will never write more than `most`. Of its pages those in `locked` are
-    kept too, and counted as such; it locks no other, or it could lack pages all by itself. `begun` sequences have asked
-    for kept pages; `running` ones have their whole prompt in the cache, but for the last token.
+    `written` tokens of it were put in the cache, of which compression left out `shift`; it will never write more than
+    `most`. Of its pages those in `locked` are kept too, and counted as such; it locks no other, or it could lack pages
+    all by itself. `begun` sequences have asked for kept pages; `running` ones have their whole prompt in the cache, but
+    for the last token.
     """
 
     prompt: list[int]
     most: int
     written: int = 0
+    shift: int = 0
     locked: list[int] = dataclasses.field(default_factory=list)
     begun: bool = False
     running: bool = False
 
     @property
+    def cached(self) -> int:
+        """Tokens in the cache."""
+        return self.written - self.shift
+
+    @property
     def next_tokens(self) -> int:
         """Tokens in the cache once its next step, or its prefill and the first step, is done."""
-        return self.written + 1 if self.running else len(self.prompt)
+        return self.cached + 1 if self.running else len(self.prompt)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compressing:
+    """When sequences are compressed, to `room` tokens each.
+
+    The `point` follows from the tokens of a prompt and those left out so far: a number of tokens written, None for
+    never. The last `fresh_tokens` of a prompt are computed anew wherever it is served, and not shared.
+    """
+
+    room: int
+    point: Callable[[int, int], int | None]
+    fresh_tokens: int
 
 
 class PagePool:
     """The claims on `num_pages` pages of `page_size` tokens; page 0, the null page, is one of them and never claimed.
 
     With `keep_prefixes` full pages of prompts are kept and shared, in whole chunks of `chunk` tokens. Slots are the
-    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens.
+    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, one at most where they
+    are compressed, as `compressing` says.
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, chunk: int, keep_prefixes: bool, most_per_step: int = 1
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        chunk: int,
+        keep_prefixes: bool,
+        most_per_step: int = 1,
+        compressing: Compressing | None = None,
     ) -> None:
         self._num_pages, self._page_size, self._chunk = num_pages - 1, page_size, chunk
         self._prefixes = PrefixCache(page_size) if keep_prefixes else None
-        self._most_per_step = most_per_step
+        self._most_per_step, self._compressing = most_per_step, compressing
         self._claims: dict[int, Claim] = {}
 
     # What there is.
@@ -65,23 +94,27 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages neither claimed nor kept; below 0 where claims wait for kept pages to go."""
-        own = sum(self.pages_for(claim.written) - len(claim.locked) for claim in self._claims.values())
+        own = sum(self.pages_for(claim.cached) - len(claim.locked) for claim in self._claims.values())
         return self._num_pages - self.num_kept - own
 
     @property
     def num_available(self) -> int:
         """Pages free, or kept and unlocked, less those promised to prompts that are not prefilled yet."""
         waiting = (claim for claim in self._claims.values() if not claim.running)
-        promised = sum(self.pages_for(claim.next_tokens) - self.pages_for(claim.written) for claim in waiting)
+        promised = sum(self.pages_for(claim.next_tokens) - self.pages_for(claim.cached) for claim in waiting)
         return self.num_free + (0 if self._prefixes is None else self._prefixes.num_idle) - promised
 
     def written(self, slot: int) -> int:
-        """Return how many tokens of a slot's sequence are in the cache."""
+        """Return how many tokens of a slot's sequence are in the cache, or were until it was compressed."""
         return self._claims[slot].written
+
+    def left_out(self, slot: int) -> int:
+        """Return how many tokens of a slot's sequence compression left out."""
+        return self._claims[slot].shift
 
     def num_held(self, slot: int) -> int:
         """Return the pages of a slot, shared ones among them."""
-        return self.pages_for(self._claims[slot].written)
+        return self.pages_for(self._claims[slot].cached)
 
     def num_freed(self, slot: int) -> int:
         """Return how many pages, held or promised, are there for others once a slot is released."""
@@ -96,8 +129,11 @@ class PagePool:
         self._claims[slot] = Claim(prompt=prompt, most=most)
 
     def swap_in(self, slot: int, prompt: list[int], most: int, written: int) -> None:
-        """Claim the pages of a running sequence that comes back to an empty slot with `written` tokens."""
-        self._claims[slot] = Claim(prompt=prompt, most=most, written=written, begun=True, running=True)
+        """Claim the pages of a running sequence that comes back to an empty slot, once `written` tokens were in it."""
+        claim = Claim(prompt=prompt, most=most, written=written, begun=True, running=True)
+        while (point := self._point(claim)) is not None and point <= written:
+            claim.shift = point - self._room
+        self._claims[slot] = claim
 
     def begin(self, slot: int) -> list[int] | None:
         """Return the kept pages that hold the beginning of a slot's prompt, to be shared; they are locked.
@@ -109,7 +145,8 @@ class PagePool:
         if self._prefixes is not None:
             end = len(found) * self._page_size + self._chunk
             others = (other.prompt for other in self._claims.values() if other.begun and not other.running)
-            if any(end < min(len(claim.prompt), len(other)) and other[:end] == claim.prompt[:end] for other in others):
+            usable = self._shareable(claim.prompt)
+            if any(end <= min(usable, len(other) - 1) and other[:end] == claim.prompt[:end] for other in others):
                 return None
             self._prefixes.lock(found)
         claim.begun, claim.locked = True, found
@@ -142,14 +179,56 @@ class PagePool:
         if self._prefixes is not None:
             self._prefixes.unlock(claim.locked)
 
+    # What is compressed.
+
+    @property
+    def steps_to_point(self) -> int | None:
+        """The most steps that take no running sequence past the point of its compression; None is any number."""
+        running = (claim for claim in self._claims.values() if claim.running)
+        return min(
+            (point - claim.written for claim in running if (point := self._point(claim)) is not None), default=None
+        )
+
+    @property
+    def due(self) -> list[int]:
+        """The slots whose sequences are to be compressed now, before their next step."""
+        return [slot for slot, claim in self._claims.items() if claim.running and claim.written == self._point(claim)]
+
+    def compress(self, slot: int) -> None:
+        """Give up the pages of a slot's sequence, those kept stay so, and claim those of what is left of it."""
+        claim = self._claims[slot]
+        if self._prefixes is not None:
+            self._prefixes.unlock(claim.locked)
+        claim.locked, claim.shift = [], claim.written - self._room
+
+    @property
+    def _room(self) -> int:
+        return 0 if self._compressing is None else self._compressing.room
+
+    def _point(self, claim: Claim) -> int | None:
+        """The tokens written at which a sequence is compressed next; it ends before it needs to be at its last."""
+        point = None if self._compressing is None else self._compressing.point(len(claim.prompt), claim.shift)
+        return None if point is None or point >= claim.most else point
+
     # What makes room.
 
     def growth(self, num_steps: int) -> int:
-        """Return the pages that running sequences take in so many steps at most, every drafted token accepted."""
+        """Return the pages that running sequences take in so many steps at most, every drafted token accepted.
+
+        A sequence that is compressed then gives up its pages and takes others; those that it shares give up nothing.
+        """
         num_tokens = num_steps * self._most_per_step
         running = (claim for claim in self._claims.values() if claim.running)
-        grown = ((claim.written, min(claim.written + num_tokens, claim.most)) for claim in running)
-        return sum(self.pages_for(after) - self.pages_for(before) for before, after in grown)
+        return sum(self._growth(claim, min(claim.written + num_tokens, claim.most)) for claim in running)
+
+    def _growth(self, claim: Claim, written: int) -> int:
+        """The pages that a running sequence takes until it has `written` tokens, or is compressed there."""
+        held = self.pages_for(written - claim.shift)
+        grown, point = held - self.pages_for(claim.cached), self._point(claim)
+        if point is None or written < point:
+            return grown
+        shared = 0 if self._prefixes is None else self._prefixes.num_shared(claim.locked)
+        return grown + max(0, self.pages_for(self._room) + shared - held)
 
     def shortage(self, num_steps: int) -> int:
         """Return how many pages are missing, above 0, for so many steps of all that run."""
@@ -172,10 +251,15 @@ class PagePool:
     def _evict(self, count: int) -> list[int]:
         return self._prefixes.evict(count) if self._prefixes is not None and count > 0 else []
 
+    def _shareable(self, prompt: list[int]) -> int:
+        """The tokens of a prompt that may be shared: not its last, which a step writes, nor others computed anew."""
+        fresh = 1 if self._compressing is None else max(1, self._compressing.fresh_tokens)
+        return max(len(prompt) - fresh, 0)
+
     def _kept_of(self, prompt: list[int]) -> list[int]:
         """Return the pages kept of a prompt's beginning: whole chunks of them, none that a step would write."""
         if self._prefixes is None:
             return []
-        found = self._prefixes.find(prompt, (len(prompt) - 1) // self._page_size)
+        found = self._prefixes.find(prompt, self._shareable(prompt) // self._page_size)
         per_chunk = self._chunk // self._page_size
         return found[: len(found) // per_chunk * per_chunk]

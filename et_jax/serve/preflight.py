@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from et_jax.decode.cache import token_width
 from et_jax.decode.state import DecoderConfig, empty
 from et_jax.errors import UsageError
 from et_jax.models.config import ModelConfig
@@ -122,7 +123,7 @@ def step_bytes(config: DecoderConfig) -> int:
     In float32: ten copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
     cache keeps surprisals; for each token three rows of the feed-forward, six of the residual stream, two of queries,
     keys and values; four numbers per row, query head and block for a choice of blocks. Beside them what attention
-    sets aside, as its kernels tell.
+    sets aside, as its kernels tell. A compression, where there is one, runs between steps.
     """
     c, rows = config.model, _most_rows(config)
     tokens = max(rows, config.prefill_batch)
@@ -131,7 +132,18 @@ def step_bytes(config: DecoderConfig) -> int:
     heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     token = 3 * c.intermediate_size + 6 * c.hidden_size + heads
     choice = 4 * rows * c.num_heads * config.blocks_per_slot
-    return 4 * (logits + tokens * token + choice) + _attention_bytes(config)
+    step = 4 * (logits + tokens * token + choice) + _attention_bytes(config)
+    return max(step, _compression_bytes(config))
+
+
+def _compression_bytes(config: DecoderConfig) -> int:
+    """Return what a compression sets aside: a layer's tokens of a slot twice, all regions, a head's scores thrice."""
+    how, layout, c = config.compression, config.layout, config.model
+    if how is None or layout is None:
+        return 0
+    tokens, kept = config.blocks_per_slot * config.page_size, c.num_layers * layout.region * config.page_size
+    token = c.num_kv_heads * token_width(c.head_dim) * jnp.dtype(config.cache_dtype).itemsize
+    return token * (2 * tokens + kept) + 4 * 3 * how.window * c.group_size * tokens
 
 
 def _attention_bytes(config: DecoderConfig) -> int:

@@ -66,7 +66,10 @@ def sequences_of(
             "shorten the prompt or raise max_model_len if the model allows it."
         )
     limit = min(params.max_tokens, length - len(ids))
-    pages = -(-(len(ids) - 1 + limit) // config.page_size)
+    most, how, layout = len(ids) - 1 + limit, config.compression, config.layout
+    if how is not None and layout is not None:
+        most = how.most_cached(len(ids), most, layout.region * config.page_size)
+    pages = -(-most // config.page_size)
     if pages > config.num_pages - 1:
         raise UsageError(
             f"The prompt of {len(ids)} tokens and {limit} more need {pages} pages of {config.page_size} "

@@ -99,7 +99,7 @@ class Burst:
             step,
             slot,
             asked,
-            blocks_held=-(-length // config.page_size) * heads,
+            blocks_held=signals.pages_held[step][slot] * heads,
             cost=cost.charged_bytes(self._traffic, num_produced, read + wasted_read, looked + wasted_looks)
             + small_bytes,
             flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim)

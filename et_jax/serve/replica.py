@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from et_jax.decode import cost, faults
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.small import Weights, costs, of_model, of_small
+from et_jax.decode.state import DecoderConfig
 from et_jax.decode.step import traffic
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled
@@ -19,7 +21,7 @@ from et_jax.serve.completions import FinishReason, TokenEvent
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.device import Device
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.page_pool import PagePool
+from et_jax.serve.page_pool import Compressing, PagePool
 from et_jax.serve.queue import Queue
 from et_jax.serve.records import Burst, StepRow, prompt_read
 from et_jax.serve.sequence import Sequence, Status
@@ -60,6 +62,7 @@ class Replica:
             chunk=self.config.chunk,
             keep_prefixes=keep_prefixes,
             most_per_step=1 if self.config.draft is None else 1 + self.config.draft.most,
+            compressing=_compressing(self.config),
         )
         self.slots: dict[int, Sequence] = {}
         self.lock, self.broken = threading.Lock(), False
@@ -149,16 +152,18 @@ class Replica:
         if running:
             copies = self.device.swap_out(slot, self.pool.num_held(slot))
             sequence.row, sequence.swapped = self._fetched(copies)
+            sequence.left_out = self.pool.left_out(slot)
         self._vacate(sequence)
         sequence.status = Status.SWAPPED if running else Status.WAITING
         self.queue.waiting.append(sequence)
         self.metrics.preemptions += 1
 
     def _swap_in(self, slot: int, sequence: Sequence) -> None:
-        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_tokens - 1)
+        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written)
         self.device.evict(self.pool.settle())
         self.device.swap_in(slot, sequence.row, sequence.swapped)
-        sequence.row, sequence.swapped, sequence.status = None, [], Status.RUNNING
+        sequence.row, sequence.swapped, sequence.left_out = None, [], 0
+        sequence.status = Status.RUNNING
 
     def _vacate(self, sequence: Sequence) -> None:
         if sequence.slot is not None:
@@ -303,7 +308,9 @@ class Replica:
             return
         if any(sequence.deadline is not None for sequence in self.slots.values()):
             self.device.set_urgency({slot: sequence.urgency for slot, sequence in self.slots.items()})
-        steps = self._make_room(1 if pending else self._steps)
+        most = self.pool.steps_to_point
+        steps = 1 if pending else self._steps
+        steps = self._make_room(steps if most is None else min(steps, most))
         promises, self.device.promises = self.device.promises, []
         began = time.perf_counter()
         outputs, ran = self.device.decode(steps, until_end=bool(self.queue.waiting))
@@ -327,6 +334,14 @@ class Replica:
                     self._count_idle(burst.num_served(step, running))
                 for slot, sequence in running.items():
                     self._take(slot, sequence, burst.row(step, position, slot, asked[slot], num_produced))
+        self._compress()
+
+    def _compress(self) -> None:
+        """Compress the sequences whose point has come; there are pages for that since room was made for the burst."""
+        for slot in self.pool.due:
+            self.pool.compress(slot)
+            self.device.evict(self.pool.settle())
+            self.device.compress(slot)
 
     def _count_idle(self, num_served: int) -> None:
         """Count the rows of a step that brought no sequence a token: empty, failed, or past the end of their text."""
@@ -360,6 +375,15 @@ class Replica:
             return jax.device_get(tree)
         finally:
             self.queue.lock.acquire()
+
+
+def _compressing(config: DecoderConfig) -> Compressing | None:
+    """What the pool must know of compression."""
+    how, layout = config.compression, config.layout
+    if how is None or layout is None:
+        return None
+    room = layout.region * config.page_size
+    return Compressing(room=room, point=partial(how.point, region=room), fresh_tokens=how.fresh_tokens)
 
 
 def _sentence(failure: Exception) -> str:

@@ -18,7 +18,8 @@ class Waiting(Protocol):
 
     `priority` is what its caller asked for, higher is sooner; `deadline` the seconds after its arrival by which it
     should be done, None for none; `arrived` when it came, by the clock that `now` is read from; `arrival` the number
-    in order. `num_tokens` are its prompt's and those produced. `resumes` says that it was decoding in a slot before.
+    in order. `num_tokens` are its prompt's and those produced, less what compression left out. `resumes` says that it
+    was decoding in a slot before.
     """
 
     @property

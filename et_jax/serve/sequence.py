@@ -64,8 +64,9 @@ class Sequence:
 
     `laws` control it. `prompt_ids` are the tokens of `prompt`. `deliver` is called with every event. `arrival` numbers
     submissions and `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it
-    is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held.
-    `prompt_read` is what a budget had it read of its prompt.
+    is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held:
+    its tokens but for `left_out` of them, which compression left out. `prompt_read` is what a budget had it read of
+    its prompt.
     """
 
     request: GenerationRequest
@@ -88,6 +89,7 @@ class Sequence:
     row: Any = None
     swapped: list[Any] = dataclasses.field(default_factory=list)
     prompt_read: PromptRead | None = None
+    left_out: int = 0
 
     @property
     def priority(self) -> float:
@@ -106,8 +108,13 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the text so far."""
-        return len(self.prompt_ids) + len(self.trace)
+        """Tokens of the prompt and of the text so far, less those that are left out where it is swapped out."""
+        return self.num_written + 1 - self.left_out
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that are in the cache once it decodes, or were until it was compressed."""
+        return len(self.prompt_ids) + len(self.trace) - 1
 
     @property
     def most_written(self) -> int:

@@ -4,6 +4,7 @@ import jax
 from jax.typing import DTypeLike
 
 from et_jax.control.budget import Budget
+from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
 from et_jax.decode.attention import serving_backend
 from et_jax.decode.draft import Drafting
@@ -72,6 +73,7 @@ def decoder_config(
         num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
         penalties=True,
         calibration=calibration or Calibration(),
+        compression=_compression(settings, model, page_size),
     )
     return beside(settings, plain, controller(settings.control), small)
 
@@ -88,6 +90,8 @@ def beside(
     That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked for
     and the laws allow any. Raises UsageError where there is no small model, or none that fits the other.
     """
+    if config.compression is not None:
+        _check_compressed(laws, keep, config)
     chunk, prefill_batch = config.chunk, config.prefill_batch
     if laws.budget is not None or config.controller.budget is not None:
         chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
@@ -137,6 +141,30 @@ def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: 
             )
         chunk = _multiple(budget.segment, page_size)
     return chunk, _multiple(prefill_batch, chunk)
+
+
+def _compression(settings: EngineConfig, model: ModelConfig, page_size: int) -> Compression | None:
+    """What `cache_budget` asks for; the budget is outgrown by a quarter before a sequence is compressed again."""
+    budget = settings.cache_budget
+    if budget is None:
+        return None
+    widest = max((window for window in model.windows if window is not None), default=0)
+    if budget % page_size or budget <= Compression.window or budget < widest:
+        window = f" and hold the sliding window of {widest} tokens" if widest else ""
+        raise UsageError(
+            f"cache_budget is {budget}; it must be a multiple of page_size, {page_size}, above "
+            f"{Compression.window}{window}."
+        )
+    return Compression(budget=budget, every=max(1, budget // 4))
+
+
+def _check_compressed(laws: Controller, keep: frozenset[Keep], config: DecoderConfig) -> None:
+    """Refuse laws that go by what a compression forgets."""
+    needs = keep.union(*(selector.needs for selector in laws.selectors(config.model.num_layers)))
+    if laws.refresh_every > 1 or "surprisals" in needs:
+        raise UsageError(
+            "cache_budget forgets tokens that this control goes by; leave it out, or choose another control."
+        )
 
 
 def _check_beside(name: str, small: ModelConfig, config: DecoderConfig) -> None:

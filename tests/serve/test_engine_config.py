@@ -65,7 +65,16 @@ def test_a_value_that_cannot_be_is_told_in_one_sentence(settings, said):
 
 
 def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
-    changes = {"dtype", "page_size", "max_model_len", "max_num_seqs", "prefill_batch", "small", "backend"}
+    changes = {
+        "dtype",
+        "page_size",
+        "max_model_len",
+        "max_num_seqs",
+        "prefill_batch",
+        "small",
+        "cache_budget",
+        "backend",
+    }
     assert EngineConfig(max_num_seqs=4).decisive.keys() == changes
     assert EngineConfig(num_pages=9, replicas=2, max_num_batched_tokens=7).decisive == EngineConfig().decisive
 

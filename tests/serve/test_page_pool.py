@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from et_jax.control.compression import Compression
 from et_jax.decode import pages
-from et_jax.serve.page_pool import PagePool
+from et_jax.serve.page_pool import Compressing, PagePool
 
 SIZE, CHUNK, SLOTS, BLOCKS, PAGES = 2, 4, 3, 7, 9  # eight pages for slots that could fill twenty-one
 STEPS, MOST_PER_STEP = 6, 3
@@ -29,20 +30,34 @@ def padded(numbers: list[int]) -> tuple[np.ndarray, np.int32]:
     return whole, np.int32(len(numbers))
 
 
+def compressing(room: int, fresh_tokens: int = 2) -> Compressing:
+    how = Compression(budget=room, window=2, gap=1, every=2)
+    return Compressing(room=room, point=partial(how.point, region=room), fresh_tokens=fresh_tokens)
+
+
 class Pool(RuleBasedStateMachine):
     """Plays the replica: tells the pool what it does, does to the table what the pool answers, and compares."""
+
+    room = 0
+    most_per_step = MOST_PER_STEP
 
     def __init__(self):
         super().__init__()
         self.pool = PagePool(
-            num_pages=PAGES, page_size=SIZE, chunk=CHUNK, keep_prefixes=True, most_per_step=MOST_PER_STEP
+            num_pages=PAGES,
+            page_size=SIZE,
+            chunk=CHUNK,
+            keep_prefixes=True,
+            most_per_step=self.most_per_step,
+            compressing=compressing(self.room) if self.room else None,
         )
+        self.shift: dict[int, int] = {}  # tokens that compression left out
         self.table = pages.empty(SLOTS, BLOCKS, PAGES)
         self.prompt: dict[int, list[int]] = {}
         self.most: dict[int, int] = {}
         self.written: dict[int, int] = {}  # tokens in the cache, of slots that have begun
         self.running: set[int] = set()
-        self.swapped: list[tuple[list[int], int, int]] = []
+        self.swapped: list[tuple[list[int], int, int, int]] = []
         self.kept: set[int] = set()
 
     # What the device does.
@@ -61,16 +76,19 @@ class Pool(RuleBasedStateMachine):
     def blocks(self, tokens: int) -> int:
         return -(-tokens // SIZE)
 
+    def cached(self, slot: int) -> int:
+        return self.written.get(slot, 0) - self.shift.get(slot, 0)
+
     def preempt(self, slot: int) -> None:
         if slot in self.running:
-            self.swapped.append((self.prompt[slot], self.most[slot], self.written[slot]))
+            self.swapped.append((self.prompt[slot], self.most[slot], self.written[slot], self.shift.get(slot, 0)))
         self.empty(slot)
 
     def empty(self, slot: int) -> None:
         self.pool.release(slot)
         self.table = release(self.table, slot)
         self.running.discard(slot)
-        for held in (self.prompt, self.most, self.written):
+        for held in (self.prompt, self.most, self.written, self.shift):
             held.pop(slot, None)
 
     def free_slot(self) -> int | None:
@@ -90,16 +108,19 @@ class Pool(RuleBasedStateMachine):
                 self.pool.admit(slot, prompt, most)
                 self.prompt[slot], self.most[slot] = prompt, most
 
-    @precondition(lambda self: self.swapped and self.free_slot() is not None and self.fits(self.swapped[0][2] + 1))
+    def fits_again(self) -> bool:
+        return self.fits(self.swapped[0][2] - self.swapped[0][3] + 1)
+
+    @precondition(lambda self: self.swapped and self.free_slot() is not None and self.fits_again())
     @rule()
     def swap_in(self):
-        slot, (prompt, most, written) = self.free_slot(), self.swapped[0]
+        slot, (prompt, most, written, shift) = self.free_slot(), self.swapped[0]
         assert slot is not None
         del self.swapped[0]
         self.pool.swap_in(slot, prompt, most, written)
         self.evict(self.pool.settle())
-        self.grow({slot: self.blocks(written)})
-        self.prompt[slot], self.most[slot], self.written[slot] = prompt, most, written
+        self.prompt[slot], self.most[slot], self.written[slot], self.shift[slot] = prompt, most, written, shift
+        self.grow({slot: self.blocks(self.cached(slot))})
         self.running.add(slot)
 
     @precondition(lambda self: set(self.prompt) - self.running)
@@ -145,6 +166,7 @@ class Pool(RuleBasedStateMachine):
     @rule(wanted=st.integers(1, STEPS), victims=st.randoms(use_true_random=False), drafts=st.booleans())
     def decode(self, wanted, victims, drafts):
         """As many steps as there are pages for; where there are none for one, slots are preempted at random."""
+        wanted = min(wanted, self.pool.steps_to_point or wanted)
         steps = self.pool.affordable(wanted)
         fitting = [wanted >> halvings for halvings in range(wanted.bit_length())]
         assert steps == max((n for n in fitting if self.pool.shortage(n) <= 0), default=1)
@@ -160,11 +182,22 @@ class Pool(RuleBasedStateMachine):
         for _ in range(steps):
             going = [slot for slot in sorted(self.running) if self.written[slot] < self.most[slot]]
             for slot in going:
-                brought = min(victims.randint(1, MOST_PER_STEP) if drafts else 1, self.most[slot] - self.written[slot])
+                most = self.most_per_step if drafts else 1
+                brought = min(victims.randint(1, most), self.most[slot] - self.written[slot])
                 for _ in range(brought):
                     self.pool.write(slot)
                 self.written[slot] += brought
-            self.grow({slot: self.blocks(self.written[slot]) for slot in going})
+            self.grow({slot: self.blocks(self.cached(slot)) for slot in going})
+        self.compress()
+
+    def compress(self):
+        """What the replica does once a burst is over."""
+        for slot in self.pool.due:
+            self.pool.compress(slot)
+            self.evict(self.pool.settle())
+            self.table = release(self.table, slot)
+            self.shift[slot] = self.written[slot] - self.room
+            self.grow({slot: self.blocks(self.room)})
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), finishes=st.booleans())
@@ -192,10 +225,11 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def slots_hold_the_pages_of_what_is_written(self):
-        held = [self.blocks(self.written.get(slot, 0)) for slot in range(SLOTS)]
+        held = [self.blocks(self.cached(slot)) for slot in range(SLOTS)]
         assert self.table.num_blocks.tolist() == held
         assert all(self.pool.num_held(slot) == held[slot] for slot in self.prompt)
         assert all(self.pool.written(slot) == self.written.get(slot, 0) for slot in self.prompt)
+        assert all(self.pool.left_out(slot) == self.shift.get(slot, 0) for slot in self.prompt)
 
     @invariant()
     def what_was_promised_is_there(self):
@@ -205,6 +239,53 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestPool = Pool.TestCase
+
+
+class CompressingPool(Pool):
+    """The same where sequences are compressed, once a decoded token is in the cache and every second after it."""
+
+    room, most_per_step = 4, 1
+
+    @invariant()
+    def no_sequence_is_past_its_point(self):
+        assert not self.pool.due and (self.pool.steps_to_point or 1) > 0
+        assert all(self.cached(slot) <= max(self.room + 2, len(self.prompt[slot]) + 1) for slot in self.running)
+
+
+class WidePool(CompressingPool):
+    """The same with a region that takes more than what shared pages leave of a sequence's own."""
+
+    room = 8
+
+
+CompressingPool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestCompressingPool = CompressingPool.TestCase
+WidePool.TestCase.settings = CompressingPool.TestCase.settings
+TestWidePool = WidePool.TestCase
+
+
+def test_room_is_made_for_a_region_beside_the_pages_that_others_share():
+    """Of the five pages of its ten tokens two are another's too, so that three are given up and four are taken."""
+    pool = PagePool(num_pages=11, page_size=2, chunk=4, keep_prefixes=True, compressing=compressing(8))
+    prompt = [1] * 9
+    assert prefilled(pool, 0, prompt, [1, 2, 3, 4, 0], most=20) == [1, 2, 3, 4]
+    assert prefilled(pool, 1, [*prompt[:4], 2, 3, 4, 5, 6], [1, 2, 5, 6, 0], most=20) == [5, 6]
+    assert (pool.steps_to_point, pool.growth(1), pool.num_available) == (2, 2, 4)
+    assert pool.growth(2) == 2 + 2 * (4 + 2 - 5)
+    pool.write(0, 2)
+    assert pool.due == [0] and pool.num_held(0) == 5
+    pool.compress(0)
+    assert (pool.num_held(0), pool.left_out(0), pool.num_free, pool.steps_to_point) == (4, 2, 0, 2)
+    assert pool.settle(5) == [4, 3] and pool.due == []
+
+
+def test_tokens_that_are_to_be_computed_anew_are_not_shared():
+    pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8, fresh_tokens=4))
+    assert prefilled(pool, 0, [1] * 9, [1, 2, 3, 4, 0]) == [1, 2, 3, 4]
+    pool.admit(1, [1] * 9, most=12)
+    assert pool.begin(1) == [1, 2]
+    pool.admit(2, [1] * 3, most=12)
+    assert pool.begin(2) == []
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from small_model import MODEL, configuration
 
+from et_jax.control.compression import named
 from et_jax.decode.decoder import decoder
 from et_jax.decode.draft import Drafting
 from et_jax.decode.state import DecoderConfig, empty
@@ -102,6 +103,16 @@ def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes:
     ]
     measured = max(program.compile().memory_analysis().temp_size_in_bytes for program in programs)
     assert measured <= step_bytes(config) + 50_000 <= 3 * measured
+
+
+@pytest.mark.parametrize("name", ["latent", "adakv", "streaming"])
+def test_a_compression_is_estimated_from_above_whatever_the_pool(name: str) -> None:
+    """The pool is written where it lies: what is set aside does not grow with it."""
+    for num_pages in (200, 2000):
+        config = configuration(num_pages=num_pages, max_length=1024, compression=named(name, 256))
+        state = jax.eval_shape(partial(empty, config))
+        program = decoder(config).compress.lower(state, jnp.int32(0)).compile()  # type: ignore[attr-defined]
+        assert program.memory_analysis().temp_size_in_bytes <= step_bytes(config) + 100_000
 
 
 def test_the_cache_takes_what_it_wants_or_what_is_left() -> None:

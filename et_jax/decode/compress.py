@@ -1,0 +1,80 @@
+"""Compressing a cache amid decoding: what each head keeps is gathered into fewer pages, the rest is forgotten.
+
+Keys are rotated by their positions before they are cached, so a kept entry is moved, never changed. A token's place in
+the cache is from then on its position less the slot's `shift`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from et_jax.control import compression
+from et_jax.control.compression import Entries
+from et_jax.decode import cache as kv
+from et_jax.decode import pages, queries
+from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.types import replace
+
+
+@jax.named_scope("compress")
+def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) -> tuple[DecodeState, Bool[Array, ""]]:
+    """Keep of a slot's cache what `config.compression` says, in pages of its own; False where pages ran out.
+
+    Nothing changes where pages ran out, or where the sequence fits into its region (which is True). The slot's pages
+    are given back first: those that others hold too stay with them, and it takes others. When a sequence is due
+    `Compression.point` says. Raises ValueError for a decoder that never compresses.
+    """
+    held, layout = state.compressed, config.layout
+    if held is None or layout is None:
+        raise ValueError("compression: got None, wanted what this decoder is to keep")
+    if layout.region >= config.blocks_per_slot:  # no sequence outgrows it
+        return state, jnp.ones((), bool)
+    room = layout.region * config.page_size
+    grown = state.num_cached[slot] > room
+    wanted = jnp.where(jnp.arange(config.num_slots) == slot, layout.region, 0)
+    table, granted = pages.reserve(pages.release(state.table, slot), wanted, layout.region)
+    done = granted[slot] & grown
+
+    layers, skipped = zip(*(_kept(config, state, slot, layer) for layer in range(config.model.num_layers)), strict=True)
+    num_pages = state.cache.layers[0].pages.shape[1]
+    into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool where nothing is done
+    shift = jnp.where(done, state.length[slot] - room, held.shift[slot])
+    compressed = replace(held, shift=held.shift.at[slot].set(shift))
+    if held.skipped is not None:
+        first = jnp.where(done, jnp.stack(skipped), held.skipped[slot])
+        compressed = replace(compressed, skipped=held.skipped.at[slot].set(first))
+    return replace(
+        state,
+        cache=kv.put_pages(state.cache, into, kv.KVCache(layers=layers, surprisal=None)),
+        compressed=compressed,
+        table=jax.tree.map(lambda new, old: jnp.where(done, new, old), table, state.table),
+    ), granted[slot] | ~grown
+
+
+def _kept(
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], layer: int
+) -> tuple[kv.LayerCache, Int[Array, " k"]]:
+    """The pages of a region with what a layer keeps, and how many blocks at its beginning each KV head leaves out."""
+    how, layout, held = config.compression, config.layout, state.compressed
+    assert how is not None and layout is not None and held is not None
+    size, d, cached = config.page_size, config.model.head_dim, state.cache.layers[layer]
+    k, _, _, e = cached.pages.shape
+    token = cached.pages[:, state.table.pages[slot]].reshape(k, -1, e)  # in the order of places
+    skips = jnp.zeros(k, jnp.int32) if held.skipped is None else held.skipped[slot, layer]
+    last = at = None
+    if held.queries is not None:
+        last = held.queries[slot, layer]
+        at = queries.places(state.length[slot], held.shift[slot], last.shape[0])
+    count = state.num_cached[slot]
+    entries = Entries(keys=token[..., :d], first=skips * size, count=count, queries=last, at=at, layer=layer)
+    place = compression.kept(entries, how, layout, size)
+    gathered = jnp.take_along_axis(token, jnp.maximum(place, 0)[..., None], axis=1)
+    region = jnp.where((place >= 0)[..., None], gathered, 0).reshape(k, layout.region, size, e)
+    full = jnp.full(layout.region, size, jnp.int32)
+    summary = None if cached.summary is None else kv.summarise(region, full, d)
+    codes = None
+    if cached.key_codes is not None:
+        assert summary is not None  # in whose boxes the codes lie
+        codes = kv.encode(region[..., :d], summary.key_box, full)
+    left_out = jnp.sum(place < 0, axis=1, dtype=jnp.int32) // size
+    return kv.LayerCache(pages=region, summary=summary, key_codes=codes), left_out

@@ -1,0 +1,414 @@
+"""A sequence whose cache is compressed reads what is kept and nothing else, gives pages back, and disturbs no one."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import kept_entries
+import numpy as np
+import pytest
+from decoders import made
+from small_model import (
+    CHUNK,
+    LENGTH,
+    MODEL,
+    NARROW,
+    PAGE,
+    POOL,
+    configuration,
+    fill,
+    prompt,
+    request,
+    run,
+    same_bits,
+    start,
+    text_of,
+    weights,
+)
+
+from et_jax.control.compression import Compression, named
+from et_jax.control.controller import Controller
+from et_jax.control.select import Certified, Dense, Quest, coded_bounds
+from et_jax.decode import decoder as decoding
+from et_jax.decode.draft import Drafting
+from et_jax.decode.state import Compressed, DecodeState
+from et_jax.models.transformer import forward
+from et_jax.serve.chunks import pack
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+BUDGET, WINDOW, GAP = 16, 6, 3
+MODELS = {"plain": MODEL, "narrow": NARROW, "windows": dataclasses.replace(MODEL, windows=(6, 6))}
+TOKENS = prompt(11, 41)
+
+
+@functools.cache
+def compressing(name: str, every: int = 0, model: str = "plain", **changes) -> decoding.Decoder:
+    how = named(name, BUDGET, window=WINDOW, gap=GAP, every=every)
+    keep = frozenset({"logits"})
+    return decoding.decoder(configuration(model=MODELS[model], compression=how, keep=keep, **changes))
+
+
+def room_of(d: decoding.Decoder) -> int:
+    assert d.config.layout is not None
+    return d.config.layout.region * PAGE
+
+
+def known(state: DecodeState) -> Compressed:
+    """What the state knows of compression."""
+    assert state.compressed is not None
+    return state.compressed
+
+
+def points(d: decoding.Decoder, num_prompt: int, most: int = LENGTH) -> list[int]:
+    """The lengths at which a sequence of so many prompt tokens is compressed."""
+    how, room, found, shift = d.config.compression, room_of(d), [], 0
+    assert how is not None
+    while (point := how.point(num_prompt, shift, room)) is not None and point < most:
+        found.append(point)
+        shift = point - room
+    return found
+
+
+def step(d, params, state, slots: dict[int, int]):
+    """Compress the slots, each with a prompt of so many tokens, whose point has come; then take a step."""
+    for slot, num_prompt in slots.items():
+        if int(state.length[slot]) in points(d, num_prompt):
+            state, granted = d.compress(state, slot)
+            assert granted and int(state.length[slot] - known(state).shift[slot]) == room_of(d)
+    return d.step(params, state)
+
+
+def decoded(d, params, slot: int, tokens: list[int], steps: int, **asked):
+    """The state after so many steps of a sequence alone, the tokens in its cache, and the logits of each step."""
+    state = start(d, params, d.empty(), slot, tokens, limit=LENGTH - len(tokens), **asked)
+    text, logits = list(tokens), []
+    for _ in range(steps):
+        state, _ = step(d, params, state, {slot: len(tokens)})
+        text.append(int(state.token[slot]))
+        logits.append(np.asarray(state.logits[slot]))
+    return state, text[:-1], np.stack(logits)
+
+
+@functools.cache
+def restricted(model):
+    """Logits, queries and keys of a text, of which head k of layer l reads at position i what `reads[l, k, i]` says."""
+
+    def attend_to(reads):
+        def attend(layer, q, k, v, memory):
+            every = jnp.repeat(reads[layer], model.group_size, axis=0)
+            keys, values = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
+            scores = jnp.einsum("bihd,bjhd->bhij", q, keys) / np.float32(model.head_dim**0.5)
+            mixed = jax.nn.softmax(jnp.where(every, scores, -jnp.inf))
+            return jnp.einsum("bhij,bjhd->bihd", mixed, values), (*memory, (q[0], k[0]))
+
+        return attend
+
+    def whole(params, tokens, reads):
+        positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        return forward(params, model, tokens[None], positions, attend_to(reads), ())
+
+    return jax.jit(whole)
+
+
+def reference(name: str, model, params, text: list[int], at: list[int], room: int):
+    """Of a text that is compressed at these lengths the logits, the keys, and the positions that each head holds then.
+
+    All in NumPy but the model.
+    """
+    layers, heads = model.num_layers, model.num_kv_heads
+    causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+    reads = np.tile(causal, (layers, heads, 1, 1))
+    padded = jnp.asarray(text + [0] * (LENGTH - len(text)), jnp.int32)
+    held = [[list(range(len(text))) for _ in range(heads)] for _ in range(layers)]
+    behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    for layer, window in enumerate(model.windows):
+        reads[layer] &= behind < (window or LENGTH)
+    blocks = named(name, BUDGET, window=WINDOW).layout(PAGE, model.windows).layers
+    for length in at:
+        _, memory = restricted(model)(params, padded, jnp.asarray(reads))
+        for layer in range(layers):
+            query, key = (np.asarray(x) for x in memory[layer])
+            queries = query[length - WINDOW : length].reshape(WINDOW, -1, model.head_dim)
+            now = [[place for place in each if place < length] for each in held[layer]]
+            keys = [key[each, head] for head, each in enumerate(now)]
+            number = blocks[layer]
+            if number is None:
+                kept = [each[-room:] for each in now]
+            elif name == "streaming":
+                kept = [each[:4] + each[4 - BUDGET :] for each in now]
+            else:
+                budget = number * PAGE
+                found = kept_entries.kept(name, keys, queries, budget=budget, window=WINDOW, pooling=5, page=PAGE)
+                kept = [[each[i] for i in chosen] for each, chosen in zip(now, found, strict=True)]
+            held[layer] = [[*each, *range(length, len(text))] for each in kept]
+            for head, each in enumerate(held[layer]):
+                reads[layer, head, length:] &= np.isin(np.arange(LENGTH), each) | (np.arange(LENGTH) >= len(text))
+    logits, memory = restricted(model)(params, padded, jnp.asarray(reads))
+    return np.asarray(logits[0, : len(text)]), [np.asarray(key) for _, key in memory], held
+
+
+CASES = [
+    *itertools.product(["latent", "adakv", "pyramidkv", "streaming"], ["plain"], [0, 8]),
+    ("latent", "narrow", 8),
+    ("pyramidkv", "narrow", 0),
+    ("adakv", "narrow", 8),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "every"), CASES)
+def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model, every):
+    d, params = compressing(name, every, model), weights()
+    at = [point for point in points(d, len(TOKENS)) if point < len(TOKENS) + 18]
+    assert len(at) == (1 if not every else 2)
+    state, text, logits = decoded(d, params, 1, TOKENS, 18, temperature=0.0)
+    expected, own, held = reference(name, MODELS[model], params, text, at, room_of(d))
+    np.testing.assert_allclose(logits, expected[len(TOKENS) - 1 :], rtol=1e-3, atol=1e-3)
+    whole, _, _ = reference(name, MODELS[model], params, text, [], room_of(d))
+    ahead = at[0] - len(TOKENS) + 1  # the first step that reads what is kept
+    np.testing.assert_allclose(logits[:ahead], whole[len(TOKENS) - 1 : at[0]], rtol=1e-3, atol=1e-3)
+    assert np.abs(logits[ahead:] - whole[at[0] :]).max() > 0.1
+
+    shift = len(text) - int(state.num_cached[1])
+    assert shift == at[-1] - room_of(d) and int(state.table.num_blocks[1]) == -(-(len(text) - shift) // PAGE)
+    table, skipped = np.asarray(state.table.pages[1]), known(state).skipped
+    for layer, head in itertools.product(range(MODEL.num_layers), range(MODEL.num_kv_heads)):
+        first = 0 if skipped is None else int(skipped[1, layer, head]) * PAGE
+        pages = np.asarray(state.cache.layers[layer].pages[head, table])
+        keys = pages.reshape(-1, pages.shape[-1])[first : len(text) - shift, : MODEL.head_dim]
+        np.testing.assert_allclose(keys, own[layer][held[layer][head], head], rtol=1e-3, atol=1e-3)
+
+
+def test_where_the_budget_holds_everything_nothing_changes():
+    whole = decoding.decoder(configuration(compression=Compression(budget=LENGTH, window=WINDOW, gap=GAP)))
+    params, tokens = weights(), TOKENS
+    state, _ = run(whole, params, start(whole, params, whole.empty(), 1, tokens, seed=3), 5)
+    before = jax.tree.map(np.asarray, state)
+    state, granted = whole.compress(state, 1)
+    assert granted and same_bits(before, state)
+    assert text_of(whole, params, 1, tokens, seed=3) == text_of(made("plain"), params, 1, tokens, seed=3)
+
+
+def test_a_sequence_that_fits_its_region_is_left_alone():
+    d, params, tokens = compressing("latent"), weights(), prompt(12, 9)
+    state, _ = run(d, params, start(d, params, d.empty(), 1, tokens), 8)  # 16 tokens
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.compress(state, 1)
+    assert granted and same_bits(before, state)
+    assert points(d, len(tokens)) == [] and points(compressing("latent", 4), len(tokens))[0] == BUDGET + 4
+
+
+def test_a_window_that_the_budget_holds_sees_all_it_saw():
+    """Layers with a sliding window keep their last tokens, so a model of such layers alone writes what it wrote."""
+    d, params = compressing("latent", 5, "windows"), weights()
+    plain = decoding.decoder(configuration(model=MODELS["windows"], keep=frozenset({"logits"})))
+    _, text, logits = decoded(d, params, 0, TOKENS, 20, temperature=0.0)
+    state = start(plain, params, plain.empty(), 0, TOKENS, temperature=0.0, limit=20)
+    for number in range(20):
+        state, _ = plain.step(params, state)
+        np.testing.assert_allclose(logits[number], np.asarray(state.logits)[0], rtol=1e-5, atol=1e-5)
+    assert len(text) == len(TOKENS) + 19
+
+
+def test_pages_are_given_back_and_memory_stays_flat_for_thousands_of_tokens():
+    every, length = 32, 4096
+    d = compressing("latent", every, max_length=length, num_pages=POOL)
+    params, tokens, room = weights(), TOKENS, BUDGET
+    state = start(d, params, d.empty(), 1, tokens, limit=3000, temperature=0.0)
+    state, _, _ = d.decode(params, state, GAP + 1)
+    assert int(state.length[1]) == len(tokens) + GAP
+    while int(state.generated[1]) < 3000 - every:
+        state, granted = d.compress(state, 1)
+        assert granted and int(state.table.num_blocks[1]) == room // PAGE
+        assert int(state.table.num_free) == POOL - 1 - room // PAGE
+        state, output, ran = d.decode(params, state, every)
+        assert int(ran) == every and not output.refused.any()
+        assert int(state.table.num_blocks[1]) == (room + every) // PAGE
+    assert int(state.length[1]) > 2900
+    state = d.release(state, 1)
+    assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
+    assert not known(state).shift.any() and int(state.num_cached.sum()) == 0
+
+
+def test_a_prefix_that_others_hold_stays_as_it_was():
+    d, params = compressing("latent"), weights()
+    alone = decoded(d, params, 1, TOKENS, 17, temperature=0.0)[1]
+    state = start(d, params, d.empty(), 0, TOKENS, temperature=0.0, limit=20)
+    shared = np.zeros(d.config.blocks_per_slot, np.int32)
+    shared[:6] = np.asarray(state.table.pages[0, :6])
+    state = d.increment(state, shared, np.int32(6))
+    state = d.share(state, 1, shared, np.int32(6))  # 24 tokens, three chunks
+    for at in range(24, len(TOKENS) - 1, CHUNK):
+        state, granted = d.prefill(params, state, *pack(d.config, [(1, TOKENS[at : min(at + CHUNK, len(TOKENS) - 1)])]))
+        assert granted.all()
+    state = d.insert(state, 1, request(TOKENS[-1], temperature=0.0, limit=20, control=d.config.controller))
+    before = [np.asarray(layer.pages[:, shared[:6]]) for layer in state.cache.layers]
+    state, written = texts_of_steps(d, params, state, {0: len(TOKENS), 1: len(TOKENS)}, 16)
+    assert written[0] == written[1] == alone[len(TOKENS) :]
+    assert np.asarray(state.table.references)[shared[:6]].tolist() == [1] * 6
+    for pages, layer in zip(before, state.cache.layers, strict=True):
+        np.testing.assert_array_equal(pages, layer.pages[:, shared[:6]])
+    state = d.release(d.release(state, 0), 1)
+    state = d.decrement(state, shared, np.int32(6))
+    assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
+
+
+def texts_of_steps(d, params, state, slots: dict[int, int], steps: int):
+    """The state after so many steps, and the tokens that each slot got."""
+    written = {slot: [] for slot in slots}
+    for _ in range(steps):
+        state, output = step(d, params, state, slots)
+        for slot in slots:
+            if output.produced[slot]:
+                written[slot].append(int(state.token[slot]))
+    return state, written
+
+
+def test_where_pages_are_short_nothing_changes():
+    """A fork holds every page of its source, and no page is free: the source's region has no room."""
+    d, params = compressing("latent", num_pages=13), weights()  # twelve pages
+    tokens = prompt(13, 45)
+    state = start(d, params, d.empty(), 0, tokens, limit=19)
+    state, _, _ = d.decode(params, state, 4)  # 48 tokens, twelve full pages
+    state, granted = d.fork(state, 0, 1)
+    assert granted and int(state.table.num_free) == 0
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.compress(state, 0)
+    assert not granted and same_bits(before, state)
+    state = d.release(state, 1)
+    state, granted = d.compress(state, 0)
+    assert granted and int(state.table.num_free) == 8
+
+
+def test_a_text_is_the_same_alone_and_in_company():
+    d, params = compressing("adakv", 8, num_pages=49), weights()
+    prompts = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 9)}
+    alone = {}
+    for slot, tokens in prompts.items():
+        state = start(d, params, d.empty(), slot, tokens, seed=slot, limit=18)
+        alone[slot] = texts_of_steps(d, params, state, {slot: len(tokens)}, 18)[1][slot]
+    state = d.empty()
+    for slot, tokens in prompts.items():
+        state = start(d, params, state, slot, tokens, seed=slot, limit=18)
+    together = texts_of_steps(d, params, state, {slot: len(tokens) for slot, tokens in prompts.items()}, 18)[1]
+    assert together == alone and all(len(text) == 18 for text in alone.values())
+
+
+@pytest.mark.parametrize("name", ["latent", "adakv"])
+def test_a_compressed_sequence_swapped_out_and_in_goes_on_as_it_would(name):
+    d, params = compressing(name, 8), weights()
+    state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
+    undisturbed = texts_of_steps(d, params, state, {0: len(TOKENS)}, 20)[1][0]
+    state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
+    state, before = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
+    row = jax.device_get(d.read_row(state, 0))
+    blocks, per = int(state.table.num_blocks[0]), CHUNK // PAGE
+    assert blocks < len(TOKENS) // PAGE
+    pages = jax.device_get([d.read_pages(state, 0, first) for first in range(0, blocks, per)])
+    state = start(d, params, d.release(state, 0), 0, prompt(16, 30))  # on the pages that came free
+    state, granted = d.write_row(state, 2, row)
+    assert granted and int(state.table.num_blocks[2]) == blocks
+    for number, taken in enumerate(pages):
+        state = d.write_pages(state, 2, number * per, taken)
+    assert same_bits(jax.device_get(d.read_row(state, 2)), row)
+    after = texts_of_steps(d, params, state, {2: len(TOKENS)}, 13)[1]
+    assert before[0] + after[2] == undisturbed
+
+
+def test_a_fork_of_a_compressed_sequence_writes_what_its_source_does():
+    d, params = compressing("latent", 8), weights()
+    state = start(d, params, d.empty(), 0, TOKENS, temperature=0.0, limit=20)
+    state, _ = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
+    state, granted = d.fork(state, 0, 1)
+    assert granted and int(known(state).shift[1]) == int(known(state).shift[0]) > 0
+    state, written = texts_of_steps(d, params, state, {0: len(TOKENS), 1: len(TOKENS)}, 10)
+    assert written[0] == written[1] and len(written[0]) == 10
+    state = d.release(d.release(state, 0), 1)
+    assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
+
+
+def test_a_released_slot_starts_anew():
+    d, params = compressing("adakv"), weights()
+    fresh = texts_of_steps(d, params, start(d, params, d.empty(), 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1]
+    state = start(d, params, d.empty(), 0, prompt(17, 44), limit=19)
+    state, _ = texts_of_steps(d, params, state, {0: 44}, 10)
+    assert known(state).shift[0] > 0 and np.any(known(state).skipped)
+    state = d.release(state, 0)
+    assert not np.any(known(state).shift) and not np.any(known(state).skipped)
+    assert texts_of_steps(d, params, start(d, params, state, 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1] == fresh
+
+
+@pytest.mark.parametrize("selector", [Quest(64), Certified(coded_bounds)], ids=["quest", "certified"])
+def test_selectors_see_what_is_kept(selector):
+    """Asked for everything, they read what dense attention reads: so summaries and codes are those of the region."""
+    d, params = compressing("latent", 8, controller=Controller(selector=selector)), weights()
+    state, text, logits = decoded(d, params, 1, TOKENS, 14, temperature=0.0)
+    expected, _, _ = reference("latent", MODEL, params, text, [44, 52], BUDGET)
+    np.testing.assert_allclose(logits, expected[len(TOKENS) - 1 :], rtol=1e-3, atol=1e-3)
+    table = np.asarray(state.table.pages[1, : BUDGET // PAGE])
+    for layer in state.cache.layers:
+        keys = np.asarray(layer.pages[:, table])[..., : MODEL.head_dim]
+        box = np.asarray(layer.summary.key_box[:, table])[..., : 2 * MODEL.head_dim]
+        np.testing.assert_array_equal(box, np.concatenate([keys.min(2), keys.max(2)], axis=-1))
+        if layer.key_codes is not None:
+            low, high = box[..., None, : MODEL.head_dim], box[..., None, MODEL.head_dim :]
+            codes = np.asarray(layer.key_codes[:, table]).reshape(keys.shape).astype(np.float32)
+            np.testing.assert_allclose(
+                low + (codes + 128) * (high - low) / 255, keys, atol=float((high - low).max()) / 500
+            )
+
+
+def test_reads_are_counted_as_they_are():
+    """Heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets."""
+    d, params = compressing("adakv"), weights()
+    state, _, _ = decoded(d, params, 0, TOKENS, 5)
+    heads, new = MODEL.num_layers * MODEL.num_kv_heads, 1
+    assert int(state.signals.blocks_read[0]) == heads * (BUDGET // PAGE + new)
+    assert int(state.signals.pages_held[0]) == room_of(d) // PAGE + new == int(state.table.num_blocks[0])
+    assert int(state.signals.length[0]) == len(TOKENS) + 4
+
+
+def test_a_decoder_that_never_compresses_holds_nothing_for_it():
+    d = made("plain")
+    state = d.empty()
+    assert state.compressed is None and state.num_cached is state.length
+    with pytest.raises(ValueError, match=r"^compression: got None"):
+        d.compress(state, 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [
+        ("latent", dict(draft=Drafting())),
+        ("latent", dict(keep=frozenset({"surprisals"}))),
+        ("latent", dict(controller=Controller(selector=Quest(3), refresh_every=2))),
+        ("adakv", dict(controller=Controller(selector=Quest(3)))),
+        ("pyramidkv", dict(controller=Controller(selector=(Dense(), Quest(3))))),
+    ],
+)
+def test_what_a_compressed_cache_cannot_serve_is_refused(policy, changes):
+    with pytest.raises(ValueError, match=r"^compression: got .*"):
+        configuration(compression=named(policy, BUDGET, window=WINDOW), **changes)
+
+
+def test_a_budget_must_be_whole_blocks_and_hold_the_sliding_window():
+    for budget, model in ((18, MODEL), (8, dataclasses.replace(MODEL, windows=(9, None)))):
+        with pytest.raises(ValueError, match=r"^budget: got"):
+            configuration(model=model, compression=named("latent", budget, window=WINDOW))
+
+
+@pytest.mark.parametrize("length", [1, 5, 8, 19, 41])
+def test_the_last_queries_of_a_prompt_are_stored(length):
+    """Whatever the chunks: the query at position p stands at p mod w, as a dense pass has it."""
+    d, params, tokens = compressing("latent"), weights(), prompt(18, length + 1)
+    state = fill(d, params, d.empty(), 2, tokens)
+    padded = jnp.asarray(tokens + [0] * (LENGTH - len(tokens)), jnp.int32)
+    reads = np.tile(np.tril(np.ones((LENGTH, LENGTH), bool)), (MODEL.num_layers, MODEL.num_kv_heads, 1, 1))
+    _, memory = restricted(MODEL)(params, padded, jnp.asarray(reads))
+    stored = np.asarray(known(state).queries)
+    for layer, (query, _) in enumerate(memory):
+        for position in range(max(0, length - WINDOW), length):
+            np.testing.assert_allclose(stored[2, layer, position % WINDOW], query[position], rtol=1e-4, atol=1e-4)
+    assert not stored[:2].any()

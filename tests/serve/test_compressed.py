@@ -1,0 +1,108 @@
+"""A cache budget in the engine: texts that no company changes, pages that balance, refusals in a sentence."""
+
+import pytest
+from reopened import SIZES, reopened
+
+from et_jax.control.controller import Controller
+from et_jax.control.select import Quest
+from et_jax.errors import UsageError
+from et_jax.serve import engine
+from et_jax.serve.completions import Completion
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
+SMALL = {"page_size": 4, "cache_budget": 36, "max_model_len": 256, "num_pages": 91}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine.load(**(SIZES | SMALL))
+
+
+def asked(tokenizer, count: int = 7, **settings) -> list[GenerationRequest]:
+    """Requests of several lengths, some of which begin alike, and which are compressed up to nine times."""
+    tokens = tokenizer.encode(SENTENCE * 4)
+    return [
+        GenerationRequest(
+            prompt=tuple(tokens[(i % 3) : 9 + 9 * i]),
+            params=SamplingParams(**{"max_tokens": 40 + 12 * i, "seed": i, "ignore_eos": True} | settings),
+        )
+        for i in range(count)
+    ]
+
+
+def text_of(completion: Completion):
+    """All of a completion but what its company may change, its cost."""
+    held = [row.blocks_held for row in completion.trace]
+    return completion.text, completion.token_ids, completion.finish_reason, held
+
+
+def assert_balanced(model: engine.Model) -> None:
+    for replica in model.replicas().replicas:
+        replica.forget_prefixes()
+        table = replica.device.state.table
+        assert replica.idle and int(table.num_free) == model.decoder_config.num_pages - 1
+        assert replica.pool.num_free == int(table.num_free) and not table.references.any()
+
+
+def test_texts_are_the_same_alone_in_company_and_when_preempted(model):
+    requests = asked(model.tokenizer)
+    together = [text_of(one) for one in model.generate(requests)]
+    assert_balanced(model)
+    alone = [text_of(reopened(model).generate([one])[0]) for one in requests]
+    assert together == alone
+    preempted = reopened(model, preempt_every=3)
+    assert [text_of(one) for one in preempted.generate(requests)] == together
+    assert preempted.metrics.preemptions > 5
+    assert_balanced(preempted)
+    without = reopened(model, prefix_cache=False)
+    assert [text_of(one) for one in without.generate(requests)] == together
+    assert model.metrics.cached_prompt_tokens > 0 == without.metrics.cached_prompt_tokens
+
+
+def test_the_cache_of_a_long_text_stays_small_and_another_text_is_written(model):
+    config, [request] = model.decoder_config, asked(model.tokenizer, 1, max_tokens=200, temperature=0.0)
+    [done] = model.generate([request])
+    heads = config.model.num_layers * config.model.num_kv_heads
+    room, every = config.layout.region, config.compression.every
+    assert max(row.blocks_held for row in done.trace) <= heads * (room + -(-every // config.page_size) + 1)
+    [whole] = engine.load(**(SIZES | SMALL | {"cache_budget": None})).generate([request])
+    assert whole.token_ids != done.token_ids
+    first = config.compression.point(len(request.prompt), 0, room * config.page_size)
+    same = first - len(request.prompt) + 1  # the last that was sampled from all there was
+    assert whole.token_ids[:same] == done.token_ids[:same]
+
+
+def test_a_text_longer_than_the_pool_is_served(model):
+    """It never holds more than a region and a quarter, so 16 pages of 4 tokens do for 200 tokens and more."""
+    request = asked(model.tokenizer, 1, max_tokens=200)
+    expected = text_of(model.generate(request)[0])
+    short = engine.load(**(SIZES | SMALL | {"num_pages": 16}))
+    assert text_of(short.generate(request)[0]) == expected
+    [one, two] = short.generate(request * 2)
+    assert text_of(one) == text_of(two) == expected and short.metrics.preemptions > 0
+    assert_balanced(short)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cache_budget": 33}, "cache_budget is 33; it must be a multiple of page_size, 4, above 32"),
+        ({"cache_budget": 32}, "cache_budget is 32; it must be a multiple of page_size, 4, above 32"),
+        ({"cache_budget": 0}, "cache_budget is 0; it must be at least 1."),
+        ({"draft": "lookup"}, "cache_budget forgets what drafts and second models read; leave out one or the other."),
+        ({"small": "bundled-small"}, "cache_budget forgets what drafts"),
+        ({"control": Controller(selector=Quest(3), refresh_every=2)}, "cache_budget forgets tokens that this control"),
+    ],
+)
+def test_what_does_not_go_with_a_budget_is_told(settings, said):
+    with pytest.raises(UsageError) as refused:
+        engine.load(**(SIZES | SMALL | settings))
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+def test_a_control_for_one_run_is_refused_likewise(model):
+    with pytest.raises(UsageError, match=r"^cache_budget forgets tokens"):
+        model.generate(["a"], control=Controller(selector=Quest(3), refresh_every=2))
