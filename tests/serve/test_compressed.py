@@ -33,6 +33,15 @@ def asked(tokenizer, count: int = 7, **settings) -> list[GenerationRequest]:
     ]
 
 
+def twins(tokenizer) -> list[GenerationRequest]:
+    """Two requests of one prompt, of which all but two tokens are whole chunks of pages."""
+    tokens = tuple(tokenizer.encode(SENTENCE * 4)[:50])
+    return [
+        GenerationRequest(prompt=tokens, params=SamplingParams(max_tokens=60, seed=seed, ignore_eos=True))
+        for seed in (20, 21)
+    ]
+
+
 def text_of(completion: Completion):
     """All of a completion but what its company may change, its cost."""
     held = [row.blocks_held for row in completion.trace]
@@ -48,7 +57,7 @@ def assert_balanced(model: engine.Model) -> None:
 
 
 def test_texts_are_the_same_alone_in_company_and_when_preempted(model):
-    requests = asked(model.tokenizer)
+    requests = [*asked(model.tokenizer), *twins(model.tokenizer)]
     together = [text_of(one) for one in model.generate(requests)]
     assert_balanced(model)
     alone = [text_of(reopened(model).generate([one])[0]) for one in requests]

@@ -279,6 +279,14 @@ def test_room_is_made_for_a_region_beside_the_pages_that_others_share():
     assert pool.settle(5) == [4, 3] and pool.due == []
 
 
+def test_a_sequence_comes_back_as_compressed_as_it_left():
+    pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8))
+    for written, left_out in ((9, 0), (10, 2), (11, 2), (12, 4), (15, 6)):  # compressed at 10, 12 and 14
+        pool.swap_in(0, [1] * 9, 30, written)
+        assert (pool.left_out(0), pool.num_held(0)) == (left_out, -(-(written - left_out) // 2)) and not pool.due
+        pool.release(0)
+
+
 def test_tokens_that_are_to_be_computed_anew_are_not_shared():
     pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8, fresh_tokens=4))
     assert prefilled(pool, 0, [1] * 9, [1, 2, 3, 4, 0]) == [1, 2, 3, 4]
