@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from et_jax.control.base import AnyLaw, PriorityRule, TemperatureRule, as_value, chain
+from et_jax.control.base import AnyLaw, PriorityRule, TemperatureRule, as_value, chain, described
 from et_jax.control.budget import Budget
 from et_jax.control.clock import FallClock
 from et_jax.control.entropy import Estimator, ExactEstimator
@@ -47,6 +47,8 @@ class Controller:
             raise ValueError(f"refresh_every: got {self.refresh_every}, wanted at least 1")
         if self.residual and self.refresh_every > 1:
             raise ValueError("residual: unread blocks are weighed by this token's query; use it with refresh_every=1")
+        if not isinstance(self.budget, Budget | None):
+            raise ValueError(f"budget: got {described(self.budget)}, wanted a Budget or None")
         several = isinstance(self.selector, tuple)
         made = {
             "estimator": as_value(self.estimator),

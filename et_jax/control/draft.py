@@ -100,8 +100,7 @@ class StopEntropy(DraftLength):
 ROW_COST = 0.1
 """Of a row of a step, over reading the weights once.
 
-Measured on two CPUs of two cores on SmolLM-135M's shape: 0.016 where memory was slow, 0.095 where a cache held the
-weights.
+Assumed on CPUs: 0.02 by `benchmarks/results/drafting.json`, where memory is slow, more where a cache holds the weights.
 """
 
 ROW_COST_OF_CHIPS = 0.01

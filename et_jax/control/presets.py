@@ -13,7 +13,7 @@ from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.errors import UsageError
-from et_jax.io.values import shown
+from et_jax.io.values import shown, whole
 
 NAMES = ("off", "paper", "guarded", "certified", "adaptive", "ead", "ead_guarded", "entropyinfer")
 _KNOBS = ("target_entropy", "tolerance", "min_blocks", "window")
@@ -98,7 +98,9 @@ def _check(name: str, given: dict[str, int | float]) -> None:
     if name not in NAMES:
         raise UsageError(f"control is {shown(name)}; choose one of {', '.join(NAMES)}.")
     if name == "off" and given:
-        raise UsageError(f'control "off" has no {next(iter(given))}; choose one of {", ".join(NAMES[1:])} to set it.')
+        knob = next(iter(given))
+        having = ", ".join(one for one in NAMES if knob in knobs_of(one))
+        raise UsageError(f'control "off" has no {knob}; choose one of {having} to set it.')
     for knob, value in given.items():
         if knob not in knobs_of(name):
             raise UsageError(f'control "{name}" has no {knob}; it has {", ".join(knobs_of(name))}.')
@@ -111,8 +113,8 @@ def _check(name: str, given: dict[str, int | float]) -> None:
     most = 1.0 if name == "certified" else float("inf")
     if not 0 <= given.get("tolerance", 0.0) <= most:
         raise UsageError(f"tolerance is {given['tolerance']}; under {name} it must be from 0 to {most:g}.")
-    if given.get("prefill_budget", 1) < 1:
-        raise UsageError(f"prefill_budget is {given['prefill_budget']}; it must be at least 1 token.")
+    if "prefill_budget" in given:
+        whole("prefill_budget", given["prefill_budget"], 1)
     for knob in ("min_blocks", "window"):
         if given.get(knob, 0) < 0:
             raise UsageError(f"{knob} is {given[knob]}; it must be 0 (off) or above.")

@@ -88,7 +88,8 @@ class EngineConfig:
             if name == "audit" and checked["control"].budget is not None:
                 continue
             if checked[name] and self.small is None:
-                raise UsageError(f"{name} is for two models that take turns; name the other one by small.")
+                own = ", or a control with a prefill budget" if name == "audit" else ""
+                raise UsageError(f"{name} is for two models that take turns{own}; name the other one by small.")
         if self.cache_budget is not None and (self.draft is not None or self.small is not None):
             raise UsageError("cache_budget forgets what drafts and second models read; leave out one or the other.")
         if self.draft_length not in LENGTHS:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from et_jax.control.bounds import Interval
 from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, EntropyNotes, MassBudget, greatest
+from et_jax.control.controller import Controller
 from et_jax.control.segment import Segment, block_entropy, interval, observed
 
 HEADS, GROUP, WIDTH, SEGMENT, BLOCK = 3, 2, 16, 32, 8
@@ -325,3 +326,9 @@ def test_a_group_of_no_queries_asks_for_nothing():
 def test_a_budget_that_means_nothing_is_refused(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_a_controller_takes_a_budget_and_nothing_else():
+    with pytest.raises((ValueError, TypeError), match="budget"):
+        Controller(budget=5)  # type: ignore[arg-type]
+    assert Controller(budget=ConstantBudget()).budget == ConstantBudget()
