@@ -34,22 +34,41 @@ from et_jax.tasks.base import Count, Example, right, sentences
 from et_jax.tasks.generators import NUM_PAIRS, TASKS, example
 
 if TYPE_CHECKING:
+    from et_jax.serve.completions import Completion
     from et_jax.serve.engine import Model
 
 LOSS = "loss"  # the task that asks nothing
+_SHARES = {
+    "share_read": "read",
+    "prompt_share_read": "prompt",
+    "prompt_mass_kept": "mass",
+    "share_held": "held",
+    "share_agreed": "agreed",
+}
+"""Shares of an answer, and the names of their columns."""
 _HAYSTACK_BYTES = 256 * 2**20  # the most that is read of a haystack
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model made of an example; `share_read` is of the blocks held, over the tokens of the answer."""
+    """What a model made of an example.
+
+    `length` is of tokens asked for, or of a file's longest example. `share_read` is of the blocks held, over the tokens
+    of the answer. Of the prompt `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all
+    tokens `share_held` were in the cache at the end; of one model's words `share_agreed` were the likeliest to the
+    other. These are None where they were not measured, or are no matter.
+    """
 
     example: Example
-    length: int  # tokens asked for, or those of a file's longest example
+    length: int
     text: str
     right: bool
     share_read: float
+    prompt_share_read: float | None = None
+    prompt_mass_kept: float | None = None
+    share_held: float | None = None
+    share_agreed: float | None = None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     machine = p.add_argument_group("model and memory")
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
+    flags.add_cache(machine)
     machine.add_argument("--batch", type=int, default=8, help="prompts decoded together (default 8)")
     output = p.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write every example, answer and accuracy; - is standard output")
@@ -105,16 +125,28 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
         completions = model.generate(prompts, max_tokens=limit, temperature=0.0, control=control)
         for i, completion in zip(chosen, completions, strict=True):
             length, given = asked[i]
-            held = sum(row.blocks_held for row in completion.trace)
-            read = sum(row.blocks_read for row in completion.trace)
             answers[i] = Answer(
                 example=given,
                 length=length,
                 text=completion.text,
                 right=right(given, completion.text),
-                share_read=read / max(held, 1),
+                **_shares(completion),
             )
     return [answers[i] for i in range(len(asked))]
+
+
+def _shares(completion: "Completion") -> dict[str, float | None]:
+    """The shares of an answer."""
+    told, trace, prompt = {}, completion.trace, completion.prompt_read
+    told["share_read"] = sum(row.blocks_read for row in trace) / max(sum(row.blocks_held for row in trace), 1)
+    if prompt is not None and prompt.blocks_held:
+        told["prompt_share_read"] = prompt.blocks_read / prompt.blocks_held
+        told["prompt_mass_kept"] = prompt.mass_kept
+    if completion.tokens_left_out:
+        told["share_held"] = completion.tokens_cached / (completion.tokens_cached + completion.tokens_left_out)
+    if audited := sum(row.audited for row in trace):
+        told["share_agreed"] = sum(row.agreed for row in trace) / audited
+    return told
 
 
 def counter(model: "Model") -> Count:
@@ -146,7 +178,10 @@ def grid(
 
 
 def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Return a row per task, length and depth (to a twentieth): examples, accuracy, share of the blocks read."""
+    """Return a row per task, length and depth (to a twentieth): examples, accuracy, and the shares of `Answer`.
+
+    Those are means over the answers that have them.
+    """
     cells: dict[tuple[str, int, float], list[Answer]] = {}
     for answer in answers:
         cells.setdefault((answer.example.task, answer.length, round(answer.example.depth * 20) / 20), []).append(answer)
@@ -157,7 +192,7 @@ def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
             "depth": depth,
             "examples": len(cell),
             "accuracy": sum(answer.right for answer in cell) / len(cell),
-            "share_read": sum(answer.share_read for answer in cell) / len(cell),
+            **{name: _mean([getattr(answer, name) for answer in cell]) for name in _SHARES},
         }
         for (task, length, depth), cell in cells.items()
     ]
@@ -165,16 +200,31 @@ def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 def table(answers: Sequence[Answer]) -> str:
     """Return a line per task and length: right answers, and the accuracy at every depth."""
-    lines = [f"{'task':<20}{'length':>7}{'right':>10}{'accuracy':>10}{'read':>6}  accuracy by depth"]
     rows = summary(answers)
+    shares = [name for name in _SHARES if any(row[name] is not None for row in rows)]
+    columns = "".join(f"{_SHARES[name]:>7}" for name in shares)
+    lines = [f"{'task':<20}{'length':>7}{'right':>10}{'accuracy':>10}{columns}  accuracy by depth"]
     for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
         here = sorted((row for row in rows if (row["task"], row["length"]) == (task, length)), key=lambda r: r["depth"])
         total = sum(row["examples"] for row in here)
         found = sum(row["accuracy"] * row["examples"] for row in here)
-        read = sum(row["share_read"] * row["examples"] for row in here) / total
+        told = "".join(_percent(_mean([getattr(one, name) for one in _of(answers, task, length)])) for name in shares)
         by_depth = "  ".join(f"{row['depth']:.2f}: {row['accuracy']:.2f}" for row in here)
-        lines.append(f"{task:<20}{length:>7}{f'{found:.0f}/{total}':>10}{found / total:>10.3f}{read:>6.0%}  {by_depth}")
+        lines.append(f"{task:<20}{length:>7}{f'{found:.0f}/{total}':>10}{found / total:>10.3f}{told}  {by_depth}")
     return "\n".join(lines)
+
+
+def _of(answers: Sequence[Answer], task: str, length: int) -> list[Answer]:
+    return [one for one in answers if (one.example.task, one.length) == (task, length)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _percent(share: float | None) -> str:
+    return f"{'-':>7}" if share is None else f"{share:>7.0%}"
 
 
 def plot(answers: Sequence[Answer], path: Path) -> None:
@@ -226,6 +276,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         control=control,
         small=args.small,
         lazy_prefill=args.lazy_prefill,
+        audit=args.audit,
+        **flags.given(args, flags.CACHE),
     )
     if tasks == [LOSS]:
         return _run_loss(args, model, text, lengths)
@@ -287,7 +339,8 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     hay = "invented sentences" if args.haystack is None else args.haystack.name
-    return {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
+    about = {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
+    return about | flags.given(args, flags.CONTROL + flags.CACHE)
 
 
 def _write(path: str | None, report: dict[str, Any]) -> None:

@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
         "--replicas", type=int, default=1, help="decoders that share the work, on the devices in turn (default 1)"
     )
     machine.add_argument("--num-pages", type=int, help="pages of the cache (default: for everything, if it fits)")
+    flags.add_cache(machine)
     machine.add_argument(
         "--memory-fraction", type=float, default=0.9, help="share of the free memory that may be used (default 0.9)"
     )
@@ -286,7 +287,7 @@ def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") 
     from et_jax.serve.config import EngineConfig
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
-    names -= {name for name in flags.DRAFT if getattr(args, name) is None}
+    names -= {name for name in flags.DRAFT + flags.CACHE if getattr(args, name) is None}
     given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
 

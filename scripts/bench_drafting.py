@@ -70,19 +70,19 @@ def compared(plain: Model, drafted: Model, prompt: str, params: SamplingParams, 
         "circle": in_a_circle(expected.token_ids),
         "drafted": sum(row.drafted for row in got.trace),
         "accepted": sum(row.accepted for row in got.trace),
-        "tokens_per_second": TOKENS / statistics.median(pair[0] for pair in seconds),
+        "tokens_per_second": (TOKENS - 1) / statistics.median(pair[0] for pair in seconds),
         "ratio": statistics.median(pair[0] / pair[1] for pair in seconds),
     }
 
 
 def timed(model: Model, prompt: str, params: SamplingParams) -> float:
-    """Return the seconds from the first token of a text to its last."""
-    events = model.stream(prompt, params)
-    next(events)
-    began = time.perf_counter()
-    for _ in events:
-        pass
-    return time.perf_counter() - began
+    """Return the seconds that a text takes beyond its first token, which comes with the reading of the prompt."""
+    seconds = []
+    for settings in (replace(params, max_tokens=1), params):
+        began = time.perf_counter()
+        model.generate(prompt, settings)
+        seconds.append(time.perf_counter() - began)
+    return seconds[1] - seconds[0]
 
 
 def told(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:
@@ -175,16 +175,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--most", type=int, default=8, help="drafted tokens of the bundled model (default 8)")
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.5, 0.75, 1.0])
-    parser.add_argument("--output", type=Path, default=RESULTS / "drafting.json")
+    parser.add_argument("--part", choices=["prompts", "forced"], help="of the two parts, one alone (default both)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4, 12])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="for drafting.json and drafting_forced.json")
     args = parser.parse_args()
-    prompted = of_prompts(args.rounds, args.most)
-    forced = [case for batch in args.batches for case in at_rates(batch, args.lengths, args.rates, args.rounds)]
-    print(tables.drafting(prompted, forced))
-    settings = {"rounds": args.rounds, "most": args.most, "tokens": TOKENS, "forced_tokens": LENGTH - 1}
-    write(args.output, "scripts/bench_drafting.py", settings, prompted=prompted, forced=forced)
+    if args.part != "forced":
+        prompted = of_prompts(args.rounds, args.most)
+        print(tables.drafting(prompted))
+        settings = {"rounds": args.rounds, "most": args.most, "tokens": TOKENS}
+        write(args.folder / "drafting.json", "scripts/bench_drafting.py", settings, prompted=prompted)
+    if args.part != "prompts":
+        forced = [case for batch in args.batches for case in at_rates(batch, args.lengths, args.rates, args.rounds)]
+        print(tables.drafting_forced(forced))
+        settings = {"rounds": args.rounds, "tokens": LENGTH - 1}
+        write(args.folder / "drafting_forced.json", "scripts/bench_drafting.py", settings, forced=forced)
 
 
 if __name__ == "__main__":

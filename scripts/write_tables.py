@@ -45,17 +45,24 @@ SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "acceptance": ("acceptance.json", lambda found: tables.acceptance(found["acceptance"])),
-    "drafting": ("drafting.json", lambda found: tables.drafting(found["prompted"], found["forced"])),
+    "drafting": ("drafting.json", lambda found: tables.drafting(found["prompted"])),
+    "drafting_forced": ("drafting_forced.json", lambda found: tables.drafting_forced(found["forced"])),
     "draft_lengths": ("acceptance.json", lambda found: tables.draft_lengths(found["drafts"], COST)),
 }
 SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
 }
 ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "prefill": ("prefill.json", lambda found: tables.prefill(found["cases"])),
     "prefill_budgets": (
         "prefill_budgets.json",
         lambda found: tables.prefill_budgets(found["arms"], found["as_printed"], found["questions"]),
     ),
+    "compression": (
+        "compression.json",
+        lambda found: tables.compression(found["policies"], found["waits"], found["questions"]),
+    ),
+    "compression_cost": ("compression_cost.json", lambda found: tables.compression_cost(found["cases"])),
 }
 DOCUMENTS = {
     "control.md": CONTROL,
@@ -108,6 +115,7 @@ def main() -> int:
             ("measure_acceptance", *named),
             ("measure_switching", "--text", args.case[0][1]),
             ("measure_prefill", "--text", args.case[0][1]),
+            ("measure_compression", "--text", args.case[0][1]),
             ("measure_free_running",),
             ("measure_scheduling", "--trace", args.trace),
             ("bench_throughput",),
@@ -116,6 +124,7 @@ def main() -> int:
             ("bench_sampling",),
             ("bench_drafting",),
             ("bench_prefill",),
+            ("bench_compression",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:

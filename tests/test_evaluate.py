@@ -9,6 +9,7 @@ import pytest
 from et_jax import evaluate
 from et_jax.cli import command
 from et_jax.errors import UsageError
+from et_jax.serve.completions import PromptRead
 from et_jax.tasks import files
 from et_jax.tasks.base import Example
 
@@ -19,13 +20,14 @@ class Reader:
     """Stands for a model: knows answers by their prompts, counts letters as tokens, notes what it was asked."""
 
     def __init__(self, known):
-        self.known, self.calls = known, []
+        self.known, self.calls, self.prompt_read = known, [], None
         self.tokenizer = SimpleNamespace(encode=lambda text: [0, *text.encode()])
 
     def generate(self, prompts, **settings):
         self.calls.append((list(prompts), settings))
-        trace = [SimpleNamespace(blocks_held=8, blocks_read=6), SimpleNamespace(blocks_held=8, blocks_read=2)]
-        return [SimpleNamespace(text=self.known.get(prompt, " no idea"), trace=trace) for prompt in prompts]
+        trace = [SimpleNamespace(blocks_held=8, blocks_read=read, audited=2, agreed=read // 2 - 1) for read in (6, 2)]
+        told = {"prompt_read": self.prompt_read, "tokens_cached": 30, "tokens_left_out": 90, "trace": trace}
+        return [SimpleNamespace(text=self.known.get(prompt, " no idea"), **told) for prompt in prompts]
 
 
 @pytest.fixture
@@ -62,6 +64,17 @@ def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
     [line] = [line for line in evaluate.table(answers).splitlines() if line.startswith("passkey") and " 400" in line]
     assert line.split()[1:5] == ["400", "2/6", "0.333", "50%"]
     assert line.endswith("0.00: 0.00  0.50: 1.00  1.00: 0.00")
+
+
+def test_what_was_left_out_is_told_where_there_is_something(asked):
+    reader = Reader({})
+    reader.prompt_read = PromptRead(blocks_read=3.0, blocks_held=12.0, mass_kept=0.9)
+    answers = evaluate.evaluate(reader, asked)
+    [header, *lines] = evaluate.table(answers).splitlines()
+    assert header.split()[4:9] == ["read", "prompt", "mass", "held", "agreed"]
+    assert all(line.split()[4:9] == ["50%", "25%", "90%", "25%", "50%"] for line in lines)
+    reader.prompt_read = PromptRead(blocks_read=0.0, blocks_held=0.0, mass_kept=None)
+    assert evaluate.table(evaluate.evaluate(reader, asked)).split()[4:7] == ["read", "held", "agreed"]
 
 
 def test_a_model_is_asked_greedily_for_one_token_more_than_the_answer_has(asked):

@@ -1,6 +1,7 @@
 """Flags that several commands share."""
 
 import argparse
+from typing import Any
 
 from et_jax.errors import UsageError
 
@@ -9,6 +10,9 @@ CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau", "prefil
 
 DRAFT = ("draft_tokens", "draft_length")
 """What may be said of drafts, under the names of `EngineConfig`."""
+
+CACHE = ("cache_budget", "cache_policy")
+"""What may be said of caches that shrink, likewise."""
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -47,24 +51,44 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
 
 
+def add_cache(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of caches that shrink."""
+    group.add_argument(
+        "--cache-budget",
+        type=int,
+        metavar="TOKENS",
+        help="keep so many tokens of a sequence's cache for each head, and forget the rest (default: all)",
+    )
+    group.add_argument(
+        "--cache-policy",
+        metavar="NAME",
+        help="which: latent (default), snapkv, adakv, pyramidkv, streaming or random (docs/entropyinfer.md)",
+    )
+
+
+def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return what was said of these settings, without those of which nothing was."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
 def check_small(args: argparse.Namespace, switches: bool, audits: bool = False) -> None:
     """Raise UsageError where flags of two models do not go with a control, which `switches` between them or not.
 
     It `audits` where it has something of its own to audit.
     """
     names = ["small", "lazy_prefill"] + ["audit"] * (not audits)
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
-    if given and not switches:
-        raise UsageError(f"{given[0]} is for two models that take turns; add --control ead or ead_guarded.")
+    said = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    if said and not switches:
+        raise UsageError(f"{said[0]} is for two models that take turns; add --control ead or ead_guarded.")
     if switches and getattr(args, "draft", None) is not None:
         raise UsageError("--draft is for one model, and this control has two take turns; leave one of them out.")
 
 
 def check_draft(args: argparse.Namespace) -> None:
     """Raise UsageError where something is said of drafts, and nothing drafts."""
-    given = [f"--{name.replace('_', '-')}" for name in DRAFT if getattr(args, name) is not None]
-    if given and args.draft is None:
-        raise UsageError(f"{given[0]} is for drafts; add --draft lookup, or --draft and a smaller model.")
+    said = [f"--{name.replace('_', '-')}" for name in given(args, DRAFT)]
+    if said and args.draft is None:
+        raise UsageError(f"{said[0]} is for drafts; add --draft lookup, or --draft and a smaller model.")
 
 
 def knobs(args: argparse.Namespace) -> dict[str, float | int | None]:

@@ -176,6 +176,25 @@ class EntropyBudget(Budget):
 
 
 @value
+class LevelBudget(ConstantBudget):
+    """Blocks in proportion to a head's entropy: `tokens` times H, those of greatest score.
+
+    H is that of `EntropyBudget`, from 0 where one block takes all to 1 where all are alike. Where the paper goes by how
+    a head's entropy changes from segment to segment, this goes by how high it is.
+    """
+
+    @property
+    def fewest_tokens(self) -> int:
+        """None where attention is sharp."""
+        return 0
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        count = jnp.floor(self.tokens * block_entropy(segment) / segment.block_size).astype(jnp.int32)
+        return greatest(segment.score, count, segment.visible), kept
+
+
+@value
 class MassBudget(Budget):
     """The fewest blocks without which a share of at most `left` of the estimated mass is unread: FlexPrefill."""
 

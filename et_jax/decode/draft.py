@@ -12,10 +12,14 @@ from et_jax.decode.rows import Rows
 from et_jax.types import pytree, replace
 
 _LONGEST_MATCH = 4  # tokens that a lookup compares, the newest ones
+_SHORTEST_MATCH = 2  # and that must agree: what one token alone was followed by seldom comes again
 
 
 Drafter = Callable[[Int[Array, "r n"], Int[Array, " r"], int], Int[Array, "r t"]]
-"""From texts, the position of each one's newest token and a number to that many guesses at what follows it."""
+"""From texts, the position of each one's newest token and a number to that many guesses at what follows it.
+
+From the first that is below 0 on there is no guess.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[
 
     The place is that whose last tokens, four at most, match the longest run of the newest ones; of several the
     latest. Where less than `most` tokens follow it, they are repeated, as a text does that runs in a circle. Where
-    no place matches, the guesses are the newest token. Prompt lookup: Saxena 2023.
+    no place matches two tokens, there is no guess: -1. Prompt lookup: Saxena 2023.
     """
     place = jnp.arange(text.shape[1], dtype=jnp.int32)
     matches = jnp.ones(text.shape, bool)
@@ -92,10 +96,10 @@ def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[
         wanted = jnp.take_along_axis(text, jnp.maximum(newest - back, 0)[:, None], axis=1)
         matches &= (jnp.roll(text, back, axis=1) == wanted) & (place >= back) & (place < newest[:, None])
         length += matches.astype(jnp.int32)
-    best = jnp.max(length * text.shape[1] + place, axis=1, initial=-1, where=length > 0)
-    found = jnp.where(best < 0, newest - 1, best % text.shape[1])
+    best = jnp.max(length * text.shape[1] + place, axis=1, initial=-1, where=length >= _SHORTEST_MATCH)
+    found = best % text.shape[1]
     ahead = jnp.arange(most, dtype=jnp.int32) % jnp.maximum(newest - found, 1)[:, None]
-    return jnp.take_along_axis(text, (found + 1)[:, None] + ahead, axis=1)
+    return jnp.where((best < 0)[:, None], -1, jnp.take_along_axis(text, (found + 1)[:, None] + ahead, axis=1))
 
 
 def laid_out(rows: Rows, drafts: Drafts, width: int) -> tuple[Rows, Int[Array, " w"], Int[Array, "r t1"]]:

@@ -149,11 +149,13 @@ def reserve_drafts(
 def propose(
     config: DecoderConfig, how: Drafting, params: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
 ) -> tuple[DecodeState, Drafts]:
-    """Guess the `count` tokens that follow the newest one of every row."""
+    """Guess the `count` tokens that follow the newest one of every row, or as many of them as there is a guess at."""
     if how.drafter is None:
         return small.draft(config, how, small.of_small(params), state, rows, count)
     assert state.text is not None
-    return state, Drafts(token=how.drafter(rows.take(state.text), rows.position, how.most), count=count)
+    token = how.drafter(rows.take(state.text), rows.position, how.most)
+    guessed = jnp.sum(jnp.cumprod(token >= 0, axis=1), axis=1, dtype=jnp.int32)
+    return state, Drafts(token=jnp.maximum(token, 0), count=jnp.minimum(count, guessed))
 
 
 def extend_drafted(

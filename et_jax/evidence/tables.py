@@ -202,8 +202,8 @@ def selection_cost(cases: Sequence[Case]) -> str:
     return table(["rows x tokens", "page", "what", "blocks listed", "ms", "over dense"], lines)
 
 
-def drafting(prompted: Sequence[Case], forced: Sequence[Case]) -> str:
-    """Return what drafts save on every kind of prompt, and what they save that hold at a given rate."""
+def drafting(prompted: Sequence[Case]) -> str:
+    """Return what drafts save on every kind of prompt."""
     lines = []
     for kind, drafter in dict.fromkeys((case["kind"], case["drafter"]) for case in prompted):
         own = [case for case in prompted if (case["kind"], case["drafter"]) == (kind, drafter)]
@@ -216,10 +216,14 @@ def drafting(prompted: Sequence[Case], forced: Sequence[Case]) -> str:
                 share = sum(case["accepted"] for case in cases) / max(sum(case["drafted"] for case in cases), 1)
                 spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
                 lines.append([kind, drafter, f"{len(cases)} {name}", f"{share:.0%}", statistics.median(ratios), spread])
-    parts = [
-        table(["prompts", "drafts by", "texts", "drafted tokens accepted", "over plain, median", "single texts"], lines)
-    ]
-    rates = sorted({case["rate"] for case in forced})
+    return table(
+        ["prompts", "drafts by", "texts", "drafted tokens accepted", "over plain, median", "single texts"], lines
+    )
+
+
+def drafting_forced(forced: Sequence[Case]) -> str:
+    """Return what drafts save that hold at a given rate, by the sequences decoded together and the law of lengths."""
+    parts, rates = [], sorted({case["rate"] for case in forced})
     for batch in sorted({case["batch"] for case in forced}):
         own = {(case["length"], case["rate"]): case["ratio"] for case in forced if case["batch"] == batch}
         lengths = list(dict.fromkeys(length for length, _ in own))
@@ -351,6 +355,41 @@ def prefill_budgets(lines: Sequence[Case], printed: Sequence[Case], questions: S
     return f"{whole}\n\n{sizes}\n\n{_answers(questions)}"
 
 
+def compression(policies: Sequence[Case], waits: Sequence[Case], questions: Sequence[Case]) -> str:
+    """Return what policies save of SnapKV's divergence, at equal entries read and held; by waits; right answers."""
+    shares = list(dict.fromkeys(line["share"] for line in policies))
+    arms = list(dict.fromkeys(line["arm"] for line in policies))
+    found = {(line["equal"], line["arm"], line["share"]): line for line in policies}
+    parts = [
+        table(
+            [f"policy, equal entries {equal}", *[f"{share:.3g} of them" for share in shares]],
+            [
+                [arm, *[_saving(found.get((equal, arm, share), found["read", arm, share])) for share in shares]]
+                for arm in arms
+            ],
+        )
+        for equal in ("read", "held")
+    ]
+    by_wait = {(line["waited"], line["share"]): line for line in waits}
+    waited = list(dict.fromkeys(line["waited"] for line in waits))
+    parts.append(
+        table(
+            ["tokens decoded before", *[f"{share:.3g} of them" for share in shares]],
+            [[wait, *[_saving(by_wait[wait, share]) for share in shares]] for wait in waited],
+        )
+    )
+    for point in dict.fromkeys(line["compressed"] for line in questions):
+        right = {(one["task"], one["arm"], one["share"]): one for one in questions if one["compressed"] == point}
+        tasks = {task: one for (task, _, _), one in right.items()}
+        rows = [
+            [task, f"{one['dense']}/{one['questions']}", arm, *[_right(right[task, arm, share]) for share in shares]]
+            for task, one in tasks.items()
+            for arm in arms
+        ]
+        parts.append(table([f"compressed {point}", "whole cache", "policy", *[f"{one:.3g}" for one in shares]], rows))
+    return "\n\n".join(parts)
+
+
 def _answers(questions: Sequence[Case]) -> str:
     """Return right answers by task, budget and share read; a star where fewer than by chance."""
     shares = list(dict.fromkeys(line["share"] for line in questions))
@@ -363,3 +402,9 @@ def _answers(questions: Sequence[Case]) -> str:
         for (task, arm, dense), found in by_line.items()
     ]
     return table(["task", "budget", "all read", *[f"{share:.3g} read" for share in shares]], rows)
+
+
+def compression_cost(cases: Sequence[Case]) -> str:
+    """Return pages held and milliseconds of a step by the tokens of a text, with a cache budget and without."""
+    header = ["cache", "tokens of text", "pages held", "ms a step", "over the shortest text"]
+    return table(header, [[case[key] for key in ("cache", "tokens", "pages", "ms", "over")] for case in cases])

@@ -112,6 +112,9 @@ class Report:
             said.append(f"{100 * sum(one.blocks_read for one in prompts) / there:.0f}% of blocks read of the prompt")
         if kept := [one.mass_kept for one in prompts if one.mass_kept is not None]:
             said.append(f"on which was {sum(kept) / len(kept):.3f} of its attention")
+        if left_out := sum(one.tokens_left_out for one in self.completions):
+            held = sum(one.tokens_cached for one in self.completions)
+            said.append(f"{held} of {held + left_out} tokens held in the cache")
         if drafted := sum(row.drafted for row in rows):
             said.append(f"{sum(row.accepted for row in rows)} of {drafted} drafted tokens accepted")
         if any(row.by_small is not None for row in rows):

@@ -76,7 +76,8 @@ class Completion:
 
     `index` tells the `n` continuations of a prompt apart. `finish_reason` is "stop" (an end token or
     stop string), "length", "abort" (interrupted) or "error", explained by `error`; the text up to then
-    is kept. `prompt_read` is None unless a budget chose what of the prompt was read.
+    is kept. `prompt_read` is None unless a budget chose what of the prompt was read. Of what it wrote into the cache
+    compression left out `tokens_left_out` for each KV head.
     """
 
     prompt: str
@@ -88,6 +89,12 @@ class Completion:
     trace: tuple[TokenTrace, ...] = dataclasses.field(repr=False)
     error: str | None = None
     prompt_read: PromptRead | None = None
+    tokens_left_out: int = 0
+
+    @property
+    def tokens_cached(self) -> int:
+        """Tokens of prompt and text that the cache held for each KV head at the end; the last was never written."""
+        return self.prompt_tokens + len(self.trace) - 1 - self.tokens_left_out if self.trace else 0
 
     @property
     def logprobs(self) -> tuple[float, ...]:
@@ -152,8 +159,8 @@ class TokenEvent:
 def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return what entropy and cost came to over the continuations of one prompt, ready for JSON.
 
-    Entropic time (nats), bytes and FLOPs are sums; shares, masses and temperatures are taken over all
-    tokens; of each guard the worst rate counts.
+    Entropic time (nats), bytes, FLOPs and the tokens in caches are sums; shares, masses and temperatures are taken over
+    all tokens; of each guard the worst rate counts.
     """
     rows = [row for completion in completions for row in completion.trace]
     time = sum(completion.entropic_time for completion in completions)
@@ -178,6 +185,8 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "agreed_tokens": sum(row.agreed for row in rows),
         "prompt_share_read": _mean([one.blocks_read / one.blocks_held for one in prompts if one.blocks_held]),
         "prompt_mass_kept": _mean([one.mass_kept for one in prompts if one.mass_kept is not None]),
+        "tokens_cached": sum(completion.tokens_cached for completion in completions),
+        "tokens_left_out": sum(completion.tokens_left_out for completion in completions),
         "small_share": _mean([float(row.by_small) for row in rows if row.by_small is not None]),
     }
 

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from et_jax.control.compression import POLICIES, Compression
 from et_jax.control.controller import Controller
 from et_jax.control.draft import (
     MOST_DRAFTED,
@@ -58,7 +59,8 @@ class EngineConfig:
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
-    cache_budget: int | None = _decisive(None)
+    cache_budget: int | Compression | None = dataclasses.field(default=None, metadata={"decisive": True})
+    cache_policy: str = _decisive("latent")
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -72,7 +74,7 @@ class EngineConfig:
             "control": controller(self.control),
             "memory_fraction": values.number("memory_fraction", self.memory_fraction),
         }
-        for name in ("page_size", "max_model_len", "num_pages", "prefill_batch", "max_resident_seqs", "cache_budget"):
+        for name in ("page_size", "max_model_len", "num_pages", "prefill_batch", "max_resident_seqs"):
             if getattr(self, name) is not None:
                 checked[name] = _count(name, getattr(self, name))
         for name in ("max_num_seqs", "max_num_batched_tokens", "replicas"):
@@ -90,8 +92,7 @@ class EngineConfig:
             if checked[name] and self.small is None:
                 own = ", or a control with a prefill budget" if name == "audit" else ""
                 raise UsageError(f"{name} is for two models that take turns{own}; name the other one by small.")
-        if self.cache_budget is not None and (self.draft is not None or self.small is not None):
-            raise UsageError("cache_budget forgets what drafts and second models read; leave out one or the other.")
+        checked["cache_budget"] = self._checked_budget()
         if self.draft_length not in LENGTHS:
             shown = values.shown(self.draft_length)
             raise UsageError(f"draft_length is {shown}; choose one of {', '.join(LENGTHS)}.")
@@ -102,6 +103,22 @@ class EngineConfig:
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def _checked_budget(self) -> int | Compression | None:
+        """Return what the cache keeps. Raises UsageError where that is no number, or does not go with the rest."""
+        budget, policy = self.cache_budget, self.cache_policy
+        if policy not in POLICIES:
+            raise UsageError(f"cache_policy is {values.shown(policy)}; choose one of {', '.join(POLICIES)}.")
+        named = policy != EngineConfig.cache_policy
+        if named and budget is None:
+            raise UsageError("cache_policy says what a cache_budget keeps; set that too, to a number of tokens.")
+        if named and isinstance(budget, Compression):
+            raise UsageError("cache_budget is a Compression, which has a policy of its own; leave out cache_policy.")
+        if budget is None:
+            return None
+        if self.draft is not None or self.small is not None:
+            raise UsageError("cache_budget forgets what drafts and second models read; leave out one or the other.")
+        return budget if isinstance(budget, Compression) else _count("cache_budget", budget)
 
     @property
     def draft_model(self) -> str | None:

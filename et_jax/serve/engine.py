@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
 from et_jax.decode import cost
 from et_jax.decode.attention import serving_backend
@@ -70,7 +71,8 @@ def load(
     small: str | Path | None = None,
     lazy_prefill: bool = False,
     audit: bool = False,
-    cache_budget: int | None = None,
+    cache_budget: int | Compression | None = None,
+    cache_policy: str = "latent",
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
@@ -101,7 +103,8 @@ def load(
     "ead_guarded". With `lazy_prefill` it reads prompts alone, and the model when it first speaks. With `audit` traces
     tell how many of the other's words were the likeliest to the one that catches up with them.
     With a `cache_budget` of so many tokens a sequence keeps of its cache what its last queries attend to the most, once
-    it has decoded 16 tokens and again whenever a quarter of the budget has come (see `control.compression`).
+    it has decoded 16 tokens and again whenever a quarter of the budget has come; `cache_policy` names other ways to
+    choose, and a `Compression` in the place of the number has settings of its own (see `control.compression`).
     `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
     cannot be written `progress` is told, and they are kept in memory only.
 

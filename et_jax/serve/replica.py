@@ -152,7 +152,6 @@ class Replica:
         if running:
             copies = self.device.swap_out(slot, self.pool.num_held(slot))
             sequence.row, sequence.swapped = self._fetched(copies)
-            sequence.left_out = self.pool.left_out(slot)
         self._vacate(sequence)
         sequence.status = Status.SWAPPED if running else Status.WAITING
         self.queue.waiting.append(sequence)
@@ -162,7 +161,7 @@ class Replica:
         self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written)
         self.device.evict(self.pool.settle())
         self.device.swap_in(slot, sequence.row, sequence.swapped)
-        sequence.row, sequence.swapped, sequence.left_out = None, [], 0
+        sequence.row, sequence.swapped = None, []
         sequence.status = Status.RUNNING
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -342,6 +341,7 @@ class Replica:
             self.pool.compress(slot)
             self.device.evict(self.pool.settle())
             self.device.compress(slot)
+            self.slots[slot].left_out = self.pool.left_out(slot)
 
     def _count_idle(self, num_served: int) -> None:
         """Count the rows of a step that brought no sequence a token: empty, failed, or past the end of their text."""

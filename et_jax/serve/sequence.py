@@ -64,9 +64,8 @@ class Sequence:
 
     `laws` control it. `prompt_ids` are the tokens of `prompt`. `deliver` is called with every event. `arrival` numbers
     submissions and `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it
-    is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held:
-    its tokens but for `left_out` of them, which compression left out. `prompt_read` is what a budget had it read of
-    its prompt.
+    is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held. Of the
+    tokens that it wrote compression left out `left_out`. `prompt_read` is what a budget had it read of its prompt.
     """
 
     request: GenerationRequest
@@ -108,7 +107,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the text so far, less those that are left out where it is swapped out."""
+        """Tokens of the prompt and of the text so far, less those that compression left out."""
         return self.num_written + 1 - self.left_out
 
     @property
@@ -176,6 +175,7 @@ class Sequence:
             trace=tuple(self.trace),
             error=error,
             prompt_read=self.prompt_read,
+            tokens_left_out=self.left_out,
         )
         return self._event(piece, None, completion)
 

@@ -4,7 +4,7 @@ import jax
 from jax.typing import DTypeLike
 
 from et_jax.control.budget import Budget
-from et_jax.control.compression import Compression
+from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
 from et_jax.decode.attention import serving_backend
 from et_jax.decode.draft import Drafting
@@ -144,26 +144,35 @@ def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: 
 
 
 def _compression(settings: EngineConfig, model: ModelConfig, page_size: int) -> Compression | None:
-    """What `cache_budget` asks for; the budget is outgrown by a quarter before a sequence is compressed again."""
-    budget = settings.cache_budget
-    if budget is None:
+    """What `cache_budget` asks for; of a number, the budget is outgrown by a quarter before it is done again."""
+    asked = settings.cache_budget
+    if asked is None:
         return None
     widest = max((window for window in model.windows if window is not None), default=0)
-    if budget % page_size or budget <= Compression.window or budget < widest:
-        window = f" and hold the sliding window of {widest} tokens" if widest else ""
+    budget, window = (asked.budget, asked.window) if isinstance(asked, Compression) else (asked, Compression.window)
+    if budget % page_size or budget <= window or budget < widest:
+        sliding = f" and hold the sliding window of {widest} tokens" if widest else ""
         raise UsageError(
-            f"cache_budget is {budget}; it must be a multiple of page_size, {page_size}, above "
-            f"{Compression.window}{window}."
+            f"cache_budget is {budget}; it must be a multiple of page_size, {page_size}, above {window}{sliding}."
         )
-    return Compression(budget=budget, every=max(1, budget // 4))
+    if isinstance(asked, Compression):
+        return asked
+    return named(settings.cache_policy, budget, every=max(1, budget // 4))
 
 
 def _check_compressed(laws: Controller, keep: frozenset[Keep], config: DecoderConfig) -> None:
-    """Refuse laws that go by what a compression forgets."""
+    """Refuse laws that go by what a compression forgets, or by blocks where heads have each their own."""
     needs = keep.union(*(selector.needs for selector in laws.selectors(config.model.num_layers)))
     if laws.refresh_every > 1 or "surprisals" in needs:
         raise UsageError(
             "cache_budget forgets tokens that this control goes by; leave it out, or choose another control."
+        )
+    assert config.compression is not None
+    chooses = not all(selector.reads_all for selector in laws.selectors(config.model.num_layers))
+    if chooses and config.compression.policy.splits:
+        raise UsageError(
+            "This control chooses blocks, and the policy of cache_budget has heads keep different numbers of them; "
+            "take latent, or another control."
         )
 
 

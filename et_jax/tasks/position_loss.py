@@ -32,7 +32,7 @@ def position_losses(decoder: Decoder, params: Any, tokens: Integer[np.ndarray, "
 
     Every token passes one by one through the decoder's own step, so that its selector chooses what is
     read; rows are taken as many at a time as it has slots. It must keep the logits
-    (`DecoderConfig.keep`).
+    (`DecoderConfig.keep`). Where the decoder compresses, it does so as for a prompt of one token.
     """
     slots = decoder.config.num_slots
     parts = []
@@ -48,8 +48,10 @@ def _losses(decoder: Decoder, params: Any, tokens: np.ndarray) -> np.ndarray:
     for slot, row in enumerate(tokens):
         asked = request(decoder.config, [int(row[0])], limit=2**30, temperature=0.0, arrival=slot)
         state = decoder.insert(state, slot, asked)
-    found = []
-    for column in tokens.T[1:]:
+    found, due = [], _points(decoder, tokens.shape[1])
+    for num_cached, column in enumerate(tokens.T[1:]):
+        for slot in range(len(tokens)) if num_cached in due else ():
+            state, _ = decoder.compress(state, slot)
         state, output = decoder.step(params, state)
         if not output.produced.all():
             raise ValueError("decoder: got a pool without pages for all rows, wanted one that holds them whole")
@@ -61,6 +63,19 @@ def _losses(decoder: Decoder, params: Any, tokens: np.ndarray) -> np.ndarray:
         found.append(normaliser - logits[np.arange(len(column)), column])
         state = replace(state, token=jnp.asarray(column, jnp.int32))
     return np.stack(found, axis=1)
+
+
+def _points(decoder: Decoder, length: int) -> set[int]:
+    """The numbers of cached tokens at which sequences of one prompt token are compressed, up to a length."""
+    how, layout = decoder.config.compression, decoder.config.layout
+    points: set[int] = set()
+    if how is None or layout is None:
+        return points
+    room, shift = layout.region * decoder.config.page_size, 0
+    while (point := how.point(1, shift, room)) is not None and point < length:
+        points.add(point)
+        shift = point - room
+    return points
 
 
 def by_position(losses: Float[np.ndarray, "b u"], num_buckets: int = 8) -> dict[tuple[int, int], float]:

@@ -41,6 +41,14 @@ def test_what_is_said_of_drafts_needs_drafts(given):
         flags.check_draft(argparse.Namespace(**nothing | given))
 
 
+def test_caches_shrink_as_they_are_told():
+    parser = argparse.ArgumentParser()
+    flags.add_cache(parser.add_argument_group())
+    assert flags.given(parser.parse_args([]), flags.CACHE) == {}
+    args = parser.parse_args(["--cache-budget", "64", "--cache-policy", "snapkv"])
+    assert flags.given(args, flags.CACHE) == {"cache_budget": 64, "cache_policy": "snapkv"}
+
+
 def test_what_was_not_given_is_left_to_the_preset():
     parser = argparse.ArgumentParser()
     flags.add_control(parser)

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from et_jax.control.bounds import Interval
-from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, EntropyNotes, MassBudget, greatest
+from et_jax.control.budget import (
+    CertifiedBudget,
+    ConstantBudget,
+    EntropyBudget,
+    EntropyNotes,
+    LevelBudget,
+    MassBudget,
+    greatest,
+)
 from et_jax.control.controller import Controller
 from et_jax.control.segment import Segment, block_entropy, interval, observed
 
@@ -245,6 +253,24 @@ def test_a_constant_budget_is_the_same_for_all_heads_and_segments():
     got = run(ConstantBudget(tokens=20), q, k).sum(axis=2)
     np.testing.assert_array_equal(got[:, 0], 0)
     np.testing.assert_array_equal(got[:, 1:], 20 // BLOCK)
+
+
+def test_a_level_gives_spread_heads_more_blocks():
+    """One head looks at a single block, one at four alike, one at all sixteen alike."""
+    score = np.full((3, 16), -1e4, np.float32)
+    score[0, 5], score[1, 3:7], score[2] = 0.0, 0.0, 0.0
+    segment = Segment(
+        score=jnp.asarray(score),
+        visible=jnp.ones(16, bool),
+        interval=None,
+        index=jnp.int32(1),
+        layer=1,
+        block_size=BLOCK,
+        scale=SCALE,
+    )
+    opened = np.asarray(LevelBudget(tokens=8 * BLOCK, segment=SEGMENT).choose(segment, {})[0])
+    np.testing.assert_array_equal(opened.sum(axis=1), [0, 4, 16])  # H is 0, log 4 / log 16, 1; ties go together
+    np.testing.assert_array_equal(np.flatnonzero(opened[1]), [3, 4, 5, 6])
 
 
 def test_mass_takes_the_fewest_blocks_that_hold_it():

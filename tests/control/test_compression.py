@@ -194,6 +194,21 @@ def test_each_query_sees_its_own_key_and_none_after_it():
     assert printed[future] > 0.4  # half of all mass, on a key that came later
 
 
+def test_queries_of_a_group_share_what_is_kept():
+    """As printed, every query head keeps entries of its own, of a cache that was spread out to all of them.
+
+    So a group of two holds twice the budget for each KV head; here it is held once.
+    """
+    given = entries(4)
+    ours = chosen(HOW("latent"), given)
+    queries = np.asarray(given.queries)[np.argsort(np.asarray(given.at))]
+    keys = [np.asarray(given.keys[head // GROUP, :COUNT]) for head in range(HEADS * GROUP)]
+    printed = kept_entries.kept("latent", keys, queries, budget=BUDGET, window=WINDOW, pooling=5, page=PAGE)
+    assert sum(map(len, ours)) == HEADS * BUDGET
+    assert sum(map(len, printed)) == GROUP * HEADS * BUDGET
+    assert any(printed[GROUP * head] != printed[GROUP * head + 1] for head in range(HEADS))  # they keep others
+
+
 @pytest.mark.parametrize(
     ("settings", "prompt", "points"),
     [

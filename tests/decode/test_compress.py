@@ -32,6 +32,7 @@ from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
 from et_jax.control.select import Certified, Dense, Quest, coded_bounds
 from et_jax.decode import decoder as decoding
+from et_jax.decode import snapshots
 from et_jax.decode.draft import Drafting
 from et_jax.decode.state import Compressed, DecodeState
 from et_jax.models.transformer import forward
@@ -315,6 +316,18 @@ def test_a_compressed_sequence_swapped_out_and_in_goes_on_as_it_would(name):
     assert same_bits(jax.device_get(d.read_row(state, 2)), row)
     after = texts_of_steps(d, params, state, {2: len(TOKENS)}, 13)[1]
     assert before[0] + after[2] == undisturbed
+
+
+@pytest.mark.parametrize("name", ["latent", "adakv"])
+def test_a_compressed_sequence_comes_back_from_a_disk(name, tmp_path):
+    d, params = compressing(name, 8), weights()
+    state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
+    state, _ = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
+    assert int(known(state).shift[0]) > 0
+    snapshots.save(tmp_path / "state", state)
+    undisturbed = texts_of_steps(d, params, state, {0: len(TOKENS)}, 13)[1]
+    again = snapshots.restore(tmp_path / "state", jax.eval_shape(d.empty))
+    assert texts_of_steps(d, params, again, {0: len(TOKENS)}, 13)[1] == undisturbed and len(undisturbed[0]) == 13
 
 
 def test_a_fork_of_a_compressed_sequence_writes_what_its_source_does():

@@ -31,14 +31,14 @@ from et_jax.types import replace
 
 
 def found_in(text: list[int], most: int) -> list[int]:
-    """What follows the latest place with the longest match of up to four tokens, round and round."""
+    """What follows the latest place with the longest match of two to four tokens, round and round."""
     newest = len(text) - 1
-    for length in (4, 3, 2, 1):
+    for length in (4, 3, 2):
         for place in range(newest - 1, length - 2, -1):
             if text[place - length + 1 : place + 1] == text[newest - length + 1 : newest + 1]:
                 after = text[place + 1 :]
                 return [after[i % len(after)] for i in range(most)]
-    return [text[-1]] * most
+    return [-1] * most
 
 
 @settings(max_examples=60, deadline=None)
@@ -223,6 +223,23 @@ def test_drafts_that_hold_take_no_step_of_their_own():
     drafted, accepted = (np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted))
     assert (drafted == accepted).all() and (drafted == 4).all()
     assert not np.asarray(output.blocks_wasted).any()
+
+
+def test_where_there_is_no_guess_nothing_is_drafted_and_nothing_is_held_against_drafts():
+    """One sequence is guessed at for two tokens, another never, a third as far as is asked."""
+
+    def some(text, newest, most):
+        guesses = jnp.full((newest.shape[0], most), 7, jnp.int32)
+        return jnp.where(jnp.arange(most) < jnp.asarray([2, 0, most])[:, None], guesses, -1)
+
+    _, expected = plain("off")
+    after, rows, output, ran = decoded(made("off", Drafting(most=4, length=AcceptanceLength(0.0), drafter=some)))
+    assert all(rows[slot]["token"].tolist() == expected[slot]["token"].tolist() for slot in PROMPTS)
+    drafted = np.asarray(output.drafted)[:ran, 0]
+    assert drafted[0].tolist() == [2, 0, 4]
+    assert not drafted[:, 1].any() and after.draft is not None
+    assert after.draft.acceptance[1] == 0.5 and after.draft.acceptance[0] < 0.5
+    assert int(after.table.num_free) == int(plain("off")[0].table.num_free)
 
 
 def test_a_small_model_that_is_the_model_is_always_right():

@@ -3,11 +3,12 @@
 import pytest
 from reopened import SIZES, reopened
 
+from et_jax.control.compression import named
 from et_jax.control.controller import Controller
 from et_jax.control.select import Quest
 from et_jax.errors import UsageError
 from et_jax.serve import engine
-from et_jax.serve.completions import Completion
+from et_jax.serve.completions import Completion, entropic
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -45,7 +46,7 @@ def twins(tokenizer) -> list[GenerationRequest]:
 def text_of(completion: Completion):
     """All of a completion but what its company may change, its cost."""
     held = [row.blocks_held for row in completion.trace]
-    return completion.text, completion.token_ids, completion.finish_reason, held
+    return completion.text, completion.token_ids, completion.finish_reason, held, completion.tokens_left_out
 
 
 def assert_balanced(model: engine.Model) -> None:
@@ -77,8 +78,12 @@ def test_the_cache_of_a_long_text_stays_small_and_another_text_is_written(model)
     heads = config.model.num_layers * config.model.num_kv_heads
     room, every = config.layout.region, config.compression.every
     assert max(row.blocks_held for row in done.trace) <= heads * (room + -(-every // config.page_size) + 1)
+    written = len(request.prompt) + len(done.token_ids) - 1
+    left_out = config.compression.shift(len(request.prompt), written - 1, room * config.page_size)
+    assert done.tokens_left_out == left_out > 0 and done.tokens_cached == written - left_out
+    assert entropic([done])["tokens_cached"] == done.tokens_cached
     [whole] = engine.load(**(SIZES | SMALL | {"cache_budget": None})).generate([request])
-    assert whole.token_ids != done.token_ids
+    assert whole.token_ids != done.token_ids and whole.tokens_left_out == 0
     first = config.compression.point(len(request.prompt), 0, room * config.page_size)
     same = first - len(request.prompt) + 1  # the last that was sampled from all there was
     assert whole.token_ids[:same] == done.token_ids[:same]
@@ -101,6 +106,11 @@ def test_a_text_longer_than_the_pool_is_served(model):
         ({"cache_budget": 33}, "cache_budget is 33; it must be a multiple of page_size, 4, above 32"),
         ({"cache_budget": 32}, "cache_budget is 32; it must be a multiple of page_size, 4, above 32"),
         ({"cache_budget": 0}, "cache_budget is 0; it must be at least 1."),
+        ({"cache_budget": named("snapkv", 34)}, "cache_budget is 34; it must be a multiple of page_size, 4, above 32."),
+        ({"cache_policy": "h2o"}, 'cache_policy is "h2o"; choose one of latent, snapkv, adakv, pyramidkv, streaming'),
+        ({"cache_policy": "adakv", "cache_budget": None}, "cache_policy says what a cache_budget keeps; set that too"),
+        ({"cache_policy": "adakv", "cache_budget": named("latent", 36)}, "cache_budget is a Compression, which has a"),
+        ({"cache_policy": "adakv", "control": Controller(selector=Quest(3))}, "This control chooses blocks, and the"),
         ({"draft": "lookup"}, "cache_budget forgets what drafts and second models read; leave out one or the other."),
         ({"small": "bundled-small"}, "cache_budget forgets what drafts"),
         ({"control": Controller(selector=Quest(3), refresh_every=2)}, "cache_budget forgets tokens that this control"),
@@ -110,6 +120,17 @@ def test_what_does_not_go_with_a_budget_is_told(settings, said):
     with pytest.raises(UsageError) as refused:
         engine.load(**(SIZES | SMALL | settings))
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+def test_other_policies_serve_by_their_names_and_by_their_settings():
+    """A name means the settings that a `Compression` of it would have, compressed again every quarter."""
+    config = engine.load(**(SIZES | SMALL | {"cache_policy": "streaming"})).decoder_config
+    assert config.compression == named("streaming", 36, every=9)
+    how = named("random", 40, window=8)
+    model = engine.load(**(SIZES | SMALL | {"cache_budget": how}))
+    assert model.decoder_config.compression == how
+    [done] = model.generate(asked(model.tokenizer, 1, max_tokens=100))
+    assert done.tokens_left_out > 0 and len(done.token_ids) == 100
 
 
 def test_a_control_for_one_run_is_refused_likewise(model):

@@ -73,6 +73,7 @@ def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
         "prefill_batch",
         "small",
         "cache_budget",
+        "cache_policy",
         "backend",
     }
     assert EngineConfig(max_num_seqs=4).decisive.keys() == changes

@@ -6,6 +6,7 @@ from dense import dense_logits
 from small_model import LENGTH, MODEL, PAGE, configuration, prompt, weights
 
 from et_jax.control import select
+from et_jax.control.compression import named
 from et_jax.control.controller import Controller
 from et_jax.decode.decoder import decoder
 from et_jax.errors import UsageError
@@ -35,6 +36,16 @@ def test_what_the_decoder_does_not_read_changes_the_loss():
     whole = position_loss.position_losses(bound(), weights(), tokens)
     little = position_loss.position_losses(bound(select.SinksWindow(0, 1)), weights(), tokens)
     assert not np.allclose(whole[:, LENGTH // 2 :], little[:, LENGTH // 2 :], atol=1e-2)
+
+
+def test_a_cache_that_shrinks_changes_the_loss_from_its_first_compression_on():
+    tokens = np.array([prompt(number, LENGTH) for number in range(4)])
+    whole = position_loss.position_losses(bound(), weights(), tokens)
+    how = named("latent", 16, window=6, gap=4, every=8)  # compressed at 24 tokens, 32, ...
+    shrinking = decoder(configuration(compression=how, num_pages=25, keep=frozenset({"logits"})))
+    found = position_loss.position_losses(shrinking, weights(), tokens)
+    np.testing.assert_allclose(found[:, :24], whole[:, :24], atol=1e-3)
+    assert (np.abs(found - whole)[:, 24:].max(axis=1) > 0.05).all()
 
 
 def test_a_pool_too_small_for_the_rows_is_refused():

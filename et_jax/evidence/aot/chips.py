@@ -36,6 +36,7 @@ class Decoding:
     control: the preset it reads by; with "off" no page has a summary.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
     drafts: tokens drafted for a sequence in a step at most.
+    cache_budget: what a sequence's cache is compressed to, by its last queries; None where it never is.
     functions: those of the decoder that are compiled.
     by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
     """
@@ -48,6 +49,7 @@ class Decoding:
     control: str = "off"
     small: dict[str, Any] | None = None
     drafts: int = 0
+    cache_budget: int | None = None
     functions: tuple[str, ...] = ("step", "decode", "prefill")
     by_xla: bool = True
 
@@ -121,6 +123,17 @@ DECODINGS = (
             by_xla=False,
         )
         for name, model in (("llama3_8b", LLAMA3_8B), ("qwen3_8b", QWEN3_8B))
+    ),
+    Decoding(
+        name="compressed",
+        model=LLAMA3_8B,
+        num_slots=16,
+        max_length=32768,
+        prefill_batch=512,
+        control="certified",
+        cache_budget=1024,
+        functions=("decode", "prefill", "compress"),
+        by_xla=False,
     ),
     *(
         Decoding(

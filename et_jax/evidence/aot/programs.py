@@ -84,7 +84,7 @@ def programs() -> list[Program]:
             build=partial(decoder_program, decoding, chip, function, backend),
         )
         for chip in CHIPS
-        for backend, functions in (("xla", ("step", "prefill")), (chip.backend, ("decode", "prefill")))
+        for backend, functions in (("xla", ("step", "prefill")), (chip.backend, ("decode", "prefill", "compress")))
         if backend
         for decoding in DECODINGS
         if decoding.by_xla or backend != "xla"
@@ -231,7 +231,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     import jax.numpy as jnp
     import numpy as np
 
+    from et_jax.control.compression import Compression
     from et_jax.control.presets import preset
+    from et_jax.decode.compress import compress
     from et_jax.decode.decoder import decode, step
     from et_jax.decode.draft import Drafting
     from et_jax.decode.prefill import prefill
@@ -275,6 +277,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         controller=controller,
         draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
         small=small,
+        compression=None if decoding.cache_budget is None else Compression(budget=decoding.cache_budget),
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
     specs = describe(model) if small is None else Pair(model=describe(model), small=describe(small))
@@ -284,14 +287,19 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     rows = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // part,), jnp.int32))
     tokens = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // part, part), jnp.int32))
     prompts = (rows, tokens, rows, on_chip(rows, dtype=jnp.bool_))
-    functions = {"step": (step, ()), "decode": (decode, (integer,)), "prefill": (prefill, prompts)}
+    functions = {
+        "step": (step, (params, state)),
+        "decode": (decode, (params, state, integer)),
+        "prefill": (prefill, (params, state, *prompts)),
+        "compress": (compress, (state, integer)),
+    }
     program, arguments = functions[function]
-    jitted = jax.jit(partial(program, config), donate_argnums=1)
+    jitted = jax.jit(partial(program, config), donate_argnums=0 if arguments[0] is state else 1)
     pools = (state.cache, state.small)
     caches = [cache for cache in pools if cache is not None]
     layers = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for cache in caches for one in cache.layers]
     return Lowering(
-        lower=lambda: lower_for(device, jitted, params, state, *arguments),
+        lower=lambda: lower_for(device, jitted, *arguments),
         pool_bytes=sum(layers),
         pool={jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(pools)},
         temporary_bound=TEMPORARY_SHARE * layers[0],

@@ -1,0 +1,309 @@
+"""What caches lose that keep a part of their entries, and which policy chooses them best: at equal entries.
+
+    python scripts/measure_compression.py --text novels.tar.xz
+
+Rows of held-out text are read densely up to a point, at three quarters of the context. There every layer and KV head
+keeps a share of its entries, and the rest of the row is read with those and with what came since. Told are the KL
+divergence from the whole cache over that rest, with 95% intervals from resampling rows, and what each policy saves of
+that of SnapKV, row by row. Where a policy has heads or layers keep different numbers, all must have room for the
+largest: so it stands twice, at equal entries (what is read) and at equal room (what is held).
+
+Then SnapKV, which ranks once the prompt is read, is compared with EntropyInfer's ranking by the queries of N_d tokens
+decoded since: each holds as many entries over the tokens that are compared, which begin where the longest wait ends.
+
+Then questions are asked whose answers stand in a long text: compressed once the question is read, as SnapKV has it,
+and before it is, as any second question would find the cache. "h2o" and "oracle" are no policies of a decoder: the one
+is given the queries of all tokens, the other those that are to come.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from et_jax.control.compression import Compression, Policy, named
+from et_jax.errors import UsageError
+from et_jax.evaluate import counter
+from et_jax.evidence import paired, tables
+from et_jax.evidence.compression_arms import HeavyHitters, Oracle, continued, texts
+from et_jax.evidence.held_out import rows
+from et_jax.evidence.results import RESULTS, write
+from et_jax.serve.engine import Model, load
+from et_jax.tasks.base import Example, right
+from et_jax.tasks.generators import TASKS, document
+from et_jax.text import Detokenizer
+
+SHARES = (0.5, 0.25, 0.125, 0.0625)
+BASELINE = "snapkv"
+WAITS = (0, 4, 16, 64)  # tokens decoded before a cache is compressed
+PAGE_SIZE = 4
+PART = 4  # rows at a time
+DEPTHS = 5
+DISTANCES = (64, 256)  # tokens since the compression, at which a row is parted
+
+Arms = dict[str, Callable[[int], Compression]]
+"""A compression to so many entries, by its name."""
+
+
+def arms() -> Arms:
+    """Return what is compared."""
+
+    def ranked(policy: Policy, budget: int) -> Compression:
+        return Compression(budget=budget, gap=0, policy=policy)
+
+    return {
+        BASELINE: partial(named, BASELINE),
+        "adakv": partial(named, "adakv"),
+        "pyramidkv": partial(named, "pyramidkv"),
+        "h2o": lambda budget: ranked(HeavyHitters(recent=budget // 2), budget),
+        "streaming": partial(named, "streaming"),
+        "random": partial(named, "random"),
+        "oracle": partial(ranked, Oracle()),
+    }
+
+
+def room(how: Compression, num_layers: int) -> int:
+    """Return for how many entries every layer and KV head has room."""
+    return how.layout(PAGE_SIZE, (None,) * num_layers).region * PAGE_SIZE
+
+
+def fitting(make: Callable[[int], Compression], wanted: int, num_layers: int) -> Compression:
+    """Return the compression of the most entries that has room for no more than so many."""
+    least = Compression.window + PAGE_SIZE
+    return next(how for budget in range(wanted, least, -PAGE_SIZE) if room(how := make(budget), num_layers) <= wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """What a compression costs: nats of KL and of loss for every token compared, and the entries that it kept."""
+
+    divergence: Float[np.ndarray, "r u"]
+    loss: Float[np.ndarray, "r u"]
+    entries: Int[np.ndarray, "r l k"]
+
+
+class Bench:
+    """One model's rows of text, compressed at three quarters of the context and read on."""
+
+    def __init__(self, model: Model, text: Path, count: int) -> None:
+        self.config, self.params = model.config, model.params
+        self.tokens = jnp.asarray(rows(model, text, count, self.config.max_positions))
+        self.length = self.tokens.shape[1]
+        self.start = self.length * 3 // 4
+        self.dense_loss = 0.0
+
+    def run(self, compressions: dict[Any, tuple[int, int, Compression]]) -> dict[Any, Lost]:
+        """Return what each loses that compresses so long after the start, compared from so many tokens after it on."""
+        found: dict[Any, list[Lost]] = {name: [] for name in compressions}
+        dense_losses = []
+        for begin in range(0, len(self.tokens), PART):
+            given = self.tokens[begin : begin + PART]
+            dense = texts(self.config, self.params, given)
+            for name, (wait, ahead, how) in compressions.items():
+                at = jnp.full(len(given), self.start + wait, jnp.int32)
+                count = self.length - 1 - self.start - wait
+                end = jnp.full(len(given), self.length, jnp.int32)
+                got = continued(self.config, self.params, dense, at, end, how, count=count, page_size=PAGE_SIZE)
+                true, following = dense.log_probs[:, self.start + ahead : -1], given[:, self.start + ahead + 1 :]
+                told = jax.device_get((*_compared(true, got.log_probs[:, ahead - wait :], following), got.entries))
+                found[name].append(Lost(*told))
+            dense_losses.append(np.asarray(_compared(true, true, following)[1]))
+        self.dense_loss = float(np.concatenate(dense_losses).mean())
+        return {
+            name: Lost(**{field: np.concatenate([getattr(one, field) for one in parts]) for field in vars(parts[0])})
+            for name, parts in found.items()
+        }
+
+
+@jax.jit
+def _compared(true: jax.Array, got: jax.Array, following: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The divergence from what is true, and the loss."""
+    loss = -jnp.take_along_axis(got, following[..., None], axis=2)[..., 0]
+    return jnp.sum(jnp.exp(true) * (true - got), axis=2), loss
+
+
+def line(found: Lost, baseline: Lost) -> dict[str, Any]:
+    """Return the figures of an arm."""
+    by_row = found.divergence.mean(axis=1)
+    parts = np.split(found.divergence, DISTANCES, axis=1)
+    return {
+        "entries": float(found.entries.mean()),
+        "divergence": float(by_row.mean()),
+        "divergence_interval": paired.interval(by_row),
+        "divergence_by_distance": [float(part.mean()) for part in parts if part.size],
+        "loss": float(found.loss.mean()),
+        "saving": vars(paired.saving(by_row, baseline.divergence.mean(axis=1))),
+    }
+
+
+def measure(bench: Bench) -> list[dict[str, Any]]:
+    """Return a line per policy, share, and what is equal: the entries that are read, or those there is room for."""
+    num_layers = bench.config.num_layers
+    made: dict[tuple[str, str, float], tuple[int, int, Compression]] = {}
+    for share in SHARES:
+        budget = round(share * bench.start)
+        for name, make in arms().items():
+            how = make(budget)
+            made["read", name, share] = 0, 0, how
+            if how.policy.splits:
+                made["held", name, share] = 0, 0, fitting(make, budget, num_layers)
+    found = bench.run(made)
+    lines = []
+    for (equal, name, share), (_, _, how) in made.items():
+        entry = {"arm": name, "share": share, "equal": equal, "room": room(how, num_layers)}
+        lines.append(entry | line(found[equal, name, share], found["read", BASELINE, share]))
+        print(*lines[-1].values(), flush=True)
+    return lines
+
+
+def waits(bench: Bench) -> list[dict[str, Any]]:
+    """Return a line per share and number of tokens decoded before the cache is compressed."""
+    longest = max(WAITS)
+    made = {
+        (share, wait): (wait, longest, named("latent", round(share * bench.start) + wait, gap=wait))
+        for share in SHARES
+        for wait in WAITS
+    }
+    found = bench.run(made)
+    lines = []
+    for share, wait in made:
+        entry = {"share": share, "waited": wait, "held": round(share * bench.start) + longest}
+        lines.append(entry | line(found[share, wait], found[share, WAITS[0]]))
+        print(*lines[-1].values(), flush=True)
+    return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question: its tokens, those of its answer, and how many stand before the question."""
+
+    example: Example
+    prompt: list[int]
+    answer: list[int]
+    before: int
+
+
+def questions(model: Model, task: str, samples: int) -> list[Question]:
+    """Return `samples` questions of a task at each of some depths, of the model's whole context."""
+    count = counter(model)
+    found: list[Question] = []
+    for number, depth in enumerate(np.linspace(0, 1, DEPTHS)):
+        for sample in range(samples):
+            seed = number * samples + sample
+            made = document(task, count=count, length=model.max_model_len, depth=float(depth), seed=seed)
+            turn = made.turns[0]
+            prompt = model.tokenizer.encode(made.context + turn.question)
+            whole = model.tokenizer.encode(made.context + turn.question + turn.answer)
+            example = Example(
+                task=task, prompt=made.context + turn.question, answer=turn.answer, depth=turn.depth, length=len(whole)
+            )
+            before = len(prompt) - count(turn.question)
+            found.append(Question(example=example, prompt=prompt, answer=whole[len(prompt) :], before=before))
+    return found
+
+
+def answered(model: Model, asked: Question, likeliest: Int[np.ndarray, " a"]) -> bool:
+    """Return whether greedy decoding answers rightly, given the likeliest token after the prompt and each one after it.
+
+    They are those of the right answer read on: greedy decoding writes it as long as each is the answer's next token.
+    """
+    detokenizer, text = Detokenizer(model.tokenizer), ""
+    for token, wanted in zip(likeliest.tolist(), [*asked.answer, None], strict=False):
+        text += detokenizer.push(token)
+        if token != wanted:
+            break
+    return right(asked.example, text + detokenizer.flush())
+
+
+def ask(model: Model, samples: int) -> list[dict[str, Any]]:
+    """Return right answers of every task by policy and share, compressed with the question read, and before."""
+    lines = []
+    for task in TASKS:
+        asked = questions(model, task, samples)
+        longest = max(len(one.prompt) + len(one.answer) for one in asked)
+        count = max(len(one.prompt) + len(one.answer) + 1 - one.before for one in asked)
+        tokens = np.zeros((len(asked), longest), np.int32)
+        for row, one in zip(tokens, asked, strict=True):
+            row[: len(one.prompt) + len(one.answer)] = one.prompt + one.answer
+        ends = np.asarray([len(one.prompt) + len(one.answer) for one in asked], np.int32)
+        points = {
+            "with the question": [len(one.prompt) for one in asked],
+            "before the question": [one.before for one in asked],
+        }
+        made = {
+            (name, share): make(round(share * model.max_model_len)) for name, make in arms().items() for share in SHARES
+        }
+        found: dict[tuple[str, str, float], list[bool]] = {(p, *key): [] for p in points for key in made}
+        dense_right: list[bool] = []
+        for begin in range(0, len(asked), PART):
+            part = slice(begin, begin + PART)
+            dense = texts(model.config, model.params, jnp.asarray(tokens[part]))
+            likeliest = np.asarray(jnp.argmax(dense.log_probs, axis=-1))
+            dense_right += _told(model, asked[part], likeliest)
+            for (point, name, share), told in found.items():
+                at = np.asarray(points[point][part], np.int32)
+                got = continued(
+                    model.config,
+                    model.params,
+                    dense,
+                    jnp.asarray(at),
+                    jnp.asarray(ends[part]),
+                    made[name, share],
+                    count=count,
+                    page_size=PAGE_SIZE,
+                )
+                after = np.asarray(jnp.argmax(got.log_probs, axis=-1))
+                told += _told(model, asked[part], _continued(likeliest, after, at))
+        for (point, name, share), told in found.items():
+            entry = {"task": task, "questions": len(asked), "dense": sum(dense_right), "compressed": point}
+            entry |= {"arm": name, "share": share, "right": sum(told), "p": paired.p_of_losses(dense_right, told)}
+            lines.append(entry)
+            print(*entry.values(), flush=True)
+    return lines
+
+
+def _continued(
+    dense: Int[np.ndarray, "r t"], after: Int[np.ndarray, "r u"], at: Int[np.ndarray, " r"]
+) -> Int[np.ndarray, "r t"]:
+    """The likeliest tokens, those from each row's point on as they come `after` it."""
+    place = np.arange(dense.shape[1]) - at[:, None]
+    later = np.take_along_axis(after, np.clip(place, 0, after.shape[1] - 1), axis=1)
+    return np.where(place < 0, dense, later)
+
+
+def _told(model: Model, asked: list[Question], likeliest: Int[np.ndarray, "r t"]) -> list[bool]:
+    return [answered(model, one, row[len(one.prompt) - 1 :]) for one, row in zip(asked, likeliest, strict=True)]
+
+
+def main() -> None:
+    """Parse the arguments, measure, print tables and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--text", type=Path, required=True, help="an archive of works, or a file of stories")
+    parser.add_argument("--rows", type=int, default=40, help="rows of full context (default 40)")
+    parser.add_argument("--samples", type=int, default=8, help=f"questions at each of {DEPTHS} depths (default 8)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "compression.json")
+    args = parser.parse_args()
+    try:
+        model = load(args.model, dtype="float32", max_num_seqs=2)
+        bench = Bench(model, args.text, args.rows)
+    except UsageError as error:
+        sys.exit(f"measure_compression: {error}")
+    found, waited, asked = measure(bench), waits(bench), ask(model, args.samples)
+    print(tables.compression(found, waited, asked))
+    settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "samples": args.samples}
+    settings |= {"tokens": bench.length, "compressed_at": bench.start, "dense_loss": bench.dense_loss}
+    settings |= {"window": Compression.window, "pooling": Compression.pooling, "block": PAGE_SIZE}
+    write(args.output, "scripts/measure_compression.py", settings, policies=found, waits=waited, questions=asked)
+
+
+if __name__ == "__main__":
+    main()
