@@ -101,6 +101,7 @@ def continued(
     What is said of those past the end means nothing.
     """
     layout = how.layout(page_size, config.windows)
+    room = layout.region * page_size
 
     def one(given: tuple[Texts, Array, Array]) -> Continued:
         row, at, end = given
@@ -108,15 +109,18 @@ def continued(
         place = at + jnp.arange(count, dtype=jnp.int32)
 
         def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
-            entries = _entries(config, how, row, at, layer, q[0], place < end)
-            chosen = kept(entries, how, layout, page_size)
-            old = jnp.zeros((config.num_kv_heads, length), bool)
-            old = old.at[jnp.arange(config.num_kv_heads)[:, None], jnp.where(chosen < 0, length, chosen)].set(True)
+            old = jnp.broadcast_to(jnp.arange(length) < at, (config.num_kv_heads, length))
+            if room < length:  # a text that fits is left alone
+                entries = _entries(config, how, row, at, layer, q[0], place < end)
+                chosen = kept(entries, how, layout, page_size)
+                head = jnp.arange(config.num_kv_heads)[:, None]
+                less = jnp.zeros_like(old).at[head, jnp.where(chosen < 0, length, chosen)].set(True)
+                old = jnp.where(at > room, less, old)
             both = [jnp.concatenate([x[layer], new[0]]) for x, new in ((row.keys, k), (row.values, v))]
             causal = jnp.tril(jnp.ones((count, count), bool))
             reads = [jnp.broadcast_to(x, (config.num_kv_heads, count, x.shape[-1])) for x in (old[:, None], causal)]
             out = _mixed(config, q[0], *both, jnp.concatenate(reads, axis=-1))
-            return out[None], (*memory, jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32))
+            return out[None], (*memory, jnp.sum(old, axis=1, dtype=jnp.int32))
 
         token = row.token[jnp.minimum(place, length - 1)]
         nothing: tuple[Any, ...] = ()

@@ -69,6 +69,14 @@ def test_what_stands_past_the_end_of_a_row_says_nothing(dense, policy):
     np.testing.assert_allclose(one.log_probs[:, :7], two.log_probs[:, :7], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("budget", [32, 40])
+def test_a_text_that_fits_is_left_alone(dense, budget):
+    """Its region holds 64 tokens, all of the row, or 80."""
+    got = after(dense, named("adakv", budget, window=WINDOW))
+    np.testing.assert_allclose(got.log_probs, dense.log_probs[:, AT : AT + COUNT], rtol=1e-4, atol=1e-4)
+    assert (np.asarray(got.entries) == AT).all()
+
+
 def test_each_row_has_a_point_of_its_own(dense):
     how = named("snapkv", BUDGET, window=WINDOW)
     both = after(dense, how, at=(AT, 30))
