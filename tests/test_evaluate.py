@@ -20,7 +20,8 @@ class Reader:
     """Stands for a model: knows answers by their prompts, counts letters as tokens, notes what it was asked."""
 
     def __init__(self, known):
-        self.known, self.calls, self.prompt_read = known, [], None
+        self.known, self.calls = known, []
+        self.prompt_read: PromptRead | None = None
         self.tokenizer = SimpleNamespace(encode=lambda text: [0, *text.encode()])
 
     def generate(self, prompts, **settings):

@@ -116,10 +116,10 @@ def continued(
                 head = jnp.arange(config.num_kv_heads)[:, None]
                 less = jnp.zeros_like(old).at[head, jnp.where(chosen < 0, length, chosen)].set(True)
                 old = jnp.where(at > room, less, old)
-            both = [jnp.concatenate([x[layer], new[0]]) for x, new in ((row.keys, k), (row.values, v))]
+            keys, values = (jnp.concatenate([x[layer], new[0]]) for x, new in ((row.keys, k), (row.values, v)))
             causal = jnp.tril(jnp.ones((count, count), bool))
             reads = [jnp.broadcast_to(x, (config.num_kv_heads, count, x.shape[-1])) for x in (old[:, None], causal)]
-            out = _mixed(config, q[0], *both, jnp.concatenate(reads, axis=-1))
+            out = _mixed(config, q[0], keys, values, jnp.concatenate(reads, axis=-1))
             return out[None], (*memory, jnp.sum(old, axis=1, dtype=jnp.int32))
 
         token = row.token[jnp.minimum(place, length - 1)]

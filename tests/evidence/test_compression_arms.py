@@ -38,6 +38,7 @@ def read_on(how: Compression, tokens: list[int]) -> np.ndarray:
     found = []
     for token in tokens[AT : AT + COUNT]:
         state, _ = d.step(weights(), replace(state, token=state.token.at[1].set(token)))
+        assert state.logits is not None
         found.append(jax.nn.log_softmax(state.logits[1]))
     return np.stack(found)
 

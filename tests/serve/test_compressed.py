@@ -126,7 +126,7 @@ def test_other_policies_serve_by_their_names_and_by_their_settings():
     """A name means the settings that a `Compression` of it would have, compressed again every quarter."""
     config = engine.load(**(SIZES | SMALL | {"cache_policy": "streaming"})).decoder_config
     assert config.compression == named("streaming", 36, every=9)
-    how = named("random", 40, window=8)
+    how = named("random", 40, window=8, every=8)
     model = engine.load(**(SIZES | SMALL | {"cache_budget": how}))
     assert model.decoder_config.compression == how
     [done] = model.generate(asked(model.tokenizer, 1, max_tokens=100))
