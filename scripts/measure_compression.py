@@ -13,7 +13,8 @@ decoded since: each holds as many entries over the tokens that are compared, whi
 
 Then questions are asked whose answers stand in a long text: compressed once the question is read, as SnapKV has it,
 and before it is, as any second question would find the cache. "h2o" and "oracle" are no policies of a decoder: the one
-is given the queries of all tokens, the other those that are to come.
+is given the queries of all tokens, the other those that are to come. Answers that go on for more than N_d tokens, the
+first N_d of them taken as they come from the whole cache, say whether the queries of those know what is wanted next.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from et_jax.text import Detokenizer
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 BASELINE = "snapkv"
 WAITS = (0, 4, 16, 64)  # tokens decoded before a cache is compressed
+ANSWER_WAITS = (4, 8)  # likewise, of an answer
 PAGE_SIZE = 4
 PART = 4  # rows at a time
 DEPTHS = 5
@@ -226,50 +228,98 @@ def answered(model: Model, asked: Question, likeliest: Int[np.ndarray, " a"]) ->
     return right(asked.example, text + detokenizer.flush())
 
 
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A compression of questions at a token of each, judged by what is said from `judged` tokens of the answer on."""
+
+    how: Compression
+    at: Int[np.ndarray, " q"]
+    judged: int = 0
+
+
+def answers(
+    model: Model, asked: list[Question], ways: dict[Any, Way], count: int
+) -> tuple[list[bool], dict[Any, list[bool]]]:
+    """Return which questions are answered rightly from the whole cache, and in each way, of `count` tokens read on."""
+    ends = np.asarray([len(one.prompt) + len(one.answer) for one in asked], np.int32)
+    tokens = np.zeros((len(asked), max(ends)), np.int32)
+    for row, one, end in zip(tokens, asked, ends, strict=True):
+        row[:end] = one.prompt + one.answer
+    dense_right: list[bool] = []
+    found: dict[Any, list[bool]] = {name: [] for name in ways}
+    for begin in range(0, len(asked), PART):
+        part = slice(begin, begin + PART)
+        dense = texts(model.config, model.params, jnp.asarray(tokens[part]))
+        likeliest = np.asarray(jnp.argmax(dense.log_probs, axis=-1))
+        dense_right += _told(model, asked[part], likeliest)
+        for name, way in ways.items():
+            points = jnp.asarray(way.at[part]), jnp.asarray(ends[part])
+            sizes = {"count": count, "page_size": PAGE_SIZE}
+            got = continued(model.config, model.params, dense, *points, way.how, **sizes)
+            after = np.asarray(jnp.argmax(got.log_probs, axis=-1))
+            said = _continued(likeliest, after, way.at[part])
+            free = np.asarray([len(one.prompt) - 1 + way.judged for one in asked[part]])
+            said = np.where(np.arange(said.shape[1]) < free[:, None], likeliest, said)
+            found[name] += _told(model, asked[part], said)
+    return dense_right, found
+
+
 def ask(model: Model, samples: int) -> list[dict[str, Any]]:
     """Return right answers of every task by policy and share, compressed with the question read, and before."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for task in TASKS:
         asked = questions(model, task, samples)
-        longest = max(len(one.prompt) + len(one.answer) for one in asked)
         count = max(len(one.prompt) + len(one.answer) + 1 - one.before for one in asked)
-        tokens = np.zeros((len(asked), longest), np.int32)
-        for row, one in zip(tokens, asked, strict=True):
-            row[: len(one.prompt) + len(one.answer)] = one.prompt + one.answer
-        ends = np.asarray([len(one.prompt) + len(one.answer) for one in asked], np.int32)
         points = {
-            "with the question": [len(one.prompt) for one in asked],
-            "before the question": [one.before for one in asked],
+            "with the question": np.asarray([len(one.prompt) for one in asked], np.int32),
+            "before the question": np.asarray([one.before for one in asked], np.int32),
         }
         made = {
-            (name, share): make(round(share * model.max_model_len)) for name, make in arms().items() for share in SHARES
+            (point, name, share): Way(how=make(round(share * model.max_model_len)), at=at)
+            for point, at in points.items()
+            for name, make in arms().items()
+            for share in SHARES
         }
-        found: dict[tuple[str, str, float], list[bool]] = {(p, *key): [] for p in points for key in made}
-        dense_right: list[bool] = []
-        for begin in range(0, len(asked), PART):
-            part = slice(begin, begin + PART)
-            dense = texts(model.config, model.params, jnp.asarray(tokens[part]))
-            likeliest = np.asarray(jnp.argmax(dense.log_probs, axis=-1))
-            dense_right += _told(model, asked[part], likeliest)
-            for (point, name, share), told in found.items():
-                at = np.asarray(points[point][part], np.int32)
-                got = continued(
-                    model.config,
-                    model.params,
-                    dense,
-                    jnp.asarray(at),
-                    jnp.asarray(ends[part]),
-                    made[name, share],
-                    count=count,
-                    page_size=PAGE_SIZE,
-                )
-                after = np.asarray(jnp.argmax(got.log_probs, axis=-1))
-                told += _told(model, asked[part], _continued(likeliest, after, at))
-        for (point, name, share), told in found.items():
+        fits = {key for key, way in made.items() if room(way.how, model.config.num_layers) >= model.max_model_len}
+        dense_right, found = answers(model, asked, {key: way for key, way in made.items() if key not in fits}, count)
+        for point, name, share in made:
             entry = {"task": task, "questions": len(asked), "dense": sum(dense_right), "compressed": point}
-            entry |= {"arm": name, "share": share, "right": sum(told), "p": paired.p_of_losses(dense_right, told)}
+            entry |= {"arm": name, "share": share}
+            if (point, name, share) in fits:
+                entry["missed"] = "it has room for the whole cache, and leaves nothing out"
+            else:
+                told = found[point, name, share]
+                entry |= {"right": sum(told), "p": paired.p_of_losses(dense_right, told)}
             lines.append(entry)
             print(*entry.values(), flush=True)
+    return lines
+
+
+def rerank(model: Model, samples: int) -> list[dict[str, Any]]:
+    """Return right ends of long answers, entries ranked by the prompt's queries and anew by those of the beginning.
+
+    Both are judged from the same token on, hold as many entries there, and had the beginning from the whole cache.
+    """
+    lines: list[dict[str, Any]] = []
+    for task in TASKS:
+        whole = questions(model, task, samples)
+        for wait in ANSWER_WAITS:
+            asked = [one for one in whole if len(one.answer) > wait]
+            if not asked:
+                continue
+            end = np.asarray([len(one.prompt) for one in asked], np.int32)
+            made: dict[tuple[str, float], Way] = {}
+            for share in SHARES:
+                budget = round(share * model.max_model_len)
+                made[BASELINE, share] = Way(how=named(BASELINE, budget), at=end, judged=wait)
+                made["latent", share] = Way(how=named("latent", budget + wait, gap=wait), at=end + wait, judged=wait)
+            dense_right, found = answers(model, asked, made, max(len(one.answer) for one in asked) + 1)
+            for (name, share), told in found.items():
+                entry = {"task": task, "questions": len(asked), "dense": sum(dense_right), "waited": wait}
+                lines.append(entry | {"arm": name, "share": share, "right": sum(told)})
+                if name == "latent":
+                    lines[-1]["p"] = paired.p_of_losses(told, found[BASELINE, share])
+                print(*lines[-1].values(), flush=True)
     return lines
 
 
@@ -301,11 +351,13 @@ def main() -> None:
     except UsageError as error:
         sys.exit(f"measure_compression: {error}")
     found, waited, asked = measure(bench), waits(bench), ask(model, args.samples)
-    print(tables.compression(found, waited, asked))
+    ranked = rerank(model, args.samples)
+    print(tables.compression(found, waited, asked, ranked))
     settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "samples": args.samples}
     settings |= {"tokens": bench.length, "compressed_at": bench.start, "dense_loss": bench.dense_loss}
     settings |= {"window": Compression.window, "pooling": Compression.pooling, "block": PAGE_SIZE}
-    write(args.output, "scripts/measure_compression.py", settings, policies=found, waits=waited, questions=asked)
+    results = {"policies": found, "waits": waited, "questions": asked, "reranked": ranked}
+    write(args.output, "scripts/measure_compression.py", settings, **results)
 
 
 if __name__ == "__main__":

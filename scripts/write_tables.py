@@ -60,7 +60,7 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     ),
     "compression": (
         "compression.json",
-        lambda found: tables.compression(found["policies"], found["waits"], found["questions"]),
+        lambda found: tables.compression(*(found[part] for part in ("policies", "waits", "questions", "reranked"))),
     ),
     "compression_cost": ("compression_cost.json", lambda found: tables.compression_cost(found["cases"])),
 }

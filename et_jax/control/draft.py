@@ -100,7 +100,7 @@ class StopEntropy(DraftLength):
 ROW_COST = 0.1
 """Of a row of a step, over reading the weights once.
 
-Assumed on CPUs: 0.02 by `benchmarks/results/drafting.json`, where memory is slow, more where a cache holds the weights.
+Assumed on CPUs: 0.04 by `benchmarks/results/drafting_forced.json`, more where a cache holds the weights.
 """
 
 ROW_COST_OF_CHIPS = 0.01

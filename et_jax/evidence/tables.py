@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from et_jax.evidence.results import table
@@ -355,8 +355,13 @@ def prefill_budgets(lines: Sequence[Case], printed: Sequence[Case], questions: S
     return f"{whole}\n\n{sizes}\n\n{_answers(questions)}"
 
 
-def compression(policies: Sequence[Case], waits: Sequence[Case], questions: Sequence[Case]) -> str:
-    """Return what policies save of SnapKV's divergence, at equal entries read and held; by waits; right answers."""
+def compression(
+    policies: Sequence[Case], waits: Sequence[Case], questions: Sequence[Case], reranked: Sequence[Case]
+) -> str:
+    """Return what policies save of SnapKV's divergence, at equal entries read and held; by waits; right answers.
+
+    A star stands where there are fewer than by chance: of the whole cache's, or of the other ranking's.
+    """
     shares = list(dict.fromkeys(line["share"] for line in policies))
     arms = list(dict.fromkeys(line["arm"] for line in policies))
     found = {(line["equal"], line["arm"], line["share"]): line for line in policies}
@@ -387,7 +392,21 @@ def compression(policies: Sequence[Case], waits: Sequence[Case], questions: Sequ
             for arm in arms
         ]
         parts.append(table([f"compressed {point}", "whole cache", "policy", *[f"{one:.3g}" for one in shares]], rows))
+    ends = {(one["task"], one["waited"], one["arm"], one["share"]): one for one in reranked}
+    rows = [
+        [task, wait, f"{dense}/{asked}", *[_both(ends, task, wait, share) for share in shares]]
+        for task, wait, dense, asked in dict.fromkeys(
+            (one["task"], one["waited"], one["dense"], one["questions"]) for one in reranked
+        )
+    ]
+    header = ["ends of answers", "tokens decoded before", "whole cache", *[f"{one:.3g}" for one in shares]]
+    parts.append(f"Right by the prompt's queries, and by those decoded too:\n\n{table(header, rows)}")
     return "\n\n".join(parts)
+
+
+def _both(ends: Mapping[Any, Case], task: str, wait: int, share: float) -> str:
+    one, other = (ends[task, wait, arm, share] for arm in ("snapkv", "latent"))
+    return f"{one['right']}{'*' if other['p'] < 0.05 else ''} and {other['right']}"
 
 
 def _answers(questions: Sequence[Case]) -> str:

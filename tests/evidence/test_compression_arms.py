@@ -70,9 +70,9 @@ def test_what_stands_past_the_end_of_a_row_says_nothing(dense, policy):
     np.testing.assert_allclose(one.log_probs[:, :7], two.log_probs[:, :7], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("budget", [32, 40])
+@pytest.mark.parametrize("budget", [20, 32, 40])
 def test_a_text_that_fits_is_left_alone(dense, budget):
-    """Its region holds 64 tokens, all of the row, or 80."""
+    """Its region holds 40 tokens, all there are, or 64, all of the row, or 80."""
     got = after(dense, named("adakv", budget, window=WINDOW))
     np.testing.assert_allclose(got.log_probs, dense.log_probs[:, AT : AT + COUNT], rtol=1e-4, atol=1e-4)
     assert (np.asarray(got.entries) == AT).all()

@@ -37,6 +37,17 @@ def test_an_answer_is_right_where_greedy_decoding_writes_it(tokenizer, task):
             assert not measuring.answered(model, asked, np.asarray([*asked.answer, asked.answer[-1]]))
 
 
+def test_what_follows_a_wrong_token_is_not_what_would_be_said(tokenizer):
+    """The answer in other tokens: from the first of them on nobody knows what greedy decoding would say."""
+    ids = {tokenizer.decode([token]): token for token in range(4096)}
+    [asked] = measuring.questions(SimpleNamespace(tokenizer=tokenizer, max_model_len=256), "single_key", 1)[:1]
+    first = tokenizer.decode(asked.answer[:1])
+    parts = next([ids[first[:i]], ids[first[i:]]] for i in range(1, len(first)) if {first[:i], first[i:]} <= ids.keys())
+    said = [*parts, *asked.answer[1:]]
+    assert right(asked.example, tokenizer.decode(said)) and said != asked.answer
+    assert not measuring.answered(SimpleNamespace(tokenizer=tokenizer), asked, np.asarray(said))
+
+
 def test_what_is_said_after_the_point_stands_at_its_place():
     dense, later = np.arange(12).reshape(2, 6), 100 + np.arange(6).reshape(2, 3)
     found = measuring._continued(dense, later, np.asarray([4, 5]))

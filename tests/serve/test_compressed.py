@@ -3,6 +3,7 @@
 import pytest
 from reopened import SIZES, reopened
 
+from et_jax.control.budget import ConstantBudget
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
 from et_jax.control.select import Quest
@@ -120,6 +121,22 @@ def test_what_does_not_go_with_a_budget_is_told(settings, said):
     with pytest.raises(UsageError) as refused:
         engine.load(**(SIZES | SMALL | settings))
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+def test_a_prompt_read_in_part_is_compressed_like_another():
+    """Both halves of EntropyInfer: texts are those of each alone, and both tell what was left out."""
+    control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=1, dense_until=16))
+    model = engine.load(**(SIZES | SMALL | {"control": control}))
+    requests = asked(model.tokenizer)
+    together = model.generate(requests)
+    assert [text_of(one) for one in together] == [text_of(reopened(model).generate([one])[0]) for one in requests]
+    longest = together[-1]
+    assert longest.prompt_read is not None and longest.prompt_read.blocks_read < longest.prompt_read.blocks_held
+    assert longest.tokens_left_out > 0
+    [whole] = model.generate(requests[-1:], control="off")
+    assert [row.entropy for row in whole.trace] != [row.entropy for row in longest.trace]
+    assert whole.prompt_read is None and whole.tokens_left_out == longest.tokens_left_out
+    assert_balanced(model)
 
 
 def test_other_policies_serve_by_their_names_and_by_their_settings():
