@@ -35,7 +35,7 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     table, granted = pages.reserve(pages.release(state.table, slot), wanted, layout.region)
     done = granted[slot] & grown
 
-    layers, skipped = zip(*(_kept(config, state, slot, layer) for layer in range(config.model.num_layers)), strict=True)
+    layers, skipped = _kept_of_all(config, state, slot)
     num_pages = state.cache.layers[0].pages.shape[1]
     into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool where nothing is done
     shift = jnp.where(done, state.length[slot] - room, held.shift[slot])
@@ -51,15 +51,39 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     ), granted[slot] | ~grown
 
 
+def _kept_of_all(
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]
+) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
+    """What `_kept` says of every layer, looking through no more blocks than a sequence holds.
+
+    One that is compressed again and again holds few, however long it may be: the longest are for the first time.
+    """
+    how, layout = config.compression, config.layout
+    assert how is not None and layout is not None
+
+    def among(num_blocks: int) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
+        kept = (_kept(config, state, slot, layer, num_blocks) for layer in range(config.model.num_layers))
+        layers, skipped = zip(*kept, strict=True)
+        return layers, skipped
+
+    most, few = config.blocks_per_slot, layout.region - -how.every // config.page_size
+    if not layout.region < few < most:
+        return among(most)
+    return jax.lax.cond(state.num_cached[slot] <= few * config.page_size, lambda: among(few), lambda: among(most))
+
+
 def _kept(
-    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], layer: int
+    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], layer: int, num_blocks: int
 ) -> tuple[kv.LayerCache, Int[Array, " k"]]:
-    """The pages of a region with what a layer keeps, and how many blocks at its beginning each KV head leaves out."""
+    """The pages of a region with what a layer keeps, and how many blocks at its beginning each KV head leaves out.
+
+    All that is cached of the slot stands in its first `num_blocks`.
+    """
     how, layout, held = config.compression, config.layout, state.compressed
     assert how is not None and layout is not None and held is not None
     size, d, cached = config.page_size, config.model.head_dim, state.cache.layers[layer]
     k, _, _, e = cached.pages.shape
-    token = cached.pages[:, state.table.pages[slot]].reshape(k, -1, e)  # in the order of places
+    token = cached.pages[:, state.table.pages[slot, :num_blocks]].reshape(k, -1, e)  # in the order of places
     skips = jnp.zeros(k, jnp.int32) if held.skipped is None else held.skipped[slot, layer]
     last = at = None
     if held.queries is not None:

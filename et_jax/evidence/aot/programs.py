@@ -231,7 +231,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     import jax.numpy as jnp
     import numpy as np
 
-    from et_jax.control.compression import Compression
+    from et_jax.control.compression import named
     from et_jax.control.presets import preset
     from et_jax.decode.compress import compress
     from et_jax.decode.decoder import decode, step
@@ -260,7 +260,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         for shape in (decoding.model, decoding.small)
     )
     assert model is not None
-    controller = preset(decoding.control)
+    controller, budget = preset(decoding.control), decoding.cache_budget
     part = PART if controller.budget is None else controller.budget.segment
     config = DecoderConfig(
         model=model,
@@ -277,7 +277,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         controller=controller,
         draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
         small=small,
-        compression=None if decoding.cache_budget is None else Compression(budget=decoding.cache_budget),
+        compression=None if budget is None else named("latent", budget, every=budget // 4),
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
     specs = describe(model) if small is None else Pair(model=describe(model), small=describe(small))
