@@ -131,7 +131,10 @@ def test_two_models_that_do_not_fit_in_memory_are_refused_before_a_weight_is_rea
     [
         ({"control": "ead"}, "This control switches between two models; name the other one by small."),
         ({"small": "bundled-small", "draft": "another"}, "draft and small name two models; name one of them"),
-        ({"audit": True}, "audit is for two models that take turns; name the other one by small."),
+        (
+            {"audit": True},
+            "audit is for two models that take turns, or a control with a prefill budget; name the other one by small.",
+        ),
         ({"small": "nowhere-at-all"}, "nowhere-at-all is neither a folder nor a hub name"),
     ],
 )
