@@ -132,7 +132,7 @@ DECODINGS = (
         prefill_batch=512,
         control="certified",
         cache_budget=1024,
-        functions=("decode", "prefill", "compress"),
+        functions=("decode", "compress"),
         by_xla=False,
     ),
     *(
