@@ -41,6 +41,8 @@ def test_a_completion_body() -> None:
         "agreed_tokens": 0,
         "prompt_share_read": None,
         "prompt_mass_kept": None,
+        "tokens_cached": 15,  # six of the prompt and all but the last of the text, of both
+        "tokens_left_out": 0,
         "small_share": None,
     }
     choice = {"logprobs": None, "finish_reason": "length"}
