@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
 _BATCH_SEQUENCES = 8  # decoded together where the command does not say
+_ALTERNATIVES = 5  # of each token, that a report tells
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,6 +108,9 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument("--verbose", action="store_true", help="say what runs where")
     output.add_argument("--trace", metavar="FILE", help="write one JSON line per token: entropy, temperature, cost ...")
     output.add_argument("--plot", metavar="FILE.png", help="draw the same as a picture")
+    output.add_argument(
+        "--report", metavar="FILE.html", help="write a page: the text in colours of its entropy, and what control did"
+    )
     return p
 
 
@@ -122,6 +126,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     _check_paths(args)
     if args.metrics is not None:  # find out now whether it can be written
         check_replaceable(Path(args.metrics))
+    if args.report is not None:
+        _check_report(args.report)
     return _run_prompt(args, signals) if args.input is None else _run_batch(args, signals)
 
 
@@ -153,7 +159,7 @@ def _check_paths(args: argparse.Namespace) -> None:
     written = {"--output": path("output")}
     if args.output is not None:
         written["the manifest of --output,"] = manifest_path(Path(args.output))
-    written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot")}
+    written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
     check_paths({"--input": path("input")}, written, named_folder(args.model))
 
 
@@ -200,6 +206,11 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
         kept.append(
             command.tried(lambda: streams.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot))))
         )
+    if args.report:
+        from et_jax.report.page import write_report
+
+        told, decode = _facts(args), model.tokenizer.decode
+        kept.append(command.tried(lambda: write_report(report.completions, args.report, facts=told, decode=decode)))
     for completion in report.completions:
         if completion.error:
             print(f"error: {completion.error}", file=sys.stderr)
@@ -213,6 +224,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.batch.journal import check_files, open_journal
     from et_jax.batch.source import spooled
     from et_jax.batch.tasks import Defaults
+    from et_jax.report.batch import Extremes, write_batch_report
     from et_jax.report.display import Status
     from et_jax.serve.metrics import Metrics
 
@@ -226,6 +238,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     engine, status = _engine(args, _BATCH_SEQUENCES, _controller(args)), Status()
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
+    extremes = Extremes()
     check_files(source, output)
     with open_journal(output, _settings(args, engine, defaults)) as journal, spooled(source) as lines:
         if metrics is not None:
@@ -235,12 +248,16 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
             model = _load(args, engine, status)
             model.warm_up()
             status.clear()
-            run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold())
+            watch = {} if args.report is None else {"watch": extremes.take}
+            run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold(), **watch)
     print(summary, file=sys.stderr)
+    kept = args.report is None or command.tried(
+        lambda: write_batch_report(output, Path(args.report), facts=_facts(args), extremes=extremes)
+    )
     if summary.done < summary.total:
         print(_RESUME.format(args.output), file=sys.stderr)
         return signals.code or command.FAILED
-    return 0
+    return 0 if kept else command.FAILED
 
 
 def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defaults") -> dict[str, Any]:
@@ -267,10 +284,12 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
+    """Return how a request is sampled; for the report of a prompt with the alternatives that it tells."""
     from et_jax.serve.requests import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)} & vars(args).keys()
-    return SamplingParams(**{name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)})
+    told = {"logprobs": _ALTERNATIVES} if args.report is not None and args.input is None else {}
+    return SamplingParams(**{name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)} | told)
 
 
 def _controller(args: argparse.Namespace) -> "Controller":
@@ -301,6 +320,28 @@ def _load(args: argparse.Namespace, settings: "EngineConfig", status: "Status") 
         for line in model.describe():
             print(line, file=sys.stderr)
     return model
+
+
+def _facts(args: argparse.Namespace) -> dict[str, str]:
+    """Return what a report tells of a run at its top."""
+    import jax
+
+    sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
+    given = {"model": args.model, "control": args.control}
+    given |= flags.given(args, (*flags.CONTROL, *flags.CACHE, "draft", "small"))
+    told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
+    return told | {"device": jax.devices()[0].device_kind}
+
+
+def _check_report(path: str) -> None:
+    """Find out before any work is done that the page can be made and kept."""
+    from et_jax.io.files import check_replaceable
+    from et_jax.report.page import check_library
+
+    check_library()
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--report writes a page; {path} should end in .html.")
+    check_replaceable(Path(path))
 
 
 def _check_plot(path: str) -> None:

@@ -7,7 +7,7 @@ in the line itself. What an interrupt ended early is not recorded, and is served
 import array
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +20,9 @@ from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.requests import GenerationRequest
+
+Watch = Callable[[Mapping[str, Any], Sequence[Completion]], None]
+"""Told of every row that is written of an answer, and the completions that it was made of."""
 
 _METRICS_SECONDS = 5.0
 
@@ -126,16 +129,16 @@ def run(
     *,
     metrics_file: Path | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    watch: Watch = lambda row, completions: None,
 ) -> None:
     """Serve the lines of `path` that have no row yet, and add what it came to to `summary`, that of `survey`.
 
-    The counters are written to `metrics_file` every few seconds and at the
-    end. Raises UsageError where the output takes no more rows, or the input is not what it was in the survey;
+    The counters are written to `metrics_file` every few seconds and at the end; `watch` is told of every answer. Raises UsageError where the output takes no more rows, or the input is not what it was in the survey;
     the rows written are kept.
     """
     began = time.monotonic()
     with Progress(summary.total, summary.before) as progress:
-        job = _Job(model, path, journal, defaults, summary, progress, metrics_file, cancelled)
+        job = _Job(model, path, journal, defaults, summary, progress, metrics_file, cancelled, watch)
         job.serve()
         job.look(last=True)
     summary.seconds = time.monotonic() - began
@@ -157,7 +160,9 @@ class _Job:
         progress: Progress,
         metrics_file: Path | None,
         cancelled: Callable[[], bool],
+        watch: Watch,
     ) -> None:
+        self._watch = watch
         self._model, self._path, self._journal, self._defaults = model, path, journal, defaults
         self._summary, self._progress, self._metrics_file, self._cancelled = summary, progress, metrics_file, cancelled
         self._under_way: dict[int, tuple[Task, list[Completion]]] = {}
@@ -239,7 +244,9 @@ class _Job:
         if errors:
             self._refuse(task.entry, "failed", errors[0])
             return
-        self._journal.append(answer_row(task, completions, self._model.name, self._model.tokenizer))
+        row = answer_row(task, completions, self._model.name, self._model.tokenizer)
+        self._journal.append(row)
+        self._watch(row, completions)
         self._summary.answered += 1
         self._summary.tokens += sum(len(completion.token_ids) for completion in completions)
         self._summary.entropic_time += sum(completion.entropic_time for completion in completions)

@@ -174,6 +174,8 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "cost_bytes": cost,
         "flops": sum(completion.flops for completion in completions),
         "nats_per_byte": time / cost if rows else 0.0,
+        "mean_entropy": _mean([row.entropy for row in rows]),
+        "mean_surprisal": _mean([row.surprisal for row in rows]),
         "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows]),
         "least_mass_kept": min((row.kept_mass for row in rows), default=None),
         "mean_attention_entropy": _mean([row.attention_entropy for row in rows if row.attention_entropy is not None]),

@@ -1,0 +1,64 @@
+"""A report of what a run left: `python -m et_jax.report run.jsonl --output run.html`.
+
+Reads what `--trace` of `et_jax.generate` wrote, or the output of a batch.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from et_jax.cli import command
+from et_jax.cli.paths import check_paths
+from et_jax.cli.signals import Signals, guard
+from et_jax.errors import UsageError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m et_jax.report",
+        description="Write a page on a run: texts in colours of their entropy, and what control did.",
+        allow_abbrev=False,
+    )
+    p.add_argument("file", help="what --trace wrote, or the --output of a batch")
+    p.add_argument("--output", "-o", required=True, metavar="FILE.html", help="where the page goes")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return command.run(parser, _run, arguments, texts=())
+
+
+def _run(args: argparse.Namespace, signals: Signals) -> int:
+    from et_jax.report.batch import write_batch_report
+    from et_jax.report.page import check_place, write_report
+    from et_jax.report.trace import is_trace, read_trace
+
+    signals.said = "interrupted before the page was written"
+    source, output = Path(args.file), Path(args.output)
+    check_paths({"the file": source}, {"--output": output}, None)
+    check_place(args.output)
+    if not is_trace(source):
+        write_batch_report(source, output, facts={"output": source.name})
+        return 0
+    about, completions = read_trace(source)
+    write_report(completions, output, facts={"model": about.model, "control": about.control}, decode=_decode(about.model))
+    return 0
+
+
+def _decode(model: str):  # noqa: ANN202
+    """The `decode` of a model's tokenizer; None, and a word about it, where the model is not here."""
+    from et_jax.models.hub import resolve
+    from et_jax.text import load_tokenizer
+
+    try:
+        return load_tokenizer(resolve(model)).decode
+    except UsageError as error:
+        print(f"alternatives are told by their ids: {error}", file=sys.stderr)
+        return None
+
+
+if __name__ == "__main__":
+    guard()
+    sys.exit(main())

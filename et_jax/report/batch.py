@@ -1,0 +1,318 @@
+"""The report of a batch: how its requests are spread, and those at both ends, read from the rows of its output.
+
+Rows hold what each request came to; the tokens of the extremes are kept by `Extremes` while the batch is served.
+"""
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from et_jax.errors import UsageError
+from et_jax.report.figures import BLUE, GREEN, PURPLE, WARM, Figure, of_completion, plain
+from et_jax.report.page import Decode, Section, Table, facts_of, write_page
+from et_jax.serve.completions import Completion
+
+EACH = 3  # requests at an end of a measure
+MOST_POINTS = 2000  # requests that the scatter shows
+_BINS = 40
+
+
+class Message(msgspec.Struct):
+    """The message of a choice of a chat."""
+
+    content: str
+
+
+class Choice(msgspec.Struct):
+    """One continuation, as text or as a message."""
+
+    text: str | None = None
+    message: Message | None = None
+
+
+class Usage(msgspec.Struct):
+    """The tokens of an answer."""
+
+    completion_tokens: int
+
+
+class Entropic(msgspec.Struct):
+    """What a report reads of `completions.entropic`."""
+
+    entropic_time: float
+    cost_bytes: float
+    nats_per_byte: float
+    mean_entropy: float | None = None
+    mean_share_read: float | None = None
+
+
+class Body(msgspec.Struct):
+    """What a report reads of an answer."""
+
+    choices: list[Choice]
+    usage: Usage
+    entropic: Entropic
+
+
+class Response(msgspec.Struct):
+    """An answer as OpenAI's batch format wraps it."""
+
+    body: Body
+
+
+class Row(msgspec.Struct):
+    """A row of the output of a batch; `response` is None in an error row."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One number of a request, from its row; `colour` is that of its histogram."""
+
+    name: str
+    unit: str
+    colour: str
+    of: Callable[[Body], float | None]
+
+
+MEASURES = (
+    Measure(name="mean entropy", unit="nats a token", colour=WARM, of=lambda body: body.entropic.mean_entropy),
+    Measure(name="efficiency", unit="nats a MB", colour=PURPLE, of=lambda body: 1e6 * body.entropic.nats_per_byte),
+    Measure(name="tokens", unit="tokens", colour=BLUE, of=lambda body: body.usage.completion_tokens),
+    Measure(name="blocks read", unit="share of blocks", colour=GREEN, of=lambda body: body.entropic.mean_share_read),
+)
+
+
+class Extremes:
+    """The completions of the requests at both ends of every measure among those that were seen, `EACH` at an end."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[str, int], list[tuple[float, int, str]]] = {}
+        self._held: dict[str, Sequence[Completion]] = {}
+        self._count = itertools.count()
+
+    def take(self, row: Mapping[str, Any], completions: Sequence[Completion]) -> None:
+        """See the completions of a request, and its row; keep them as long as they are at an end."""
+        body = msgspec.convert(row["response"]["body"], Body)
+        self._held[row["id"]] = completions
+        for measure in MEASURES:
+            value = measure.of(body)
+            for sign in (1, -1):
+                if value is None:
+                    continue
+                end = self._ends.setdefault((measure.name, sign), [])
+                heapq.heappush(end, (sign * value, next(self._count), row["id"]))
+                if len(end) > EACH:
+                    heapq.heappop(end)
+        named = {name for end in self._ends.values() for *_, name in end}
+        self._held = {name: held for name, held in self._held.items() if name in named}
+
+    def of(self, name: str) -> Sequence[Completion]:
+        """Return the completions of the request whose row has this id, none where they are not kept."""
+        return self._held.get(name, ())
+
+
+def write_batch_report(
+    output: Path,
+    path: Path,
+    *,
+    facts: Mapping[str, str],
+    extremes: Extremes | None = None,
+    decode: Decode | None = None,
+) -> None:
+    """Write a page on the rows of `output`; the tokens of `extremes` are shown where they are kept.
+
+    Raises UsageError where there is no row, a line is none, or the page cannot be written.
+    """
+    spread = _Spread()
+    for number, row in enumerate(read_rows(output), 1):
+        spread.take(number, row)
+    if not spread.total:
+        raise UsageError(f"{output} holds no row, so there is nothing to report and {path} is not written.")
+    ends = spread.ends()
+    shown = {number: row for number, row in enumerate(read_rows(output), 1) if number in ends}
+    sections = [spread.section(ends, shown)]
+    for number, row in shown.items():
+        kept = () if extremes is None else extremes.of(row.id)
+        sections += _request(number, row, ends[number], kept)
+    write_page(f"Batch report: {spread.total} requests", {**facts, **spread.facts()}, sections, path, decode)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of the output of a batch. Raises UsageError naming a line that is no row; a torn last one ends it."""
+    decoder = msgspec.json.Decoder(Row)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if not line.endswith(b"\n"):
+                        return
+                    raise UsageError(
+                        f"{path}: line {number} is no row of a batch ({error}); name the --output of a batch, "
+                        "or a file that --trace wrote."
+                    ) from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); name the --output of a batch.") from error
+
+
+class _Spread:
+    """The measures of all rows."""
+
+    def __init__(self) -> None:
+        self.total = self._errors = 0
+        self._numbers: list[int] = []
+        self._values: dict[str, list[float]] = {measure.name: [] for measure in MEASURES}
+        self._time: list[float] = []
+        self._cost: list[float] = []
+
+    def take(self, number: int, row: Row) -> None:
+        self.total += 1
+        if row.response is None:
+            self._errors += 1
+            return
+        body = row.response.body
+        self._numbers.append(number)
+        for measure in MEASURES:
+            value = measure.of(body)
+            self._values[measure.name].append(np.nan if value is None else float(value))
+        self._time.append(body.entropic.entropic_time)
+        self._cost.append(body.entropic.cost_bytes / 1e6)
+
+    def facts(self) -> dict[str, str]:
+        tokens = int(np.nansum(self._values["tokens"]))
+        return {
+            "requests": f"{self.total}, {self._errors} with an error",
+            "tokens": f"{tokens:,}",
+            "entropic time": f"{sum(self._time):,.1f} nats",
+            "cost": f"{sum(self._cost):,.1f} MB moved",
+        }
+
+    def ends(self) -> dict[int, list[str]]:
+        """Return for each extreme row, by its number, at which ends it is."""
+        found: dict[int, list[str]] = {}
+        for measure in MEASURES:
+            values = np.array(self._values[measure.name])
+            known = np.flatnonzero(~np.isnan(values))
+            if len(known) == 0 or values[known].min() == values[known].max():
+                continue
+            order = known[np.argsort(values[known], kind="stable")]
+            for title, places in (("most", order[::-1][:EACH]), ("least", order[:EACH])):
+                for place in places:
+                    said = f"{title} {measure.name}: {values[place]:.4g} {measure.unit}"
+                    found.setdefault(self._numbers[place], []).append(said)
+        return dict(sorted(found.items()))
+
+    def section(self, ends: Mapping[int, list[str]], shown: Mapping[int, Row]) -> Section:
+        """How the requests are spread, and links to the extremes."""
+        from markupsafe import Markup
+
+        rows = [
+            [Markup('<a href="#request-{}">{}</a>').format(number, _name(number, shown[number])), "; ".join(ends[number])]
+            for number in ends
+        ]
+        tables = [Table(title="Requests at either end", heads=["request", "what sets it apart"], rows=rows)]
+        return Section(
+            id="spread",
+            title="All requests",
+            figures=[*self._histograms(), *self._scatter()],
+            tables=tables if rows else [],
+        )
+
+    def _histograms(self) -> Iterator[Figure]:
+        for measure in MEASURES:
+            values = np.array(self._values[measure.name])
+            values = values[~np.isnan(values)]
+            if len(values) == 0 or values.min() == values.max():
+                continue
+            counts, edges = np.histogram(values, bins=_BINS)
+            label = f"{measure.name} ({measure.unit})"
+            least, middle, greatest = np.quantile(values, (0, 0.5, 1))
+            yield Figure(
+                title=f"{measure.name[0].upper()}{measure.name[1:]} of requests",
+                caption="How many requests have how much.",
+                words=f"{len(values)} requests, {least:.3g} to {greatest:.3g} {measure.unit}, median {middle:.3g}.",
+                spec={
+                    "height": 160,
+                    "mark": {"type": "bar", "tooltip": True},
+                    "encoding": {
+                        "x": {"field": label, "type": "quantitative", "bin": {"binned": True}},
+                        "x2": {"field": "to"},
+                        "y": {"field": "requests", "type": "quantitative"},
+                        "color": {"value": measure.colour},
+                    },
+                },
+                columns={label: plain(edges[:-1]), "to": plain(edges[1:]), "requests": counts.tolist()},
+            )
+
+    def _scatter(self) -> Iterator[Figure]:
+        if not self._time:
+            return
+        step = -(-len(self._time) // MOST_POINTS)
+        chosen = slice(None, None, step)
+        few = "" if step == 1 else f" One of {step} requests is shown."
+        yield Figure(
+            title="Entropic time against cost",
+            caption=f"A dot is a request: the entropy that it resolved, against the bytes that this took.{few}",
+            words=f"{sum(self._time):,.1f} nats for {sum(self._cost):,.1f} MB moved by {len(self._time)} requests.",
+            spec={
+                "height": 260,
+                "mark": {"type": "point", "filled": True, "opacity": 0.6, "tooltip": True},
+                "encoding": {
+                    "x": {"field": "cost (MB moved)", "type": "quantitative"},
+                    "y": {"field": "entropic time (nats)", "type": "quantitative"},
+                    "color": {"value": PURPLE},
+                },
+            },
+            columns={
+                "line": self._numbers[chosen],
+                "cost (MB moved)": plain(np.array(self._cost)[chosen]),
+                "entropic time (nats)": plain(np.array(self._time)[chosen]),
+            },
+        )
+
+
+def _request(number: int, row: Row, said: Sequence[str], kept: Sequence[Completion]) -> list[Section]:
+    """The sections of a request: one, or one for each continuation whose tokens are kept."""
+    title = _name(number, row)
+    if kept:
+        ordered = sorted(kept, key=lambda completion: completion.index)
+        return [
+            Section(
+                id=f"request-{number}" + (f"-{i}" if i else ""),
+                title=title + (f", continuation {i + 1}" if len(ordered) > 1 else ""),
+                notes=[f"{'; '.join(said)}."],
+                facts=facts_of(completion),
+                completion=completion,
+                figures=of_completion(completion)[:1] if completion.trace else [],
+            )
+            for i, completion in enumerate(ordered)
+        ]
+    assert row.response is not None  # an error row has no measure
+    texts = [_text(choice) for choice in row.response.body.choices]
+    return [
+        Section(
+            id=f"request-{number}",
+            title=title,
+            notes=[f"{'; '.join(said)}.", "Its tokens were not measured in this run: its text is as the output has it."],
+            plain="\n---\n".join(texts),
+        )
+    ]
+
+
+def _name(number: int, row: Row) -> str:
+    return f"Row {number}" if row.custom_id is None else f"Row {number}: {row.custom_id}"
+
+
+def _text(choice: Choice) -> str:
+    return (choice.text or "") if choice.message is None else choice.message.content

@@ -1,0 +1,250 @@
+"""A report as one self-contained page: texts coloured by entropy over figures of what control did.
+
+The page holds all it needs, Vega-Lite among it, and its policy lets it fetch nothing.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from et_jax.errors import UsageError
+from et_jax.io import html
+from et_jax.io.files import replace_file
+from et_jax.report.figures import Figure, of_completion
+from et_jax.serve.completions import Completion, TokenTrace
+
+_PROMPT = 20_000  # characters of a prompt that are shown: its beginning and its end
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of ids, as a tokenizer's `decode` gives it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of cells under heads; a cell is text, or markup."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a report: figures told in `facts`, a text where there is a `completion`, and drawings.
+
+    `plain` is a text without measured tokens.
+    """
+
+    id: str
+    title: str
+    notes: Sequence[str] = ()
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    completion: Completion | None = None
+    plain: str | None = None
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+
+
+def check_library() -> None:
+    """Raise UsageError where what draws the charts is not installed."""
+    if importlib.util.find_spec("vl_convert") is None:
+        raise UsageError("A report needs vl-convert-python; install it with: pip install 'et_jax[report]'.")
+
+
+def write_report(
+    completions: Completion | Sequence[Completion],
+    path: str | Path,
+    *,
+    facts: Mapping[str, str] | None = None,
+    decode: Decode | None = None,
+) -> None:
+    """Write a page on `completions`, those of one prompt or of several, to `path`; see `docs/reports.md`.
+
+    `facts` are told at its top by their names, such as the model and the control. `decode` gives the text of alternatives,
+    as `model.tokenizer.decode` does; without it they are told by their ids. Raises UsageError where there is no token to tell of,
+    the file cannot be written, or the library that draws charts is not installed.
+    """
+    given = [completions] if isinstance(completions, Completion) else list(completions)
+    if not any(completion.trace for completion in given):
+        raise UsageError(f"The run produced no token, so there is nothing to report and {path} is not written.")
+    write_page("Entropy report", facts or {}, sections_of(given), Path(path), decode)
+
+
+def sections_of(completions: Sequence[Completion]) -> list[Section]:
+    """Return a section for each continuation."""
+    several = len(completions) > 1
+    return [
+        Section(
+            id=f"text-{number}",
+            title=f"Text {number} of {len(completions)}" if several else "The text",
+            notes=[] if completion.error is None else [completion.error],
+            facts=facts_of(completion),
+            completion=completion,
+            figures=of_completion(completion) if completion.trace else [],
+        )
+        for number, completion in enumerate(completions, 1)
+    ]
+
+
+def write_page(
+    title: str, facts: Mapping[str, str], sections: Sequence[Section], path: Path, decode: Decode | None
+) -> None:
+    """Write a page of sections. Raises UsageError where the file cannot be written, or the library is missing."""
+    check_library()
+    import jinja2
+    import vl_convert
+    from markupsafe import Markup
+
+    folder = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    data: dict[str, Any] = {"figures": {}, "tokens": {}}
+    shown = []
+    for section in sections:
+        figures = []
+        for number, figure in enumerate(section.figures, 1):
+            name = f"{section.id}-figure-{number}"
+            figures.append({"id": name, "title": figure.title, "caption": figure.caption, "words": figure.words})
+            data["figures"][name] = {
+                name: getattr(figure, name) for name in ("spec", "columns", "words", "by_token")
+            }
+        if section.completion is not None and section.completion.trace:
+            data["tokens"][section.id] = _tokens(section.completion.trace, decode)
+        shown.append(_shown(section) | {"figures": figures})
+    page = environment.get_template("page.html").render(
+        title=title,
+        facts=facts,
+        sections=shown,
+        version=importlib.metadata.version("et_jax"),
+        style=Markup((folder / "page.css").read_text() + _shades()),
+        data=Markup(_json(data)),
+        vega=Markup(vl_convert.javascript_bundle().replace("</script", "<\\/script")),
+        script=Markup((folder / "page.js").read_text()),
+    )
+    replace_file(path, page)
+
+
+def _shown(section: Section) -> dict[str, Any]:
+    """What the template reads of a section, its figures apart."""
+    from markupsafe import Markup
+
+    shown: dict[str, Any] = {
+        name: getattr(section, name) for name in ("id", "title", "notes", "facts", "plain", "tables")
+    }
+    shown |= {"prompt": None, "tokens": None}
+    completion = section.completion
+    if completion is None:
+        return shown
+    cut = completion.prompt
+    if len(cut) > _PROMPT:
+        cut = f"{cut[: _PROMPT // 2]}\n… {len(cut) - _PROMPT} characters …\n{cut[-_PROMPT // 2 :]}"
+    shown |= {"prompt": cut, "prompt_size": f", {completion.prompt_tokens} tokens"}
+    rows = completion.trace
+    if not rows:
+        return shown
+    top = html.top_of([row.entropy for row in rows])
+    marks = [("a", "accepted draft")] if any(row.accepted for row in rows) else []
+    marks += [("s", "by the small model")] if any(row.by_small for row in rows) else []
+    return shown | {
+        "tokens": Markup("".join(_span(row, top) for row in rows)),
+        "top": f"{top:.3g}",
+        "scale": [f"{start:.2g}" for start in html.starts(top)],
+        "marks": marks,
+        "label": f"Text, {len(rows)} tokens; the arrow keys move through them",
+    }
+
+
+def _span(row: TokenTrace, top: float) -> str:
+    names = [f"e{html.step_of(row.entropy, top)}", *["a"] * row.accepted, *["s"] * bool(row.by_small)]
+    return f'<span class="{" ".join(names)}">{html.escaped(row.text)}</span>'
+
+
+def _shades() -> str:
+    """The rules of the colours that tell entropy."""
+    light, dark = (
+        ";".join(f"--e{i}:{colour}" for i, colour in enumerate(steps)) for steps in (html.LIGHT_STEPS, html.DARK_STEPS)
+    )
+    rules = "".join(f".e{i}{{background:var(--e{i})}}" for i in range(html.STEPS))
+    return f':root{{{light}}}:root[data-theme="dark"]{{{dark}}}{rules}'
+
+
+def facts_of(completion: Completion) -> dict[str, str]:
+    """Return the figures of a continuation in words, by their names."""
+    rows = completion.trace
+    facts = {"tokens": f"{len(rows)} ({completion.finish_reason})", "prompt": f"{completion.prompt_tokens} tokens"}
+    if not rows:
+        return facts
+    warm = [row.temperature for row in rows]
+    facts |= {
+        "mean entropy": f"{sum(row.entropy for row in rows) / len(rows):.3g} nats a token",
+        "perplexity": f"{_perplexity(rows):.3g}",
+        "entropic time": f"{completion.entropic_time:,.1f} nats",
+        "cost": f"{completion.cost / 1e6:,.1f} MB moved, {completion.flops / 1e9:,.2f} GFLOP",
+        "efficiency": f"{completion.efficiency * 1e6:.3g} nats a MB",
+        "temperature": f"{warm[0]:.3g}" if min(warm) == max(warm) else f"{min(warm):.3g} to {max(warm):.3g}",
+        "blocks read": f"{sum(row.blocks_read for row in rows) / sum(row.blocks_held for row in rows):.1%}",
+    }
+    if (kept := min(row.kept_mass for row in rows)) < 1:
+        facts["attention mass kept"] = f"at least {kept:.3f}"
+    if completion.prompt_read is not None and completion.prompt_read.blocks_held:
+        read = completion.prompt_read
+        facts["prompt read"] = f"{read.blocks_read / read.blocks_held:.1%} of blocks"
+    if completion.tokens_left_out:
+        facts["cache"] = f"{completion.tokens_cached} tokens held, {completion.tokens_left_out} left out"
+    if drafted := sum(row.drafted for row in rows):
+        facts["drafts"] = f"{sum(row.accepted for row in rows)} of {drafted} accepted"
+    if any(row.by_small is not None for row in rows):
+        facts["by the small model"] = f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens"
+    for name, rate in completion.guard_rates.items():
+        facts[f"guard: {name.replace('_', ' ')}"] = f"{rate:.0%} of tokens"
+    return facts
+
+
+def _perplexity(rows: Sequence[TokenTrace]) -> float:
+    return math.exp(min(sum(row.surprisal for row in rows) / len(rows), 700.0))
+
+
+def _tokens(rows: Sequence[TokenTrace], decode: Decode | None) -> dict[str, Any]:
+    """What the page tells of the token that is looked at, by columns; `top` has pairs of word and probability."""
+    columns: dict[str, list[Any]] = {
+        "entropy (nats)": [_figure(row.entropy) for row in rows],
+        "surprisal (nats)": [_figure(row.surprisal) for row in rows],
+        "varentropy (nats²)": [_figure(row.varentropy) for row in rows],
+        "temperature": [_figure(row.temperature) for row in rows],
+        "blocks read": [f"{row.blocks_read} of {row.blocks_held}" for row in rows],
+    }
+    if any(row.kept_mass < 1 for row in rows):
+        columns["attention mass kept"] = [_figure(row.kept_mass) for row in rows]
+    if any(row.attention_entropy is not None for row in rows):
+        columns["attention entropy (nats)"] = [_figure(row.attention_entropy) for row in rows]
+    if any(row.drafted or row.accepted for row in rows):
+        columns["draft"] = ["accepted" if row.accepted else None for row in rows]
+    if any(row.by_small is not None for row in rows):
+        columns["said by"] = ["small model" if row.by_small else "model" for row in rows]
+    words: dict[int, int] = {}
+    top = [
+        [item for token, logprob in row.top for item in (words.setdefault(token, len(words)), _share(math.exp(logprob)))]
+        for row in rows
+    ]
+    spelled = [json.dumps(decode([token]), ensure_ascii=False) if decode else f"#{token}" for token in words]
+    return {"columns": columns, "top": top, "words": spelled}
+
+
+def _figure(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _share(value: float) -> float:
+    return round(value, 4)
+
+
+def _json(value: Any) -> str:
+    """Return JSON that may stand in a page: no text of it can end the element that it stands in."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
