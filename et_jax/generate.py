@@ -127,7 +127,9 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     if args.metrics is not None:  # find out now whether it can be written
         check_replaceable(Path(args.metrics))
     if args.report is not None:
-        _check_report(args.report)
+        from et_jax.report.page import check_place
+
+        check_place(args.report)
     return _run_prompt(args, signals) if args.input is None else _run_batch(args, signals)
 
 
@@ -331,17 +333,6 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
     given |= flags.given(args, (*flags.CONTROL, *flags.CACHE, "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
-
-
-def _check_report(path: str) -> None:
-    """Find out before any work is done that the page can be made and kept."""
-    from et_jax.io.files import check_replaceable
-    from et_jax.report.page import check_library
-
-    check_library()
-    if Path(path).suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--report writes a page; {path} should end in .html.")
-    check_replaceable(Path(path))
 
 
 def _check_plot(path: str) -> None:

@@ -144,6 +144,11 @@ def step_of(entropy: float, top: float) -> int | None:
     return int(min(STEPS * math.sqrt(max(entropy, 0.0) / top), STEPS - 1))
 
 
+def starts(top: float) -> list[float]:
+    """Return the entropy that each step of a scale up to `top` begins at, in nats."""
+    return [top * (i / STEPS) ** 2 for i in range(STEPS)]
+
+
 def coloured(
     texts: Sequence[str],
     entropies: Sequence[float],
@@ -182,5 +187,5 @@ def _token(text: str, step: int | None, title: str) -> str:
 
 def scale(top: float) -> str:
     """Return the scale of colours, each step with the entropy that it begins at, in nats."""
-    steps = (f'<span class="s{i}">{top * (i / STEPS) ** 2:.2f}</span>' for i in range(STEPS))
+    steps = (f'<span class="s{i}">{start:.2f}</span>' for i, start in enumerate(starts(top)))
     return f'<p class="scale">entropy, nats: {"".join(steps)} to {top:.2f}</p>'

@@ -6,11 +6,15 @@ Reads what `--trace` of `et_jax.generate` wrote, or the output of a batch.
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from et_jax.cli import command
 from et_jax.cli.paths import check_paths
 from et_jax.cli.signals import Signals, guard
 from et_jax.errors import UsageError
+
+if TYPE_CHECKING:
+    from et_jax.report.page import Decode
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +51,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     return 0
 
 
-def _decode(model: str):  # noqa: ANN202
+def _decode(model: str) -> "Decode | None":
     """The `decode` of a model's tokenizer; None, and a word about it, where the model is not here."""
     from et_jax.models.hub import resolve
     from et_jax.text import load_tokenizer

@@ -368,7 +368,7 @@ def _band(colour: str) -> dict[str, Any]:
 
 
 def _shade(field: str) -> dict[str, Any]:
-    return {"field": field, "type": "quantitative", "scale": {"domain": [0, 1], "scheme": "heat"}, "title": "share"}
+    return {"field": field, "type": "quantitative", "scale": {"domain": [0, 1], "scheme": "$heat"}, "title": "share"}
 
 
 def _grouped(rows: Sequence[TokenTrace]) -> str:

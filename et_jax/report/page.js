@@ -5,9 +5,9 @@ const root = document.documentElement;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const COLOURS = {
   light: { warm: "#b8450b", grey: "#6b7280", blue: "#1b62c4", green: "#1e7a4b", purple: "#7a3fc0",
-    ink: "#16181d", soft: "#4d5461", line: "#d4d8df" },
+    heat: "oranges", ink: "#16181d", soft: "#4d5461", line: "#d4d8df" },
   dark: { warm: "#ff9e5c", grey: "#9aa3b2", blue: "#7fb2ff", green: "#5fd39a", purple: "#c7a0ff",
-    ink: "#eceef2", soft: "#b3bac6", line: "#3a3f49" },
+    heat: "inferno", ink: "#eceef2", soft: "#b3bac6", line: "#3a3f49" },
 };
 
 function coloured(value, colours) {
@@ -44,7 +44,6 @@ async function draw(element) {
         labelOverlap: "greedy", labelSeparation: 6 },
       legend: { labelColor: colours.ink, titleColor: colours.ink, labelFontSize: 12, titleFontSize: 12 },
       rule: { color: colours.ink },
-      range: { heatmap: { scheme: root.dataset.theme === "dark" ? "inferno" : "oranges" } },
     },
   };
   views.get(element)?.finalize();

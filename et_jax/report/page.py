@@ -14,7 +14,7 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io import html
-from et_jax.io.files import replace_file
+from et_jax.io.files import check_replaceable, replace_file
 from et_jax.report.figures import Figure, of_completion
 from et_jax.serve.completions import Completion, TokenTrace
 
@@ -54,6 +54,14 @@ def check_library() -> None:
     """Raise UsageError where what draws the charts is not installed."""
     if importlib.util.find_spec("vl_convert") is None:
         raise UsageError("A report needs vl-convert-python; install it with: pip install 'et_jax[report]'.")
+
+
+def check_place(path: str) -> None:
+    """Find out before any work is done that a page can be made, and kept at `path`. Raises UsageError."""
+    check_library()
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"A report is a page; {path} should end in .html.")
+    check_replaceable(Path(path))
 
 
 def write_report(

@@ -46,6 +46,7 @@ class TokenTrace:
     audited: int = 0
     agreed: int = 0
     top: tuple[tuple[int, float], ...] = ()
+    reads: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def logprob(self) -> float:
