@@ -64,12 +64,16 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     ),
     "compression_cost": ("compression_cost.json", lambda found: tables.compression_cost(found["cases"])),
 }
+REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "report": ("report.json", lambda found: tables.rows(found["rows"])),
+}
 DOCUMENTS = {
     "control.md": CONTROL,
     "serving.md": SERVING,
     "drafting.md": DRAFTING,
     "switching.md": SWITCHING,
     "entropyinfer.md": ENTROPYINFER,
+    "reports.md": REPORTS,
 }
 
 
@@ -125,6 +129,7 @@ def main() -> int:
             ("bench_drafting",),
             ("bench_prefill",),
             ("bench_compression",),
+            ("bench_report",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:

@@ -174,6 +174,11 @@ def overhead(rows: Sequence[Case], large: Case) -> str:
     )
 
 
+def rows(found: Sequence[Case]) -> str:
+    """Return a line for each of `found`, which all have the names of the header."""
+    return table(list(found[0]), [list(one.values()) for one in found])
+
+
 def sampling(cases: Sequence[Case], steps: Sequence[Case]) -> str:
     """Return milliseconds of a token of all rows and of its noise by generator, then of whole steps."""
     header = ["vocabulary", "rows", *cases[0]["milliseconds"]]

@@ -142,7 +142,7 @@ def _reading(rows: Sequence[TokenTrace]) -> Figure:
 
 def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
     """What each layer and KV head read, in the mean; and each layer as the text goes on."""
-    told = [row for row in rows if getattr(row, "reads", None) is not None]
+    told = [row for row in rows if row.reads is not None]
     if not told:
         return []
     reads = np.array([row.reads for row in told], np.float64)  # tokens, layers, KV heads
