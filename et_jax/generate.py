@@ -310,6 +310,7 @@ def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
     names -= {name for name in flags.DRAFT + flags.CACHE if getattr(args, name) is None}
     given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
+    given["tell_reads"] = args.report is not None
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
 
 

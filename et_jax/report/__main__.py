@@ -47,7 +47,9 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         write_batch_report(source, output, facts={"output": source.name})
         return 0
     about, completions = read_trace(source)
-    write_report(completions, output, facts={"model": about.model, "control": about.control}, decode=_decode(about.model))
+    write_report(
+        completions, output, facts={"model": about.model, "control": about.control}, decode=_decode(about.model)
+    )
     return 0
 
 

@@ -218,7 +218,10 @@ class _Spread:
         from markupsafe import Markup
 
         rows = [
-            [Markup('<a href="#request-{}">{}</a>').format(number, _name(number, shown[number])), "; ".join(ends[number])]
+            [
+                Markup('<a href="#request-{}">{}</a>').format(number, _name(number, shown[number])),
+                "; ".join(ends[number]),
+            ]
             for number in ends
         ]
         tables = [Table(title="Requests at either end", heads=["request", "what sets it apart"], rows=rows)]
@@ -304,7 +307,10 @@ def _request(number: int, row: Row, said: Sequence[str], kept: Sequence[Completi
         Section(
             id=f"request-{number}",
             title=title,
-            notes=[f"{'; '.join(said)}.", "Its tokens were not measured in this run: its text is as the output has it."],
+            notes=[
+                f"{'; '.join(said)}.",
+                "Its tokens were not measured in this run: its text is as the output has it.",
+            ],
             plain="\n---\n".join(texts),
         )
     ]

@@ -152,7 +152,7 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
     layers, heads = mean.shape
     layer, head = (index.ravel().tolist() for index in np.indices(mean.shape))
     by_head = Figure(
-        title="Who reads: layers and KV heads",
+        title="Blocks read, by layer and KV head",
         caption="The share of its blocks that each KV head of each layer read, in the mean over the tokens.",
         words=f"Share of blocks read by {layers} layers of {heads} KV heads: {_told(mean.ravel())}; "
         f"most by layer {np.unravel_index(mean.argmax(), mean.shape)[0]}, "
@@ -172,7 +172,7 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
     size = -(-len(told) // MOST_MOMENTS)
     start = np.arange(len(moments[0][0])) * size + 1
     over_time = Figure(
-        title="Who reads, as the text goes on",
+        title="Blocks read, as the text goes on",
         caption="The share of its blocks that each layer read, in the mean over its KV heads"
         + (f"; a column is {size} tokens." if size > 1 else "."),
         words=f"Share of blocks read by {layers} layers over {len(told)} tokens: {_told(shares.mean(axis=2).ravel())}.",
@@ -265,7 +265,7 @@ def _speakers(rows: Sequence[TokenTrace]) -> Figure | None:
             turns.append((i, i + 1, who))
     small = sum(row.by_small is True for row in rows)
     return Figure(
-        title="Who spoke",
+        title="Which model spoke",
         caption="Which of the two models said each token.",
         words=f"The small model said {small} of {len(rows)} tokens, in {len(turns)} turns of the two.",
         spec={
@@ -311,7 +311,12 @@ def _guards(rows: Sequence[TokenTrace]) -> Figure | None:
         "mark": "line",
         "encoding": {
             "y": {"field": "share of tokens flagged"},
-            "color": {"field": "guard", "type": "nominal", "scale": {"range": [WARM, BLUE, GREEN, PURPLE]}, "legend": _LEGEND},
+            "color": {
+                "field": "guard",
+                "type": "nominal",
+                "scale": {"range": [WARM, BLUE, GREEN, PURPLE]},
+                "legend": _LEGEND,
+            },
         },
     }
     spec = _over_tokens([line], "share of tokens so far", len(rows))

@@ -119,9 +119,7 @@ def write_page(
         for number, figure in enumerate(section.figures, 1):
             name = f"{section.id}-figure-{number}"
             figures.append({"id": name, "title": figure.title, "caption": figure.caption, "words": figure.words})
-            data["figures"][name] = {
-                name: getattr(figure, name) for name in ("spec", "columns", "words", "by_token")
-            }
+            data["figures"][name] = {name: getattr(figure, name) for name in ("spec", "columns", "words", "by_token")}
         if section.completion is not None and section.completion.trace:
             data["tokens"][section.id] = _tokens(section.completion.trace, decode)
         shown.append(_shown(section) | {"figures": figures})
@@ -237,7 +235,11 @@ def _tokens(rows: Sequence[TokenTrace], decode: Decode | None) -> dict[str, Any]
         columns["said by"] = ["small model" if row.by_small else "model" for row in rows]
     words: dict[int, int] = {}
     top = [
-        [item for token, logprob in row.top for item in (words.setdefault(token, len(words)), _share(math.exp(logprob)))]
+        [
+            item
+            for token, logprob in row.top
+            for item in (words.setdefault(token, len(words)), _share(math.exp(logprob)))
+        ]
         for row in rows
     ]
     spelled = [json.dumps(decode([token]), ensure_ascii=False) if decode else f"#{token}" for token in words]

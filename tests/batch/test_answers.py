@@ -30,6 +30,8 @@ def test_a_completion_body() -> None:
         "cost_bytes": 50.0,  # five tokens of 10 bytes
         "flops": 100.0,
         "nats_per_byte": 0.08,
+        "mean_entropy": 1.0,
+        "mean_surprisal": 0.25,
         "mean_share_read": 0.5,
         "least_mass_kept": 0.9,
         "mean_attention_entropy": None,

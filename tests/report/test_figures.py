@@ -58,7 +58,7 @@ def test_heat_is_the_mean_share_of_each_layer_and_head() -> None:
     completion = sample(40)
     rows = [replace(row, reads=((4, 1), (2, 3)), blocks_held=16) for row in completion.trace[:20]]
     rows += [replace(row, reads=((2, 1), (2, 1)), blocks_held=16) for row in completion.trace[20:]]
-    drawn = figure("Who reads: layers and KV heads", replace(completion, trace=tuple(rows)))
+    drawn = figure("Blocks read, by layer and KV head", replace(completion, trace=tuple(rows)))
     assert list(zip(drawn.columns["layer"], drawn.columns["KV head"], strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert drawn.columns["share of blocks read"] == [0.75, 0.25, 0.5, 0.5]
 
@@ -69,7 +69,7 @@ def test_heat_over_time_is_the_mean_of_the_heads() -> None:
         replace(completion.trace[0], reads=((4, 2),), blocks_held=8),
         replace(completion.trace[1], reads=((1, 1),), blocks_held=8),
     )
-    columns = figure("Who reads, as the text goes on", replace(completion, trace=rows)).columns
+    columns = figure("Blocks read, as the text goes on", replace(completion, trace=rows)).columns
     assert (columns["token"], columns["to"]) == ([1, 2], [2, 3])
     assert columns["share of blocks read"] == [0.75, 0.25]
 
@@ -77,7 +77,7 @@ def test_heat_over_time_is_the_mean_of_the_heads() -> None:
 def test_a_run_that_tells_no_reads_has_no_heat() -> None:
     completion = sample(3)
     rows = tuple(replace(row, reads=None) for row in completion.trace)
-    assert not [one for one in of_completion(replace(completion, trace=rows)) if "Who reads" in one.title]
+    assert not [one for one in of_completion(replace(completion, trace=rows)) if one.title.startswith("Blocks read,")]
 
 
 def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
@@ -94,7 +94,7 @@ def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
 
 def test_turns_of_two_models_cover_every_token_once() -> None:
     completion = sample(100, switched=True)
-    columns = figure("Who spoke", completion).columns
+    columns = figure("Which model spoke", completion).columns
     said = [who for start, end, who in zip(*columns.values(), strict=True) for _ in range(start, end)]
     assert said == ["small model" if row.by_small else "model" for row in completion.trace]
     assert all(one != other for one, other in zip(columns["said by"], columns["said by"][1:], strict=False))
@@ -104,7 +104,7 @@ def test_what_did_not_happen_is_not_drawn() -> None:
     plain = sample(5)
     rows = tuple(replace(row, guard_rates={"stability": 0.0}) for row in plain.trace)
     titles = {one.title for one in of_completion(replace(plain, trace=rows))}
-    assert not titles & {"Drafts accepted", "Who spoke", "Guards"}
+    assert not titles & {"Drafts accepted", "Which model spoke", "Guards"}
     assert "Guards" in {one.title for one in of_completion(plain)}
 
 
