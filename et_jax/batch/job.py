@@ -133,8 +133,9 @@ def run(
 ) -> None:
     """Serve the lines of `path` that have no row yet, and add what it came to to `summary`, that of `survey`.
 
-    The counters are written to `metrics_file` every few seconds and at the end; `watch` is told of every answer. Raises UsageError where the output takes no more rows, or the input is not what it was in the survey;
-    the rows written are kept.
+    The counters are written to `metrics_file` every few seconds and at the end; `watch` is told of every answer. Raises
+    UsageError where the output takes no more rows, or the input is not what it was in the survey; the rows written are
+    kept.
     """
     began = time.monotonic()
     with Progress(summary.total, summary.before) as progress:

@@ -148,7 +148,10 @@ def write_batch_report(
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of the output of a batch. Raises UsageError naming a line that is no row; a torn last one ends it."""
+    """Yield the rows of the output of a batch, but for a torn last one.
+
+    Raises UsageError naming a line that is no row.
+    """
     decoder = msgspec.json.Decoder(Row)
     try:
         with path.open("rb") as file:

@@ -73,9 +73,9 @@ def write_report(
 ) -> None:
     """Write a page on `completions`, those of one prompt or of several, to `path`; see `docs/reports.md`.
 
-    `facts` are told at its top by their names, such as the model and the control. `decode` gives the text of alternatives,
-    as `model.tokenizer.decode` does; without it they are told by their ids. Raises UsageError where there is no token to tell of,
-    the file cannot be written, or the library that draws charts is not installed.
+    `facts` are told at its top by their names, such as the model and the control. `decode` gives the text of
+    alternatives, as `model.tokenizer.decode` does; without it they are told by their ids. Raises UsageError where there
+    is no token to tell of, the file cannot be written, or the library that draws charts is not installed.
     """
     given = [completions] if isinstance(completions, Completion) else list(completions)
     if not any(completion.trace for completion in given):
