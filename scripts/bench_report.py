@@ -5,8 +5,8 @@
 The bundled model writes one text under preset `adaptive` with a target entropy; longer texts are that one several times
 over, its clock running on. For each length: the weight of the page; milliseconds from asking for it to the first frame
 after it is read; from a key to the frame that shows its token, the median and the longest of 40; and from the button to
-a frame in the other colours with all charts drawn anew. Needs a Chromium, see `--browser`. The pictures are of the first
-length.
+a frame in the other colours with all charts drawn anew. Needs a Chromium, see `--browser`. The pictures are of the
+first length.
 """
 
 import argparse
