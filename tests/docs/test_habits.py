@@ -1,0 +1,56 @@
+"""What the reference shows of values, pytrees and docstrings: what Python itself makes of them."""
+
+import inspect
+
+import pytest
+from site_here import ROOT, builder
+
+from et_jax.control import clock, select, temperature
+from et_jax.control.base import Signals
+from et_jax.pallas.softmax import Softmax
+
+
+@pytest.fixture(scope="module")
+def package():
+    """Return the package as the reference reads it."""
+    habits = builder("habits")
+    griffe = pytest.importorskip("griffe")
+    return griffe.load("et_jax", search_paths=[ROOT], extensions=griffe.load_extensions("dataclasses", habits.Habits))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [clock.FallClock, clock.ChainRuleClock, clock.Beside, temperature.Thermostat, select.SinksWindow, Signals, Softmax],
+)
+def test_a_signature_is_the_one_that_python_makes(package, made):
+    told = package[f"{made.__module__.removeprefix('et_jax.')}.{made.__name__}"].parameters
+    own = inspect.signature(made).parameters
+    assert [each.name for each in told] == ["self", *own]
+    for name, parameter in own.items():
+        assert told[name].required == (parameter.default is parameter.empty)
+        assert told[name].kind.name.upper() == parameter.kind.name
+
+
+def test_shapes_are_shown(package):
+    assert str(package["control.base.Signals"].parameters["entropy"].annotation) == "Float[Array, '*b']"
+
+
+def test_a_field_is_shown_once(package):
+    assert "gain" not in package["control.temperature.Thermostat"].members
+    assert "entropy" not in package["control.base.Signals"].members
+
+
+def test_lines_on_parameters_are_a_list(package):
+    lines = package["pallas.softmax.Softmax"].docstring.value.splitlines()
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- `scale`: factor on query . key.",
+        "- `soft_cap`: bound on the scores' size, None for none (Gemma 2, 2024).",
+        "- `window`: tokens a query sees, its own included, None for all (Mistral 7B, Jiang et al. 2023).",
+        "- `sink_logits`: one more logit a query head, in the sum only (gpt-oss, 2025).",
+    ]
+
+
+def test_other_prose_stays_as_it_is():
+    listed = builder("habits").listed
+    prose = "Return it.\n\nof which\nraw: of the model's own.\n\nNote: no parameter."
+    assert listed(prose, {"raw", "scale"}) == prose

@@ -1,0 +1,90 @@
+"""What the site shows beside docs/: one source for each page, and links that lead to the pages of their files."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from site_here import ROOT, builder
+
+import et_jax
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Return an empty repository that the hooks take for theirs."""
+    hooks = builder("hooks")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    for found in (hooks.modules, hooks.notebooks):
+        found.cache_clear()
+    yield tmp_path
+    for found in (hooks.modules, hooks.notebooks):
+        found.cache_clear()
+
+
+def notebook(path, *sources, output=None):
+    cells = [{"cell_type": "code", "source": source, "outputs": [output] if output else []} for source in sources]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"cells": cells}))
+    return path
+
+
+def test_a_notebook_is_shown_as_it_ran(repository):
+    notebook(repository / "notebooks/control.ipynb", ["a = 1\n", "a"])
+    ran = notebook(repository / "build/notebooks/control.ipynb", "a = 1\na", output="1")
+    assert builder("hooks").notebooks() == {"notebooks/control.ipynb": ran}
+
+
+def test_a_notebook_that_has_changed_since_is_shown_bare(repository):
+    bare = notebook(repository / "notebooks/control.ipynb", "a = 2")
+    notebook(repository / "build/notebooks/control.ipynb", "a = 1", output="1")
+    assert builder("hooks").notebooks() == {"notebooks/control.ipynb": bare}
+
+
+def test_the_first_notebook_is_the_one_to_start_with(repository):
+    for name in ("control", "own_model", "quickstart"):
+        notebook(repository / f"notebooks/{name}.ipynb")
+    assert [path.split("/")[1] for path in builder("hooks").notebooks()] == [
+        "quickstart.ipynb",
+        "control.ipynb",
+        "own_model.ipynb",
+    ]
+
+
+def shown(page: str, markdown: str) -> str:
+    return builder("hooks").on_page_markdown(markdown, SimpleNamespace(file=SimpleNamespace(src_uri=page)), None, None)
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "expected"),
+    [
+        ("index.md", "[laws](docs/control.md#laws-are-values)", "[laws](control.md#laws-are-values)"),
+        ("index.md", "![curve](docs/figures/training.png)", "![curve](figures/training.png)"),
+        ("index.md", "[card](et_jax/models/bundled/README.md)", "[card](models/bundled.md)"),
+        ("models/bundled_small.md", "[card](../bundled/README.md)", "[card](bundled.md)"),
+        ("models/bundled.md", "[home](../../../README.md)", "[home](../index.md)"),
+        ("control.md", "[safety](../SECURITY.md)", "[safety](security.md)"),
+        ("control.md", "[here](#notes)", "[here](#notes)"),
+        ("control.md", "[away](https://example.org/docs/control.md)", "[away](https://example.org/docs/control.md)"),
+        ("control.md", "[clock](../et_jax/control/clock.py)", "[clock](reference/control.clock.md)"),
+        ("control.md", "`et_jax/control/clock.py`", "[`et_jax/control/clock.py`](reference/control.clock.md)"),
+        ("control.md", "`et_jax/io/files.py`", "`et_jax/io/files.py`"),
+        ("index.md", "[the script](scripts/fuzz.py)", "the script"),
+        ("index.md", "[gone](docs/gone.md)", "[gone](gone.md)"),  # which mkdocs reports
+        ("index.md", "[gone](scripts/gone.py)", "[gone](scripts/gone.py)"),
+        ("index.md", "print(law.laws[1], f[0](x))", "print(law.laws[1], f[0](x))"),
+    ],
+)
+def test_a_link_leads_to_the_page_of_its_file(page, written, expected):
+    assert shown(page, written) == expected
+
+
+def test_the_front_door_is_documented_whole():
+    documented = re.findall(r"^::: et_jax\.(\w+)$", (ROOT / "docs/reference/index.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(et_jax.__all__)
+
+
+def test_every_module_of_control_has_its_page():
+    named = {path.stem for path in (ROOT / "et_jax/control").glob("*.py")} - {"__init__"}
+    pages = set(builder("hooks").modules().values())
+    assert {f"reference/control.{name}.md" for name in named} <= pages
