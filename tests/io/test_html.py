@@ -92,6 +92,11 @@ def test_a_long_text_is_cut_and_says_so():
     assert "not shown" not in html.coloured(["a"] * html.MOST_TOKENS, [1.0] * html.MOST_TOKENS)
 
 
+def test_a_long_text_before_is_shown_by_its_end():
+    read = Read(html.coloured(["c"], [0.0], before="a" * 1500 + "b" * 2000))
+    assert read.text == "[1,500 characters] …" + "b" * 2000 + "c"
+
+
 def test_lists_of_other_lengths_are_refused():
     with pytest.raises(ValueError, match="texts: got 2, with 1 entropies and 2 titles"):
         html.coloured(["a", "b"], [0.0], ["a", "b"])
