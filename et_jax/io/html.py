@@ -101,6 +101,11 @@ def boxed(*pieces: str) -> str:
     return f'<div class="{SCOPE}"><style>{STYLE}</style>{"".join(pieces)}</div>'
 
 
+def progress(done: int, total: int, said: str) -> str:
+    """Return a bar of which `done` of `total` is filled, and what is said beside it."""
+    return f'<label><progress value="{done}" max="{total}"></progress> {escaped(said)}</label>'
+
+
 def paragraph(text: str) -> str:
     """Return a line of text, set apart."""
     return f"<p>{escaped(text)}</p>"

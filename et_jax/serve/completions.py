@@ -142,10 +142,13 @@ class Completion:
             "entropic": entropic([self]),
         }
 
-    def _repr_html_(self) -> str:
-        """Return the text coloured by entropy, its scale, and a line of figures, for notebooks."""
+    def drawn(self) -> str:
+        """Return the text coloured by entropy, its scale, and a line of figures, as HTML for `io.html.boxed`."""
         said = [html.paragraph(self.error)] if self.error else []
-        return html.boxed(drawn(self.trace, self.prompt), html.paragraph(_ended(self)), *said)
+        return "".join([drawn(self.trace, self.prompt), html.paragraph(_ended(self)), *said])
+
+    def _repr_html_(self) -> str:
+        return html.boxed(self.drawn())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

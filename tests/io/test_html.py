@@ -58,6 +58,10 @@ def test_columns_of_numbers_stand_to_the_right():
     assert '<td class="number">-</td>' in drawn
 
 
+def test_a_bar_says_how_far_it_is():
+    assert '<progress value="3" max="8"></progress> 3/8 &lt;b&gt;' in html.progress(3, 8, "3/8 <b>")
+
+
 def test_a_row_of_another_length_is_refused():
     with pytest.raises(ValueError, match="rows: got one of 1 cells, wanted 2"):
         html.table(["a", "b"], [["c"]])

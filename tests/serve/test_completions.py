@@ -87,6 +87,7 @@ def test_a_notebook_shows_the_text_its_scale_and_its_figures():
     assert texts(drawn).startswith("a<b>\nentropy, nats: 0.00") and "to 4.00" in texts(drawn)
     assert "3 tokens (length); entropic time 0.0 nats, cost 0.0 MB moved" in texts(drawn)
     assert "read 50% of blocks, kept at least 1.000; 1 of 3 drafted tokens accepted" in texts(drawn)
+    assert re.findall('<span class="([^"]*)" title', drawn) == ["s3", "s9 mark", "s5 mark"]
     titles = [unescape(title).splitlines() for title in re.findall('title="(.*?)"', drawn, re.DOTALL)]
     assert titles[0][:3] == ["entropy 0.500 nats", "surprisal 0.500 nats", "temperature 1"]
     assert titles[0][-1] == "token 7: 25.0%" and "a draft, accepted" in titles[1] and "temperature 0.25" in titles[2]
