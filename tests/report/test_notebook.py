@@ -8,6 +8,8 @@ import pytest
 
 import et_jax
 from et_jax.errors import UsageError
+from et_jax.io.cell import Area
+from et_jax.serve.completions import TokenEvent
 
 CELLS = {
     "load": "import sys, et_jax\nmodel = et_jax.load(max_num_seqs=2)",
@@ -86,6 +88,29 @@ def test_an_interrupt_keeps_the_text_and_leaves_the_model_whole(outputs):
 def test_outside_a_notebook_it_is_refused_in_a_sentence():
     with pytest.raises(UsageError, match=r"none runs this; start one \(pip install 'et_jax\[notebook\]'\)"):
         et_jax.show(iter(()))
+
+
+def test_a_stream_is_closed_when_the_drawing_is_interrupted(monkeypatch):
+    closed = []
+
+    def stream():
+        try:
+            yield TokenEvent(prompt_index=0, index=0, text="", trace=None, completion=None)
+        finally:
+            closed.append(True)
+
+    class Interrupted(Area):
+        def draw(self, drawn, *, last=False):
+            if not last:
+                raise KeyboardInterrupt
+            assert drawn()[1] == "\n\ninterrupted"
+
+    monkeypatch.setattr("et_jax.report.notebook.in_notebook", lambda: True)
+    monkeypatch.setattr("et_jax.report.notebook.Area", Interrupted)
+    events = stream()
+    with pytest.raises(KeyboardInterrupt):
+        et_jax.show(events)
+    assert closed
 
 
 def test_what_is_no_stream_is_refused(monkeypatch):
