@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from et_jax.control.view import needing as needing
     from et_jax.errors import UsageError as UsageError
     from et_jax.report.page import write_report as write_report
+    from et_jax.report.notebook import show as show
     from et_jax.serve.completions import Completion as Completion
     from et_jax.serve.engine import Model as Model
     from et_jax.serve.engine import load as load
@@ -41,6 +42,7 @@ _HOMES = {
     "Completion": "et_jax.serve.completions",
     "UsageError": "et_jax.errors",
     "write_report": "et_jax.report.page",
+    "show": "et_jax.report.notebook",
     # what a writer of laws needs
     "Controller": "et_jax.control.controller",
     "preset": "et_jax.control.presets",

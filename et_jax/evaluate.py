@@ -28,6 +28,7 @@ import numpy as np
 
 from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
+from et_jax.io import html
 from et_jax.models.bundled import named_folder
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
@@ -71,6 +72,24 @@ class Answer:
     share_agreed: float | None = None
 
 
+class Answers(list[Answer]):
+    """Answers of a model, in the order of the questions; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        """Return a row per task and length: right answers, shares as in `Answer`, and the accuracy at every depth."""
+        shares = [name for name in _SHARES if any(getattr(one, name) is not None for one in self)]
+        depths = sorted({row["depth"] for row in summary(self)})
+        rows = []
+        for task, length in dict.fromkeys((one.example.task, one.length) for one in self):
+            mine = _of(self, task, length)
+            at = {row["depth"]: row["accuracy"] for row in summary(mine)}
+            means = [_mean([getattr(one, name) for one in mine]) for name in shares]
+            found = f"{sum(one.right for one in mine)} of {len(mine)}"
+            rows.append([task, length, found, *means, *(at.get(depth) for depth in depths)])
+        header = ["task", "length", "right", *(_SHARES[name] for name in shares), *(f"at {one:.2f}" for one in depths)]
+        return html.boxed(html.table(header, rows, "Accuracy by depth, and shares of what was read, kept or agreed."))
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
@@ -111,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     return command.run(parser, _run, arguments, texts=("task",))
 
 
-def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> list[Answer]:
+def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> Answers:
     """Return the greedy answers of a model to examples, each with the length it is reported under.
 
     `control` stands in for the model's own, as in `Model.generate`.
@@ -132,7 +151,7 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
                 right=right(given, completion.text),
                 **_shares(completion),
             )
-    return [answers[i] for i in range(len(asked))]
+    return Answers(answers[i] for i in range(len(asked)))
 
 
 def _shares(completion: "Completion") -> dict[str, float | None]:

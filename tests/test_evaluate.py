@@ -1,6 +1,7 @@
 """The command line for tasks: what counts as right, what is written, and how it refuses."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -65,6 +66,16 @@ def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
     [line] = [line for line in evaluate.table(answers).splitlines() if line.startswith("passkey") and " 400" in line]
     assert line.split()[1:5] == ["400", "2/6", "0.333", "50%"]
     assert line.endswith("0.00: 0.00  0.50: 1.00  1.00: 0.00")
+
+
+def test_a_notebook_shows_answers_as_a_table(asked):
+    known = {one.prompt: one.answer for _, one in asked if one.task == "passkey" and one.depth == 0.5}
+    answers = evaluate.evaluate(Reader(known), asked)
+    rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", answers._repr_html_())]
+    assert rows[0] == ["task", "length", "right", "read", "held", "agreed", "at 0.00", "at 0.50", "at 1.00"]
+    assert rows[1] == ["single_key", "200", "0 of 6", "0.5", "0.25", "0.5", "0", "0", "0"]
+    assert rows[4] == ["passkey", "400", "2 of 6", "0.5", "0.25", "0.5", "0", "1", "0"]
+    assert len(rows) == 5 and evaluate.Answers()._repr_html_().count("<tr>") == 1
 
 
 def test_what_was_left_out_is_told_where_there_is_something(asked):

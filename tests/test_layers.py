@@ -27,7 +27,7 @@ NOWHERE = {"torch", "transformers"}
 # Installed for tests alone, and for what draws hostile cases.
 FOR_TESTS, FUZZING = {"hypothesis", "pytest"}, "et_jax.evidence.fuzzing"
 # Slow to import and not needed by every run, so no module that starts with the command line loads them.
-LAZY = {"matplotlib", "orbax", "huggingface_hub", "sentencepiece", "jinja2", "rich", "tokenizers"}
+LAZY = {"IPython", "matplotlib", "orbax", "huggingface_hub", "sentencepiece", "jinja2", "rich", "tokenizers"}
 STARTS = ("et_jax", "et_jax.generate")
 # What is decided on the host is plain Python, and imports of the package nothing but what it stands on.
 PLAIN = {

@@ -22,9 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.budget import PromptNotes
+from et_jax.io import html
 from et_jax.types import pytree, replace, static, value
 
 
@@ -69,6 +72,45 @@ class Signals:
     arrival: Int[Array, "*b"]
     pages_held: Int[Array, "*b"]
     urgency: Float[Array, "*b"]
+
+    def _repr_html_(self) -> str | None:
+        """Return a table of the fields, a column for each of the first sequences; None amid tracing, for repr."""
+        if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self)):
+            return None
+        columns = {name: np.ravel(getattr(self, name)).tolist() for name in _UNITS}
+        count = min(map(len, columns.values()))
+        shown = min(count, _MOST_SEQUENCES)
+        header = ["signal", *(["value"] if np.ndim(self.entropy) == 0 else map(str, range(shown))), "unit"]
+        rows = [[name, *columns[name][:shown], unit] for name, unit in _UNITS.items()]
+        said = f"The first {shown} of {count} sequences." if shown < count else ""
+        return html.boxed(html.table(header, rows, said))
+
+
+_UNITS = {
+    "entropy": "nats",
+    "varentropy": "nats²",
+    "entropy_low": "nats",
+    "entropy_high": "nats",
+    "margin": "nats",
+    "tempered_entropy": "nats",
+    "tempered_varentropy": "nats²",
+    "truncated_entropy": "nats",
+    "surprisal": "nats",
+    "kept_mass": "share",
+    "attention_entropy": "0 to 1",
+    "least_attention_entropy": "0 to 1",
+    "blocks_read": "blocks",
+    "summaries_read": "blocks",
+    "cost": "bytes",
+    "length": "tokens",
+    "generated": "tokens",
+    "remaining": "tokens",
+    "arrival": "order",
+    "pages_held": "pages",
+    "urgency": "the caller's",
+}
+"""Units of the fields of `Signals`, in their order."""
+_MOST_SEQUENCES = 8  # that are shown of a batch
 
 
 @pytree

@@ -1,8 +1,19 @@
 """What runs the decoder beside the model: laws, selectors and the order of service as one value."""
 
 import dataclasses
+from typing import Any
 
-from et_jax.control.base import AnyLaw, PriorityRule, TemperatureRule, as_value, chain, described
+from et_jax.control.base import (
+    AnyLaw,
+    Chain,
+    Function,
+    PriorityRule,
+    TemperatureRule,
+    as_value,
+    chain,
+    described,
+    name_of,
+)
 from et_jax.control.budget import Budget
 from et_jax.control.clock import FallClock
 from et_jax.control.entropy import Estimator, ExactEstimator
@@ -10,6 +21,7 @@ from et_jax.control.priority import FCFS
 from et_jax.control.select import AnySelector, Dense, Selector, as_selector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import Switch
+from et_jax.io import html
 from et_jax.types import static, value
 
 
@@ -64,3 +76,34 @@ class Controller:
         """Return the selector of every layer."""
         each = self.selector if isinstance(self.selector, tuple) else (self.selector,) * num_layers
         return tuple(Dense() if i < self.dense_layers else as_selector(one) for i, one in enumerate(each))
+
+    def _repr_html_(self) -> str:
+        """Return a table of what decides, each with its numbers; what stands within another is set in."""
+        rows = []
+        for field in dataclasses.fields(self):
+            part = getattr(self, field.name)
+            members = part.laws if isinstance(part, Chain) else part if isinstance(part, tuple) else (part,)
+            rows += [row for i, one in enumerate(members) for row in _rows(one, "" if i else field.name)]
+        return html.boxed(html.table(["part", "what", "numbers"], rows))
+
+
+def _rows(part: Any, name: str, depth: int = 0) -> list[list[str]]:
+    """Return the row of a part, and those of what stands within it."""
+    plain = isinstance(part, Function) or not dataclasses.is_dataclass(part)
+    held = (
+        [] if plain else [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part) if field.repr]
+    )
+    inner = [(key, one) for key, one in held if dataclasses.is_dataclass(one)]
+    numbers = ", ".join(f"{key} {_told(one)}" for key, one in held if not dataclasses.is_dataclass(one))
+    rows = [[name, _IN * depth + _told(part), numbers]]
+    return rows + [row for key, one in inner for row in _rows(one, "", depth + 1)]
+
+
+_IN = "\N{NO-BREAK SPACE}" * 4  # how far what stands within another is set in
+
+
+def _told(one: Any) -> str:
+    """Return a number as it is, arrays by their form, laws and functions by their names."""
+    if one is None or isinstance(one, bool | int | float | str):
+        return html.shown(one)
+    return name_of(one) if callable(one) or dataclasses.is_dataclass(one) else described(one)

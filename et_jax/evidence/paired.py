@@ -8,6 +8,8 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float
 
+from et_jax.io import html
+
 T = TypeVar("T")
 
 RESAMPLES = 10_000
@@ -25,6 +27,11 @@ class Saving:
     low: float
     high: float
     visible: float
+
+    def _repr_html_(self) -> str:
+        """Return the figures as a table, in percent."""
+        cells = [f"{100 * one:.1f}%" for one in (self.share, self.low, self.high, self.visible)]
+        return html.boxed(html.table(["saving", "at least (95%)", "at most (95%)", "would be seen from"], [cells]))
 
 
 def matched(

@@ -5,4 +5,5 @@ files, checksums    files whole or not there; folders whose every file has a che
 schema              what the JSON files of a model folder may say
 terminal, bar       what a stream is able to show; a progress bar
 html                plain values as HTML: tables, text coloured by entropy
+cell                a place in the output of a notebook cell
 """

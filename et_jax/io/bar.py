@@ -1,8 +1,10 @@
-"""A progress bar on standard output."""
+"""A progress bar on standard output, or in a notebook."""
 
 import sys
 import time
 
+from et_jax.io import html
+from et_jax.io.cell import Area, in_notebook
 from et_jax.io.terminal import takes_escapes
 
 
@@ -14,15 +16,7 @@ class Bar:
 
     def __enter__(self) -> "Bar":
         if self._total is not None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-            # Where nothing can be rewritten, the last state is printed at the end.
-            console = Console(force_terminal=None if takes_escapes(sys.stdout) else False)
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("", total=self._total)
-            self._bar.start()
+            self._bar = _InNotebook(self._total) if in_notebook() else _OnStream(self._total)
         self._began = time.perf_counter()
         return self
 
@@ -37,4 +31,43 @@ class Bar:
         self._tokens += token
         if ended:
             rate = self._tokens / (time.perf_counter() - self._began)
-            self._bar.update(self._task, advance=1, description=f"{rate:.0f} tokens/s")
+            self._bar.advance(f"{rate:.0f} tokens/s")
+
+
+class _OnStream:
+    """A bar on standard output; where nothing can be rewritten, its last state is printed at the end."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        console = Console(force_terminal=None if takes_escapes(sys.stdout) else False)
+        self._bar = Progress(*columns, console=console)
+        self._task = self._bar.add_task("", total=total)
+        self._bar.start()
+
+    def advance(self, told: str) -> None:
+        self._bar.update(self._task, advance=1, description=told)
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
+class _InNotebook:
+    """A bar in the output of a cell."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._ended, self._told, self._area = total, 0, "", Area()
+        self._area.draw(self._drawn)
+
+    def advance(self, told: str) -> None:
+        self._ended, self._told = self._ended + 1, told
+        self._area.draw(self._drawn)
+
+    def stop(self) -> None:
+        self._area.draw(self._drawn, last=True)
+
+    def _drawn(self) -> tuple[str, str]:
+        said = f"{self._ended}/{self._total} {self._told}".strip()
+        return html.boxed(html.progress(self._ended, self._total, said)), said

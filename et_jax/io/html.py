@@ -14,6 +14,7 @@ SCOPE = "et-jax"
 """The class under which every rule of `STYLE` stands."""
 
 MOST_TOKENS = 2000  # that are coloured of one text: some 250 kB
+_MOST_BEFORE = 2000  # characters of what stands before it
 _FLOOR = 1.0  # nats: texts of less entropy than this throughout are not stretched to the full scale
 
 # One hue, lightness alone tells the steps apart, so that colour-blind readers see the same order. Equal steps in OKLab.
@@ -100,6 +101,11 @@ def boxed(*pieces: str) -> str:
     return f'<div class="{SCOPE}"><style>{STYLE}</style>{"".join(pieces)}</div>'
 
 
+def progress(done: int, total: int, said: str) -> str:
+    """Return a bar of which `done` of `total` is filled, and what is said beside it."""
+    return f'<label><progress value="{done}" max="{total}"></progress> {escaped(said)}</label>'
+
+
 def paragraph(text: str) -> str:
     """Return a line of text, set apart."""
     return f"<p>{escaped(text)}</p>"
@@ -159,8 +165,9 @@ def coloured(
 ) -> str:
     """Return texts of tokens one after another, each on the colour of its entropy (nats), after a faint text `before`.
 
-    `titles` are told when a token is pointed at, by default the entropies. The scale ends at `top`, by default at
-    `top_of(entropies)`. A token without text leaves a mark. Of many tokens the first `MOST_TOKENS` are shown, and said.
+    Of a long text `before` the end is shown. `titles` are told when a token is pointed at, by default the entropies.
+    The scale ends at `top`, by default at `top_of(entropies)`. A token without text leaves a mark. Of many tokens the
+    first `MOST_TOKENS` are shown, and said.
 
     Raises ValueError where the lists are not of one length.
     """
@@ -170,6 +177,8 @@ def coloured(
     top = top_of(entropies) if top is None else top
     tokens = list(zip(texts, entropies, titles, strict=True))[:MOST_TOKENS]
     drawn = "".join(_token(text, step_of(entropy, top), title) for text, entropy, title in tokens)
+    cut = len(before) - _MOST_BEFORE
+    before = f"[{cut:,} characters] …{before[cut:]}" if cut > 0 else before
     prompt = f'<span class="faint">{escaped(before)}</span>' if before else ""
     left = len(texts) - len(tokens)
     rest = (

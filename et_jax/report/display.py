@@ -8,7 +8,7 @@ from typing import Any
 
 from et_jax.cli.streams import Stream
 from et_jax.io.terminal import takes_escapes
-from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.completions import Completion, TokenEvent, figures
 
 
 class Status:
@@ -90,41 +90,11 @@ class Report:
             return "no token produced"
         wait = self._first - self._began
         rate = (self._tokens - 1) / (self._last - self._first) if self._tokens > 1 else 0.0
-        nats = sum(completion.entropic_time for completion in self.completions)
-        moved = sum(completion.cost for completion in self.completions)
-        flops = sum(completion.flops for completion in self.completions)
         reasons = ", ".join(sorted({completion.finish_reason for completion in self.completions}))
         return (
             f"[{self._tokens} tokens ({reasons}), {rate:.1f} tokens/s, first after {wait:.2f} s; "
-            f"entropic time {nats:.1f} nats, cost {moved / 1e6:.1f} MB moved and {flops / 1e9:.2f} GFLOP, "
-            f"{nats / moved * 1e6:.3g} nats/MB{self._control()}]"
+            f"{figures(self.completions)}]"
         )
-
-    def _control(self) -> str:
-        """What control did: blocks read, mass kept, temperature, and what the guards counted."""
-        rows = [row for completion in self.completions for row in completion.trace]
-        said = []
-        held = sum(row.blocks_held for row in rows)
-        if (read := sum(row.blocks_read for row in rows)) < held:
-            said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
-        prompts = [one.prompt_read for one in self.completions if one.prompt_read is not None]
-        if there := sum(one.blocks_held for one in prompts):
-            said.append(f"{100 * sum(one.blocks_read for one in prompts) / there:.0f}% of blocks read of the prompt")
-        if kept := [one.mass_kept for one in prompts if one.mass_kept is not None]:
-            said.append(f"on which was {sum(kept) / len(kept):.3f} of its attention")
-        if left_out := sum(one.tokens_left_out for one in self.completions):
-            held = sum(one.tokens_cached for one in self.completions)
-            said.append(f"{held} of {held + left_out} tokens held in the cache")
-        if drafted := sum(row.drafted for row in rows):
-            said.append(f"{sum(row.accepted for row in rows)} of {drafted} drafted tokens accepted")
-        if any(row.by_small is not None for row in rows):
-            said.append(f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens by the small model")
-        if audited := sum(row.audited for row in rows):
-            said.append(f"{sum(row.agreed for row in rows)} of {audited} words of one were likeliest to the other")
-        for name in rows[0].guard_rates:
-            worst = max(completion.guard_rates[name] for completion in self.completions if completion.trace)
-            said.append(f"{name} {100 * worst:.0f}% of tokens")
-        return "".join(f"; {part}" for part in said)
 
 
 def _json(value: dict[str, Any]) -> str:

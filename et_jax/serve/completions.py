@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from et_jax.io import html
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenTrace:
@@ -143,6 +145,14 @@ class Completion:
             "entropic": entropic([self]),
         }
 
+    def drawn(self) -> str:
+        """Return the text coloured by entropy, its scale, and a line of figures, as HTML for `io.html.boxed`."""
+        said = [html.paragraph(self.error)] if self.error else []
+        return "".join([drawn(self.trace, self.prompt), html.paragraph(_ended(self)), *said])
+
+    def _repr_html_(self) -> str:
+        return html.boxed(self.drawn())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenEvent:
@@ -194,6 +204,66 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "tokens_left_out": sum(completion.tokens_left_out for completion in completions),
         "small_share": _mean([float(row.by_small) for row in rows if row.by_small is not None]),
     }
+
+
+def figures(completions: Sequence[Completion]) -> str:
+    """Return what entropy, cost and control came to, for a person to read; of completions with a token."""
+    rows = [row for completion in completions for row in completion.trace]
+    nats = sum(completion.entropic_time for completion in completions)
+    moved = sum(completion.cost for completion in completions)
+    flops = sum(completion.flops for completion in completions)
+    said = [
+        f"entropic time {nats:.1f} nats, cost {moved / 1e6:.1f} MB moved and {flops / 1e9:.2f} GFLOP, "
+        f"{nats / moved * 1e6:.3g} nats/MB"
+    ]
+    held = sum(row.blocks_held for row in rows)
+    if (read := sum(row.blocks_read for row in rows)) < held:
+        said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
+    prompts = [one.prompt_read for one in completions if one.prompt_read is not None]
+    if there := sum(one.blocks_held for one in prompts):
+        said.append(f"{100 * sum(one.blocks_read for one in prompts) / there:.0f}% of blocks read of the prompt")
+    if kept := [one.mass_kept for one in prompts if one.mass_kept is not None]:
+        said.append(f"on which was {sum(kept) / len(kept):.3f} of its attention")
+    if left_out := sum(one.tokens_left_out for one in completions):
+        held = sum(one.tokens_cached for one in completions)
+        said.append(f"{held} of {held + left_out} tokens held in the cache")
+    if drafted := sum(row.drafted for row in rows):
+        said.append(f"{sum(row.accepted for row in rows)} of {drafted} drafted tokens accepted")
+    if any(row.by_small is not None for row in rows):
+        said.append(f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens by the small model")
+    if audited := sum(row.audited for row in rows):
+        said.append(f"{sum(row.agreed for row in rows)} of {audited} words of one were likeliest to the other")
+    for name in rows[0].guard_rates:
+        worst = max(completion.guard_rates[name] for completion in completions if completion.trace)
+        said.append(f"{name} {100 * worst:.0f}% of tokens")
+    return "; ".join(said)
+
+
+def drawn(rows: Sequence[TokenTrace], prompt: str = "") -> str:
+    """Return tokens as HTML, each on the colour of its entropy, with its figures when pointed at; and their scale."""
+    entropies = [row.entropy for row in rows]
+    text = html.coloured([row.text for row in rows], entropies, list(map(_title, rows)), before=prompt)
+    return text + html.scale(html.top_of(entropies))
+
+
+def _title(row: TokenTrace) -> str:
+    """The figures of a token, a line each."""
+    said = [
+        f"entropy {row.entropy:.3f} nats",
+        f"surprisal {row.surprisal:.3f} nats",
+        f"temperature {row.temperature:.3g}",
+        *([f"read {row.blocks_read} of {row.blocks_held} blocks"] if row.blocks_read < row.blocks_held else []),
+        *(["a draft, accepted"] if row.accepted else []),
+        *(["by the small model"] if row.by_small else []),
+        *(f"token {token}: {math.exp(logprob):.1%}" for token, logprob in row.top),
+    ]
+    return "\n".join(said)
+
+
+def _ended(completion: Completion) -> str:
+    """How many tokens there are, why they end, and their figures."""
+    begun = f"{len(completion.trace)} tokens ({completion.finish_reason})"
+    return f"{begun}; {figures([completion])}" if completion.trace else begun
 
 
 def _mean(values: list[float]) -> float | None:

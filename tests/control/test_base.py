@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -286,3 +287,27 @@ def test_a_law_of_ones_own_with_numbers_is_a_value():
 def test_a_number_that_is_none_is_refused_where_a_law_is_made(slope):
     with pytest.raises((ValueError, TypeError)):
         Warm(slope)
+
+
+def test_signals_are_shown_with_their_units_one_column_a_sequence():
+    def rows(shown: Signals) -> list[list[str]]:
+        drawn = shown._repr_html_()
+        assert drawn is not None
+        return [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", drawn)]
+
+    [header, *one] = rows(signals(entropy=1.25, blocks_read=3))
+    assert header == ["signal", "value", "unit"]
+    assert [row[0] for row in one] == [field.name for field in dataclasses.fields(Signals)]
+    assert ["entropy", "1.25", "nats"] in one and ["blocks_read", "3", "blocks"] in one
+    names = [field.name for field in dataclasses.fields(Signals)]
+    several = Signals(**{n: jnp.arange(12, dtype=jnp.int32 if n in INTEGERS else jnp.float32) for n in names})
+    [header, first, *_] = rows(several)
+    assert header == ["signal", *"01234567", "unit"] and first == ["entropy", *"01234567", "nats"]
+    assert "The first 8 of 12 sequences." in str(several._repr_html_())
+
+
+def test_signals_amid_tracing_are_left_to_repr():
+    seen = []
+    jax.jit(lambda given: seen.append((given._repr_html_(), repr(given))))(signals())
+    jax.eval_shape(lambda given: seen.append((given._repr_html_(), repr(given))), signals())
+    assert [html for html, _ in seen] == [None, None] and all("Signals(entropy=" in text for _, text in seen)

@@ -1,9 +1,11 @@
 """Budgets that are met, and intervals that hold what they should."""
 
+import re
+
 import numpy as np
 import pytest
 
-from et_jax.evidence.paired import interval, matched, p_of_losses, saving
+from et_jax.evidence.paired import Saving, interval, matched, p_of_losses, saving
 
 
 @pytest.mark.parametrize("near", [None, 0.5, 0.97, 1.1, 1e-9, 1e9])
@@ -68,3 +70,8 @@ def test_an_interval_of_a_mean_is_as_wide_as_its_error():
 )
 def test_the_chance_of_as_many_losses_is_a_coins(dense, found, chance):
     assert p_of_losses(dense, found) == chance
+
+
+def test_a_saving_is_shown_in_percent():
+    told = Saving(share=0.256, low=-0.1, high=0.4, visible=0.3)._repr_html_()
+    assert re.findall("<td>(.*?)</td>", told) == ["25.6%", "-10.0%", "40.0%", "30.0%"]

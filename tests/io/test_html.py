@@ -58,6 +58,10 @@ def test_columns_of_numbers_stand_to_the_right():
     assert '<td class="number">-</td>' in drawn
 
 
+def test_a_bar_says_how_far_it_is():
+    assert '<progress value="3" max="8"></progress> 3/8 &lt;b&gt;' in html.progress(3, 8, "3/8 <b>")
+
+
 def test_a_row_of_another_length_is_refused():
     with pytest.raises(ValueError, match="rows: got one of 1 cells, wanted 2"):
         html.table(["a", "b"], [["c"]])
@@ -90,6 +94,11 @@ def test_a_long_text_is_cut_and_says_so():
     assert len(drawn) < 300_000
     assert Read(drawn).text.endswith("The first 2,000 of 10,000 tokens; 8,000 more are not shown.")
     assert "not shown" not in html.coloured(["a"] * html.MOST_TOKENS, [1.0] * html.MOST_TOKENS)
+
+
+def test_a_long_text_before_is_shown_by_its_end():
+    read = Read(html.coloured(["c"], [0.0], before="a" * 1500 + "b" * 2000))
+    assert read.text == "[1,500 characters] …" + "b" * 2000 + "c"
 
 
 def test_lists_of_other_lengths_are_refused():

@@ -1,0 +1,72 @@
+"""A stream in a notebook: the text as it comes, each token on the colour of its entropy."""
+
+import contextlib
+from collections.abc import Generator, Iterator
+
+from et_jax.errors import UsageError
+from et_jax.io import html, values
+from et_jax.io.cell import Area, in_notebook
+from et_jax.serve.completions import Completion, TokenEvent, TokenTrace, drawn
+
+
+class Shown(list[Completion]):
+    """Completions that were shown as they came: a cell that ends in them shows them no second time."""
+
+    def _ipython_display_(self) -> None:
+        pass
+
+
+def show(events: Iterator[TokenEvent]) -> Shown:
+    """Show the events of `Model.stream` in the output of this cell as they come, and return the completions in order.
+
+    An interrupt of the kernel closes the stream, leaves the text up to there and goes on up to the caller.
+
+    Raises UsageError outside a notebook, and for anything but a stream.
+    """
+    if not in_notebook():
+        raise UsageError(
+            "show draws in a notebook, and none runs this; start one (pip install 'et_jax[notebook]'), or print the "
+            "text of each event."
+        )
+    if not isinstance(events, Generator):
+        raise UsageError(f"events is {values.shown(events)}; give what model.stream(...) returns.")
+    page, area = _Page(), Area()
+    with contextlib.closing(events):
+        try:
+            for event in events:
+                page.take(event)
+                area.draw(page.drawn)
+        except KeyboardInterrupt:
+            page.said = "interrupted"
+            raise
+        finally:
+            area.draw(page.drawn, last=True)
+    return Shown(page.ended[key] for key in sorted(page.ended))
+
+
+class _Page:
+    """What is there so far of every continuation, by prompt and index; `said` stands at the end."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], list[TokenTrace]] = {}
+        self.ended: dict[tuple[int, int], Completion] = {}
+        self.said = ""
+
+    def take(self, event: TokenEvent) -> None:
+        key = event.prompt_index, event.index
+        rows = self.rows.setdefault(key, [])
+        if event.trace is not None:
+            rows.append(event.trace)
+        if event.completion is not None:
+            self.ended[key] = event.completion
+
+    def drawn(self) -> tuple[str, str]:
+        """Everything as HTML, and as text."""
+        pieces, texts = [], []
+        for key in sorted(self.rows):
+            done, name = self.ended.get(key), f"prompt {key[0] + 1}, continuation {key[1] + 1}"
+            pieces += [html.paragraph(name)] if len(self.rows) > 1 else []
+            pieces.append(drawn(self.rows[key]) if done is None else done.drawn())
+            texts.append("".join(row.text for row in self.rows[key]) if done is None else done.prompt + done.text)
+        said = [self.said] if self.said else []
+        return html.boxed(*pieces, *map(html.paragraph, said)), "\n\n".join(texts + said)

@@ -1,0 +1,119 @@
+"""Streams in a real kernel: they are drawn as they come, awaited, and interrupted without harm."""
+
+import asyncio
+
+import nbclient
+import nbformat
+import pytest
+
+import et_jax
+from et_jax.errors import UsageError
+from et_jax.io.cell import Area
+from et_jax.serve.completions import TokenEvent
+
+CELLS = {
+    "load": "import sys, et_jax\nmodel = et_jax.load(max_num_seqs=2)",
+    "generate": "done = model.generate(['It was'] * 3, max_tokens=8, temperature=0.0, progress=True)",
+    "show": "shown = et_jax.show(model.stream('It was', max_tokens=8, temperature=0.0))\nshown",
+    "completion": "shown[0]",
+    "same": "print([one.text for one in shown] == [done[0].text], 'ipywidgets' in sys.modules)",
+    "two": "et_jax.show(model.stream('It <was>', max_tokens=4, n=2))",
+    "await": "print(''.join([one.text async for one in model.stream_async('It was', max_tokens=8, temperature=0.0)])"
+    " == done[0].text)",
+    "interrupted": "et_jax.show(model.stream('It was', max_tokens=2000))",
+    "after": "print([one.text == done[0].text for one in model.generate(['It was'], max_tokens=8, temperature=0.0)])",
+}
+
+
+async def executed() -> dict[str, list]:
+    """The outputs of every cell; the one of that name is interrupted once it shows something."""
+    cells = {name: nbformat.v4.new_code_cell(source) for name, source in CELLS.items()}
+    book = nbformat.v4.new_notebook(cells=list(cells.values()))
+    client = nbclient.NotebookClient(book, timeout=500, kernel_name="python3", allow_errors=True)
+    async with client.async_setup_kernel():
+        for i, (name, cell) in enumerate(cells.items()):
+            running = asyncio.ensure_future(client.async_execute_cell(cell, i))
+            if name == "interrupted":
+                while not cell.outputs:
+                    await asyncio.sleep(0.05)
+                await client.km.interrupt_kernel()
+            await running
+    return {name: cell.outputs for name, cell in cells.items()}
+
+
+@pytest.fixture(scope="module")
+def outputs(hardly_optimised) -> dict[str, list]:
+    return asyncio.run(executed())
+
+
+def test_no_cell_fails_but_the_interrupted_one(outputs):
+    failed = {name: one.ename for name, all_ in outputs.items() for one in all_ if one.output_type == "error"}
+    assert failed == {"interrupted": "KeyboardInterrupt"}
+    assert not outputs["load"]
+
+
+def test_a_bar_is_one_output_rewritten_in_place(outputs):
+    [bar] = outputs["generate"]
+    assert bar.output_type == "display_data" and '<progress value="3" max="3">' in bar.data["text/html"]
+
+
+def test_a_completion_is_drawn_in_colour(outputs):
+    [shown] = outputs["completion"]
+    assert 'class="et-jax"' in shown.data["text/html"] and "8 tokens (length)" in shown.data["text/html"]
+
+
+def test_a_stream_ends_as_the_completion_it_is_and_is_shown_once(outputs):
+    [shown] = outputs["show"]
+    assert shown.data["text/html"] == outputs["completion"][0].data["text/html"]
+    assert outputs["same"][0].text == "True False\n"
+
+
+def test_continuations_stand_below_one_another(outputs):
+    [shown] = outputs["two"]
+    html = shown.data["text/html"]
+    assert 0 < html.index("prompt 1, continuation 1") < html.index("prompt 1, continuation 2")
+    assert html.count("It &lt;was&gt;") == 2 and "<was>" not in html
+
+
+def test_a_stream_is_awaited_in_the_loop_of_the_kernel(outputs):
+    assert outputs["await"][0].text == "True\n"
+
+
+def test_an_interrupt_keeps_the_text_and_leaves_the_model_whole(outputs):
+    shown = outputs["interrupted"][0].data["text/html"]
+    assert 1 <= shown.count("title=") < 2000 and shown.endswith("<p>interrupted</p></div>")
+    assert outputs["after"][0].text == "[True]\n"
+
+
+def test_outside_a_notebook_it_is_refused_in_a_sentence():
+    with pytest.raises(UsageError, match=r"none runs this; start one \(pip install 'et_jax\[notebook\]'\)"):
+        et_jax.show(iter(()))
+
+
+def test_a_stream_is_closed_when_the_drawing_is_interrupted(monkeypatch):
+    closed = []
+
+    def stream():
+        try:
+            yield TokenEvent(prompt_index=0, index=0, text="", trace=None, completion=None)
+        finally:
+            closed.append(True)
+
+    class Interrupted(Area):
+        def draw(self, drawn, *, last=False):
+            if not last:
+                raise KeyboardInterrupt
+            assert drawn()[1] == "\n\ninterrupted"
+
+    monkeypatch.setattr("et_jax.report.notebook.in_notebook", lambda: True)
+    monkeypatch.setattr("et_jax.report.notebook.Area", Interrupted)
+    events = stream()
+    with pytest.raises(KeyboardInterrupt):
+        et_jax.show(events)
+    assert closed
+
+
+def test_what_is_no_stream_is_refused(monkeypatch):
+    monkeypatch.setattr("et_jax.report.notebook.in_notebook", lambda: True)
+    with pytest.raises(UsageError, match=r"events is .*; give what model.stream\(...\) returns."):
+        et_jax.show(iter("It was"))
