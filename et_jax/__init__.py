@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from et_jax.control.view import BlockView as BlockView
     from et_jax.control.view import needing as needing
     from et_jax.errors import UsageError as UsageError
-    from et_jax.report.page import write_report as write_report
     from et_jax.report.notebook import show as show
+    from et_jax.report.page import write_report as write_report
     from et_jax.serve.completions import Completion as Completion
     from et_jax.serve.engine import Model as Model
     from et_jax.serve.engine import load as load

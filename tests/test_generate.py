@@ -68,6 +68,53 @@ def test_streams_text_and_sums_up(folder: Path, tmp_path: Path, capfd: pytest.Ca
         assert part in err
 
 
+def test_a_report_of_a_prompt_and_of_a_batch(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page, again, counted = tmp_path / "run.html", tmp_path / "same.html", tmp_path / "batch.html"
+    settings = ["--model", str(folder), "--max-tokens", "9", "--seed", "3"]
+    told = run(capfd, *settings, "-p", "It was", "--report", str(page))
+    plain = run(capfd, *settings, "-p", "It was")
+    assert told[0] == plain[0] == 0 and told[1] == plain[1]  # a report changes no text
+    data = json.loads(page.read_text().split('id="report">')[1].split("</script>")[0])
+    titles = [
+        name for name in ("Entropy and surprisal", "Blocks read, by layer and KV head") if name in page.read_text()
+    ]
+    assert len(titles) == 2
+    assert [len(top) for top in data["tokens"]["text-1"]["top"]] == [10] * 9  # five alternatives, as word and share
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": "It was " * (i + 1)}) + "\n" for i in range(3)))
+    files = ["--input", str(source), "--output", str(output)]
+    assert run(capfd, *settings, *files, "--report", str(counted))[0] == 0
+    assert "3, 0 with an error" in counted.read_text() and 'class="text"' in counted.read_text()
+    assert run(capfd, *settings, *files, "--report", str(again))[0] == 0  # all is done: the rows alone
+    assert "3, 0 with an error" in again.read_text() and 'class="text"' not in again.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("absent/run.html", "cannot be written (No such file or directory); choose another file."),
+        ("run.pdf", "should end in .html."),
+        ("in.html", "is the same file as --input"),
+    ],
+)
+def test_a_report_that_cannot_be_kept_is_refused_first(
+    path: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place, source = tmp_path / path, tmp_path / "in.html"
+    source.write_text('{"prompt": "a"}\n')
+    files = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
+    code, out, err = run(capfd, *files, "--report", str(place))
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_report_of_no_answers_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, page = tmp_path / "in.jsonl", tmp_path / "batch.html"
+    source.write_text("")
+    code, _, err = run(capfd, "-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--report", str(page))
+    assert code == 1 and "holds no row, so there is nothing to report" in err and not page.exists()
+
+
 def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trace, plot = tmp_path / "trace.jsonl", tmp_path / "picture.png"
     settings = ["--model", str(folder), "-p", "It was", "--max-tokens", "9", "--seed", "3"]
