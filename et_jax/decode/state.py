@@ -301,9 +301,9 @@ class StepOutput:
     `accepted` those that held; `blocks_wasted` and `summaries_wasted` are what was read for the others. All four
     stand with its first token. So do `small_tokens`, those that the small model read for a slot, and `small_passes`,
     how often all its weights were read in the step; None where there is no such model. Where either model may speak,
-    `by_small` tells whose token it is, and `spent` what both did for it, since the one before. `reads` counts the blocks
-    that each layer and KV head of the model read for the token, None unless the decoder tells it; with a token of the
-    small model of a switch it stands for nothing.
+    `by_small` tells whose token it is, and `spent` what both did for it, since the one before. `reads` counts the
+    blocks that each layer and KV head of the model read for the token, None unless the decoder tells it; with a token
+    of the small model of a switch it stands for nothing.
     """
 
     token: Int[Array, "*b"]

@@ -23,8 +23,8 @@ class TokenTrace:
     the small one of two models that take turns said it, whose own the figures are then, None where one model serves; it
     is charged for all that both did since the token before. Of `audited` words of one model, which the other caught up
     with for this token, `agreed` were the likeliest to the other. `reads` is `blocks_read` by layer and KV head, as in
-    `reads[layer][head]`; None where it was not asked for (`load(tell_reads=True)`), or where the small one of two models
-    that take turns said the token, for its layers are others.
+    `reads[layer][head]`; None where it was not asked for (`load(tell_reads=True)`), or where the small one of two
+    models that take turns said the token, for its layers are others.
     """
 
     token: int
