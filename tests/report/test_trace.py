@@ -18,32 +18,42 @@ from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTr
 ABOUT = About(model="bundled", control="off", n=2, prompt='It\nwas\u2028 "É"', prompt_tokens=3)
 
 figures, counts = st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**40)
-rows = st.builds(
-    TokenTrace,
-    token=counts,
-    text=st.text(max_size=4),
-    entropy=figures,
-    varentropy=figures,
-    temperature=figures,
-    surprisal=figures,
-    blocks_read=counts,
-    blocks_held=counts,
-    kept_mass=figures,
-    entropic_time=figures,
-    cost=figures,
-    flops=figures,
-    attention_entropy=st.none() | figures,
-    least_attention_entropy=st.none() | figures,
-    guard_rates=st.dictionaries(st.text(max_size=4), figures, max_size=2),
-    drafted=counts,
-    accepted=st.booleans(),
-    by_small=st.none() | st.booleans(),
-    audited=counts,
-    agreed=counts,
-    top=st.lists(st.tuples(counts, figures), max_size=2).map(tuple),
-    reads=st.none() | st.lists(st.tuples(counts, counts), max_size=2).map(tuple),
+rows = st.fixed_dictionaries(
+    {
+        "token": counts,
+        "text": st.text(max_size=4),
+        "entropy": figures,
+        "varentropy": figures,
+        "temperature": figures,
+        "surprisal": figures,
+        "blocks_read": counts,
+        "blocks_held": counts,
+        "kept_mass": figures,
+        "entropic_time": figures,
+        "cost": figures,
+        "flops": figures,
+        "attention_entropy": st.none() | figures,
+        "least_attention_entropy": st.none() | figures,
+        "guard_rates": st.dictionaries(st.text(max_size=4), figures, max_size=2),
+        "drafted": counts,
+        "accepted": st.booleans(),
+        "by_small": st.none() | st.booleans(),
+        "audited": counts,
+        "agreed": counts,
+        "top": st.lists(st.tuples(counts, figures), max_size=2).map(tuple),
+        "reads": st.none() | st.lists(st.tuples(counts, counts), max_size=2).map(tuple),
+    }
 )
-reads_of_prompts = st.builds(PromptRead, blocks_read=figures, blocks_held=figures, mass_kept=st.none() | figures)
+prompts_read = st.fixed_dictionaries({"blocks_read": figures, "blocks_held": figures, "mass_kept": st.none() | figures})
+ends = st.fixed_dictionaries(
+    {
+        "finish_reason": st.sampled_from(["stop", "length", "abort", "error"]),
+        "error": st.none() | st.text(max_size=9),
+        "prompt_read": st.none() | prompts_read,
+        "tokens_left_out": counts,
+    }
+)
+held_back = st.none() | st.text(max_size=3)
 
 
 def completed(index: int, trace: list[TokenTrace], **ended) -> Completion:
@@ -66,30 +76,18 @@ def end(index: int, completion: Completion, text: str = "") -> TokenEvent:
     return TokenEvent(prompt_index=0, index=index, text=text, trace=None, completion=completion)
 
 
-@st.composite
-def runs(draw) -> tuple[list[TokenEvent], list[Completion]]:
-    """Two continuations whose events alternate; each ends with its last token, or later, with text held back."""
-    events, done = [], []
-    for index in range(ABOUT.n):
-        trace = draw(st.lists(rows, max_size=4))
-        ended = {
-            "finish_reason": draw(st.sampled_from(["stop", "length", "abort", "error"])),
-            "error": draw(st.none() | st.text(max_size=9)),
-            "prompt_read": draw(st.none() | reads_of_prompts),
-            "tokens_left_out": draw(counts),
-        }
-        own = [token(index, row) for row in trace]
-        if trace and draw(st.booleans()):
-            done.append(completed(index, trace, **ended))
-            own[-1] = token(index, trace[-1], done[-1])
-        else:
-            held = draw(st.text(max_size=3)) if trace else ""
-            whole = [*trace[:-1], *(dataclasses.replace(row, text=row.text + held) for row in trace[-1:])]
-            done.append(completed(index, whole, **ended))
-            own.append(end(index, done[-1], held))
-        events.append(own)
-    mixed = [event for pair in itertools.zip_longest(*events) for event in pair if event is not None]
-    return mixed, done
+def played(index: int, drawn: list[dict], held: str | None, ended: dict) -> tuple[list[TokenEvent], Completion]:
+    """The events of a continuation that ends with its last token, or later with the text that was `held` back."""
+    trace = [TokenTrace(**values) for values in drawn]
+    read = ended["prompt_read"]
+    ended = ended | {"prompt_read": None if read is None else PromptRead(**read)}
+    if trace and held is None:
+        done = completed(index, trace, **ended)
+        return [*(token(index, row) for row in trace[:-1]), token(index, trace[-1], done)], done
+    held = (held or "") * bool(trace)
+    whole = [*trace[:-1], *(dataclasses.replace(row, text=row.text + held) for row in trace[-1:])]
+    done = completed(index, whole, **ended)
+    return [*(token(index, row) for row in trace), end(index, done, held)], done
 
 
 def written(path: Path, events: list[TokenEvent], about: About = ABOUT) -> Path:
@@ -106,10 +104,11 @@ def file(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("traces") / "trace.jsonl"
 
 
-@given(runs())
-def test_what_is_written_is_read_back_equal(file, run):
-    events, done = run
-    assert read_trace(written(file, events)) == (ABOUT, done)
+@given(st.lists(st.tuples(st.lists(rows, max_size=4), held_back, ends), min_size=ABOUT.n, max_size=ABOUT.n))
+def test_what_is_written_is_read_back_equal(file, drawn):
+    events, done = zip(*(played(index, *one) for index, one in enumerate(drawn)), strict=True)
+    mixed = [event for pair in itertools.zip_longest(*events) for event in pair if event is not None]
+    assert read_trace(written(file, mixed)) == (ABOUT, list(done))
 
 
 def plain(number: int, text: str = " é") -> TokenTrace:
@@ -123,14 +122,15 @@ def test_a_run_that_was_cut_off_anywhere_is_read_up_to_there(file):
     events = [token(0, one[0]), token(1, other[0]), token(0, one[1], done[0]), token(1, other[1]), token(1, other[2])]
     data = written(file, [*events, end(1, done[1])]).read_bytes()
     of_lines = [(0, 1), (1, 1), (0, 1), (0, None), (1, 1), (1, 1), (1, None)]  # the tokens of whom, None for an end
-    header, *ends = itertools.accumulate(len(line) + 1 for line in data.splitlines())
-    for size in range(len(data) + 1):
+    header, *lengths = itertools.accumulate(len(line) + 1 for line in data.splitlines())
+    near = {after + more for after in (header, *lengths) for more in (-2, -1, 0, 1)} | set(range(0, len(data), 41))
+    for size in near - {len(data) + 1}:
         file.write_bytes(data[:size])
         if size < header - 1:  # a line is there with its last brace
             with pytest.raises(UsageError, match=r"is empty or holds no whole line; write it anew with --trace\.$"):
                 read_trace(file)
             continue
-        there = [line for line, after in zip(of_lines, ends, strict=True) if size >= after - 1]
+        there = [line for line, after in zip(of_lines, lengths, strict=True) if size >= after - 1]
         expected = [
             kept
             if (index, None) in there
