@@ -1,4 +1,4 @@
-"""A report of what a run left: `python -m et_jax.report run.jsonl --output run.html`.
+"""A report of what a run left: `python -m et_jax.report trace.jsonl --output run.html`.
 
 Reads what `--trace` of `et_jax.generate` wrote, or the output of a batch.
 """
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from et_jax.cli import command
 from et_jax.cli.paths import check_paths
 from et_jax.cli.signals import Signals, guard
-from et_jax.errors import UsageError
 
 if TYPE_CHECKING:
     from et_jax.report.page import Decode
@@ -35,34 +34,33 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
-    from et_jax.report.batch import write_batch_report
+    from et_jax.report.batch import is_batch, write_batch_report
     from et_jax.report.page import check_place, write_report
-    from et_jax.report.trace import is_trace, read_trace
+    from et_jax.report.trace import read_trace
 
     signals.said = "interrupted before the page was written"
     source, output = Path(args.file), Path(args.output)
     check_paths({"the file": source}, {"--output": output}, None)
     check_place(args.output)
-    if not is_trace(source):
+    if is_batch(source):
         write_batch_report(source, output, facts={"output": source.name})
         return 0
     about, completions = read_trace(source)
-    write_report(
-        completions, output, facts={"model": about.model, "control": about.control}, decode=_decode(about.model)
-    )
+    facts = {"model": about.model, "control": about.control}
+    write_report(completions, output, facts=facts, decode=_decode(about.model))
     return 0
 
 
 def _decode(model: str) -> "Decode | None":
-    """The `decode` of a model's tokenizer; None, and a word about it, where the model is not here."""
-    from et_jax.models.hub import resolve
+    """The `decode` of a model's tokenizer; None, and a word about it, where the model is not on this machine."""
+    from et_jax.models.bundled import named_folder
     from et_jax.text import load_tokenizer
 
-    try:
-        return load_tokenizer(resolve(model)).decode
-    except UsageError as error:
-        print(f"alternatives are told by their ids: {error}", file=sys.stderr)
+    folder = named_folder(model)
+    if folder is None:
+        print(f"alternatives are told by their ids: there is no folder {model} here", file=sys.stderr)
         return None
+    return load_tokenizer(folder).decode
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Rows hold what each request came to; the tokens of the extremes are kept by `Extremes` while the batch is served.
 """
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -145,6 +146,13 @@ def write_batch_report(
         kept = () if extremes is None else extremes.of(row.id)
         sections += _request(number, row, ends[number], kept)
     write_page(f"Batch report: {spread.total} requests", {**facts, **spread.facts()}, sections, path, decode)
+
+
+def is_batch(path: Path) -> bool:
+    """Return whether the first line of a file is a row of a batch."""
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError), path.open("rb") as file:
+        return bool(msgspec.json.decode(file.readline(), type=Row).id)
+    return False
 
 
 def read_rows(path: Path) -> Iterator[Row]:
