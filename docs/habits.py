@@ -64,8 +64,9 @@ def kind(class_: griffe.Class) -> griffe.ParameterKind | None:
 def fields(class_: griffe.Class, derived: bool = False) -> Iterator[tuple[str, griffe.Attribute]]:
     """Yield the fields that a caller gives, and with `derived` those that are worked out of them."""
     for name, member in class_.members.items():
-        field = isinstance(member, griffe.Attribute) and member.annotation and "property" not in member.labels
-        if field and (derived or not str(member.value).startswith("derived(")):
+        if not isinstance(member, griffe.Attribute) or not member.annotation or "property" in member.labels:
+            continue
+        if derived or not str(member.value).startswith("derived("):
             yield name, member
 
 
