@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from et_jax.batch.tasks import Defaults
     from et_jax.control.controller import Controller
     from et_jax.report.display import Status
+    from et_jax.report.trace import About
     from et_jax.serve.config import EngineConfig
     from et_jax.serve.engine import Model
     from et_jax.serve.requests import SamplingParams
@@ -105,7 +106,9 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="print one JSON object per continuation, at the end")
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     output.add_argument("--verbose", action="store_true", help="say what runs where")
-    output.add_argument("--trace", metavar="FILE", help="write one JSON line per token: entropy, temperature, cost ...")
+    output.add_argument(
+        "--trace", metavar="FILE", help="write JSON lines, one per token: entropy, temperature, cost ..."
+    )
     output.add_argument("--plot", metavar="FILE.png", help="draw the same as a picture")
     return p
 
@@ -159,6 +162,7 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.report.display import Report, Status
+    from et_jax.report.trace import TraceWriter
 
     signals.said = "interrupted before the first token"
     streams.check_standard_output()
@@ -168,7 +172,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     with ExitStack() as stack:
         if args.plot:
             _check_plot(args.plot)
-        trace = stack.enter_context(streams.open_text(args.trace)) if args.trace else None
+        traced = stack.enter_context(streams.open_text(args.trace)) if args.trace else None
         params, control = _sampling(args), _controller(args)
         status = Status()
         model = _load(args, _engine(args, params.n, control), status)
@@ -183,6 +187,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             if args.chat
             else [prompt]
         )
+        trace = None if traced is None else TraceWriter(traced, _about(args, model, ids[0], params))
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         events = model.stream(ids, params, cancelled=signals.noted)
         model.warm_up()  # before there is a text to keep: an interrupt ends it at once
@@ -205,6 +210,21 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             print(f"error: {completion.error}", file=sys.stderr)
             return command.FAILED
     return signals.code or (0 if all(kept) else command.FAILED)
+
+
+def _about(args: argparse.Namespace, model: "Model", prompt: "str | list[int]", params: "SamplingParams") -> "About":
+    """Return what a trace says that it is of. Raises UsageError for a prompt that cannot be served."""
+    from et_jax.report.trace import About
+    from et_jax.serve.requests import GenerationRequest
+
+    first = model.sequences(0, GenerationRequest(prompt=prompt, params=params))[0]
+    return About(
+        model=args.model,
+        control=args.control,
+        n=params.n,
+        prompt=first.prompt,
+        prompt_tokens=len(first.prompt_ids),
+    )
 
 
 def _run_batch(args: argparse.Namespace, signals: Signals) -> int:

@@ -22,6 +22,7 @@ from et_jax.evidence.shapes import SMALL
 from et_jax.generate import main
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.transformer import initialise
+from et_jax.report.trace import VERSION, read_trace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -74,7 +75,14 @@ def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.Captur
     code, out, _ = run(capfd, *settings, "--json", "--trace", str(trace), "--plot", str(plot))
     assert code == 0
     completion = json.loads(out)
-    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    header, *rows, end = [json.loads(line) for line in trace.read_text().splitlines()]
+    about, [again] = read_trace(trace)
+    assert again.to_dict() == completion and end["end"]["finish_reason"] == completion["finish_reason"]
+    assert header == {"trace": VERSION, "model": str(folder), "control": "off", "n": 1} | {
+        "prompt": about.prompt,
+        "prompt_tokens": about.prompt_tokens,
+    }
+    assert (about.prompt, about.prompt_tokens) == ("It was", 6)
     assert [row["token"] for row in rows] == completion["token_ids"]
     assert "".join(row["text"] for row in rows) == completion["text"]
     assert completion["usage"] == {"prompt_tokens": 6, "completion_tokens": len(rows)}
@@ -240,14 +248,14 @@ def test_an_interrupt_keeps_the_text(folder: Path, tmp_path: Path) -> None:
         [*command, "--trace", str(trace)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
     )
     deadline = time.monotonic() + 120
-    while not (trace.exists() and len(trace.read_text().splitlines()) >= 3) and time.monotonic() < deadline:
+    while not (trace.exists() and len(trace.read_text().splitlines()) >= 4) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = (stream.decode() for stream in process.communicate(timeout=60))  # bytes: a \\r is text here
-    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    _, [completion] = read_trace(trace)
     assert process.returncode == 130
-    assert 3 <= len(rows) < 50
-    assert out.startswith("".join(row["text"] for row in rows))  # then what was held back of a character
+    assert 3 <= len(completion.trace) < 50 and completion.finish_reason == "abort"
+    assert out == completion.text + "\n"
     assert "(abort)" in err and "Traceback" not in err
 
 

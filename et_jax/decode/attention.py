@@ -56,6 +56,12 @@ class ReadStats:
     least_entropy: Float[Array, " b"]
     block_masks: tuple[UInt32[Array, "b k n32"], ...]
 
+    @property
+    def reads(self) -> Int[Array, "b l k"]:
+        """The blocks that each layer and KV head read."""
+        words = jax.lax.population_count(jnp.stack(self.block_masks, axis=1))
+        return jnp.sum(words.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+
 
 @pytree
 class LayerCarry:

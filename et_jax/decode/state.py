@@ -49,7 +49,8 @@ class DecoderConfig:
     seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks. With `audit`
     either model says of the other's words, as it catches up with them, which were likeliest to it too; and under a
     budget the last query of each segment says how much of its attention was on the blocks read. A budget's segments are
-    chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it, always.
+    chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it, always. With `tell_reads`
+    outputs tell what every layer and KV head read.
     """
 
     model: ModelConfig
@@ -74,6 +75,7 @@ class DecoderConfig:
     lazy: bool = False
     audit: bool = False
     compression: Compression | None = None
+    tell_reads: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -299,7 +301,9 @@ class StepOutput:
     `accepted` those that held; `blocks_wasted` and `summaries_wasted` are what was read for the others. All four
     stand with its first token. So do `small_tokens`, those that the small model read for a slot, and `small_passes`,
     how often all its weights were read in the step; None where there is no such model. Where either model may speak,
-    `by_small` tells whose token it is, and `spent` what both did for it, since the one before.
+    `by_small` tells whose token it is, and `spent` what both did for it, since the one before. `reads` counts the
+    blocks that each layer and KV head of the model read for the token, None unless the decoder tells it; with a token
+    of the small model of a switch it stands for nothing.
     """
 
     token: Int[Array, "*b"]
@@ -322,6 +326,7 @@ class StepOutput:
     small_passes: Int[Array, "*b"] | None = None
     by_small: Bool[Array, "*b"] | None = None
     spent: Spent | None = None
+    reads: Int[Array, "*b l k"] | None = None
 
 
 def blank_signals(shape: tuple[int, ...]) -> Signals:

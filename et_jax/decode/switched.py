@@ -47,7 +47,7 @@ def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[De
     verdict = control(state, rows, sampled, raw, stats)
     verdict = replace(verdict, produced=verdict.produced & ~deferred, finished=verdict.finished & ~deferred)
     after = commit(state, rows, logits, sampled, verdict, True)
-    output = report(config, state, after, rows, logits, raw, sampled, verdict, True)
+    output = report(config, state, after, rows, logits, raw, sampled, verdict, stats, True)
     spoken = jax.vmap(_after)(laws, before, certainty)
     return replace(
         after,

@@ -50,7 +50,7 @@ def advance(
     sampled = sample(state, rows, logits, signals, raw)
     verdict = control(state, rows, sampled, raw, stats)
     after = commit(state, rows, logits, sampled, verdict, first)
-    return after, report(config, state, after, rows, logits, raw, sampled, verdict, first), verdict
+    return after, report(config, state, after, rows, logits, raw, sampled, verdict, stats, first), verdict
 
 
 def verify(
@@ -242,6 +242,7 @@ def report(
     raw: entropy.Moments,
     sampled: Sampled,
     verdict: Verdict,
+    stats: ReadStats,
     first: Bool[Array, ""] | bool,
 ) -> StepOutput:
     """Return what the step did, slot by slot."""
@@ -270,6 +271,7 @@ def report(
         signals=after.signals,
         top_tokens=None if top is None else top[1],
         top_logprobs=None if top is None else top[0],
+        reads=rows.spread(config.num_slots, stats.reads) if config.tell_reads else None,
     )
 
 

@@ -1,13 +1,12 @@
 """What the command line shows of one prompt: progress, the text as it comes, trace rows, a summary."""
 
-import dataclasses
 import json
 import sys
 import time
 from typing import Any
 
-from et_jax.cli.streams import Stream
 from et_jax.io.terminal import takes_escapes
+from et_jax.report.trace import TraceWriter
 from et_jax.serve.completions import Completion, TokenEvent, figures
 
 
@@ -34,17 +33,16 @@ class Report:
     """Shows what comes: text, trace rows, and the summary at the end.
 
     With `as_json` one object per continuation is printed at the end, else the text: as it comes where
-    there is one continuation and `stream`, at the end otherwise. `trace` takes a row per token; where it
+    there is one continuation and `stream`, at the end otherwise. `trace` takes every event; where it
     fails, the text goes on without it.
     """
 
-    def __init__(self, status: Status, trace: Stream | None, *, n: int, as_json: bool, stream: bool) -> None:
+    def __init__(self, status: Status, trace: TraceWriter | None, *, n: int, as_json: bool, stream: bool) -> None:
         self._status, self._trace, self._n, self._as_json = status, trace, n, as_json
         self._began = time.perf_counter()
         self._first = self._last = 0.0
         self._tokens = 0
         self._streams = stream and not as_json and n == 1
-        self._fault: OSError | None = None
         self.completions: list[Completion] = []
 
     def take(self, event: TokenEvent) -> None:
@@ -53,13 +51,8 @@ class Report:
             self._last = time.perf_counter()
             self._first = self._first or self._last
             self._tokens += 1
-            if self._trace is not None:
-                row = {"index": event.index} | dataclasses.asdict(event.trace)
-                try:
-                    self._trace.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    self._trace.flush()
-                except OSError as error:
-                    self._trace, self._fault = None, error
+        if self._trace is not None:
+            self._trace.take(event)
         if self._streams:
             self._status.clear()
             print(event.text, end="", flush=True)
@@ -82,8 +75,8 @@ class Report:
 
     def check_trace(self) -> None:
         """Raise the OSError that the trace ended with, if it did."""
-        if self._fault is not None:
-            raise self._fault
+        if self._trace is not None:
+            self._trace.check()
 
     def _summary(self) -> str:
         if not self._tokens:

@@ -24,7 +24,9 @@ class TokenTrace:
     step says how many were `drafted` in it, and is charged for those that were not accepted. `by_small` tells whether
     the small one of two models that take turns said it, whose own the figures are then, None where one model serves; it
     is charged for all that both did since the token before. Of `audited` words of one model, which the other caught up
-    with for this token, `agreed` were the likeliest to the other.
+    with for this token, `agreed` were the likeliest to the other. `reads` is `blocks_read` by layer and KV head, as in
+    `reads[layer][head]`; None where it was not asked for (`load(tell_reads=True)`), or where the small one of two
+    models that take turns said the token, for its layers are others.
     """
 
     token: int
@@ -48,6 +50,7 @@ class TokenTrace:
     audited: int = 0
     agreed: int = 0
     top: tuple[tuple[int, float], ...] = ()
+    reads: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def logprob(self) -> float:

@@ -59,6 +59,7 @@ class EngineConfig:
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
+    tell_reads: bool = False
     cache_budget: int | Compression | None = dataclasses.field(default=None, metadata={"decisive": True})
     cache_policy: str = _decisive("latent")
     backend: str | None = _decisive(None)
@@ -70,6 +71,7 @@ class EngineConfig:
             "name": str(_text("name", self.name)),
             "dtype": str(_text("dtype", self.dtype)),
             "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
+            "tell_reads": values.boolean("tell_reads", self.tell_reads),
             "preempt_every": values.whole("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
             "control": controller(self.control),
             "memory_fraction": values.number("memory_fraction", self.memory_fraction),

@@ -71,6 +71,7 @@ def load(
     small: str | Path | None = None,
     lazy_prefill: bool = False,
     audit: bool = False,
+    tell_reads: bool = False,
     cache_budget: int | Compression | None = None,
     cache_policy: str = "latent",
     backend: str | None = None,
@@ -101,7 +102,8 @@ def load(
     certain the model is, or "fixed". A controller by which one token decides what the next reads is not drafted for.
     `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
     "ead_guarded". With `lazy_prefill` it reads prompts alone, and the model when it first speaks. With `audit` traces
-    tell how many of the other's words were the likeliest to the one that catches up with them.
+    tell how many of the other's words were the likeliest to the one that catches up with them. With `tell_reads` they
+    tell the blocks that each layer and KV head read (`TokenTrace.reads`).
     With a `cache_budget` of so many tokens a sequence keeps of its cache what its last queries attend to the most, once
     it has decoded 16 tokens and again whenever a quarter of the budget has come; `cache_policy` names other ways to
     choose, and a `Compression` in the place of the number has settings of its own (see `control.compression`).

@@ -74,6 +74,7 @@ def decoder_config(
         penalties=True,
         calibration=calibration or Calibration(),
         compression=_compression(settings, model, page_size),
+        tell_reads=settings.tell_reads,
     )
     return beside(settings, plain, controller(settings.control), small)
 

@@ -18,6 +18,7 @@ def busy():  # in a library, where no handler runs
 class Model:
     metrics = SimpleNamespace(write=lambda path: None)
     def warm_up(self): pass
+    def sequences(self, index, request): return [SimpleNamespace(prompt=request.prompt, prompt_ids=[1])]
     def stream(self, prompts, params, cancelled):
         texts = [" \\xe9tait", " une", " fois"]
         trace = []

@@ -14,7 +14,7 @@ from et_jax.errors import UsageError
 def test_without_standard_error_the_text_comes_and_no_file_takes_its_number(tmp_path: Path) -> None:
     code, out, err = shell('"$@" 2>&-', "-p", "It was", "--max-tokens", "2", "--trace", str(tmp_path / "t.jsonl"))
     assert (code, out.decode(), err) == (0, " était une\n", "")
-    rows = (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()
+    _, *rows, _ = (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(row)["text"] for row in rows] == [" était", " une"]
 
 

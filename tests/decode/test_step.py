@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from decoders import made, row_of
 from small_model import (
+    LENGTH,
     MODEL,
     NARROW,
     PAGE,
@@ -26,6 +27,7 @@ from small_model import (
     weights,
 )
 
+from et_jax.decode import decoder as decoding
 from et_jax.types import replace
 
 
@@ -74,6 +76,30 @@ def test_text_from_selected_blocks_equals_the_dense_model_with_the_others_masked
         assert (signals.kept_mass >= kept[at] - 1e-5).all() and (signals.kept_mass <= 1).all()
         everything = at // PAGE + 1
         assert (signals.kept_mass[np.asarray(blocks) < 4 * everything] < 1).all()
+
+
+def narrow_blocks(_: int):
+    """What the windows of NARROW leave to be read."""
+
+    def opened(layer: int, i: int):
+        window = NARROW.windows[layer] or LENGTH
+        return range(max(0, i + 1 - window), i + 1)
+
+    return opened
+
+
+@pytest.mark.parametrize(("name", "opened"), [("narrow", narrow_blocks), ("sparse", opened_blocks)])
+def test_reads_are_the_blocks_of_every_layer_and_head_and_change_nothing(name, opened):
+    telling = decoding.decoder(replace(made(name).config, tell_reads=True))
+    rows, plain = (paged_texts(d, weights(), temperature=0.0) for d in (telling, made(name)))
+    for slot, tokens in PROMPTS.items():
+        newest = range(len(tokens) - 1, len(tokens) - 1 + len(rows[slot].token))
+        of_layers = [
+            [len({j // PAGE for j in opened(len(tokens))(layer, i)}) for layer in range(MODEL.num_layers)]
+            for i in newest
+        ]
+        assert rows[slot].reads.tolist() == [[[one] * MODEL.num_kv_heads for one in layers] for layers in of_layers]
+        assert plain[slot].reads is None and same_bits(vars(rows[slot]) | {"reads": None}, vars(plain[slot]))
 
 
 def test_the_signals_are_those_of_the_dense_logits():

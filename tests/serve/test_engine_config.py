@@ -50,6 +50,7 @@ def test_a_size_that_cannot_be_is_named(name, value, said):
     [
         ({"preempt_every": -1}, "preempt_every is -1; it must be 0 (never) or above."),
         ({"prefix_cache": 1}, "prefix_cache is 1; it must be true or false."),
+        ({"tell_reads": "yes"}, 'tell_reads is "yes"; it must be true or false.'),
         ({"memory_fraction": "all"}, 'memory_fraction is "all"; it must be a number.'),
         ({"name": 3}, "name is 3; it must be a text."),
         ({"backend": "cuda"}, 'backend is "cuda"; choose one of'),

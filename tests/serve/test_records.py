@@ -116,6 +116,30 @@ def test_tokens_of_one_step_share_its_weights_and_the_first_pays_for_what_was_re
 OTHER = cost.Model(weights=300, num_multiplied=40, heads=2, token=8, group_size=2, head_dim=4)
 
 
+def test_reads_are_by_layer_and_head_and_none_for_a_small_model(output):
+    shape = STEPS, SLOTS, MODEL.num_layers, MODEL.num_kv_heads
+    told = replace(output, reads=jnp.arange(np.prod(shape), dtype=jnp.int32).reshape(shape))
+    row = burst(told).row(1, 0, 1, 0, 1).trace
+    first = (SLOTS + 1) * MODEL.num_layers * MODEL.num_kv_heads
+    number = iter(range(first, first + MODEL.num_layers * MODEL.num_kv_heads))
+    assert row is not None
+    assert row.reads == tuple(tuple(next(number) for _ in range(shape[3])) for _ in range(shape[2]))
+    silent = burst(output).row(1, 0, 1, 0, 1).trace
+    assert silent is not None and silent.reads is None
+    spent = Spent(
+        tokens=jnp.zeros((STEPS, SLOTS, 2), jnp.int32),
+        passes=jnp.zeros((STEPS, SLOTS, 2), jnp.float32),
+        audited=None,
+        agreed=None,
+    )
+    turns = replace(told, by_small=jnp.zeros((STEPS, SLOTS), bool).at[0, 0].set(True), spent=spent)
+    config = configuration(controller=Controller(switch=AsPrinted(1.0)), small=MODEL)
+    both = Burst(config, TRAFFIC, NUM_MULTIPLIED, jax.device_get(turns), STEPS, (OTHER, OTHER))
+    by_small, by_model = (both.row(0, 0, slot, 0, 3).trace for slot in (0, 1))
+    assert by_small is not None and by_small.reads is None
+    assert by_model is not None and by_model.reads is not None
+
+
 def test_what_a_small_model_drafts_with_is_charged_to_what_came_of_it(output):
     """Two passes over 300 bytes of weights for six tokens; slot 1's first token pays for what was read for it."""
     small = {"small_tokens": jnp.zeros((STEPS, SLOTS), jnp.int32).at[0, 1].set(3)}

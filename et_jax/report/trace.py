@@ -1,0 +1,187 @@
+"""A run of one prompt as a file of JSON lines, and read back: its completions as they were served.
+
+The first line is a header, `{"trace": VERSION}` with the fields of `About`. Then comes a line per token as they are
+sampled, `index` with the fields of `TokenTrace`, and at the end of every continuation `{"index": ..., "end": {...}}`
+with the fields of `End`.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from et_jax.cli.streams import Stream
+from et_jax.errors import UsageError
+from et_jax.io.schema import checked
+from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace
+from et_jax.serve.requests import MAX_N
+
+VERSION = 1
+_MOST_BYTES = 2**27  # of a line: the longest prompt of the command line with its escapes
+_ANEW = "write it anew with --trace"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """What a trace is of: `n` continuations of a prompt of `prompt_tokens` tokens, by a model under a control."""
+
+    model: str
+    control: str
+    n: Annotated[int, Meta(ge=1, le=MAX_N)]
+    prompt: str
+    prompt_tokens: Annotated[int, Meta(ge=0)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End:
+    """The end of a continuation, as in `Completion`; `text` was held back until then and belongs to its last token."""
+
+    finish_reason: FinishReason
+    error: str | None
+    prompt_read: PromptRead | None
+    tokens_left_out: Annotated[int, Meta(ge=0)]
+    text: str
+
+
+class TraceWriter:
+    """Writes the trace of a run as it comes; where that fails, the run goes on and `check` tells."""
+
+    def __init__(self, stream: Stream, about: About) -> None:
+        self._stream = stream
+        self._fault: OSError | None = None
+        self._written = [0] * about.n
+        self._write({"trace": VERSION} | dataclasses.asdict(about))
+
+    def take(self, event: TokenEvent) -> None:
+        """Write one token, or the end of a continuation."""
+        if event.trace is not None:
+            self._row(event.index, event.trace)
+        if (done := event.completion) is None:
+            return
+        for row in done.trace[self._written[event.index] :]:  # one that failed before its token was handed on
+            self._row(event.index, row)
+        end = End(
+            finish_reason=done.finish_reason,
+            error=done.error,
+            prompt_read=done.prompt_read,
+            tokens_left_out=done.tokens_left_out,
+            text=event.text if event.trace is None else "",
+        )
+        self._write({"index": event.index, "end": dataclasses.asdict(end)})
+
+    def check(self) -> None:
+        """Raise the OSError that the trace ended with, if it did."""
+        if self._fault is not None:
+            raise self._fault
+
+    def _row(self, index: int, row: TokenTrace) -> None:
+        self._written[index] += 1
+        self._write({"index": index} | dataclasses.asdict(row))
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if self._fault is not None:
+            return
+        try:
+            self._stream.write(json.dumps(values, ensure_ascii=False) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            self._fault = error
+
+
+def read_trace(path: Path) -> tuple[About, list[Completion]]:
+    """Return what a trace is of and its `n` completions, equal to those served; without an end one is an "abort".
+
+    A last line that was cut off is left out. Raises UsageError, one sentence, for a file that is no trace of this
+    version or is damaged.
+    """
+    lines = _lines(path)
+    first = next(lines, None)
+    if first is None:
+        raise UsageError(f"{path} is empty or holds no whole line; {_ANEW}.")
+    about = _about(path, first[1])
+    rows: list[list[TokenTrace]] = [[] for _ in range(about.n)]
+    ends: list[End | None] = [None] * about.n
+    for number, values in lines:
+        source, index = f"{path}, line {number}", values.get("index")
+        if type(index) is not int or not 0 <= index < about.n:
+            raise UsageError(f"{source}: the field index is no number below n = {about.n}; {_ANEW}.")
+        if ends[index] is not None:
+            raise UsageError(f"{source} comes after the end of continuation {index}; {_ANEW}.")
+        if "end" not in values:
+            rows[index].append(checked(values, TokenTrace, source, _ANEW))
+        elif isinstance(end := values["end"], dict):
+            ends[index] = checked(end, End, source, _ANEW)
+        else:
+            raise UsageError(f"{source}: the field end is no JSON object; {_ANEW}.")
+    pairs = zip(rows, ends, strict=True)
+    return about, [_completion(about, index, own, end) for index, (own, end) in enumerate(pairs)]
+
+
+def _about(path: Path, header: dict[str, Any]) -> About:
+    version = header.get("trace")
+    if version is None:
+        raise UsageError(f"{path} has no header, as traces of an older et_jax have none; {_ANEW}.")
+    if type(version) is not int:
+        raise UsageError(f"{path}, line 1: the field trace is no version; {_ANEW}.")
+    if version != VERSION:
+        raise UsageError(f"{path} is a trace of version {version}; this et_jax reads version {VERSION}: {_ANEW}.")
+    return checked(header, About, f"{path}, line 1", _ANEW)
+
+
+def _completion(about: About, index: int, rows: list[TokenTrace], end: End | None) -> Completion:
+    if end is not None and rows:
+        rows[-1] = dataclasses.replace(rows[-1], text=rows[-1].text + end.text)
+    return Completion(
+        prompt=about.prompt,
+        prompt_tokens=about.prompt_tokens,
+        index=index,
+        text="".join(row.text for row in rows),
+        token_ids=tuple(row.token for row in rows),
+        finish_reason="abort" if end is None else end.finish_reason,
+        trace=tuple(rows),
+        error=None if end is None else end.error,
+        prompt_read=None if end is None else end.prompt_read,
+        tokens_left_out=0 if end is None else end.tokens_left_out,
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield every line by its number; a last one that has no end and is no JSON was cut off, and is left out."""
+    try:
+        if not path.exists():
+            raise UsageError(f"{path} is not there; name a file that --trace has written.")
+        if not path.is_file():
+            raise UsageError(f"{path} is not a regular file; name one that --trace has written.")
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_MOST_BYTES):
+                number += 1
+                if (values := _values(f"{path}, line {number}", line)) is not None:
+                    yield number, values
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); name a file that --trace has written.") from error
+
+
+def _values(source: str, line: bytes) -> dict[str, Any] | None:
+    """The object on a line; None where the line was cut off. Raises UsageError for anything else."""
+
+    def finite(text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            raise UsageError(f"{source} holds {text}, which is no finite number; {_ANEW}.")
+        return number
+
+    try:
+        values = json.loads(line.decode("utf-8"), parse_float=finite, parse_constant=finite)
+    except UsageError:
+        raise
+    except (ValueError, RecursionError) as error:
+        if not line.endswith(b"\n"):
+            return None
+        raise UsageError(f"{source} is damaged: it is no JSON; {_ANEW}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{source} is damaged: it is no JSON object; {_ANEW}.")
+    return values

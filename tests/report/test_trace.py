@@ -1,0 +1,233 @@
+"""Traces: what is written is read back equal, a run cut off anywhere up to there, and every other file is refused."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import et_jax
+from et_jax.cli.streams import open_text
+from et_jax.errors import UsageError
+from et_jax.report.trace import VERSION, About, TraceWriter, read_trace
+from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace
+
+ABOUT = About(model="bundled", control="off", n=2, prompt='It\nwas\u2028 "É"', prompt_tokens=3)
+
+figures, counts = st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**40)
+rows = st.builds(
+    TokenTrace,
+    token=counts,
+    text=st.text(max_size=4),
+    entropy=figures,
+    varentropy=figures,
+    temperature=figures,
+    surprisal=figures,
+    blocks_read=counts,
+    blocks_held=counts,
+    kept_mass=figures,
+    entropic_time=figures,
+    cost=figures,
+    flops=figures,
+    attention_entropy=st.none() | figures,
+    least_attention_entropy=st.none() | figures,
+    guard_rates=st.dictionaries(st.text(max_size=4), figures, max_size=2),
+    drafted=counts,
+    accepted=st.booleans(),
+    by_small=st.none() | st.booleans(),
+    audited=counts,
+    agreed=counts,
+    top=st.lists(st.tuples(counts, figures), max_size=2).map(tuple),
+    reads=st.none() | st.lists(st.tuples(counts, counts), max_size=2).map(tuple),
+)
+reads_of_prompts = st.builds(PromptRead, blocks_read=figures, blocks_held=figures, mass_kept=st.none() | figures)
+
+
+def completed(index: int, trace: list[TokenTrace], **ended) -> Completion:
+    return Completion(
+        prompt=ABOUT.prompt,
+        prompt_tokens=ABOUT.prompt_tokens,
+        index=index,
+        text="".join(row.text for row in trace),
+        token_ids=tuple(row.token for row in trace),
+        trace=tuple(trace),
+        **{"finish_reason": "length"} | ended,
+    )
+
+
+def token(index: int, row: TokenTrace, completion: Completion | None = None) -> TokenEvent:
+    return TokenEvent(prompt_index=0, index=index, text=row.text, trace=row, completion=completion)
+
+
+def end(index: int, completion: Completion, text: str = "") -> TokenEvent:
+    return TokenEvent(prompt_index=0, index=index, text=text, trace=None, completion=completion)
+
+
+@st.composite
+def runs(draw) -> tuple[list[TokenEvent], list[Completion]]:
+    """Two continuations whose events alternate; each ends with its last token, or later, with text held back."""
+    events, done = [], []
+    for index in range(ABOUT.n):
+        trace = draw(st.lists(rows, max_size=4))
+        ended = {
+            "finish_reason": draw(st.sampled_from(["stop", "length", "abort", "error"])),
+            "error": draw(st.none() | st.text(max_size=9)),
+            "prompt_read": draw(st.none() | reads_of_prompts),
+            "tokens_left_out": draw(counts),
+        }
+        own = [token(index, row) for row in trace]
+        if trace and draw(st.booleans()):
+            done.append(completed(index, trace, **ended))
+            own[-1] = token(index, trace[-1], done[-1])
+        else:
+            held = draw(st.text(max_size=3)) if trace else ""
+            whole = [*trace[:-1], *(dataclasses.replace(row, text=row.text + held) for row in trace[-1:])]
+            done.append(completed(index, whole, **ended))
+            own.append(end(index, done[-1], held))
+        events.append(own)
+    mixed = [event for pair in itertools.zip_longest(*events) for event in pair if event is not None]
+    return mixed, done
+
+
+def written(path: Path, events: list[TokenEvent], about: About = ABOUT) -> Path:
+    with open_text(str(path)) as stream:
+        writer = TraceWriter(stream, about)
+        for event in events:
+            writer.take(event)
+        writer.check()
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("traces") / "trace.jsonl"
+
+
+@given(runs())
+def test_what_is_written_is_read_back_equal(file, run):
+    events, done = run
+    assert read_trace(written(file, events)) == (ABOUT, done)
+
+
+def plain(number: int, text: str = " é") -> TokenTrace:
+    names = ("entropy", "varentropy", "temperature", "surprisal", "kept_mass", "entropic_time", "cost", "flops")
+    return TokenTrace(token=number, text=text, blocks_read=1, blocks_held=1, **dict.fromkeys(names, 0.5))
+
+
+def test_a_run_that_was_cut_off_anywhere_is_read_up_to_there(file):
+    one, other = [plain(1), plain(2)], [plain(3), plain(4), plain(5)]
+    done = [completed(0, one), completed(1, other)]
+    events = [token(0, one[0]), token(1, other[0]), token(0, one[1], done[0]), token(1, other[1]), token(1, other[2])]
+    data = written(file, [*events, end(1, done[1])]).read_bytes()
+    of_lines = [(0, 1), (1, 1), (0, 1), (0, None), (1, 1), (1, 1), (1, None)]  # the tokens of whom, None for an end
+    header, *ends = itertools.accumulate(len(line) + 1 for line in data.splitlines())
+    for size in range(len(data) + 1):
+        file.write_bytes(data[:size])
+        if size < header - 1:  # a line is there with its last brace
+            with pytest.raises(UsageError, match=r"is empty or holds no whole line; write it anew with --trace\.$"):
+                read_trace(file)
+            continue
+        there = [line for line, after in zip(of_lines, ends, strict=True) if size >= after - 1]
+        expected = [
+            kept
+            if (index, None) in there
+            else completed(index, list(kept.trace[: there.count((index, 1))]), finish_reason="abort")
+            for index, kept in enumerate(done)
+        ]
+        assert read_trace(file) == (ABOUT, expected)
+
+
+def test_a_token_that_was_never_handed_on_is_in_the_trace(file):
+    """One whose sequence failed after it was sampled is in the completion alone."""
+    failed = completed(1, [plain(1), plain(2)], finish_reason="error", error="The tokenizer failed.")
+    ended = completed(0, [])
+    assert read_trace(written(file, [token(1, plain(1)), end(0, ended), end(1, failed)]))[1] == [ended, failed]
+
+
+def test_what_a_model_served_is_read_back_equal(file):
+    """Continuations of which one ends by itself, and the others as the run is interrupted amid drafts."""
+    model = et_jax.load("bundled-small", max_num_seqs=3, max_model_len=64, draft="lookup", tell_reads=True)
+    events = []
+    asked = {"n": 3, "seed": 4, "max_tokens": 50, "logprobs": 2, "ignore_eos": True, "stop": ("e",)}
+    stream = model.stream("It was late in the évening", cancelled=lambda: len(events) > 40, **asked)
+    events.extend(stream)
+    done = sorted((one.completion for one in events if one.completion), key=lambda one: one.index)
+    about = dataclasses.replace(ABOUT, n=3, prompt=done[0].prompt, prompt_tokens=done[0].prompt_tokens)
+    assert read_trace(written(file, events, about)) == (about, done)
+    assert all(row.reads and row.top for one in done for row in one.trace)
+
+
+def test_a_full_disk_does_not_stop_a_run():
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full to write to")
+    with open_text("/dev/full") as stream:
+        writer = TraceWriter(stream, ABOUT)
+        writer.take(token(0, plain(1)))
+        with pytest.raises(OSError, match="No space left on device"):
+            writer.check()
+
+
+HEADER = {"trace": VERSION} | dataclasses.asdict(ABOUT)
+ROW = {"index": 0} | dataclasses.asdict(plain(1))
+END = {"finish_reason": "stop", "error": None, "prompt_read": None, "tokens_left_out": 0, "text": ""}
+
+
+def without(values: dict, name: str) -> dict:
+    return {key: value for key, value in values.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([], "FILE is empty or holds no whole line; write it anew with --trace."),
+        ([ROW], "FILE has no header, as traces of an older et_jax have none; write it anew with --trace."),
+        (
+            [HEADER | {"trace": VERSION + 1}, ROW],
+            f"FILE is a trace of version {VERSION + 1}; this et_jax reads version {VERSION}: write it anew with",
+        ),
+        ([HEADER | {"trace": "1"}], "FILE, line 1: the field trace is no version; "),
+        ([without(HEADER, "prompt")], "FILE, line 1: the field prompt is missing; "),
+        ([HEADER | {"n": 0}], "FILE, line 1: the field n is 0 (expected int >= 1); "),
+        ([HEADER | {"n": 10**9}], "FILE, line 1: the field n is 1000000000 (expected int <= 1024); "),
+        (["once upon a time"], "FILE, line 1 is damaged: it is no JSON; "),
+        ([HEADER, '{"index": 0, "to', ROW], "FILE, line 2 is damaged: it is no JSON; "),
+        ([HEADER, ROW, [1]], "FILE, line 3 is damaged: it is no JSON object; "),
+        ([HEADER, "[" * 100_000], "FILE, line 2 is damaged: it is no JSON; "),
+        ([HEADER, "\ud83d"], "FILE, line 2 is damaged: it is no JSON; "),
+        ([HEADER, without(ROW, "index")], "FILE, line 2: the field index is no number below n = 2; "),
+        ([HEADER, ROW | {"index": 2}], "FILE, line 2: the field index is no number below n = 2; "),
+        ([HEADER, ROW | {"index": -1}], "FILE, line 2: the field index is no number below n = 2; "),
+        ([HEADER, ROW | {"index": True}], "FILE, line 2: the field index is no number below n = 2; "),
+        ([HEADER, without(ROW, "entropy")], "FILE, line 2: the field entropy is missing; "),
+        ([HEADER, ROW | {"token": 1.5}], "FILE, line 2: the field token is 1.5 (expected int, got float); "),
+        ([HEADER, ROW | {"cost": 10**400}], "FILE, line 2: the field cost is 1"),
+        (
+            [HEADER, ROW | {"reads": [[1, "2"]]}],
+            "FILE, line 2: the field reads is [[1, '2']] (expected int, got str); ",
+        ),
+        ([HEADER, ROW | {"entropy": float("nan")}], "FILE, line 2 holds NaN, which is no finite number; "),
+        ([HEADER, ROW | {"cost": -float("inf")}], "FILE, line 2 holds -Infinity, which is no finite number; "),
+        ([HEADER, '{"index": 0, "cost": 1e999}'], "FILE, line 2 holds 1e999, which is no finite number; "),
+        ([HEADER, {"index": 0, "end": None}], "FILE, line 2: the field end is no JSON object; "),
+        ([HEADER, {"index": 0, "end": without(END, "text")}], "FILE, line 2: the field text is missing; "),
+        ([HEADER, {"index": 0, "end": END | {"finish_reason": "done"}}], "the field finish_reason is 'done' (invalid "),
+        ([HEADER, {"index": 0, "end": END}, ROW], "FILE, line 3 comes after the end of continuation 0; "),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_sentence(file, lines, said):
+    written_out = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    file.write_text("".join(line + "\n" for line in written_out), encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(UsageError) as refused:
+        read_trace(file)
+    sentence = str(refused.value).replace(str(file), "FILE")
+    assert said in sentence and sentence.endswith("write it anew with --trace.")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"absent is not there; name a file that --trace has written\.$"):
+        read_trace(tmp_path / "absent")
+    with pytest.raises(UsageError, match=r"is not a regular file; name one that --trace has written\.$"):
+        read_trace(tmp_path)
