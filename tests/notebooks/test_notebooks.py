@@ -1,0 +1,97 @@
+"""The notebooks run from the first cell to the last, each in a fresh kernel; what ran is kept in build/notebooks/.
+
+Where `CI` is set kernels have nothing but what the first cell installs, in one clean environment for all. Elsewhere
+they run in the environment of the tests, without that cell, which would install into it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXECUTED = ROOT / "build/notebooks"
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+FIRST = """# Colab, or anywhere: installs et_jax from the checkout this notebook stands in, else from the package index.
+import pathlib
+import subprocess
+import sys
+
+checkout = pathlib.Path.cwd().parent
+source = f"{checkout}[notebook]" if (checkout / "et_jax").is_dir() else "et_jax[notebook]"
+subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)"""
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+
+def code(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The cells of code, in order."""
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+@pytest.fixture(scope="module")
+def clean() -> bool:
+    """Whether kernels run in a clean environment."""
+    return bool(os.environ.get("CI"))
+
+
+@pytest.fixture(scope="module")
+def kernels(clean: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that registers the kernel "here": of the environment of the tests, or a clean one with ipykernel."""
+    folder, python = tmp_path_factory.mktemp("kernels"), sys.executable
+    if clean:
+        subprocess.run([sys.executable, "-m", "venv", folder / "clean"], check=True)
+        python = str(folder / "clean" / "bin" / "python")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "ipykernel"], check=True)
+    (folder / "kernels" / "here").mkdir(parents=True)
+    told = {"argv": [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "here"}
+    (folder / "kernels" / "here" / "kernel.json").write_text(json.dumps(told | {"language": "python"}))
+    return folder
+
+
+def test_there_are_notebooks_for_a_start_for_control_and_for_long_texts():
+    assert [path.stem for path in NOTEBOOKS] == ["control", "long_context", "quickstart"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_as_it_was_written(path: Path):
+    book = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(book)
+    assert (book.nbformat, book.nbformat_minor) == (4, 5) and book.metadata.kernelspec.name == "python3"
+    assert code(book)[0].source == FIRST
+    assert all(not cell.outputs and cell.execution_count is None for cell in code(book))
+    assert "[Open in Colab](https://colab.research.google.com/)" in book.cells[0].source
+    assert all(len(line) <= 120 for cell in code(book) for line in cell.source.splitlines())
+
+
+def test_the_quickstart_asks_for_the_accelerator_it_is_written_for():
+    told = json.loads((ROOT / "notebooks/quickstart.ipynb").read_text(encoding="utf-8"))["metadata"]
+    assert told["accelerator"] == "TPU" and told["colab"]["gpuType"] == "V5E1"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, clean: bool, kernels: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(kernels))
+    book = nbformat.read(path, as_version=4)
+    first = code(book)[0]
+    if clean:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        first.source = "pass"  # what it installs is there
+    where = {"metadata": {"path": str(path.parent)}}
+    try:
+        nbclient.NotebookClient(book, timeout=500, kernel_name="here", resources=where).execute()
+    finally:
+        first.source = FIRST
+        EXECUTED.mkdir(parents=True, exist_ok=True)
+        nbformat.write(book, EXECUTED / path.name)
+    said = [one for cell in code(book) for one in cell.outputs]
+    assert not [one.text for one in said if one.get("name") == "stderr"]
+    drawn = [one.data for one in said if "data" in one]
+    assert any("image/png" in one or "application/vnd.jupyter.widget-view+json" in one for one in drawn)
+    assert any('class="et-jax"' in one.get("text/html", "") for one in drawn)
