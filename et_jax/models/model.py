@@ -17,7 +17,7 @@ from et_jax.models.transformer import Attend, Params
 Memory = TypeVar("Memory")
 
 ModelWeights = Params | ModuleWeights
-"""The weights of a model: `Params` where it is described by a `ModelConfig`, `ModuleWeights` where by a `ModuleModel`."""
+"""The weights of a model: `Params` where a `ModelConfig` describes it, `ModuleWeights` where a `ModuleModel` does."""
 
 
 def forward(

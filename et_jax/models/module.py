@@ -25,8 +25,9 @@ AttentionFn = Callable[..., Array]
 class ModuleConfig:
     """What cannot be seen from a module.
 
-    It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer; None
-    leaves them to it. `calibration` is what was measured of the module.
+    It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer, None
+    leaves them to it. `calibration` is what was measured of the module, its sensitivity by
+    `evidence.sensitivity.head_sensitivity`.
     """
 
     max_positions: int
@@ -39,9 +40,9 @@ class ModuleConfig:
 class ModuleModel(ModelShape):
     """A module as part of a program; all of it is found by `module_reading.read_module`.
 
-    `graphdef` is the module without its arrays. `dtype` is that of its keys and values. Its arrays hold `num_weights`
-    numbers in `weight_bytes` bytes, each token is multiplied with `num_multiplied` of them, and `widest` numbers are the
-    most of a token that one multiplication gives, logits aside.
+    `graphdef` is the module without its arrays, `dtype` that of its keys and values. Its arrays hold `num_weights`
+    numbers in `weight_bytes` bytes; each token is multiplied with `num_multiplied` of them. `widest` is the most numbers
+    of a token that one multiplication gives, logits aside.
     """
 
     graphdef: Any
@@ -92,7 +93,7 @@ def forward(
     attend: Attend,
     memory: Memory,
 ) -> tuple[Float[Array, "b t v"], Memory]:
-    """Return float32 logits at every position and the memory after all layers, which are the calls of attention in turn.
+    """Return float32 logits at every position and the memory after all layers: the calls of attention, in turn.
 
     Masks, and whatever else the module hands its attention, are not read: `attend` knows what a token sees. Raises
     ValueError for a bias on the scores.

@@ -1,7 +1,7 @@
 """What can be seen of a module before it serves: its shape, and that the decoder's attention is what it has itself.
 
-Found by running it, on tokens drawn at random. What it would do beyond their number, such as a window that is longer, is
-not seen.
+Found by running it, on tokens drawn at random. What it does beyond their number, as with a window that is longer, is not
+seen.
 """
 
 import contextlib
@@ -16,7 +16,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from et_jax.errors import UsageError
-from et_jax.models.module import AttentionFn, ModuleConfig, ModuleModel, ModuleWeights, attending, forward, with_attention
+from et_jax.models.module import (
+    AttentionFn,
+    ModuleConfig,
+    ModuleModel,
+    ModuleWeights,
+    attending,
+    forward,
+    with_attention,
+)
 
 _LENGTH = 128  # tokens that a module is compared on, at most
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 4e-2}  # of the largest value that is compared, by the dtype of keys
@@ -63,7 +71,7 @@ def _split(module: Any, name: str) -> tuple[Any, ModuleWeights]:
         hash(graphdef)
     except TypeError as error:
         raise UsageError(
-            f"{name} holds an attribute that cannot be hashed ({error}); make it a tuple, or an array in an nnx.Variable."
+            f"{name} holds an attribute that cannot be hashed ({error}); make it a tuple, or an nnx.Variable."
         ) from error
     return graphdef, ModuleWeights(state=jax.device_put(state, devices.pop() if devices else None))
 
@@ -173,8 +181,8 @@ def _compare(model: ModuleModel, weights: ModuleWeights, config: ModuleConfig) -
         raise UsageError(f"{model.architecture} has an attention of another kind; {_OWN}.")
     if not _near(own, parts, tolerance):
         raise UsageError(
-            f"{model.architecture} gives other logits for a text that is read in parts; outside of attention each token "
-            "must be treated alone, at the position that it is given."
+            f"{model.architecture} gives other logits for a text that is read in parts; outside of attention each "
+            "token must be treated alone, at the position that it is given."
         )
 
 
@@ -222,7 +230,7 @@ def _in_parts(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> Any:
 def causal(
     query: Float[Array, "b t h d"], key: Float[Array, "b s k d"], value: Float[Array, "b s k d"]
 ) -> Float[Array, "b t h d"]:
-    """Return softmax(q k / sqrt(d)) v, the queries being those of the last `t` of `s` tokens, each of all up to its own."""
+    """Return softmax(q k / sqrt(d)) v of the last `t` of `s` tokens, each of which sees those up to itself."""
     (t, h, d), (s, k) = query.shape[1:], key.shape[1:3]
     key, value = (jnp.repeat(x.astype(jnp.float32), h // k, axis=2) for x in (key, value))
     scores = jnp.einsum("bthd,bshd->bhts", query.astype(jnp.float32), key) / d**0.5
@@ -232,7 +240,7 @@ def causal(
 
 
 def _near(some: Any, others: Any, tolerance: float) -> bool:
-    """Whether all arrays of two trees agree, each to this share of its largest value; what is no number agrees with none."""
+    """Whether all arrays of two trees agree, each to this share of its largest value; NaN agrees with nothing."""
     pairs = zip(jax.tree.leaves(some), jax.tree.leaves(others), strict=True)
     arrays = ((np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs)
     return all(np.abs(one - other).max() <= tolerance * np.abs(one).max() for one, other in arrays)

@@ -84,12 +84,12 @@ def load(
 ) -> "Model":
     """Return a model ready to generate: "bundled", "bundled-small", a Hugging Face folder, or a hub name "owner/model".
 
-    Or `name` is a model itself, a `flax.nnx.Module` that is called as `module(tokens, positions)`, both [batch, length],
-    and returns logits [batch, length, vocabulary], with a `config` and a `tokenizer`: a tokenizer.json, a folder with
-    one, a `tokenizers.Tokenizer`, or that of another model. Its attention layers call an attribute `attention_fn` with
-    queries, keys and values [batch, length, heads, head_dim], as `nnx.MultiHeadAttention` does; the decoder puts paged
-    causal attention in its place, on a copy in `eval` mode, and otherwise runs the module as it is. That this gives what
-    the module itself computes is checked here, on at most 128 tokens.
+    Or `name` is a model itself, a `flax.nnx.Module`: called as `module(tokens, positions)`, both [batch, length], it
+    returns logits [batch, length, vocabulary]. It comes with a `config` and a `tokenizer`: a tokenizer.json, a folder
+    with one, a `tokenizers.Tokenizer`, or that of another model. Its attention layers call an attribute `attention_fn`
+    with queries, keys and values [batch, length, heads, head_dim], as `nnx.MultiHeadAttention` does. In its place the
+    decoder puts paged causal attention, on a copy in `eval` mode, and otherwise runs the module as it is, in the dtype
+    that it has. That this gives what the module computes by itself is checked here, on at most 128 tokens.
 
     `dtype` is "auto", "bfloat16" or "float32". `page_size` tokens share a page (16 on CPU, 64 on GPU,
     128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.

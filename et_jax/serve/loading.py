@@ -1,4 +1,4 @@
-"""From a model's name, or a module, to what serves it: found, measured against the memory there is, and only then read."""
+"""From a model's name, or a module, to what serves it: found, measured against the memory there is, and then read."""
 
 import dataclasses
 from collections.abc import Callable
@@ -92,8 +92,8 @@ def opened_module(
     model, weights = read_module(module, config)
     if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
         raise UsageError(
-            f"{settings.name} has a vocabulary of {model.vocab_size} tokens and the tokenizer one of {most + 1}; give the "
-            "tokenizer that it was trained with."
+            f"{settings.name} has a vocabulary of {model.vocab_size} tokens and the tokenizer one of {most + 1}; give "
+            "the tokenizer that it was trained with."
         )
     if beside is not None:
         _check_second(settings, beside, model, found, tell)

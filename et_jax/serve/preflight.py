@@ -116,8 +116,9 @@ def step_bytes(config: DecoderConfig) -> int:
     """Return about what a decode step or a chunk of prefill needs while it runs, an upper estimate.
 
     In float32: ten copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
-    cache keeps surprisals; for each token what its layers hold (`token_numbers`), two of queries, keys and values; four numbers per row, query head and block for a choice of blocks. Beside them what attention
-    sets aside, as its kernels tell. A compression, where there is one, runs between steps.
+    cache keeps surprisals; for each token what a layer holds (`token_numbers`), and two of queries, keys and values;
+    four numbers per row, query head and block for a choice of blocks. Beside them what attention sets aside, as its
+    kernels tell. A compression, where there is one, runs between steps.
     """
     c, rows = config.model, _most_rows(config)
     tokens = max(rows, config.prefill_batch)
@@ -187,7 +188,11 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
     if num_pages is not None and fits(config, None):
         remedies.append(f"take num_pages {_measure(config, found.memory, None, found.replicas).num_pages}")
     of_one_dtype = isinstance(config.model, ModuleModel)
-    if not of_one_dtype and jnp.dtype(config.cache_dtype).itemsize > 2 and fits(replace(config, cache_dtype=jnp.bfloat16)):
+    if (
+        not of_one_dtype
+        and jnp.dtype(config.cache_dtype).itemsize > 2
+        and fits(replace(config, cache_dtype=jnp.bfloat16))
+    ):
         remedies.append("take bfloat16")
     if fits(with_slots(2)):
         remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")

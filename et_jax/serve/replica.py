@@ -71,7 +71,10 @@ class Replica:
         self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
         params = of_model(weights)
-        self._traffic, self._num_multiplied = traffic(params, self.device.state.cache), num_multiplied(self.config.model)
+        self._traffic, self._num_multiplied = (
+            traffic(params, self.device.state.cache),
+            num_multiplied(self.config.model),
+        )
         self._both = None
         if self.config.small is not None:
             dtype = self.config.cache_dtype

@@ -103,9 +103,16 @@ def _json_backend(given: Any) -> JsonBackend:
     if isinstance(given, str | Path):
         return JsonBackend(Path(given))
     if isinstance(given, tokenizers.Tokenizer):
-        return JsonBackend(Path("The tokenizer"), given.to_str().encode())
+        try:
+            return JsonBackend(Path("The tokenizer"), given.to_str().encode())
+        except Exception as error:  # the library raises nothing narrower for parts written in Python
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"tokenizer cannot be written down ({error}); build it from the library's parts."
+            ) from error
     raise UsageError(
-        f"tokenizer is {shown(given)}; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or that of another model."
+        f"tokenizer is {shown(given)}; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or another model's."
     )
 
 

@@ -140,7 +140,10 @@ IN_PARTS = "gives other logits for a text that is read in parts"
 REFUSED = {
     "no attention": (no_attention, "has no part with an attention_fn; have its attention layers call"),
     "uncalled": (lambda: with_call(lambda self, t, p: self.head(self.embed(t))), "does not call the attention_fn"),
-    "fails": (lambda: with_call(lambda self, t: t), "cannot be called as module(tokens, positions), on integers"),
+    "fails": (
+        lambda: with_call(lambda self, t: t),
+        "cannot be called as module(tokens, positions) on integers [batch, length] (TypeError",
+    ),
     "scan": (lambda: with_call(in_a_scan), "called outside of nnx.scan, nnx.remat and nnx.jit"),
     "one axis": (lambda: with_call(lambda self, t, p: Grouped.__call__(self, t, p)[:, -1]), "returns [2, 61] for"),
     "no array": (lambda: with_call(lambda self, t, p: (Grouped.__call__(self, t, p),)), "returns tuple for tokens"),
