@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -72,7 +73,7 @@ def device_of(weights: ModelWeights) -> jax.Device:
     return device
 
 
-def dtype_of(weights: ModelWeights) -> jnp.dtype:
+def dtype_of(weights: ModelWeights) -> np.dtype:
     """Return the dtype that most numbers of a model have."""
     sizes = Counter()
     for leaf in jax.tree.leaves(weights):

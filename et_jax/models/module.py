@@ -25,8 +25,8 @@ AttentionFn = Callable[..., Array]
 class ModuleConfig:
     """What cannot be seen from a module.
 
-    It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer, None
-    leaves them to it. `calibration` is what was measured of the module, its sensitivity by
+    It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer;
+    None leaves them to it. `calibration` is what was measured of the module, its sensitivity by
     `evidence.sensitivity.head_sensitivity`.
     """
 
@@ -41,8 +41,8 @@ class ModuleModel(ModelShape):
     """A module as part of a program; all of it is found by `module_reading.read_module`.
 
     `graphdef` is the module without its arrays, `dtype` that of its keys and values. Its arrays hold `num_weights`
-    numbers in `weight_bytes` bytes; each token is multiplied with `num_multiplied` of them. `widest` is the most numbers
-    of a token that one multiplication gives, logits aside.
+    numbers in `weight_bytes` bytes; each token is multiplied with `num_multiplied` of them. `widest` is the most
+    numbers of a token that one multiplication gives, logits aside.
     """
 
     graphdef: Any

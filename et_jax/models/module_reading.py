@@ -1,7 +1,6 @@
 """What can be seen of a module before it serves: its shape, and that the decoder's attention is what it has itself.
 
-Found by running it, on tokens drawn at random. What it does beyond their number, as with a window that is longer, is not
-seen.
+Found by running it, on tokens drawn at random. What it does beyond their number, as with a longer window, is not seen.
 """
 
 import contextlib
@@ -177,7 +176,7 @@ def _compare(model: ModuleModel, weights: ModuleWeights, config: ModuleConfig) -
         own, outs = jax.jit(partial(_own, model))(weights, tokens)
         parts = jax.jit(partial(_in_parts, model))(weights, tokens)
     tolerance = _TOLERANCE[jnp.dtype(model.dtype).name]
-    if not _near(*zip(*outs, strict=True), tolerance):
+    if not _near([own for own, _ in outs], [plain for _, plain in outs], tolerance):
         raise UsageError(f"{model.architecture} has an attention of another kind; {_OWN}.")
     if not _near(own, parts, tolerance):
         raise UsageError(

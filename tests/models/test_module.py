@@ -1,5 +1,7 @@
 """A module of the caller's own: called as it is, with another attention in the place of its own."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,7 @@ def counting(layer, q, k, v, memory):
     return causal(q, k, v), (*memory, (layer, q.shape, k.dtype))
 
 
-def logits_of(module, tokens=TOKENS):
+def logits_of(module, tokens=TOKENS) -> Any:
     model, weights = read_module(module, CONFIG)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return forward(weights, model, jnp.asarray(tokens), positions, counting, ())
@@ -68,7 +70,7 @@ def test_a_bias_on_the_scores_is_refused_while_tracing():
 
     class Biased(nnx.Module):
         def __init__(self):
-            self.attention_fn = causal
+            self.attention_fn: Any = causal
 
         def __call__(self, tokens, positions):
             return self.attention_fn(tokens, tokens, tokens, bias=tokens)

@@ -1,6 +1,7 @@
 """What is seen of a module before it serves: its shape by formula, and one sentence for each that cannot be served."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,18 +57,14 @@ def plain(**settings):
     return Plain(VOCABULARY, rngs=nnx.Rngs(0), **settings)
 
 
-def grouped(attention_fn=causal):
+def grouped(attention_fn=causal) -> Any:
     return Grouped(VOCABULARY, attention_fn=attention_fn, rngs=nnx.Rngs(0))
 
 
 def with_call(call, module=None):
     """A module that is called in another way."""
     module = grouped() if module is None else module
-
-    class Other(type(module)):
-        __call__ = call
-
-    module.__class__ = Other
+    module.__class__ = type("Other", (type(module),), {"__call__": call})
     return module
 
 

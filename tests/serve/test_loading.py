@@ -1,6 +1,7 @@
 """A module of the caller's own is served as the others are: the logits of its own pass, and every preset over them."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -31,11 +32,11 @@ TOKENIZER = load_tokenizer(bundled_folder())
 
 
 @functools.cache
-def module(kind: type[nnx.Module]) -> nnx.Module:
+def module(kind: Callable[..., nnx.Module]) -> nnx.Module:
     return kind(VOCABULARY, rngs=nnx.Rngs(3))
 
 
-def loaded(kind: type[nnx.Module], *, calibration: Calibration = SENSITIVE, **settings) -> et_jax.Model:
+def loaded(kind: Callable[..., nnx.Module], *, calibration: Calibration = SENSITIVE, **settings) -> et_jax.Model:
     config = ModuleConfig(max_positions=LENGTH, eos_token_ids=(), calibration=calibration)
     return et_jax.load(module(kind), config=config, tokenizer=TOKENIZER, **SIZES | settings)
 
