@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from et_jax.control.view import BlockView as BlockView
     from et_jax.control.view import needing as needing
     from et_jax.errors import UsageError as UsageError
+    from et_jax.models.module import ModuleConfig as ModuleConfig
     from et_jax.report.notebook import show as show
     from et_jax.report.page import write_report as write_report
     from et_jax.serve.completions import Completion as Completion
@@ -39,6 +40,7 @@ _HOMES = {
     "Model": "et_jax.serve.engine",
     "SamplingParams": "et_jax.serve.requests",
     "GenerationRequest": "et_jax.serve.requests",
+    "ModuleConfig": "et_jax.models.module",
     "Completion": "et_jax.serve.completions",
     "UsageError": "et_jax.errors",
     "write_report": "et_jax.report.page",

@@ -35,7 +35,7 @@ from et_jax.evidence import tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.shapes import LLAMA_3_8B, SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
-from et_jax.models.transformer import Params, describe, initialise
+from et_jax.models.transformer import Params, initialise, num_multiplied
 from et_jax.types import replace
 
 STEPS = 32  # in one call of `decode`
@@ -138,7 +138,7 @@ def large_model() -> dict[str, float]:
     c = LLAMA_3_8B
     shape = jax.ShapeDtypeStruct((1, c.vocab_size), jnp.float32)
     counted = jax.jit(lambda logits: measured(logits, 1.0)).lower(shape).compile().cost_analysis() or {}
-    weights = cost.num_multiplied(describe(c))
+    weights = num_multiplied(c)
     return {
         "estimator_flops": counted["flops"] + counted.get("transcendentals", 0.0),
         "token_flops": cost.token_flops(weights, 0, c.group_size, c.head_dim),

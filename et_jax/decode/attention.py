@@ -27,7 +27,7 @@ from et_jax.decode.selection import (
     trace_scores,
     with_residual,
 )
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ModelShape
 from et_jax.models.transformer import Attend
 from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
@@ -190,7 +190,7 @@ def prefill_attend(
 
 
 def serving_backend(
-    model: ModelConfig, page_size: int, dtype: DTypeLike, first: str | None = None
+    model: ModelShape, page_size: int, dtype: DTypeLike, first: str | None = None
 ) -> tuple[str, tuple[str, ...]]:
     """Return the best attention backend, from `first` on, that serves this model's shapes, and why better ones do not.
 
@@ -200,7 +200,7 @@ def serving_backend(
 
 
 def scoring_backend(
-    model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, attention: str
+    model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, attention: str
 ) -> tuple[str, tuple[str, ...]]:
     """Return what scores this model's blocks and why no better one: the backend of attention, or the best that can."""
     return _first_to_serve(partial(trace_scores, model, page_size, dtype, key_codes), attention)
@@ -219,7 +219,7 @@ def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[
             name = pick(built=names)
 
 
-def _trace_attention(model: ModelConfig, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
+def _trace_attention(model: ModelShape, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
     """Both ops on one row and one page."""
     integers = partial(jnp.zeros, dtype=jnp.int32)
     pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), dtype)

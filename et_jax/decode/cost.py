@@ -6,7 +6,6 @@ step, and reading them is what a step waits for.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +69,6 @@ def charged_bytes(traffic: Traffic, num_served: int, blocks_read: int, summaries
     They share the weights among them, so that the charges of a step add up to what it moved.
     """
     return float(blocks_read * traffic.block + summaries_read * traffic.summary) + traffic.weights / num_served
-
-
-def num_multiplied(params: Any) -> int:
-    """Return the weights a token is multiplied with: all, less an embedding that is not the head too."""
-    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-    return sum(sizes) - (0 if params.head is None else math.prod(params.embedding.shape))
 
 
 def token_flops(num_weights: int, tokens_read: int, group_size: int, head_dim: int) -> float:

@@ -12,7 +12,7 @@ from et_jax.decode.attention import prefill_attend
 from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
 from et_jax.decode.small import Weights, of_model, of_small
 from et_jax.decode.state import DecoderConfig, DecodeState, fresh_prompt
-from et_jax.models.transformer import forward
+from et_jax.models.model import forward
 from et_jax.types import replace
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.selection import first_block, held_blocks
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ModelShape
 from et_jax.pallas.paged_attention.api import paged_attention, shares_lists, shares_pages
 from et_jax.pallas.softmax import Softmax
 from et_jax.sums import log_sum_exp
@@ -24,7 +24,7 @@ class ReadPolicy:
     it has been measured.
     """
 
-    model: ModelConfig
+    model: ModelShape
     page_size: int
     backend: str
     scores_backend: str

@@ -16,7 +16,7 @@ from et_jax.control.bounds import Interval
 from et_jax.control.select import Selection, Selector
 from et_jax.control.view import BlockView
 from et_jax.decode.cache import KVCache, LayerCache, PageSummary, empty, summarise
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ModelShape
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.sums import log_sum_exp, total
 from et_jax.types import Table, pytree, replace
@@ -180,7 +180,7 @@ def _tail(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks) -> 
     )
 
 
-def trace_scores(model: ModelConfig, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
+def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
     """Score one row and one page, to learn at trace time whether a backend serves these shapes."""
     cache = empty(1, model.num_kv_heads, model.head_dim, 2, page_size, dtype, key_codes=key_codes)
     length = jnp.ones(1, jnp.int32)

@@ -5,6 +5,7 @@ It reads everything it has seen, and nothing that it writes is ever part of a te
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
@@ -18,8 +19,8 @@ from et_jax.decode.reading import ReadPolicy
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecoderConfig, DecodeState
-from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import Params, forward
+from et_jax.models.config import ModelShape
+from et_jax.models.model import ModelWeights, forward, num_multiplied
 from et_jax.types import pytree, replace
 
 
@@ -27,33 +28,33 @@ from et_jax.types import pytree, replace
 class Pair:
     """The weights of a decoder of two models: of the one whose text it is, and of the small one."""
 
-    model: Params
-    small: Params
+    model: ModelWeights
+    small: ModelWeights
 
 
-Weights = Params | Pair
+Weights = ModelWeights | Pair
 """What a decoder runs on: a `Pair` where its configuration has a small model."""
 
 
-def of_model(weights: Weights) -> Params:
+def of_model(weights: Weights) -> ModelWeights:
     """Return the weights of the model whose text it is."""
     return weights.model if isinstance(weights, Pair) else weights
 
 
-def of_small(weights: Weights) -> Params:
+def of_small(weights: Weights) -> ModelWeights:
     """Return the weights of the small model. Raises TypeError where there is none."""
     if not isinstance(weights, Pair):
         raise TypeError("params: got the weights of one model, wanted a Pair, for the configuration has a small model")
     return weights.small
 
 
-def costs(model: ModelConfig, params: Params) -> cost.Model:
+def costs(model: ModelShape, params: ModelWeights, cache_dtype: DTypeLike) -> cost.Model:
     """Return what it takes to run a model."""
     return cost.Model(
         weights=cost.num_bytes(params),
-        num_multiplied=cost.num_multiplied(params),
+        num_multiplied=num_multiplied(model),
         heads=model.num_layers * model.num_kv_heads,
-        token=2 * model.head_dim * params.embedding.dtype.itemsize,
+        token=2 * model.head_dim * jnp.dtype(cache_dtype).itemsize,
         group_size=model.group_size,
         head_dim=model.head_dim,
     )
@@ -61,7 +62,7 @@ def costs(model: ModelConfig, params: Params) -> cost.Model:
 
 @jax.named_scope("draft")
 def draft(
-    config: DecoderConfig, how: Drafting, params: Params, state: DecodeState, rows: Rows, count: Int[Array, " r"]
+    config: DecoderConfig, how: Drafting, params: ModelWeights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
 ) -> tuple[DecodeState, Drafts]:
     """Have the small model write what follows the newest token of each row: `count` tokens, or fewer where it stops.
 
@@ -119,7 +120,7 @@ def draft(
 
 def catch_up(
     policy: ReadPolicy,
-    params: Params,
+    params: ModelWeights,
     cache: KVCache,
     pages: Int[Array, "r n"],
     text: Int[Array, "r m"],
@@ -158,7 +159,7 @@ def catch_up(
 
 def read_small(
     policy: ReadPolicy,
-    params: Params,
+    params: ModelWeights,
     cache: KVCache,
     pages: Int[Array, "r n"],
     rows: Rows,

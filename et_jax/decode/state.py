@@ -25,7 +25,7 @@ from et_jax.decode.draft import Drafting
 from et_jax.decode.reading import ReadPolicy
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.calibration import Calibration
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ModelShape
 from et_jax.types import pytree
 
 Keep = Literal["codes", "surprisals", "logits"]
@@ -53,7 +53,7 @@ class DecoderConfig:
     outputs tell what every layer and KV head read.
     """
 
-    model: ModelConfig
+    model: ModelShape
     num_slots: int
     batch: int
     page_size: int
@@ -71,7 +71,7 @@ class DecoderConfig:
     controller: Controller = dataclasses.field(default_factory=Controller)
     keep: frozenset[Keep] = frozenset()
     draft: Drafting | None = None
-    small: ModelConfig | None = None
+    small: ModelShape | None = None
     lazy: bool = False
     audit: bool = False
     compression: Compression | None = None
@@ -438,7 +438,7 @@ def _compressed(config: DecoderConfig) -> Compressed | None:
     )
 
 
-def _cache(config: DecoderConfig, model: ModelConfig, keeps: frozenset[str]) -> kv.KVCache:
+def _cache(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> kv.KVCache:
     """The empty cache of a model, every page of the table a page of it."""
     return kv.empty(
         model.num_layers,

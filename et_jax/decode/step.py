@@ -17,7 +17,7 @@ from et_jax.decode.rows import Rows, at_slots
 from et_jax.decode.small import Weights, of_model
 from et_jax.decode.state import Compressed, DecoderConfig, DecodeState, StepOutput
 from et_jax.decode.verify import advance, verify
-from et_jax.models.transformer import Params, forward
+from et_jax.models.model import ModelWeights, forward
 from et_jax.types import replace
 
 # Cells of the grid of slots and their tokens for each row that there is: more, and rows are read one by one.
@@ -89,7 +89,7 @@ def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[page
 @jax.named_scope("extend")
 def extend(
     config: DecoderConfig,
-    params: Params,
+    params: ModelWeights,
     state: DecodeState,
     rows: Rows,
     end: Int[Array, " r"],
@@ -159,7 +159,7 @@ def propose(
 
 
 def extend_drafted(
-    config: DecoderConfig, how: Drafting, params: Params, state: DecodeState, rows: Rows, drafts: Drafts
+    config: DecoderConfig, how: Drafting, params: ModelWeights, state: DecodeState, rows: Rows, drafts: Drafts
 ) -> tuple[kv.KVCache, Float[Array, "w v"], ReadStats, Int[Array, "r t1"]]:
     """Extend by the rows and their drafts, in the least number of rows that holds them.
 
@@ -191,7 +191,7 @@ def extend_drafted(
     return cache, logits, stats, at
 
 
-def traffic(params: Params, cache: kv.KVCache) -> cost.Traffic:
+def traffic(params: ModelWeights, cache: kv.KVCache) -> cost.Traffic:
     """Return the bytes of what a step may read."""
     layer = cache.layers[0]
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]

@@ -21,7 +21,7 @@ from et_jax.decode.small import Weights, catch_up, of_model, of_small, read_smal
 from et_jax.decode.state import DecoderConfig, DecodeState, Spent, StepOutput
 from et_jax.decode.step import choose, extend, reserve, traffic
 from et_jax.decode.verify import commit, control, measure, report
-from et_jax.models.transformer import Params
+from et_jax.models.model import ModelWeights
 from et_jax.types import replace
 
 
@@ -85,7 +85,7 @@ def read(
         block_masks=tuple(masks[:, i] for i in range(masks.shape[1])),
     )
 
-    def caught_up(policy, weights: Params, cache: KVCache, held: Int[Array, " r"]) -> tuple:
+    def caught_up(policy, weights: ModelWeights, cache: KVCache, held: Int[Array, " r"]) -> tuple:
         wanted = jnp.where(rows.run, rows.position, held)
         return catch_up(policy, weights, cache, pages, text, held, wanted, config.chunk, config.audit)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from et_jax.errors import UsageError
-from et_jax.models.transformer import forward
+from et_jax.models.model import forward
 from et_jax.serve.engine import Model
 from et_jax.training import corpus
 

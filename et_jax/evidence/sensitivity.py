@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import Params, forward
+from et_jax.models.config import ModelShape
+from et_jax.models.model import ModelWeights, forward
 
 
 def head_sensitivity(
-    config: ModelConfig, params: Params, tokens: Int[np.ndarray, "r t"], start: int, draws: int = 4, seed: int = 0
+    config: ModelShape, params: ModelWeights, tokens: Int[np.ndarray, "r t"], start: int, draws: int = 4, seed: int = 0
 ) -> Float[np.ndarray, "l k g"]:
     """Return what a squared error of length 1 in a head's output costs, in nats of divergence, on average.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from et_jax.errors import UsageError
 from et_jax.io.schema import CalibrationFile, checked, is_there, read_json
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ModelShape
 from et_jax.types import Table
 
 FILE = "calibration.json"
@@ -28,7 +28,7 @@ class Calibration:
     sensitivity: Table | None = None
 
 
-def read_calibration(folder: Path, config: ModelConfig) -> Calibration:
+def read_calibration(folder: Path, config: ModelShape) -> Calibration:
     """Return what was measured of a model: temperature 1 and no sensitivity where nothing was.
 
     Raises UsageError for a file that holds no positive temperature, or sensitivities of other heads.

@@ -1,4 +1,4 @@
-"""The shape of a model: what a Hugging Face `config.json` says, reduced to what the decoder needs."""
+"""What the decoder must know of a model, and what a Hugging Face `config.json` says of one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -36,35 +36,41 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder-only transformer with rotary positions, RMS norms and a gated SiLU feed-forward.
+class ModelShape:
+    """What the cache, the kernels and the laws must know of a model, however it is written.
 
     `windows` holds each layer's sliding window in tokens, None where the layer sees everything.
     """
 
     architecture: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None = None
     windows: tuple[int | None, ...]
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tie_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A decoder-only transformer with rotary positions, RMS norms and a gated SiLU feed-forward."""
+
+    hidden_size: int
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
 
 def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

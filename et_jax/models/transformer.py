@@ -136,6 +136,11 @@ def num_weights(config: ModelConfig) -> int:
     return whole + (config.num_layers - 1) * layer
 
 
+def num_multiplied(config: ModelConfig) -> int:
+    """Return the weights a token is multiplied with: all, less an embedding that is not the head too."""
+    return num_weights(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
+
+
 def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
     """Return random weights drawn as `describe` says."""
     specs, treedef = jax.tree.flatten(describe(config))

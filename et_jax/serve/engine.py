@@ -20,10 +20,12 @@ from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ModelShape
+from et_jax.models.model import device_of, dtype_of
+from et_jax.models.module import ModuleConfig, is_module
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import PROGRAMS, Control, EngineConfig, controller
-from et_jax.serve.loading import opened
+from et_jax.serve.loading import opened, opened_module
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.preflight import Plan
 from et_jax.serve.prompts import as_request, refused, requests_of, sequences_of
@@ -51,8 +53,10 @@ Prompts = Prompt | Iterable[Prompt]
 
 
 def load(
-    name: str | Path = "bundled",
+    name: str | Path | Any = "bundled",
     *,
+    config: ModuleConfig | None = None,
+    tokenizer: Any = None,
     dtype: str = "auto",
     page_size: int | None = None,
     max_model_len: int | None = None,
@@ -80,6 +84,13 @@ def load(
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
     """Return a model ready to generate: "bundled", "bundled-small", a Hugging Face folder, or a hub name "owner/model".
+
+    Or `name` is a model itself, a `flax.nnx.Module`: called as `module(tokens, positions)`, both [batch, length], it
+    returns logits [batch, length, vocabulary]. It comes with a `config` and a `tokenizer`: a tokenizer.json, a folder
+    with one, a `tokenizers.Tokenizer`, or that of another model. Its attention layers call an attribute `attention_fn`
+    with queries, keys and values [batch, length, heads, head_dim], as `nnx.MultiHeadAttention` does. In its place the
+    decoder puts paged causal attention, on a copy in `eval` mode, and otherwise runs the module as it is, in the dtype
+    that it has. That this gives what the module computes by itself is checked here, on at most 128 tokens.
 
     `dtype` is "auto", "bfloat16" or "float32". `page_size` tokens share a page (16 on CPU, 64 on GPU,
     128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
@@ -115,9 +126,16 @@ def load(
     given = locals()
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
-    settings = EngineConfig(**{name: value for name, value in given.items() if name != "progress"})
     tell = progress or (lambda _: None)
-    found = opened(settings, tell)
+    own = given.keys() - {"progress", "config", "tokenizer"}
+    if is_module(name):
+        settings = EngineConfig(**{key: given[key] for key in own} | {"name": type(name).__name__})
+        found = opened_module(settings, name, config, tokenizer, tell)
+    else:
+        settings = EngineConfig(**{key: given[key] for key in own})
+        if config is not None or tokenizer is not None:
+            raise UsageError("config and tokenizer go with a module; a named model brings its own, so leave them out.")
+        found = opened(settings, tell)
     return Model(
         settings,
         config=found.config,
@@ -142,7 +160,7 @@ class Model:
         config: DecoderConfig,
         weights: Weights,
         tokenizer: Tokenizer,
-        small: ModelConfig | None = None,
+        small: ModelShape | None = None,
         plan: Plan | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -265,7 +283,7 @@ class Model:
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
         c, d = self.config, self.decoder_config
-        weights = f"{cost.num_bytes(self.params) / 1e6:.1f} MB {self.params.embedding.dtype}"
+        weights = f"{cost.num_bytes(self.params) / 1e6:.1f} MB {dtype_of(self.params)}"
         refusals = serving_backend(c, d.page_size, d.cache_dtype)[1]
         return [
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
@@ -352,7 +370,7 @@ class Model:
 
     def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
         """A replica, on the devices in turn, beginning where the weights are."""
-        [home] = self.params.embedding.devices()
+        home = device_of(self.params)
         devices = [home, *(device for device in jax.local_devices() if device != home)]
         return Replica(
             jax.device_put(self._weights, devices[number % len(devices)]),

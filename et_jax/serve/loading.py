@@ -1,24 +1,32 @@
-"""From a model's name to what serves it: found, measured against the memory there is, and only then read."""
+"""From a model's name, or a module, to what serves it: found, measured against the memory there is, and then read."""
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from et_jax.decode.small import Pair, Weights
 from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
+from et_jax.io.values import shown
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ModelShape
 from et_jax.models.hub import resolve
-from et_jax.models.transformer import num_weights
+from et_jax.models.model import ModelWeights, dtype_of, num_weights
+from et_jax.models.module import ModuleConfig
+from et_jax.models.module_reading import read_module
 from et_jax.serve.compilation import keep_programs
 from et_jax.serve.config import PROGRAMS, EngineConfig
 from et_jax.serve.device_memory import num_sharing, usable_memory
 from et_jax.serve.preflight import Plan, plan
 from et_jax.serve.sizing import check_measured, decoder_config
-from et_jax.text import Tokenizer, load_tokenizer
+from et_jax.text import Tokenizer, as_tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +38,7 @@ class Opened:
 
     config: DecoderConfig
     weights: Weights
-    small: ModelConfig | None
+    small: ModelShape | None
     tokenizer: Tokenizer
     plan: Plan
 
@@ -56,30 +64,70 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
     if beside is not None:
-        _check_second(str(settings.second_model), beside, settings.name, folder, tokenizer, tell)
+        _check_second(settings, beside, read_config(folder), tokenizer, tell)
     model, params = load_checkpoint(folder, settings.dtype)
-    dtype, calibration = params.embedding.dtype, read_calibration(folder, model)
+    dtype, calibration = dtype_of(params), read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, small=small)
     check_measured(settings.name, config)
-    weights: Weights = params
-    if beside is not None:
-        tell(f"loading {settings.second_model}, the small model")
-        weights = Pair(model=params, small=load_checkpoint(beside, dtype.name)[1])
+    weights = _both(settings, params, beside, dtype, tell)
     return Opened(config=config, weights=weights, small=small, tokenizer=tokenizer, plan=fitting)
 
 
+def opened_module(
+    settings: EngineConfig, module: Any, config: Any, tokenizer: Any, tell: Callable[[str], None]
+) -> Opened:
+    """Return a module of the caller's own, looked at, with all that `settings` name beside it.
+
+    Raises UsageError where it cannot be served, has another vocabulary than the tokenizer, or would not fit.
+    """
+    if not isinstance(config, ModuleConfig):
+        raise UsageError(f"config is {shown(config)}; give a ModuleConfig(max_positions=...) with a module.")
+    if settings.dtype != "auto":
+        raise UsageError(f"dtype is {settings.dtype}; leave it out, for a module has the dtype that it was made with.")
+    _keep_programs(settings.compilation_cache, tell)
+    found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
+    beside = None if settings.second_model is None else resolve(settings.second_model)
+    small = None if beside is None else read_config(beside)
+    tell(f"looking at {settings.name}")
+    model, weights = read_module(module, config)
+    if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
+        raise UsageError(
+            f"{settings.name} has a vocabulary of {model.vocab_size} tokens and the tokenizer one of {most + 1}; give "
+            "the tokenizer that it was trained with."
+        )
+    if beside is not None:
+        _check_second(settings, beside, model, found, tell)
+    sizes = partial(decoder_config, settings, model, model.dtype, calibration=config.calibration, small=small)
+    memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
+    fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
+    served = sizes(num_pages=fitting.num_pages)
+    check_measured(settings.name, served)
+    both = _both(settings, weights, beside, model.dtype, tell)
+    return Opened(config=served, weights=both, small=small, tokenizer=found, plan=fitting)
+
+
+def _both(
+    settings: EngineConfig, weights: ModelWeights, beside: Path | None, dtype: DTypeLike, tell: Callable[[str], None]
+) -> Weights:
+    """The weights of the model, and those of the small one in the folder `beside`, if there is one."""
+    if beside is None:
+        return weights
+    tell(f"loading {settings.second_model}, the small model")
+    return Pair(model=weights, small=load_checkpoint(beside, jnp.dtype(dtype).name)[1])
+
+
 def _check_second(
-    name: str, folder: Path, model_name: str, model_folder: Path, tokenizer: Tokenizer, tell: Callable[[str], None]
+    settings: EngineConfig, folder: Path, model: ModelShape, tokenizer: Tokenizer, tell: Callable[[str], None]
 ) -> None:
     """Raise UsageError where the small model has other tokens; tell where it is no smaller than the other."""
-    small, model = read_config(folder), read_config(model_folder)
+    name, small = str(settings.second_model), read_config(folder)
     check_weights(folder, small)
     if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
         raise UsageError(
-            f"{name} and {model_name} have different tokenizers; take a small model that has that of the other."
+            f"{name} and {settings.name} have different tokenizers; take a small model that has that of the other."
         )
     if num_weights(small) >= num_weights(model):
-        tell(f"{name}, the small model, has no fewer weights than {model_name}: it will save nothing")
+        tell(f"{name}, the small model, has no fewer weights than {settings.name}: it will save nothing")
 
 
 def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from et_jax.decode.cache import token_width
 from et_jax.decode.state import DecoderConfig, empty
 from et_jax.errors import UsageError
-from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import num_weights
+from et_jax.models.model import token_numbers, weight_bytes
+from et_jax.models.module import ModuleModel
 from et_jax.pallas.paged_attention import api as paged_attention
 from et_jax.pallas.paged_prefill import api as paged_prefill
 from et_jax.types import replace
@@ -101,11 +101,6 @@ def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas
     )
 
 
-def weight_bytes(config: ModelConfig, dtype: jax.typing.DTypeLike) -> int:
-    """Return the bytes of a model's weights."""
-    return num_weights(config) * jnp.dtype(dtype).itemsize
-
-
 def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:
     """Return what one more page adds to a decoder's state, and what the state holds beside its pages."""
     two, three = (_state_bytes(replace(config, num_pages=number)) for number in (2, 3))
@@ -121,16 +116,16 @@ def step_bytes(config: DecoderConfig) -> int:
     """Return about what a decode step or a chunk of prefill needs while it runs, an upper estimate.
 
     In float32: ten copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
-    cache keeps surprisals; for each token three rows of the feed-forward, six of the residual stream, two of queries,
-    keys and values; four numbers per row, query head and block for a choice of blocks. Beside them what attention
-    sets aside, as its kernels tell. A compression, where there is one, runs between steps.
+    cache keeps surprisals; for each token what a layer holds (`token_numbers`), and two of queries, keys and values;
+    four numbers per row, query head and block for a choice of blocks. Beside them what attention sets aside, as its
+    kernels tell. A compression, where there is one, runs between steps.
     """
     c, rows = config.model, _most_rows(config)
     tokens = max(rows, config.prefill_batch)
     of_step = _STEP_LOGITS * config.batch + _DRAFT_LOGITS * (rows - config.batch)
     logits = c.vocab_size * max(of_step, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps))
     heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    token = 3 * c.intermediate_size + 6 * c.hidden_size + heads
+    token = token_numbers(c) + heads
     choice = 4 * rows * c.num_heads * config.blocks_per_slot
     step = 4 * (logits + tokens * token + choice) + _attention_bytes(config)
     return max(step, _compression_bytes(config))
@@ -192,7 +187,12 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
         remedies.append("take fewer replicas")
     if num_pages is not None and fits(config, None):
         remedies.append(f"take num_pages {_measure(config, found.memory, None, found.replicas).num_pages}")
-    if jnp.dtype(config.cache_dtype).itemsize > 2 and fits(replace(config, cache_dtype=jnp.bfloat16)):
+    of_one_dtype = isinstance(config.model, ModuleModel)
+    if (
+        not of_one_dtype
+        and jnp.dtype(config.cache_dtype).itemsize > 2
+        and fits(replace(config, cache_dtype=jnp.bfloat16))
+    ):
         remedies.append("take bfloat16")
     if fits(with_slots(2)):
         remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")

@@ -15,6 +15,7 @@ from et_jax.decode.decoder import Decoder
 from et_jax.decode.small import Weights, costs, of_model, of_small
 from et_jax.decode.state import DecoderConfig
 from et_jax.decode.step import traffic
+from et_jax.models.model import num_multiplied
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled
 from et_jax.serve.completions import FinishReason, TokenEvent
@@ -70,10 +71,14 @@ class Replica:
         self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
         params = of_model(weights)
-        self._traffic, self._num_multiplied = traffic(params, self.device.state.cache), cost.num_multiplied(params)
+        self._traffic, self._num_multiplied = (
+            traffic(params, self.device.state.cache),
+            num_multiplied(self.config.model),
+        )
         self._both = None
         if self.config.small is not None:
-            self._both = costs(self.config.model, params), costs(self.config.small, of_small(weights))
+            dtype = self.config.cache_dtype
+            self._both = costs(self.config.model, params, dtype), costs(self.config.small, of_small(weights), dtype)
         self._rounds = 0
         self._steps = 1
         queue.join(self.slots)

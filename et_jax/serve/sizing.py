@@ -12,8 +12,9 @@ from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
 from et_jax.models.calibration import Calibration
-from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import num_weights
+from et_jax.models.config import ModelShape
+from et_jax.models.model import num_weights
+from et_jax.models.module import ModuleModel
 from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
 from et_jax.types import replace
@@ -26,12 +27,12 @@ _MAX_STEPS = 32  # tokens the device may produce before the host looks at them
 
 def decoder_config(
     settings: EngineConfig,
-    model: ModelConfig,
+    model: ModelShape,
     dtype: DTypeLike,
     *,
     num_pages: int | None = None,
     calibration: Calibration | None = None,
-    small: ModelConfig | None = None,
+    small: ModelShape | None = None,
 ) -> DecoderConfig:
     """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is one beside it.
 
@@ -83,7 +84,7 @@ def beside(
     settings: EngineConfig,
     config: DecoderConfig,
     laws: Controller,
-    small: ModelConfig | None,
+    small: ModelShape | None,
     keep: frozenset[Keep] = frozenset(),
 ) -> DecoderConfig:
     """Return the configuration under other laws, with what they and the settings have run beside the model.
@@ -144,7 +145,7 @@ def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: 
     return chunk, _multiple(prefill_batch, chunk)
 
 
-def _compression(settings: EngineConfig, model: ModelConfig, page_size: int) -> Compression | None:
+def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> Compression | None:
     """What `cache_budget` asks for; of a number, the budget is outgrown by a quarter before it is done again."""
     asked = settings.cache_budget
     if asked is None:
@@ -177,7 +178,7 @@ def _check_compressed(laws: Controller, keep: frozenset[Keep], config: DecoderCo
         )
 
 
-def _check_beside(name: str, small: ModelConfig, config: DecoderConfig) -> None:
+def _check_beside(name: str, small: ModelShape, config: DecoderConfig) -> None:
     if small.vocab_size != config.model.vocab_size:
         raise UsageError(
             f"{name} has a vocabulary of {small.vocab_size} tokens and the model one of {config.model.vocab_size}; "
@@ -194,9 +195,11 @@ def check_measured(name: str, config: DecoderConfig) -> None:
     """Raise UsageError where the controller goes by what was not measured of the model."""
     needed: frozenset[str] = frozenset().union(*(selector.needs for selector in config.selectors))
     if "sensitivity" in needed and config.calibration.sensitivity is None:
+        own = isinstance(config.model, ModuleModel)
+        how = "evidence.sensitivity for its ModuleConfig" if own else "scripts/calibrate.py"
         raise UsageError(
             f"{name} has no measured sensitivity of its heads, which this control goes by; measure it with "
-            "scripts/calibrate.py, or choose certified."
+            f"{how}, or choose certified."
         )
 
 

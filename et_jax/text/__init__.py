@@ -12,7 +12,7 @@ every space: the option `clean_up_tokenization_spaces`, which deletes some, is n
 
 from et_jax.text.backends import Backend
 from et_jax.text.detokenizer import Detokenizer
-from et_jax.text.loading import load_tokenizer
+from et_jax.text.loading import as_tokenizer, load_tokenizer
 from et_jax.text.tokenizer import Tokenizer
 
-__all__ = ["Backend", "Detokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["Backend", "Detokenizer", "Tokenizer", "as_tokenizer", "load_tokenizer"]

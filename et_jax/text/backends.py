@@ -56,10 +56,11 @@ class JsonBackend:
     UTF-8), so none of them is whole.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, content: bytes | None = None):
+        """Read `file`, or `content`, which messages call by the name of `file`."""
         import tokenizers
 
-        content = read_bytes(file, MAX_TOKENIZER_BYTES)
+        content = read_bytes(file, MAX_TOKENIZER_BYTES) if content is None else content
         try:
             parts = msgspec.json.decode(content, type=TokenizerFile)
             self._tokenizer = _guarded(tokenizers.Tokenizer.from_buffer, content)

@@ -1,5 +1,6 @@
 """A tokenizer from the files of a model's folder."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from et_jax.io.schema import (
     read_optional,
     read_text,
 )
+from et_jax.io.values import shown
 from et_jax.text.backends import JsonBackend, SentencePieceBackend
 from et_jax.text.chat import Template
 from et_jax.text.tokenizer import Tokenizer
@@ -69,6 +71,48 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         add_bos=settings.add_bos_token,
         template=Template(template, tokens) if template else None,
         source=str(folder),
+    )
+
+
+def as_tokenizer(given: Any, bos_id: int | None, eos_ids: tuple[int, ...] | None) -> Tokenizer:
+    """Return what a caller hands over as a tokenizer, with other beginning and end tokens where those are no None.
+
+    That is a `Tokenizer`, one of the `tokenizers` library, a tokenizer.json, or a folder as `load_tokenizer` reads. Of
+    the second and third only the caller knows the end tokens. Raises UsageError for anything else, and for too many.
+    """
+    if isinstance(given, str | Path) and Path(given).is_dir():
+        found = load_tokenizer(given)
+    elif isinstance(given, Tokenizer):
+        found = given
+    else:
+        found = Tokenizer(
+            backend=_json_backend(given), bos_id=None, eos_ids=(), add_bos=None, template=None, source="The tokenizer"
+        )
+    if eos_ids is not None and len(eos_ids) > MAX_EOS_IDS:
+        raise UsageError(f"eos_token_ids names {len(eos_ids)} end tokens; at most {MAX_EOS_IDS} are served.")
+    return dataclasses.replace(
+        found,
+        bos_id=found.bos_id if bos_id is None else bos_id,
+        eos_ids=found.eos_ids if eos_ids is None else tuple(sorted(set(eos_ids))),
+    )
+
+
+def _json_backend(given: Any) -> JsonBackend:
+    import tokenizers
+
+    if isinstance(given, str | Path):
+        return JsonBackend(Path(given))
+    if isinstance(given, tokenizers.Tokenizer):
+        try:
+            return JsonBackend(Path("The tokenizer"), given.to_str().encode())
+        except Exception as error:  # the library raises nothing narrower for parts written in Python
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"tokenizer cannot be written down ({error}); build it from the library's parts."
+            ) from error
+    raise UsageError(
+        f"tokenizer is {shown(given)}; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or another model's."
     )
 
 

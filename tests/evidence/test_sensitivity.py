@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from own_modules import LENGTH as WHOLE
+from own_modules import Plain
 from small_model import MODEL, NARROW, prompt, weights
 
 from et_jax.evidence.sensitivity import head_sensitivity
+from et_jax.models.module import ModuleConfig
+from et_jax.models.module_reading import read_module
 from et_jax.models.transformer import forward
 
 LENGTH, START, ERROR = 12, 6, 0.02
@@ -47,3 +52,14 @@ def test_sensitivity_is_what_small_errors_cost():
 def test_a_model_with_windows_is_refused():
     with pytest.raises(ValueError, match="no sliding window"):
         head_sensitivity(NARROW, weights(), np.array([prompt(0, LENGTH)]), START)
+
+
+def test_a_head_of_a_module_that_nothing_reads_costs_nothing():
+    module = Plain(61, rngs=nnx.Rngs(0))
+    out = module.attention[1].out.kernel
+    out[...] = out[...].at[2].set(0.0)
+    model, params = read_module(module, ModuleConfig(max_positions=WHOLE))
+    rows = np.random.default_rng(0).integers(0, 61, (1, LENGTH))
+    found = head_sensitivity(model, params, rows, START)
+    assert found.shape == (2, 4, 1) and found[1, 2, 0] == 0
+    assert (np.delete(found.reshape(-1), 6) > 0).all()

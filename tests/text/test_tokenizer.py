@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from et_jax.errors import UsageError
-from et_jax.text import Detokenizer, load_tokenizer
+from et_jax.text import Detokenizer, as_tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("ET_JAX_SHARED", ROOT.parent / "shared"))
@@ -131,6 +131,40 @@ def test_a_bare_tokenizer_json_takes_its_special_ids_from_the_model(folder):
     (folder / "tokenizer_config.json").unlink()
     configure(folder, "config.json", eos_token_id=1)
     assert load_tokenizer(folder).eos_ids == (1,)
+
+
+def test_a_tokenizer_may_be_handed_over(folder):
+    known = load_tokenizer(folder)
+    file, library = folder / "tokenizer.json", tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for handed in (known, folder, str(folder), file, str(file), library):
+        found = as_tokenizer(handed, None, None)
+        assert found.encode(TEXT) == known.encode(TEXT) and found.decode(found.encode(TEXT)) == TEXT
+        named = known.eos_ids if handed in (known, folder, str(folder)) else ()
+        assert found.eos_ids == named and found.bos_id == (0 if named else None)
+        other = as_tokenizer(handed, 5, (9, 7, 9))
+        assert (other.bos_id, other.eos_ids) == (5, (7, 9)) and as_tokenizer(handed, None, ()).eos_ids == ()
+    assert known.eos_ids
+
+
+class Shouted:
+    def pre_tokenize(self, text):
+        text.normalize(lambda piece: piece.uppercase())
+
+
+def test_what_is_no_tokenizer_is_refused_in_one_sentence(folder):
+    python = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    python.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Shouted())
+    for handed, words in [
+        (5, "tokenizer is 5; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or another model's"),
+        (None, "tokenizer is None; give a tokenizer.json"),
+        (folder / "absent.json", "absent.json"),
+        (python, "tokenizer cannot be written down (Custom PreTokenizer cannot be serialized"),
+    ]:
+        with pytest.raises(UsageError) as refusal:
+            as_tokenizer(handed, None, None)
+        assert words in str(refusal.value) and "\n" not in str(refusal.value)
+    with pytest.raises(UsageError, match="eos_token_ids names 99 end tokens; at most"):
+        as_tokenizer(folder, None, tuple(range(99)))
 
 
 def test_special_tokens_and_unknown_ids_have_no_text(folder, mistral, stories):

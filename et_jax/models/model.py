@@ -1,0 +1,87 @@
+"""What the decoder asks of a model, whether it is the transformer of this package or a module of the caller's own."""
+
+import math
+from collections import Counter
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from et_jax.models import module, transformer
+from et_jax.models.config import ModelConfig, ModelShape
+from et_jax.models.module import ModuleModel, ModuleWeights
+from et_jax.models.transformer import Attend, Params
+
+Memory = TypeVar("Memory")
+
+ModelWeights = Params | ModuleWeights
+"""The weights of a model: `Params` where a `ModelConfig` describes it, `ModuleWeights` where a `ModuleModel` does."""
+
+
+def forward(
+    weights: ModelWeights,
+    model: ModelShape,
+    tokens: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    attend: Attend,
+    memory: Memory,
+) -> tuple[Float[Array, "b t v"], Memory]:
+    """Return float32 logits at every position and the memory after all layers.
+
+    Under jit, logits the caller ignores are never computed.
+    """
+    if isinstance(model, ModuleModel):
+        assert isinstance(weights, ModuleWeights)
+        return module.forward(weights, model, tokens, positions, attend, memory)
+    assert isinstance(model, ModelConfig) and isinstance(weights, Params)
+    return transformer.forward(weights, model, tokens, positions, attend, memory)
+
+
+def num_weights(model: ModelShape) -> int:
+    """Return how many numbers a model holds."""
+    return model.num_weights if isinstance(model, ModuleModel) else transformer.num_weights(_built_in(model))
+
+
+def num_multiplied(model: ModelShape) -> int:
+    """Return the weights a token is multiplied with: all, less an embedding that is not the head too."""
+    return model.num_multiplied if isinstance(model, ModuleModel) else transformer.num_multiplied(_built_in(model))
+
+
+def weight_bytes(model: ModelShape, dtype: DTypeLike) -> int:
+    """Return the bytes of a model's weights in `dtype`; a module has those that it has."""
+    if isinstance(model, ModuleModel):
+        return model.weight_bytes
+    return transformer.num_weights(_built_in(model)) * jnp.dtype(dtype).itemsize
+
+
+def token_numbers(model: ModelShape) -> int:
+    """Return about how many numbers of a token are alive at once between its layers' attention, an upper estimate.
+
+    Three rows of the feed-forward and six of the residual stream; of a module, nine of the widest there is.
+    """
+    if isinstance(model, ModuleModel):
+        return 9 * model.widest
+    return 3 * _built_in(model).intermediate_size + 6 * _built_in(model).hidden_size
+
+
+def device_of(weights: ModelWeights) -> jax.Device:
+    """Return the device that weights are on. Raises ValueError where they are on several."""
+    [device] = {device for leaf in jax.tree.leaves(weights) for device in leaf.devices()}
+    return device
+
+
+def dtype_of(weights: ModelWeights) -> np.dtype:
+    """Return the dtype that most numbers of a model have."""
+    sizes = Counter()
+    for leaf in jax.tree.leaves(weights):
+        sizes[leaf.dtype] += math.prod(leaf.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _built_in(model: ModelShape) -> ModelConfig:
+    if not isinstance(model, ModelConfig):
+        raise TypeError(f"model: got {type(model).__name__}, wanted a ModelConfig or a ModuleModel")
+    return model

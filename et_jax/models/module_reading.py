@@ -1,0 +1,271 @@
+"""What can be seen of a module before it serves: its shape, and that the decoder's attention is what it has itself.
+
+Found by running it, on tokens drawn at random. What it does beyond their number, as with a longer window, is not seen.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from et_jax.errors import UsageError
+from et_jax.models.module import (
+    AttentionFn,
+    ModuleConfig,
+    ModuleModel,
+    ModuleWeights,
+    attending,
+    forward,
+    with_attention,
+)
+
+_LENGTH = 128  # tokens that a module is compared on, at most
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 4e-2}  # of the largest value that is compared, by the dtype of keys
+_OWN = (
+    "the decoder serves softmax(q k / sqrt(head_dim)) over all tokens so far, without bias, window or another scale, "
+    "and rotary positions are applied before attention_fn is called"
+)
+
+
+def read_module(module: Any, config: ModuleConfig) -> tuple[ModuleModel, ModuleWeights]:
+    """Return a module as part of a program, and its arrays as they are now; `module` itself is left as it is.
+
+    It is read as after `module.eval()`, and run once to see its shape and once to compare it with what the decoder will
+    make of it. Raises UsageError, one sentence, for one that the decoder cannot serve.
+    """
+    name = type(module).__name__
+    graphdef, weights = _split(module, name)
+    found = _traced(graphdef, weights, config, name)
+    _compare(found, weights, config)
+    return found, weights
+
+
+def _split(module: Any, name: str) -> tuple[Any, ModuleWeights]:
+    """The module in two, in the state of `eval`, all of it on one device."""
+    from flax import nnx
+
+    copy = nnx.clone(module)
+    copy.eval()
+    if not any(attending(copy)):
+        raise UsageError(
+            f"{name} has no part with an attention_fn; have its attention layers call self.attention_fn(q, k, v), as "
+            "nnx.MultiHeadAttention does."
+        )
+    graphdef, state = nnx.split(copy)
+    if jax.tree.leaves(nnx.filter_state(state, nnx.Cache)):
+        raise UsageError(f"{name} keeps a cache of its own; make it with decode=False, for the decoder has one.")
+    leaves = jax.tree.leaves(state)
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        raise UsageError(f"{name} holds weights that are no arrays yet; initialise it first.")
+    devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    if len(devices) > 1:
+        raise UsageError(f"{name} lies on {len(devices)} devices; put all of its weights on one.")
+    try:
+        hash(graphdef)
+    except TypeError as error:
+        raise UsageError(
+            f"{name} holds an attribute that cannot be hashed ({error}); make it a tuple, or an nnx.Variable."
+        ) from error
+    return graphdef, ModuleWeights(state=jax.device_put(state, devices.pop() if devices else None))
+
+
+def _traced(graphdef: Any, weights: ModuleWeights, config: ModuleConfig, name: str) -> ModuleModel:
+    """The module's shape, from tracing it on two rows of tokens."""
+    from flax import nnx
+
+    calls: list[tuple[Any, Any, Any]] = []
+    written: list[str] = []
+
+    def attention(query: Array, key: Array, value: Array, bias: Any = None, *_: Any, **__: Any) -> Array:
+        if bias is not None:
+            raise UsageError(f"{name} puts a bias on the scores of its attention; {_OWN}.")
+        calls.append(tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)))
+        return query
+
+    def run(weights: ModuleWeights, tokens: Array, positions: Array) -> Any:
+        merged = with_attention(nnx.merge(graphdef, weights.state), lambda _: attention)
+        before = _arrays(merged)
+        logits = merged(tokens, positions)
+        after = _arrays(merged)
+        written.extend(path for path in before.keys() | after.keys() if before.get(path) is not after.get(path))
+        return logits
+
+    shape = 2, min(8, config.max_positions)
+    given = jax.ShapeDtypeStruct(shape, jnp.int32)
+    with _calling(name):
+        jaxpr, logits = jax.make_jaxpr(run, return_shape=True)(weights, given, given)
+    if written:
+        raise UsageError(f"{name} changes its {min(written)} when it is called; the decoder serves only what is pure.")
+    if not calls:
+        raise UsageError(f"{name} does not call the attention_fn of any of its parts; have its layers call it.")
+    if not hasattr(logits, "shape") or logits.shape[:2] != shape or len(logits.shape) != 3:
+        got = list(logits.shape) if hasattr(logits, "shape") else type(logits).__name__
+        raise UsageError(
+            f"{name} returns {got} for tokens of {list(shape)}; it must return logits [batch, length, vocabulary]."
+        )
+    vocab_size = logits.shape[2]
+    numbers = _products(jaxpr.jaxpr, math.prod(shape))
+    return ModuleModel(
+        architecture=name,
+        vocab_size=vocab_size,
+        max_positions=config.max_positions,
+        **_heads(calls, shape, name),
+        graphdef=graphdef,
+        num_weights=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)),
+        weight_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)),
+        num_multiplied=sum(multiplied for multiplied, _ in numbers),
+        widest=max((wide for _, wide in numbers if wide != vocab_size), default=vocab_size),
+    )
+
+
+def _heads(calls: list[tuple[Any, Any, Any]], shape: tuple[int, int], name: str) -> dict[str, Any]:
+    """What the calls of attention say of layers and heads, all of which must be alike."""
+    query, key, value = calls[0]
+    if any(call != calls[0] for call in calls):
+        raise UsageError(f"{name} has layers with different heads; the decoder serves layers whose heads are alike.")
+    fits = len(query.shape) == len(key.shape) == 4 and query.shape[:2] == key.shape[:2] == shape
+    if not fits or key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
+        raise UsageError(
+            f"{name} calls attention_fn with queries {list(query.shape)}, keys {list(key.shape)} and values "
+            f"{list(value.shape)}; they must be [batch, length, heads, head_dim] of the tokens given, keys and values "
+            "of as many heads, or of a divisor."
+        )
+    dtype = jnp.dtype(key.dtype)
+    if dtype.name not in _TOLERANCE:
+        raise UsageError(f"{name} has keys in {dtype.name}; the decoder serves {' and '.join(_TOLERANCE)}.")
+    return {
+        "num_layers": len(calls),
+        "num_heads": query.shape[2],
+        "num_kv_heads": key.shape[2],
+        "head_dim": key.shape[3],
+        "windows": (None,) * len(calls),
+        "dtype": dtype,
+    }
+
+
+def _products(jaxpr: Any, tokens: int) -> list[tuple[int, int]]:
+    """For every matrix product on `tokens` tokens: the weights that each meets, and the numbers that come of each."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            out = math.prod(equation.outvars[0].aval.shape)
+            summed = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            found.append((out * summed // tokens, out // tokens))
+        for value in equation.params.values():  # loops and jitted functions hold programs of their own
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns"):
+                    found += _products(inner, tokens)
+    return found
+
+
+def _compare(model: ModuleModel, weights: ModuleWeights, config: ModuleConfig) -> None:
+    """Raise UsageError where the module's own pass differs from the decoder's.
+
+    That is, from plain causal attention, and from reading the text in three parts, the last a single token, in company.
+    """
+    length = min(_LENGTH, config.max_positions)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, (1, length)), jnp.int32)
+    with _calling(model.architecture), jax.default_matmul_precision("highest"):
+        own, outs = jax.jit(partial(_own, model))(weights, tokens)
+        parts = jax.jit(partial(_in_parts, model))(weights, tokens)
+    tolerance = _TOLERANCE[jnp.dtype(model.dtype).name]
+    if not _near([own for own, _ in outs], [plain for _, plain in outs], tolerance):
+        raise UsageError(f"{model.architecture} has an attention of another kind; {_OWN}.")
+    if not _near(own, parts, tolerance):
+        raise UsageError(
+            f"{model.architecture} gives other logits for a text that is read in parts; outside of attention each "
+            "token must be treated alone, at the position that it is given."
+        )
+
+
+def _own(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> tuple[Any, list[tuple[Array, Array]]]:
+    """What the module computes by itself, and of every call of attention its own and the causal result."""
+    from flax import nnx
+
+    inputs: list[tuple[Array, Array, Array]] = []
+    outs: list[tuple[Array, Array]] = []
+
+    def watched(own: AttentionFn) -> AttentionFn:
+        def attention(query: Array, key: Array, value: Array, *others: Any, **settings: Any) -> Array:
+            out = own(query, key, value, *others, **settings)
+            inputs.append((query, key, value))
+            outs.append((out, causal(query, key, value)))
+            return out
+
+        return attention
+
+    module = with_attention(nnx.merge(model.graphdef, weights.state), watched)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return (module(tokens, positions), inputs), outs
+
+
+def _in_parts(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> Any:
+    """What `_own` gives, read part by part beside another text, with what attention has seen kept between parts."""
+    length = tokens.shape[1]
+    both = jnp.concatenate([tokens, tokens[:, ::-1]])
+    ends = sorted({length // 2, length - 1, length} - {0})
+
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: tuple) -> tuple[Array, tuple]:
+        held = memory[layer] if layer < len(memory) else (q[:, :0], k[:, :0], v[:, :0])
+        q_all, k_all, v_all = (jnp.concatenate([old, new], axis=1) for old, new in zip(held, (q, k, v), strict=True))
+        memory = (*memory[:layer], (q_all, k_all, v_all), *memory[layer + 1 :])
+        return causal(q, k_all, v_all), memory
+
+    logits, memory = [], ()
+    for start, end in zip((0, *ends), ends, strict=False):
+        positions = jnp.broadcast_to(jnp.arange(start, end, dtype=jnp.int32), (2, end - start))
+        part, memory = forward(weights, model, both[:, start:end], positions, attend, memory)
+        logits.append(part)
+    return jax.tree.map(lambda x: x[:1], (jnp.concatenate(logits, axis=1), list(memory)))
+
+
+def causal(
+    query: Float[Array, "b t h d"], key: Float[Array, "b s k d"], value: Float[Array, "b s k d"]
+) -> Float[Array, "b t h d"]:
+    """Return softmax(q k / sqrt(d)) v of the last `t` of `s` tokens, each of which sees those up to itself."""
+    (t, h, d), (s, k) = query.shape[1:], key.shape[1:3]
+    key, value = (jnp.repeat(x.astype(jnp.float32), h // k, axis=2) for x in (key, value))
+    scores = jnp.einsum("bthd,bshd->bhts", query.astype(jnp.float32), key) / d**0.5
+    seen = jnp.arange(s) <= jnp.arange(t)[:, None] + (s - t)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    return jnp.einsum("bhts,bshd->bthd", weights, value).astype(query.dtype)
+
+
+def _near(some: Any, others: Any, tolerance: float) -> bool:
+    """Whether all arrays of two trees agree, each to this share of its largest value; NaN agrees with nothing."""
+    pairs = zip(jax.tree.leaves(some), jax.tree.leaves(others), strict=True)
+    arrays = ((np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs)
+    return all(np.abs(one - other).max() <= tolerance * np.abs(one).max() for one, other in arrays)
+
+
+def _arrays(module: Any) -> dict[str, Array]:
+    """The arrays of a module by their places in it."""
+    from flax import nnx
+
+    leaves = jax.tree.leaves_with_path(nnx.state(module))
+    return {jax.tree_util.keystr(path[:-1], simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+@contextlib.contextmanager
+def _calling(name: str) -> Iterator[None]:
+    """Say of whatever the caller's own code raises that it cannot be called; a UsageError says enough."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        inside = ""
+        if isinstance(error, jax.errors.UnexpectedTracerError):
+            inside = ", with attention_fn called outside of nnx.scan, nnx.remat and nnx.jit"
+        reason = next(iter(str(error).strip().splitlines()), "")[:200]
+        raise UsageError(
+            f"{name} cannot be called as module(tokens, positions) on integers [batch, length]{inside} "
+            f"({type(error).__name__}: {reason})."
+        ) from error

@@ -1,0 +1,37 @@
+"""What the decoder asks of a model, by formula, whichever kind it is."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from own_modules import LENGTH, Plain
+
+from et_jax.evidence.shapes import SMALL
+from et_jax.models import model, transformer
+from et_jax.models.module import ModuleConfig
+from et_jax.models.module_reading import read_module
+
+HALF = jnp.dtype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_transformer_is_counted_from_its_weights(tied):
+    config = dataclasses.replace(SMALL, tie_embeddings=tied)
+    params = transformer.initialise(config, jax.random.key(0), HALF)
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert model.num_weights(config) == total
+    assert model.num_multiplied(config) == total - (0 if tied else params.embedding.size)
+    assert model.weight_bytes(config, HALF) == 2 * total and model.weight_bytes(config, jnp.float32) == 4 * total
+    assert model.token_numbers(config) == 3 * config.intermediate_size + 6 * config.hidden_size
+    assert model.dtype_of(params) == HALF and model.device_of(params) == jax.devices()[0]
+
+
+def test_a_module_has_the_bytes_that_it_has():
+    with jax.numpy_dtype_promotion("standard"):  # flax mixes dtypes of its own
+        found, weights = read_module(Plain(61, dtype=HALF, rngs=nnx.Rngs(0)), ModuleConfig(max_positions=LENGTH))
+    assert model.weight_bytes(found, jnp.float32) == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    assert model.num_weights(found) == found.num_weights and model.num_multiplied(found) == found.num_multiplied
+    assert model.token_numbers(found) == 9 * found.widest
+    assert model.dtype_of(weights) == HALF and model.device_of(weights) == jax.devices()[0]

@@ -1,0 +1,86 @@
+"""A module of the caller's own: called as it is, with another attention in the place of its own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from own_modules import Grouped, Plain, causal, own_logits
+
+from et_jax.models.module import ModuleConfig, forward, is_module
+from et_jax.models.module_reading import read_module
+
+VOCABULARY = 61
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
+CONFIG = ModuleConfig(max_positions=96)
+
+
+def counting(layer, q, k, v, memory):
+    """Plain attention, and the calls so far for its memory."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    return causal(q, k, v), (*memory, (layer, q.shape, k.dtype))
+
+
+def logits_of(module, tokens=TOKENS) -> Any:
+    model, weights = read_module(module, CONFIG)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return forward(weights, model, jnp.asarray(tokens), positions, counting, ())
+
+
+@pytest.mark.parametrize("kind", [Plain, Grouped])
+def test_with_plain_attention_it_is_the_module_itself(kind):
+    module = kind(VOCABULARY, rngs=nnx.Rngs(1))
+    logits, calls = logits_of(module)
+    assert logits.dtype == jnp.float32 and [layer for layer, *_ in calls] == [0, 1]
+    for row, tokens in zip(logits, TOKENS, strict=True):
+        own = own_logits(module, tokens)
+        assert own.std() > 0.1
+        np.testing.assert_allclose(row, own, rtol=0, atol=1e-5 * np.abs(own).max())
+
+
+def test_the_caller_s_module_stays_as_it_was():
+    module = Plain(VOCABULARY, rngs=nnx.Rngs(1))
+    before = nnx.split(module)
+    logits_of(module)
+    after = nnx.split(module)
+    assert after[0] == before[0] and not module.drop.deterministic
+    for one, other in zip(jax.tree.leaves(before[1]), jax.tree.leaves(after[1]), strict=True):
+        assert one is other
+
+
+def test_what_is_half_as_wide_stays_so():
+    with jax.numpy_dtype_promotion("standard"):  # flax mixes dtypes of its own
+        logits, calls = logits_of(Plain(VOCABULARY, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)))
+    assert logits.dtype == jnp.float32 and all(dtype == jnp.bfloat16 for *_, dtype in calls)
+
+
+def test_a_layer_that_is_called_twice_is_two_layers():
+    module = Grouped(VOCABULARY, rngs=nnx.Rngs(1))
+    module.layers = nnx.List([module.layers[0], module.layers[0]])
+    model, weights = read_module(module, CONFIG)
+    assert model.num_layers == 2 and len([*nnx.iter_graph(nnx.merge(model.graphdef, weights.state).layers)]) > 0
+    assert [layer for layer, *_ in logits_of(module)[1]] == [0, 1]
+
+
+def test_a_bias_on_the_scores_is_refused_while_tracing():
+    module = Grouped(VOCABULARY, rngs=nnx.Rngs(1))
+    model, weights = read_module(module, CONFIG)
+
+    class Biased(nnx.Module):
+        def __init__(self):
+            self.attention_fn: Any = causal
+
+        def __call__(self, tokens, positions):
+            return self.attention_fn(tokens, tokens, tokens, bias=tokens)
+
+    graphdef, state = nnx.split(Biased())
+    biased = model.__class__(**vars(model) | {"graphdef": graphdef})
+    with pytest.raises(ValueError, match=r"^bias: got one on the scores of attention, wanted none$"):
+        forward(weights.__class__(state=state), biased, jnp.zeros((1, 1), int), jnp.zeros((1, 1), int), counting, ())
+
+
+def test_only_modules_are_modules():
+    assert is_module(Grouped(VOCABULARY, rngs=nnx.Rngs(0)))
+    assert not any(map(is_module, ("bundled", 5, None, nnx.Module, causal)))
