@@ -25,6 +25,7 @@ from et_jax.evidence.results import REPOSITORY, RESULTS, table, write
 
 PATIENCE = 600.0  # seconds that any one command may take
 NOTEBOOK = "notebooks/quickstart.ipynb"
+EXTRAS = "notebook,plot,report"
 PROMPTS = ({"prompt": "It was"}, {"prompt": "The rain", "temperature": 0.7}, {"prompt": "She said", "max_tokens": 16})
 
 
@@ -87,16 +88,16 @@ def first_run(place: Place) -> str:
     return line(place.run(installation(place)[1]))
 
 
+def extras(place: Place) -> str:
+    """Install what reports and notebooks need."""
+    place.run(f".venv/bin/pip install '.[{EXTRAS}]'")
+    return EXTRAS
+
+
 def report(place: Place) -> str:
     """Generate it once more, with a report."""
     place.run(f"{installation(place)[1]} --report report.html")
     return page(place.clone / "report.html")
-
-
-def extras(place: Place) -> str:
-    """Install what notebooks need."""
-    place.run(".venv/bin/pip install '.[notebook,plot]'")
-    return "notebook, plot"
 
 
 def notebook(place: Place) -> str:
@@ -162,8 +163,8 @@ STEPS: dict[str, Step] = {
     "clone": clone,
     "set up": set_up,
     "first run": first_run,
-    "report": report,
     "extras": extras,
+    "report": report,
     "notebook": notebook,
     "a law of one's own": law,
     "batch": batch,
