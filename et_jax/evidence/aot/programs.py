@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from et_jax.evidence.aot.chips import ATTENTIONS, CHIPS, DECODINGS, Attention, Chip, Decoding
+from et_jax.evidence.aot.notebooks import RUNS, Run, configured
 
 TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
 KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
@@ -18,6 +19,7 @@ SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",
 KERNEL_CHUNK = 512
 ROWS = 5  # of a slot: its newest token and four drafted ones
 PART = 128  # tokens of a prompt in one row of a decoder's prefill
+NOTEBOOK_CHIP = "TPU v5e"  # that Colab lends
 SPARSITY = 8  # of so many blocks a list of the sparse kernel has room for one
 
 
@@ -50,6 +52,7 @@ class Program:
 def programs() -> list[Program]:
     """Return every program to compile: for every chip its kernels, and the decoder's functions by every backend.
 
+    For the chip that notebooks ask for, what they run too.
     By the chip's own kernels the step is compiled within the loop of steps alone.
     """
     kernels = [
@@ -91,7 +94,18 @@ def programs() -> list[Program]:
         for function in functions
         if function in decoding.functions
     ]
-    return kernels + scores + decoders
+    written = [
+        Program(
+            name=f"{run.name} {function}",
+            chip=chip.name,
+            build=partial(notebook_program, run, chip, function),
+        )
+        for chip in CHIPS
+        if chip.name == NOTEBOOK_CHIP
+        for run in RUNS
+        for function in run.functions
+    ]
+    return kernels + scores + decoders + written
 
 
 def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, length: int) -> Lowering:
@@ -233,19 +247,15 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
     from et_jax.control.compression import named
     from et_jax.control.presets import preset
-    from et_jax.decode.compress import compress
-    from et_jax.decode.decoder import decode, step
     from et_jax.decode.draft import Drafting
-    from et_jax.decode.prefill import prefill
     from et_jax.decode.small import Pair
-    from et_jax.decode.state import DecoderConfig, empty
+    from et_jax.decode.state import DecoderConfig
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import describe
     from et_jax.types import Table
 
     device = device_of(chip)
-    on_chip = partial(on_device, device=device)
     model, small = (
         None
         if shape is None
@@ -281,11 +291,45 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
     specs = describe(model) if small is None else Pair(model=describe(model), small=describe(small))
-    params = jax.tree.map(lambda spec: on_chip(spec, dtype=jnp.bfloat16), specs)
+    params = jax.tree.map(lambda spec: on_device(spec, device, jnp.bfloat16), specs)
+    return function_program(function, config, params, device)
+
+
+def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
+    """Return one function of a decoder that a notebook runs, by the best kernels that serve its model on the chip.
+
+    Of its pages it is asked only that they are written in place: all of them fit a vector memory, which XLA uses.
+    """
+    import jax
+
+    from et_jax.decode.attention import serving_backend
+
+    device = device_of(chip)
+    plain, _ = configured(run, "xla")
+    assert chip.backend is not None
+    backend, _ = serving_backend(plain.model, chip.page_size, plain.cache_dtype, chip.backend)
+    config, weights = configured(run, backend)
+    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
+    lowering = function_program(function, config, params, device)
+    return dataclasses.replace(lowering, pool={}, temporary_bound=math.inf)
+
+
+def function_program(function: str, config: Any, params: Any, device: Any) -> Lowering:
+    """Return one function of a decoder, on shapes that lie on the device, as those of `params` do."""
+    import jax
+    import jax.numpy as jnp
+
+    from et_jax.decode.compress import compress
+    from et_jax.decode.decoder import decode, step
+    from et_jax.decode.prefill import prefill
+    from et_jax.decode.state import empty
+
+    on_chip = partial(on_device, device=device)
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
     integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
-    rows = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // part,), jnp.int32))
-    tokens = on_chip(jax.ShapeDtypeStruct((decoding.prefill_batch // part, part), jnp.int32))
+    count = config.prefill_batch // config.chunk
+    rows = on_chip(jax.ShapeDtypeStruct((count,), jnp.int32))
+    tokens = on_chip(jax.ShapeDtypeStruct((count, config.chunk), jnp.int32))
     prompts = (rows, tokens, rows, on_chip(rows, dtype=jnp.bool_))
     functions = {
         "step": (step, (params, state)),

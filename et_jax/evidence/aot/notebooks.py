@@ -1,0 +1,101 @@
+"""What the notebooks run, as decoders to compile for a chip: their models, under their settings.
+
+The module of `own_model` is read from the cell of the notebook that writes it.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from et_jax.control.base import ControlState, Signals, chain
+from et_jax.control.clock import FallClock
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.control.temperature import Thermostat
+from et_jax.evidence.results import REPOSITORY
+from et_jax.types import replace
+
+PAGE_SIZE, PREFILL_BATCH = 128, 512  # on a TPU, unless the caller says otherwise
+MODULE_CLASS, MODULE_SETTINGS = "LanguageModel", {"vocab_size": 4096, "num_layers": 2}
+
+
+def warm_when_unsure(signals: Signals, state: ControlState) -> ControlState:
+    """The law that the quickstart writes."""
+    return replace(state, temperature=0.4 + 0.15 * signals.entropy)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A decoder of a notebook: its settings as `load` takes them, and the functions that differ from its other ones.
+
+    `own` tells that it serves the module of `own_model`, else the bundled model.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    functions: tuple[str, ...] = ("decode",)
+    own: bool = False
+
+
+_START = {"max_num_seqs": 4, "max_model_len": 512}
+_LONG = {"max_num_seqs": 4, "max_model_len": 1024, "tell_reads": True}
+_OWN = {"max_num_seqs": 4}
+RUNS = (
+    Run(name="quickstart", settings=_START, functions=("decode", "prefill")),
+    Run(name="quickstart law", settings=_START | {"control": Controller(law=chain(FallClock(), warm_when_unsure))}),
+    Run(
+        name="control thermostat",
+        settings=_START | {"control": Controller(law=chain(FallClock(), Thermostat(2.0, gain=0.05)))},
+    ),
+    Run(name="control certified", settings=_START | {"control": preset("certified", tolerance=0.05)}),
+    Run(name="long_context off", settings=_LONG),
+    Run(name="long_context guarded", settings=_LONG | {"control": "guarded"}),
+    Run(name="long_context certified", settings=_LONG | {"control": "certified"}, functions=("decode", "prefill")),
+    Run(name="own_model", settings=_OWN, functions=("decode", "prefill"), own=True),
+    Run(
+        name="own_model certified",
+        settings=_OWN | {"control": preset("certified", tolerance=0.05, min_blocks=1, window=16, target_entropy=0.5)},
+        own=True,
+    ),
+    Run(name="own_model drafts", settings=_OWN | {"draft": "lookup"}, own=True),
+)
+
+
+def configured(run: Run, backend: str) -> tuple[Any, Any]:
+    """Return the configuration of a run's decoder on a TPU, and the shapes of its weights."""
+    import jax
+
+    from et_jax.models.bundled import bundled_folder
+    from et_jax.models.checkpoint import read_config, stored_dtype
+    from et_jax.models.transformer import describe
+    from et_jax.serve.config import EngineConfig
+    from et_jax.serve.sizing import decoder_config
+
+    if run.own:
+        model, weights = own_module()
+        dtype = model.dtype
+    else:
+        folder = bundled_folder("bundled")
+        model, dtype = read_config(folder), stored_dtype(folder, "auto")
+        weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), describe(model))
+    sizes = {"page_size": PAGE_SIZE, "prefill_batch": min(PREFILL_BATCH, run.settings.get("max_model_len", 512))}
+    settings = EngineConfig(**run.settings | sizes | {"backend": backend})
+    return decoder_config(settings, model, dtype), weights
+
+
+def own_module() -> tuple[Any, Any]:
+    """Return the module that `own_model` writes, as part of a program, and its weights."""
+    import jax
+    from flax import nnx
+
+    from et_jax.models.module import ModuleConfig
+    from et_jax.models.module_reading import read_module
+
+    cells = json.loads((REPOSITORY / "notebooks/own_model.ipynb").read_text(encoding="utf-8"))["cells"]
+    [source] = [
+        text for text in ("".join(cell["source"]) for cell in cells) if MODULE_CELL in text and "nnx.List" in text
+    ]
+    names: dict[str, Any] = {"jax": jax, "jnp": jax.numpy, "nnx": nnx, "__name__": "own_model"}
+    exec(compile(source, "own_model", "exec"), names)
+    module = names[MODULE_CLASS](**MODULE_SETTINGS, rngs=nnx.Rngs(0))
+    return read_module(module, ModuleConfig(max_positions=names["LENGTH"]))
