@@ -54,8 +54,8 @@ def kernels(clean: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_are_notebooks_for_a_start_for_control_and_for_long_texts():
-    assert [path.stem for path in NOTEBOOKS] == ["control", "long_context", "quickstart"]
+def test_there_are_notebooks_for_a_start_for_control_for_long_texts_and_for_models():
+    assert [path.stem for path in NOTEBOOKS] == ["control", "long_context", "own_model", "quickstart"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -74,6 +74,7 @@ def test_the_quickstart_asks_for_the_accelerator_it_is_written_for():
     assert told["accelerator"] == "TPU" and told["colab"]["gpuType"] == "V5E1"
 
 
+@pytest.mark.notebook
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, clean: bool, kernels: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUPYTER_PATH", str(kernels))
@@ -93,5 +94,6 @@ def test_a_notebook_runs(path: Path, clean: bool, kernels: Path, monkeypatch: py
     said = [one for cell in code(book) for one in cell.outputs]
     assert not [one.text for one in said if one.get("name") == "stderr"]
     drawn = [one.data for one in said if "data" in one]
-    assert any("image/png" in one or "application/vnd.jupyter.widget-view+json" in one for one in drawn)
+    pictures = any("image/png" in one or "application/vnd.jupyter.widget-view+json" in one for one in drawn)
+    assert pictures == any("matplotlib" in cell.source for cell in code(book))
     assert any('class="et-jax"' in one.get("text/html", "") for one in drawn)

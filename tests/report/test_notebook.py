@@ -36,7 +36,8 @@ async def executed() -> dict[str, list]:
             if name == "interrupted":
                 while not cell.outputs:
                     await asyncio.sleep(0.05)
-                await client.km.interrupt_kernel()
+                assert client.km is not None
+                await client.km.interrupt_kernel()  # pyright: ignore[reportGeneralTypeIssues]
             await running
     return {name: cell.outputs for name, cell in cells.items()}
 
