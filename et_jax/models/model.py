@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def token_numbers(model: ModelShape) -> int:
     return 3 * _built_in(model).intermediate_size + 6 * _built_in(model).hidden_size
 
 
-def device_of(weights: ModelWeights) -> jax.Device:
+def device_of(weights: ModelWeights) -> Any:
     """Return the device that weights are on. Raises ValueError where they are on several."""
     [device] = {device for leaf in jax.tree.leaves(weights) for device in leaf.devices()}
     return device

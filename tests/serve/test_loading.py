@@ -218,8 +218,10 @@ def test_a_named_model_brings_its_own(settings):
         et_jax.load("bundled-small", **settings)
 
 
-def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(monkeypatch):
-    monkeypatch.setattr("et_jax.serve.loading.usable_memory", lambda fraction: 10_000)
+def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(plain, monkeypatch):
+    found, least = plain._plan, LENGTH // SIZES["page_size"] + 1
+    short = found.weights + found.state + found.step + least * found.page - 1  # enough for a cache of half the bytes
+    monkeypatch.setattr("et_jax.serve.loading.usable_memory", lambda fraction: short)
     with pytest.raises(UsageError, match=r"^This needs .* may be used: .* for weights in float32") as refusal:
         loaded(Plain)
-    assert "take bfloat16" not in str(refusal.value)
+    assert "take max_num_seqs 2" in str(refusal.value) and "bfloat16" not in str(refusal.value)
