@@ -130,7 +130,7 @@ def write_page(
         version=importlib.metadata.version("et_jax"),
         style=Markup((folder / "page.css").read_text() + _shades()),
         data=Markup(_json(data)),
-        vega=Markup(vl_convert.javascript_bundle().replace("</script", "<\\/script")),
+        vega=Markup(vl_convert.javascript_bundle(snippet=None).replace("</script", "<\\/script")),
         script=Markup((folder / "page.js").read_text()),
     )
     replace_file(path, page)

@@ -135,7 +135,9 @@ class Burst:
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:
             top = tuple(zip(output.top_tokens[at][slot][:asked], output.top_logprobs[at][slot][:asked], strict=True))
-        known = output.reads is not None and not own.get("by_small")
+        reads = None
+        if output.reads is not None and not own.get("by_small"):
+            reads = tuple(map(tuple, output.reads[at][slot]))
         return TokenTrace(
             token=output.token[at][slot],
             text="",
@@ -150,7 +152,7 @@ class Burst:
             entropic_time=output.entropic_time[at][slot],
             guard_rates={name: rate[at][slot] for name, rate in output.guard_rates.items()},
             top=top,
-            reads=tuple(map(tuple, output.reads[at][slot])) if known else None,
+            reads=reads,
             **own,
         )
 

@@ -92,9 +92,7 @@ def own_module() -> tuple[Any, Any]:
     from et_jax.models.module_reading import read_module
 
     cells = json.loads((REPOSITORY / "notebooks/own_model.ipynb").read_text(encoding="utf-8"))["cells"]
-    [source] = [
-        text for text in ("".join(cell["source"]) for cell in cells) if MODULE_CELL in text and "nnx.List" in text
-    ]
+    [source] = [text for text in ("".join(cell["source"]) for cell in cells) if f"class {MODULE_CLASS}(" in text]
     names: dict[str, Any] = {"jax": jax, "jnp": jax.numpy, "nnx": nnx, "__name__": "own_model"}
     exec(compile(source, "own_model", "exec"), names)
     module = names[MODULE_CLASS](**MODULE_SETTINGS, rngs=nnx.Rngs(0))
