@@ -89,9 +89,9 @@ def first_run(place: Place) -> str:
 
 
 def extras(place: Place) -> str:
-    """Install what reports and notebooks need."""
-    place.run(f".venv/bin/pip install '.[{EXTRAS}]'")
-    return EXTRAS
+    """Install what reports and notebooks need, and Jupyter."""
+    place.run(f".venv/bin/pip install notebook '.[{EXTRAS}]'")
+    return f"notebook {EXTRAS}"
 
 
 def report(place: Place) -> str:
