@@ -250,7 +250,7 @@ class _Spread:
             if len(values) == 0 or values.min() == values.max():
                 continue
             counts, edges = np.histogram(values, bins=_BINS)
-            label = f"{measure.name} ({measure.unit})"
+            label = measure.name if measure.unit == measure.name else f"{measure.name} ({measure.unit})"
             least, middle, greatest = np.quantile(values, (0, 0.5, 1))
             yield Figure(
                 title=f"{measure.name[0].upper()}{measure.name[1:]} of requests",
@@ -260,7 +260,7 @@ class _Spread:
                     "height": 160,
                     "mark": {"type": "bar", "tooltip": True},
                     "encoding": {
-                        "x": {"field": label, "type": "quantitative", "bin": {"binned": True}},
+                        "x": {"field": label, "type": "quantitative", "bin": {"binned": True}, "title": label},
                         "x2": {"field": "to"},
                         "y": {"field": "requests", "type": "quantitative"},
                         "color": {"value": measure.colour},
