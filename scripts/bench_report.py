@@ -33,7 +33,7 @@ PRESS = (
 )
 SCROLL = (
     "async () => { for (const chart of document.querySelectorAll('.chart')) { chart.scrollIntoView();"
-    " await new Promise((done) => setTimeout(done, 50)); } scrollTo(0, 0); }"
+    " while (!chart.querySelector('canvas')) await new Promise((done) => setTimeout(done, 20)); } scrollTo(0, 0); }"
 )
 DRAWN = "() => [...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('canvas'))"
 KEYS = ["ArrowRight", "ArrowDown", "PageDown", "End", "Home"] * 8

@@ -47,14 +47,11 @@ class Look:
             self.asked.append(url)
 
     def scroll(self) -> None:
-        """Bring every chart near the screen, and wait until it is drawn."""
-        self.page.evaluate(
-            "async () => { for (const chart of document.querySelectorAll('.chart')) { chart.scrollIntoView();"
-            " await new Promise((done) => setTimeout(done, 30)); } scrollTo(0, 0); }"
-        )
-        self.page.wait_for_function(
-            "[...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('canvas'))", timeout=60_000
-        )
+        """Bring every chart onto the screen, and wait until it is drawn."""
+        for chart in self.page.locator(".chart").all():
+            chart.scroll_into_view_if_needed(timeout=60_000)
+            chart.locator("canvas").wait_for(timeout=60_000)
+        self.page.evaluate("() => scrollTo(0, 0)")
 
     def faults(self) -> list[str]:
         """Return what axe finds that keeps readers from using the page: serious and critical faults."""
