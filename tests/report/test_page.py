@@ -24,7 +24,7 @@ def browser() -> Iterator[Any]:
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of 2,000 tokens with all that there may be to tell."""
     place = tmp_path_factory.mktemp("report") / "report.html"
-    write_report(long(), place, facts={"model": "<sample>"}, decode=lambda ids: f"</script>{ids[0]}")
+    write_report(long(), place, facts={"model": "<sample>"}, decode=lambda ids: f"</script >{ids[0]}")
     return place
 
 
@@ -75,7 +75,7 @@ def test_the_token_that_is_pointed_at_is_told(look: Look) -> None:
     told = look.page.locator(".token").inner_text()
     assert f"{row.entropy:.4g}" in told and f"{row.surprisal:.4g}" in told and f"{row.temperature:.4g}" in told
     assert f"{row.blocks_read} of {row.blocks_held}" in told and "accepted" in told and "small model" in told
-    assert f'"</script>{row.top[0][0]}"' in told and "50.0%" in told
+    assert f'"</script >{row.top[0][0]}"' in told and "50.0%" in told
 
 
 def test_keys_move_through_the_text(look: Look) -> None:
