@@ -72,15 +72,13 @@ def test_streams_text_and_sums_up(folder: Path, tmp_path: Path, capfd: pytest.Ca
 def test_a_report_of_a_prompt_and_of_a_batch(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page, again, counted = tmp_path / "run.html", tmp_path / "same.html", tmp_path / "batch.html"
     settings = ["--model", str(folder), "--max-tokens", "9", "--seed", "3"]
-    told = run(capfd, *settings, "-p", "It was", "--report", str(page))
-    plain = run(capfd, *settings, "-p", "It was")
+    pruned = ["--control", "certified", "--tolerance", "0.9", "--min-blocks", "1", "--window", "4", "--page-size", "4"]
+    told = run(capfd, *settings, *pruned, "-p", "It was " * 8, "--report", str(page))
+    plain = run(capfd, *settings, *pruned, "-p", "It was " * 8)
     assert told[0] == plain[0] == 0 and told[1] == plain[1]  # a report changes no text
     data = json.loads(page.read_text().split('id="report">')[1].split("</script>")[0])
-    titles = [
-        name for name in ("Entropy and surprisal", "Blocks read, by layer and KV head") if name in page.read_text()
-    ]
-    assert len(titles) == 2
-    assert [len(top) for top in data["tokens"]["text-1"]["top"]] == [10] * 9  # five alternatives, as word and share
+    assert all(f">{name}</h3>" in page.read_text() for name in ("Temperature", "Blocks read, by layer and KV head"))
+    assert {len(top) for top in data["tokens"]["text-1"]["top"]} == {10}  # five alternatives, as word and share
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": "It was " * (i + 1)}) + "\n" for i in range(3)))
     files = ["--input", str(source), "--output", str(output)]

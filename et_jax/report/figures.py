@@ -141,15 +141,16 @@ def _reading(rows: Sequence[TokenTrace]) -> Figure:
 
 
 def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
-    """What each layer and KV head read, in the mean; and each layer as the text goes on."""
-    told = [row for row in rows if row.reads is not None]
-    if not told:
+    """What each layer and KV head read, in the mean; and each layer as the text goes on. None, if all was read."""
+    shape = next((np.shape(row.reads) for row in rows if row.reads is not None), None)
+    if shape is None or all(row.blocks_read == row.blocks_held for row in rows):
         return []
-    reads = np.array([row.reads for row in told], np.float64)  # tokens, layers, KV heads
-    held = np.array([row.blocks_held for row in told], np.float64) / reads[0].size
-    shares = reads / held[:, None, None]
-    mean = shares.mean(axis=0)
-    layers, heads = mean.shape
+    layers, heads = shape
+    unknown = np.full(shape, np.nan)  # of tokens of a small model, whose layers are others
+    shares = np.array(
+        [unknown if row.reads is None else np.array(row.reads) * unknown.size / row.blocks_held for row in rows]
+    )
+    mean = np.nanmean(shares, axis=0)
     layer, head = (index.ravel().tolist() for index in np.indices(mean.shape))
     by_head = Figure(
         title="Blocks read, by layer and KV head",
@@ -168,14 +169,16 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
         },
         columns={"layer": layer, "KV head": head, "share of blocks read": plain(mean.ravel())},
     )
-    moments = [binned(shares[:, i].mean(axis=1), MOST_MOMENTS) for i in range(layers)]
-    size = -(-len(told) // MOST_MOMENTS)
-    start = np.arange(len(moments[0][0])) * size + 1
+    moments = np.array([binned(shares[:, i].mean(axis=1), MOST_MOMENTS)[1] for i in range(layers)])
+    size = -(-len(rows) // MOST_MOMENTS)
+    layer_of, column_of = np.nonzero(~np.isnan(moments))
+    start = column_of * size + 1
     over_time = Figure(
         title="Blocks read, as the text goes on",
         caption="The share of its blocks that each layer read, in the mean over its KV heads"
         + (f"; a column is {size} tokens." if size > 1 else "."),
-        words=f"Share of blocks read by {layers} layers over {len(told)} tokens: {_told(shares.mean(axis=2).ravel())}.",
+        words=f"Share of blocks read by {layers} layers over {len(rows)} tokens: "
+        f"{_told(moments[layer_of, column_of])}.",
         spec={
             "height": max(_HEIGHT // 2, min(18 * layers, 2 * _HEIGHT)),
             "mark": {"type": "rect", "tooltip": True},
@@ -187,10 +190,10 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
             },
         },
         columns={
-            "token": np.tile(start, layers).tolist(),
-            "to": np.tile(start + size, layers).tolist(),
-            "layer": np.repeat(np.arange(layers), len(start)).tolist(),
-            "share of blocks read": plain(np.concatenate([mean for _, mean, _, _ in moments])),
+            "token": start.tolist(),
+            "to": (start + size).tolist(),
+            "layer": layer_of.tolist(),
+            "share of blocks read": plain(moments[layer_of, column_of]),
         },
     )
     return [by_head, over_time]

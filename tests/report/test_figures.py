@@ -80,6 +80,21 @@ def test_a_run_that_tells_no_reads_has_no_heat() -> None:
     assert not [one for one in of_completion(replace(completion, trace=rows)) if one.title.startswith("Blocks read,")]
 
 
+def test_tokens_of_a_small_model_leave_their_places_empty() -> None:
+    rows = list(sample(3).trace)
+    rows = [replace(row, reads=((1, 3),), blocks_read=4, blocks_held=8) for row in rows]
+    rows[1] = replace(rows[1], reads=None, by_small=True)
+    drawn = {one.title: one.columns for one in of_completion(replace(sample(3), trace=tuple(rows)))}
+    assert drawn["Blocks read, as the text goes on"]["token"] == [1, 3]
+    assert drawn["Blocks read, by layer and KV head"]["share of blocks read"] == [0.25, 0.75]
+
+
+def test_a_run_that_read_everything_has_no_heat() -> None:
+    rows = tuple(replace(row, reads=((4, 4),), blocks_read=8, blocks_held=8) for row in sample(3).trace)
+    drawn = of_completion(replace(sample(3), trace=rows))
+    assert not [one for one in drawn if one.title.startswith("Blocks read,")]
+
+
 def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
     completion = sample(12)
     accepted = [True, True, False, False, True, False, True, True, False, False, True, True]  # 2, 0, 1, 2, 0, then 2
