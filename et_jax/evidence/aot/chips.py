@@ -39,6 +39,8 @@ class Decoding:
     cache_budget: what a sequence's cache is compressed to, by its last queries; None where it never is.
     functions: those of the decoder that are compiled.
     by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
+    seldom: chips for which it is compiled only where all programs are asked for: a TPU v6e takes the paths of a v5e,
+        and its compiler minutes.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Decoding:
     cache_budget: int | None = None
     functions: tuple[str, ...] = ("step", "decode", "prefill")
     by_xla: bool = True
+    seldom: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,7 @@ DECODINGS = (
             control="entropyinfer",
             functions=("prefill",),
             by_xla=False,
+            seldom=("TPU v6e",),
         )
         for name, model in (("llama3_8b", LLAMA3_8B), ("qwen3_8b", QWEN3_8B))
     ),
@@ -134,6 +138,7 @@ DECODINGS = (
         cache_budget=1024,
         functions=("decode", "compress"),
         by_xla=False,
+        seldom=("TPU v6e",),
     ),
     *(
         Decoding(
@@ -145,6 +150,7 @@ DECODINGS = (
             prefill_batch=512,
             functions=("decode",),
             by_xla=False,
+            seldom=("TPU v6e",),
             **of_two,
         )
         for name, of_two in (("drafts", {"drafts": 4}), ("turns", {"control": "ead_guarded"}))

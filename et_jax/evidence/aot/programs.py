@@ -42,11 +42,12 @@ class Lowering:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One line of the report. `build` traces nothing yet."""
+    """One line of the report. `build` traces nothing yet; one that is not `usual` is compiled only with all."""
 
     name: str
     chip: str
     build: Callable[[], Lowering]
+    usual: bool = True
 
 
 def programs() -> list[Program]:
@@ -85,6 +86,7 @@ def programs() -> list[Program]:
             name=f"{decoding.name} {function} ({backend})",
             chip=chip.name,
             build=partial(decoder_program, decoding, chip, function, backend),
+            usual=chip.name not in decoding.seldom,
         )
         for chip in CHIPS
         for backend, functions in (("xla", ("step", "prefill")), (chip.backend, ("decode", "prefill", "compress")))
