@@ -24,7 +24,7 @@ import sys
 
 checkout = pathlib.Path.cwd().parent
 source = f"{checkout}[notebook]" if (checkout / "et_jax").is_dir() else "et_jax[notebook]"
-subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)"""
+subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True);"""
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
