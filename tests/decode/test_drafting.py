@@ -187,11 +187,14 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     ("control", "drafter"),
     [
-        *((control, "lookup") for control in CONTROLS),
+        *(
+            pytest.param(control, "lookup", marks=[pytest.mark.slow] if control in ("mean keys", "quest") else [])
+            for control in CONTROLS
+        ),
         ("mean keys", "garbage"),
-        ("off", "the model itself"),
+        pytest.param("off", "the model itself", marks=pytest.mark.slow),
         ("off", "another model"),
-        ("certified", "another model by turns"),
+        pytest.param("certified", "another model by turns", marks=pytest.mark.slow),
     ],
 )
 def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):

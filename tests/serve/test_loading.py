@@ -138,6 +138,7 @@ def test_drafts_change_no_text(plain):
     assert sum(row.accepted for one in done for row in one.trace) > 0
 
 
+@pytest.mark.slow
 def test_a_small_model_may_write_the_drafts():
     drafted = loaded(Plain, draft="bundled-small", draft_tokens=2)
     [done] = drafted.generate(asked(1, temperature=0.0))
