@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from et_jax.io import values
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
 from et_jax.models.transformer import Attend
@@ -34,6 +35,9 @@ class ModuleConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_positions", values.whole("max_positions", self.max_positions, 2))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

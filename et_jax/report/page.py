@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.io import html
+from et_jax.io import html, values
 from et_jax.io.files import check_replaceable, replace_file
 from et_jax.report.figures import Figure, of_completion
 from et_jax.serve.completions import Completion, TokenTrace
 
+_ROUNDED = 1e-3  # by which a log-probability of 0 may be above it
 _PROMPT = 20_000  # characters of a prompt that are shown: its beginning and its end
 
 Decode = Callable[[Sequence[int]], str]
@@ -78,9 +79,23 @@ def write_report(
     is no token to tell of, the file cannot be written, or the library that draws charts is not installed.
     """
     given = [completions] if isinstance(completions, Completion) else list(completions)
+    _check(given)
     if not any(completion.trace for completion in given):
         raise UsageError(f"The run produced no token, so there is nothing to report and {path} is not written.")
     write_page("Entropy report", facts or {}, sections_of(given), Path(path), decode)
+
+
+def _check(given: Sequence[Any]) -> None:
+    """Raise UsageError for what is no completion, and for figures that no run has, as a file may hold."""
+    for one in given:
+        if not isinstance(one, Completion):
+            raise UsageError(f"completions holds {values.shown(one)}; give what generate or read_trace returned.")
+        shapes = {tuple(map(len, row.reads)) for row in one.trace if row.reads is not None}
+        even = len(shapes) <= 1 and all(len(set(shape)) == 1 for shape in shapes)
+        for number, row in enumerate(one.trace, 1):
+            likely = all(logprob <= _ROUNDED for _, logprob in row.top)
+            if not (0 <= row.blocks_read <= row.blocks_held > 0 and row.cost > 0 and likely and even):
+                raise UsageError(f"Token {number} has figures that no run has; write its trace anew with --trace.")
 
 
 def sections_of(completions: Sequence[Completion]) -> list[Section]:

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from own_modules import Grouped, Plain, causal, own_logits
 
+from et_jax.errors import UsageError
 from et_jax.models.module import ModuleConfig, forward, is_module
 from et_jax.models.module_reading import read_module
 
@@ -84,3 +85,8 @@ def test_a_bias_on_the_scores_is_refused_while_tracing():
 def test_only_modules_are_modules():
     assert is_module(Grouped(VOCABULARY, rngs=nnx.Rngs(0)))
     assert not any(map(is_module, ("bundled", 5, None, nnx.Module, causal)))
+
+
+def test_a_module_that_holds_no_text_is_refused():
+    with pytest.raises(UsageError, match=r"^max_positions is 1; it must be at least 2\.$"):
+        ModuleConfig(max_positions=1)

@@ -145,6 +145,23 @@ class TestRefusals:
             write_report([replace(sample(1), trace=(), token_ids=())], tmp_path / "empty.html")
         assert not (tmp_path / "empty.html").exists()
 
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            {"blocks_held": 0},
+            {"blocks_read": 61},
+            {"cost": 0.0},
+            {"top": ((1, 1e4),)},
+            {"reads": ((1, 2), (3,))},
+            {"reads": ((1, 2, 3),)},
+        ],
+    )
+    def test_figures_that_no_run_has(self, odd: dict[str, Any], tmp_path: Path) -> None:
+        first, *others = sample(3).trace
+        rows = (first, replace(others[0], **odd), *others[1:])
+        with pytest.raises(UsageError, match="figures that no run has; write its trace anew"):
+            write_report(replace(sample(3), trace=rows), tmp_path / "report.html")
+
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"cannot be written \(No such file or directory\); choose another file"):
             write_report(sample(3), tmp_path / "absent" / "report.html")
