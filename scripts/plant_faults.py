@@ -1,0 +1,170 @@
+"""Which tests see a fault: put those of tests/faults/faults.toml into a copy of the code, one at a time.
+
+    python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test file enters, by running them
+    python scripts/plant_faults.py run [--only WORD] [--jobs 2] [PYTEST ARGUMENTS]
+
+`run` gives every fault to the test files that enter the function it is in, the quickest first, until one of them
+fails; what runs in a process of its own enters nothing, so commands come last. PYTEST ARGUMENTS choose the tests of
+either, such as `-m slow`. Results are added to benchmarks/results/faults.json by the name of the run (`--name`).
+"""
+
+import argparse
+import ast
+import collections
+import concurrent.futures
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = ROOT / "tests/faults/faults.toml"
+RESULTS = ROOT / "benchmarks/results/faults.json"
+COMMANDS = "tests/commands"  # what they run is in processes of their own
+SECONDS = 600  # for all tests of one file: a fault may hang them
+
+
+def faults() -> list[dict[str, str]]:
+    """Return every fault of the list. Raises SystemExit where one does not stand once in its file any more."""
+    found = tomllib.loads(FAULTS.read_text(encoding="utf-8"))["fault"]
+    for fault in found:
+        count = (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["old"])
+        if count != 1:
+            sys.exit(f"{fault['file']} holds {fault['old']!r} {count} times; write the fault anew in {FAULTS}.")
+    return found
+
+
+def function_of(fault: dict[str, str]) -> str | None:
+    """Return the outermost function or method that a fault is in, None where it is in none."""
+    source = (ROOT / fault["file"]).read_text(encoding="utf-8")
+    line = source[: source.index(fault["old"])].count("\n") + 1
+
+    def within(body: list[ast.stmt], before: str) -> str | None:
+        for node in body:
+            named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if named and node.lineno <= line <= (node.end_lineno or node.lineno):
+                name = before + node.name
+                return within(node.body, f"{name}.") if isinstance(node, ast.ClassDef) else name
+        return None
+
+    return within(ast.parse(source).body, "")
+
+
+def make_map(folder: Path, arguments: list[str]) -> None:
+    """Run the tests with a plugin that notes what each file enters, and keep that in `folder`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    beside = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/faults'}", "ENTERED": str(folder)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "entered", *arguments]
+    subprocess.run(command, cwd=ROOT, env=os.environ | beside)
+
+
+def read_map(folder: Path) -> tuple[dict[tuple[str, str], set[str]], dict[str, float]]:
+    """Return the test files that enter each function, (file, name), and the seconds of each test file."""
+    entered: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+    seconds: dict[str, float] = collections.Counter()
+    for part in folder.glob("*.jsonl"):
+        for line in part.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            seconds[row["test"]] += row["seconds"]
+            for file, name in row["entered"]:
+                entered[file, name].add(row["test"])
+    return entered, seconds
+
+
+def tests_of(fault: dict[str, str], entered: dict, seconds: dict[str, float]) -> list[str]:
+    """Return the test files that could see a fault, the quickest first, commands last."""
+    name = function_of(fault)
+    found = {
+        test
+        for (file, function), tests in entered.items()
+        if file == fault["file"] and (name is None or function == name or function.startswith(f"{name}."))
+        for test in tests
+    }
+    found |= {test for test in seconds if test.startswith(COMMANDS)}
+    return sorted(found, key=lambda test: (test.startswith(COMMANDS), seconds[test]))
+
+
+def seen_by(fault: dict[str, str], tree: Path, tests: list[str], arguments: list[str]) -> str | None:
+    """Return the first test that fails with a fault in the copy `tree`, None where none does."""
+    place, source = tree / fault["file"], (ROOT / fault["file"]).read_text(encoding="utf-8")
+    place.write_text(source.replace(fault["old"], fault["new"]), encoding="utf-8")
+    try:
+        for test in tests:
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "--timeout=200"]
+            try:
+                done = subprocess.run(
+                    [*command, test, *arguments],
+                    cwd=tree,
+                    env=os.environ | {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")},
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                )
+            except subprocess.TimeoutExpired:
+                return f"{test} (hangs)"
+            if done.returncode not in (0, 5):  # 5: nothing of this file is chosen
+                failed = [
+                    line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+                ]
+                return failed[0] if failed else f"{test} (ends with {done.returncode})"
+        return None
+    finally:
+        place.write_text(source, encoding="utf-8")
+
+
+def run(args: argparse.Namespace, arguments: list[str]) -> None:
+    """Try every fault, print who saw it, and keep that."""
+    entered, seconds = read_map(args.map)
+    chosen = [one for one in faults() if not args.only or args.only in one["file"] + one["what"]]
+    trees: queue.Queue[Path] = queue.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.jobs):
+            tree = Path(folder) / f"copy{number}"
+            ignored = shutil.ignore_patterns(".venv*", ".git", "site", "runs", "benchmarks/results")
+            shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+            trees.put(tree)
+
+        def one(fault: dict[str, str]) -> dict[str, Any]:
+            tree, begun = trees.get(), time.monotonic()
+            tests = tests_of(fault, entered, seconds)
+            try:
+                seen = seen_by(fault, tree, tests, arguments)
+            finally:
+                trees.put(tree)
+            took = time.monotonic() - begun
+            print(f"{fault['file']}: {fault['what']}: {seen or 'NOT SEEN'} ({took:.0f} s)", flush=True)
+            return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(tests)}
+
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as workers:
+            rows = list(workers.map(one, chosen))
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    before = {(row["file"], row["what"]): row for row in kept.get(args.name, [])}
+    kept[args.name] = list((before | {(row["file"], row["what"]): row for row in rows}).values())
+    RESULTS.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    print(f"{sum(row['seen_by'] is not None for row in rows)} of {len(rows)} faults seen")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["map", "run"])
+    parser.add_argument("--only", default="", help="faults with this word in their file or description")
+    parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time (default: 2)")
+    parser.add_argument("--name", default="short", help="what the results are called (default: short)")
+    parser.add_argument("--map", type=Path, default=ROOT / "runs/entered", help="where the map is kept")
+    args, arguments = parser.parse_known_args()
+    if args.what == "map":
+        make_map(args.map, arguments)
+    else:
+        run(args, arguments)
+
+
+if __name__ == "__main__":
+    main()

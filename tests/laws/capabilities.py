@@ -1,0 +1,190 @@
+"""The table of capabilities: every way to serve a model, each held to every law of this folder.
+
+A capability joins by a row here, a law by a file beside this one.
+"""
+
+import dataclasses
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from own_modules import LENGTH, Plain
+
+import et_jax
+from et_jax.control import clock, contribution, priority, select, tolerance
+from et_jax.control.base import chain
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.control.smoothing import EmaEntropy
+from et_jax.models.bundled import bundled_folder
+from et_jax.models.calibration import Calibration, write_calibration
+from et_jax.models.checkpoint import write_hugging_face
+from et_jax.models.config import ModelConfig
+from et_jax.models.module import ModuleConfig
+from et_jax.models.transformer import initialise
+from et_jax.serve.engine import Model
+from et_jax.text import load_tokenizer
+from et_jax.types import Table, replace
+
+SIZES = {
+    "max_num_seqs": 3,
+    "max_resident_seqs": 4,
+    "max_model_len": LENGTH,
+    "num_pages": 60,
+    "page_size": 4,
+    "prefill_batch": 16,
+    "max_num_batched_tokens": 32,
+    "compilation_cache": None,
+}
+"""Four slots of which three advance, and fewer pages than they may fill."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TINY = ModelConfig(
+    architecture="mistral",
+    vocab_size=4096,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=LENGTH,
+    norm_eps=1e-6,
+    rope_theta=10_000.0,
+    windows=(None, None),
+)
+SLIDING = dataclasses.replace(TINY, windows=(14, 14))
+SMALL = dataclasses.replace(TINY, num_layers=1, windows=(None,))  # the first layer of the other: some drafts hold
+
+
+@functools.cache
+def folder(config: ModelConfig) -> Path:
+    """A checkpoint of random weights, large enough for attention and entropy to show, and what its heads weigh."""
+    path = Path(tempfile.mkdtemp(prefix="tiny-model-"))
+    drawn = initialise(TINY, jax.random.key(0), jnp.float32)
+    drawn = jax.tree.map(lambda x: x * (5 if x.ndim > 1 else 1), drawn)
+    drawn = replace(drawn, head=10 * drawn.head, layers=drawn.layers[: config.num_layers])
+    write_hugging_face(path, config, drawn)
+    for name in TOKENIZER_FILES:
+        shutil.copy(bundled_folder() / name, path / name)
+    heads = np.ones((config.num_layers, config.num_kv_heads, config.group_size), np.float32)
+    write_calibration(path, Calibration(sensitivity=Table(heads)), {})
+    return path
+
+
+def tiny(config: ModelConfig = TINY, **settings: Any) -> Model:
+    return et_jax.load(str(folder(config)), **SIZES | settings)
+
+
+@functools.cache
+def module() -> nnx.Module:
+    return Plain(TINY.vocab_size, rngs=nnx.Rngs(3))
+
+
+def of_module(**settings: Any) -> Model:
+    tokenizer = load_tokenizer(bundled_folder())
+    return et_jax.load(module(), config=ModuleConfig(max_positions=LENGTH), tokenizer=tokenizer, **SIZES | settings)
+
+
+def own_controller() -> Controller:
+    """A law, a temperature rule, a selector and a priority of a caller's own, all plain functions."""
+
+    def warm(signals, state):
+        return replace(state, temperature=0.5 + 0.1 * signals.entropy)
+
+    def rule(moments_at, signals, state):
+        return jnp.minimum(state.temperature, 1.5)
+
+    def even_blocks(view):
+        return (view.start // SIZES["page_size"]) % 2 == 0
+
+    def first_come(signals, state):
+        return -signals.arrival.astype(jnp.float32)
+
+    return Controller(
+        law=chain(clock.FallClock(), warm),
+        temperature_rule=rule,
+        selector=even_blocks,
+        priority=priority.Aged(first_come, ceiling=1000.0, rate=0.5),
+    )
+
+
+def by_surprisals() -> Controller:
+    selector = select.ActiveSet(contribution.token_nll)
+    return Controller(law=chain(EmaEntropy(), tolerance.Constant(2.0)), selector=selector)
+
+
+def pruned(name: str, **knobs: Any) -> Controller:
+    return preset(name, **{"min_blocks": 1, "window": 4, "target_entropy": 2.0} | knobs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capability:
+    """A model and its settings.
+
+    `dense` are numbers of a request under which short texts are those of the dense model, None where there are none.
+    `prunes` says whether blocks are left unread, `drafts` whether drafts are seen to hold, `certifies` the share of
+    attention mass that no head may pass over, `keeps_prefixes` whether pages of prompts are kept for others.
+    """
+
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    load: Callable[..., Model] = tiny
+    dense: Mapping[str, float] | None = dataclasses.field(default_factory=dict)
+    prunes: bool = False
+    drafts: bool = False
+    certifies: float | None = None
+    keeps_prefixes: bool = True
+
+    def opened(self, **settings: Any) -> Model:
+        return self.load(**dict(self.settings) | settings)
+
+
+_DRAFTS = {"draft_tokens": 3, "draft_length": "fixed"}
+_LOOKUP = {"draft": "lookup"} | _DRAFTS
+
+
+def _small() -> str:
+    return str(folder(SMALL))
+
+
+CAPABILITIES: dict[str, Callable[[], Capability]] = {
+    "plain": Capability,
+    "bfloat16": lambda: Capability(settings={"dtype": "bfloat16"}),
+    "window": lambda: Capability(load=functools.partial(tiny, SLIDING)),
+    "module": lambda: Capability(load=of_module),
+    "own": lambda: Capability(settings={"control": own_controller()}, dense=None, prunes=True),
+    "paper": lambda: Capability(
+        settings={"control": pruned("paper", tolerance=0.5)}, dense={"tolerance": 0.0}, prunes=True
+    ),
+    "certified": lambda: Capability(
+        settings={"control": pruned("certified", tolerance=0.5)}, dense={"tolerance": 0.0}, prunes=True, certifies=0.5
+    ),
+    "adaptive": lambda: Capability(
+        settings={"control": pruned("adaptive", tolerance=0.3)}, dense={"tolerance": 0.0}, prunes=True
+    ),
+    "surprisals": lambda: Capability(
+        settings={"control": by_surprisals()}, dense={"tolerance": 0.0}, prunes=True, keeps_prefixes=False
+    ),
+    "lookup": lambda: Capability(settings=_LOOKUP, drafts=True),
+    "small": lambda: Capability(settings={"draft": _small()} | _DRAFTS, drafts=True),
+    "adaptive, lookup": lambda: Capability(
+        settings={"control": pruned("adaptive", tolerance=0.3)} | _LOOKUP,
+        dense={"tolerance": 0.0},
+        prunes=True,
+        drafts=True,
+    ),
+    "ead": lambda: Capability(
+        settings={"control": preset("ead_guarded", tau=3.0), "small": _small()}, dense={"tau": -1.0}
+    ),
+    "budget": lambda: Capability(
+        settings={"control": preset("entropyinfer", prefill_budget=16)}, dense=None, keeps_prefixes=False
+    ),
+    "compressed": lambda: Capability(settings={"cache_budget": 40}, dense=None),
+}

@@ -1,0 +1,23 @@
+"""One tiny model and one decoder for each row of the table, shared by all laws."""
+
+import pytest
+from capabilities import CAPABILITIES
+from served import Served, hurried
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs_end_with_their_module():
+    """Programs stay, for the next law asks for them again."""
+
+
+@pytest.fixture(autouse=True)
+def _compiled_in_a_hurry():
+    with hurried():
+        yield
+
+
+@pytest.fixture(scope="session", params=CAPABILITIES)
+def served(request):
+    """Every capability in turn."""
+    with hurried():
+        return Served(CAPABILITIES[request.param]())

@@ -1,0 +1,103 @@
+"""A row of the table as it is served: its model, requests of every kind, and what all laws compare."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from capabilities import Capability
+
+from et_jax.serve.completions import Completion
+from et_jax.serve.engine import Model
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.types import replace
+
+SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
+
+
+@contextlib.contextmanager
+def hurried() -> Iterator[None]:
+    """Compile in a hurry: programs of a tiny model take longer to compile well than to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+class Served:
+    """A row of the table with its model, loaded and compiled once, and requests of every kind.
+
+    `alone` is what is written for each request by itself, nothing kept from one to the next.
+    """
+
+    def __init__(self, capability: Capability) -> None:
+        self.capability, self.model = capability, capability.opened()
+        self.tokens = self.model.tokenizer.encode(SENTENCE * 4)
+        self.requests = self._asked()
+        quiet = self.anew(prefix_cache=False)
+        self.alone = [one for request in self.requests for one in quiet.generate(request)]
+
+    def anew(self, **settings) -> Model:
+        """The same programs, with another host around them that has served nothing."""
+        model, changed = self.model, {"prefix_cache": True, "preempt_every": 0, "replicas": 1} | settings
+        other = Model(
+            replace(model.settings, **changed),
+            config=model.decoder_config,
+            weights=model._weights,
+            small=model._small,
+            tokenizer=model.tokenizer,
+        )
+        other._decoders = model._decoders
+        return other
+
+    def _asked(self) -> list[GenerationRequest]:
+        """Prompts around the borders of pages and chunks, some of which begin alike, and settings of every kind."""
+        lengths = [1, 17, 18, 33, 32, 41, 50, 5]
+        kinds = [
+            {"temperature": 0.0},
+            {"temperature": 0.8, "top_p": 0.9},
+            {"temperature": 0.7, "frequency_penalty": -2.0},  # goes round in circles, as drafts by lookup like it
+            {"top_k": 20, "logprobs": 3, "n": 2},
+            {"temperature": 1.3, "min_p": 0.05, "stop": ("the", ". ")},
+            {"temperature": 0.0, "repetition_penalty": 1.3},
+            {"presence_penalty": 0.5, "temperature": 0.9, "ignore_eos": True},
+            {"temperature": 0.0, "frequency_penalty": -1.0},
+        ]
+        return [
+            GenerationRequest(
+                prompt=tuple(self.tokens[16 * (number % 2) :][:length]),
+                params=SamplingParams(**{"max_tokens": 18 + 3 * number, "seed": number} | kind),
+            )
+            for number, (length, kind) in enumerate(zip(lengths, kinds, strict=True))
+        ]
+
+
+def bits(done: list[Completion]) -> list:
+    """Every bit of texts and traces but what company shares: what a token is charged."""
+    return [
+        (
+            one.text,
+            one.token_ids,
+            one.finish_reason,
+            [dataclasses.replace(row, cost=0.0, flops=0.0) for row in one.trace],
+        )
+        for one in done
+    ]
+
+
+def same_bits(one, other) -> bool:
+    """Whether two trees of arrays are equal to the last bit."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def assert_balanced(model: Model) -> None:
+    """Nothing runs or waits, and every page is back once no prefix is kept."""
+    for replica in model.replicas().replicas:
+        assert replica.idle and not replica.broken
+        table = jax.device_get(replica.device.state.table)
+        assert not table.num_blocks.any() and (table.references > 0).sum() == replica.pool.num_kept
+        replica.forget_prefixes()
+        table = jax.device_get(replica.device.state.table)
+        free = model.decoder_config.num_pages - 1  # page 0 is nobody's
+        assert int(table.num_free) == free == replica.pool.num_free and not table.references.any()

@@ -1,0 +1,25 @@
+"""What is told of a run adds up: tokens, blocks, costs, drafts, what either model said."""
+
+import math
+
+
+def test_figures_add_up(served):
+    capability, model = served.capability, served.anew()
+    done = model.generate(served.requests)
+    rows = [row for one in done for row in one.trace]
+    assert model.metrics.generated_tokens == sum(len(one.token_ids) for one in done)
+    assert sum(model.metrics.finished.values()) == len(done)
+    for one in done:
+        assert one.token_ids == tuple(row.token for row in one.trace)
+        assert one.cost > 0 and math.isclose(one.efficiency, one.entropic_time / one.cost)
+    by_large = [row for row in rows if not row.by_small]
+    assert all(0 < row.blocks_read <= row.blocks_held for row in by_large)
+    read, held = (sum(getattr(row, name) for row in by_large) for name in ("blocks_read", "blocks_held"))
+    window = model.config.windows[0] is not None
+    assert (read < held) == (capability.prunes or window)
+    assert (sum(row.accepted for row in rows) > 0) == capability.drafts
+    if capability.drafts:
+        assert sum(row.accepted for row in rows) <= sum(row.drafted for row in rows)
+        assert model.metrics.accepted_tokens == sum(row.accepted for row in rows)
+    if capability.certifies is not None:
+        assert all(row.kept_mass >= 1 - capability.certifies for row in rows)
