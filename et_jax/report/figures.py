@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from et_jax.io.known import known, told
+from et_jax.io.known import known, ratio, told
 from et_jax.serve.completions import Completion, TokenTrace
 
 MOST_POINTS = 1500  # of a line: about two to a pixel of a wide screen
@@ -209,7 +209,7 @@ def _progress(rows: Sequence[TokenTrace]) -> Figure:
         title="Entropic time against cost",
         caption="Entropy resolved so far, in nats by the clock of the run, against the bytes that this took.",
         words=f"{told(time[-1], ',.1f')} nats for {told(moved[-1], ',.1f')} MB moved, "
-        f"{told(time[-1] / moved[-1], '.3g')} nats a MB.",
+        f"{told(ratio(float(time[-1]), float(moved[-1])), '.3g')} nats a MB.",
         spec={
             "height": _HEIGHT,
             "mark": {"type": "line", "tooltip": True},
