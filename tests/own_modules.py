@@ -1,5 +1,7 @@
 """Language models written as flax.nnx modules, as a caller may bring them, and their own greedy text."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ from flax import nnx
 
 LENGTH = 96  # tokens that each of them reads at most
 WIDTH = 32
+jitted: Any = nnx.jit  # which know no methods
+remade: Any = nnx.remat
 
 
 class Plain(nnx.Module):
@@ -60,6 +64,36 @@ class Grouped(nnx.Module):
         for layer in self.layers:
             x = x + layer(self.norm(x), positions)
         return self.head(self.norm(x))
+
+
+class Wrapped(Grouped):
+    """A layer under each of the transforms that training wraps layers in, the second of them called twice."""
+
+    class Remade(Grouped.Layer):
+        @remade
+        def __call__(self, x, positions):
+            return Grouped.Layer.__call__(self, x, positions)
+
+    class Jitted(Grouped.Layer):
+        @jitted
+        def __call__(self, x, positions):
+            return Grouped.Layer.__call__(self, x, positions)
+
+    def __init__(self, vocab_size: int, *, rngs: nnx.Rngs):
+        super().__init__(vocab_size, num_layers=1, rngs=rngs)
+        twice = self.Jitted(rngs=rngs)
+        self.layers = nnx.List([self.layers[0], self.Remade(rngs=rngs), twice, twice])
+
+    @jitted
+    def normed(self, x):
+        return self.norm(x)
+
+    def __call__(self, tokens, positions):
+        x = 8.0 * self.embed(tokens)
+        for layer in self.layers[1:]:
+            x = x + layer(self.normed(x), positions)
+        last = jax.jit(jax.checkpoint(lambda x: x + jax.nn.silu(self.layers[0](self.norm(x), positions))))
+        return self.head(self.normed(last(x)))
 
 
 def turned(x, positions):

@@ -4,6 +4,7 @@ values              what callers give: each as a plain one of the kind that is w
 files, checksums    files whole or not there; folders whose every file has a checksum
 schema              what the JSON files of a model folder may say
 terminal, bar       what a stream is able to show; a progress bar
+known               figures of which some are not known, told as missing
 html                plain values as HTML: tables, text coloured by entropy
 cell                a place in the output of a notebook cell
 """

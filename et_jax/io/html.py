@@ -6,6 +6,7 @@ whose rules reach nothing outside. Colour is never all: a token tells its figure
 
 import html
 import math
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ SCOPE = "et-jax"
 
 MOST_TOKENS = 2000  # that are coloured of one text: some 250 kB
 _MOST_BEFORE = 2000  # characters of what stands before it
+_HALF = re.compile("[\ud800-\udfff]")
 _FLOOR = 1.0  # nats: texts of less entropy than this throughout are not stretched to the full scale
 
 # One hue, lightness alone tells the steps apart, so that colour-blind readers see the same order. Equal steps in OKLab.
@@ -82,6 +84,11 @@ STYLE = _style()
 def escaped(text: str) -> str:
     """Return `text` for a place between tags or within quotes; what has no shape becomes U+FFFD, newlines stay."""
     return html.escape("".join(map(_shown, text)))
+
+
+def whole(text: str) -> str:
+    """Return `text` with U+FFFD for each half of a surrogate pair, of which no file can be made."""
+    return text if text.isascii() else _HALF.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _shown(letter: str) -> str:

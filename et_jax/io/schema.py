@@ -245,6 +245,8 @@ def checked(values: dict[str, Any], kind: type[T], source: str | Path, remedy: s
     """Return `values` as the `kind` of file they are from. Raises UsageError naming the field that is wrong."""
     try:
         return msgspec.convert(values, kind, str_keys=True)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{source} holds half of a surrogate pair, which is no character; {remedy}.") from error
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at ")
         absent = re.fullmatch(r"Object missing required field `(\w+)`", reason)

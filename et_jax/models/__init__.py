@@ -1,10 +1,10 @@
 """Models as they stand in files and as functions.
 
     hub -> checkpoint -> transformer -> layers, config
-           module_reading -> module -> config
+           module_reading -> module -> calls, config
 
 `model` is what the decoder asks of either: the transformer of this package, or a `module` of the caller's own, which
-`module_reading` has looked at.
+`module_reading` has looked at, and `calls` has freed the attention of.
 `bundled` says where the models lie that travel with the package, `calibration` keeps a model's calibrated temperature
 beside its weights.
 """

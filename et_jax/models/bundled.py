@@ -1,5 +1,6 @@
 """Where the bundled models lie: Hugging Face folders inside the package, one of about 8 MB and one of about 1.5."""
 
+import os
 from pathlib import Path
 
 _FOLDERS = {"bundled": "bundled", "bundled-small": "bundled_small"}
@@ -17,5 +18,5 @@ def bundled_folder(name: str = "bundled") -> Path:
 
 def named_folder(name: str) -> Path | None:
     """Return the folder that `name` has on this machine without a download: a bundled one, or a path."""
-    folder = bundled_folder(name) if is_bundled(name) else Path(name).expanduser()
-    return folder if folder.is_dir() else None
+    folder = bundled_folder(name) if is_bundled(name) else Path(os.path.expanduser(name))
+    return folder if os.path.isdir(folder) else None  # no, where there can be no such name

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, TypeVar
 
 import jax
@@ -10,13 +10,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.models import calls
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
 from et_jax.models.transformer import Attend
 from et_jax.types import pytree
 
 Memory = TypeVar("Memory")
+_MAX_POSITIONS, _MAX_ID = 2**30, 2**31 - 1
 
 AttentionFn = Callable[..., Array]
 """Attention as `nnx.MultiHeadAttention` calls it: query, key and value [b, t, heads, head_dim], and keywords."""
@@ -28,7 +31,7 @@ class ModuleConfig:
 
     It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer;
     None leaves them to it. `calibration` is what was measured of the module, its sensitivity by
-    `evidence.sensitivity.head_sensitivity`.
+    `evidence.sensitivity.head_sensitivity`. Raises UsageError for a field that is nothing of the kind.
     """
 
     max_positions: int
@@ -37,7 +40,23 @@ class ModuleConfig:
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_positions", values.whole("max_positions", self.max_positions, 2))
+        checked = {"max_positions": values.whole("max_positions", self.max_positions, 2, _MAX_POSITIONS)}
+        if self.bos_token_id is not None:
+            checked["bos_token_id"] = values.whole("bos_token_id", self.bos_token_id, 0, _MAX_ID)
+        if self.eos_token_ids is not None:
+            checked["eos_token_ids"] = _ids(self.eos_token_ids)
+        if not isinstance(self.calibration, Calibration):
+            raise UsageError(f"calibration is {values.shown(self.calibration)}; it must be a Calibration(...).")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def _ids(given: Any) -> tuple[int, ...]:
+    given = values.plain(given)
+    if not (values.is_list(given) or isinstance(given, Set)):
+        raise UsageError(f"eos_token_ids is {values.shown(given)}; it must be a list of token ids, or None.")
+    found = values.ids("eos_token_ids", [*given], "a list of token ids")
+    return tuple(values.whole("an id of eos_token_ids", one, 0, _MAX_ID) for one in found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,15 +125,23 @@ def forward(
 
     layer, held = 0, memory
 
-    def attention(query: Array, key: Array, value: Array, bias: Array | None = None, *_: Any, **__: Any) -> Array:
+    def attention(query: Array, key: Array, value: Array) -> Array:
         nonlocal layer, held
-        if bias is not None:
-            raise ValueError("bias: got one on the scores of attention, wanted none")
         q, k, v = (x.astype(model.dtype) for x in (query, key, value))
         with jax.named_scope("attend"):
             out, held = attend(layer, q, k, v, held)
         layer += 1
         return out.astype(query.dtype)
 
-    module = with_attention(nnx.merge(model.graphdef, weights.state), lambda _: attention)
-    return module(tokens, positions).astype(jnp.float32), held
+    def logits(state: Any, tokens: Array, positions: Array) -> Array:
+        module = with_attention(nnx.merge(model.graphdef, state), lambda _: called)
+        return module(tokens, positions).astype(jnp.float32)
+
+    return calls.run(logits, attention, weights.state, tokens, positions), held
+
+
+def called(query: Array, key: Array, value: Array, bias: Array | None = None, *_: Any, **__: Any) -> Array:
+    """Stand for a call of attention in a module's program. Raises ValueError for a bias on the scores."""
+    if bias is not None:
+        raise ValueError("bias: got one on the scores of attention, wanted none")
+    return calls.marked(query, key, value)

@@ -15,12 +15,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from et_jax.errors import UsageError
+from et_jax.models import calls
 from et_jax.models.module import (
     AttentionFn,
     ModuleConfig,
     ModuleModel,
     ModuleWeights,
     attending,
+    called,
     forward,
     with_attention,
 )
@@ -42,6 +44,7 @@ def read_module(module: Any, config: ModuleConfig) -> tuple[ModuleModel, ModuleW
     name = type(module).__name__
     graphdef, weights = _split(module, name)
     found = _traced(graphdef, weights, config, name)
+    config.calibration.check(found)
     _compare(found, weights, config)
     return found, weights
 
@@ -79,43 +82,35 @@ def _traced(graphdef: Any, weights: ModuleWeights, config: ModuleConfig, name: s
     """The module's shape, from tracing it on two rows of tokens."""
     from flax import nnx
 
-    calls: list[tuple[Any, Any, Any]] = []
-    written: list[str] = []
-
     def attention(query: Array, key: Array, value: Array, bias: Any = None, *_: Any, **__: Any) -> Array:
         if bias is not None:
             raise UsageError(f"{name} puts a bias on the scores of its attention; {_OWN}.")
-        calls.append(tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)))
-        return query
+        return called(query, key, value)
 
     def run(weights: ModuleWeights, tokens: Array, positions: Array) -> Any:
-        merged = with_attention(nnx.merge(graphdef, weights.state), lambda _: attention)
-        before = _arrays(merged)
-        logits = merged(tokens, positions)
-        after = _arrays(merged)
-        written.extend(path for path in before.keys() | after.keys() if before.get(path) is not after.get(path))
-        return logits
+        return with_attention(nnx.merge(graphdef, weights.state), lambda _: attention)(tokens, positions)
 
     shape = 2, min(8, config.max_positions)
     given = jax.ShapeDtypeStruct(shape, jnp.int32)
     with _calling(name):
         jaxpr, logits = jax.make_jaxpr(run, return_shape=True)(weights, given, given)
-    if written:
-        raise UsageError(f"{name} changes its {min(written)} when it is called; the decoder serves only what is pure.")
-    if not calls:
+        met = [tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call) for call in calls.calls(jaxpr)]
+    if not met:
         raise UsageError(f"{name} does not call the attention_fn of any of its parts; have its layers call it.")
     if not hasattr(logits, "shape") or logits.shape[:2] != shape or len(logits.shape) != 3:
         got = list(logits.shape) if hasattr(logits, "shape") else type(logits).__name__
         raise UsageError(
             f"{name} returns {got} for tokens of {list(shape)}; it must return logits [batch, length, vocabulary]."
         )
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise UsageError(f"{name} returns {logits.dtype}; logits are real numbers, before any softmax or argmax.")
     vocab_size = logits.shape[2]
     numbers = _products(jaxpr.jaxpr, math.prod(shape))
     return ModuleModel(
         architecture=name,
         vocab_size=vocab_size,
         max_positions=config.max_positions,
-        **_heads(calls, shape, name),
+        **_heads(met, shape, name),
         graphdef=graphdef,
         num_weights=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)),
         weight_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)),
@@ -124,10 +119,10 @@ def _traced(graphdef: Any, weights: ModuleWeights, config: ModuleConfig, name: s
     )
 
 
-def _heads(calls: list[tuple[Any, Any, Any]], shape: tuple[int, int], name: str) -> dict[str, Any]:
+def _heads(met: list[tuple[Any, ...]], shape: tuple[int, int], name: str) -> dict[str, Any]:
     """What the calls of attention say of layers and heads, all of which must be alike."""
-    query, key, value = calls[0]
-    if any(call != calls[0] for call in calls):
+    query, key, value = met[0]
+    if any(call != met[0] for call in met):
         raise UsageError(f"{name} has layers with different heads; the decoder serves layers whose heads are alike.")
     fits = len(query.shape) == len(key.shape) == 4 and query.shape[:2] == key.shape[:2] == shape
     if not fits or key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
@@ -140,11 +135,11 @@ def _heads(calls: list[tuple[Any, Any, Any]], shape: tuple[int, int], name: str)
     if dtype.name not in _TOLERANCE:
         raise UsageError(f"{name} has keys in {dtype.name}; the decoder serves {' and '.join(_TOLERANCE)}.")
     return {
-        "num_layers": len(calls),
+        "num_layers": len(met),
         "num_heads": query.shape[2],
         "num_kv_heads": key.shape[2],
         "head_dim": key.shape[3],
-        "windows": (None,) * len(calls),
+        "windows": (None,) * len(met),
         "dtype": dtype,
     }
 
@@ -158,10 +153,8 @@ def _products(jaxpr: Any, tokens: int) -> list[tuple[int, int]]:
             out = math.prod(equation.outvars[0].aval.shape)
             summed = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
             found.append((out * summed // tokens, out // tokens))
-        for value in equation.params.values():  # loops and jitted functions hold programs of their own
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns"):
-                    found += _products(inner, tokens)
+        for inner in calls.inner_programs(equation):
+            found += _products(inner, tokens)
     return found
 
 
@@ -173,7 +166,8 @@ def _compare(model: ModuleModel, weights: ModuleWeights, config: ModuleConfig) -
     length = min(_LENGTH, config.max_positions)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, (1, length)), jnp.int32)
     with _calling(model.architecture), jax.default_matmul_precision("highest"):
-        own, outs = jax.jit(partial(_own, model))(weights, tokens)
+        own, outs, changed = jax.jit(partial(_own, model))(weights, tokens)
+        _check_own(model, own[0], length, changed)
         parts = jax.jit(partial(_in_parts, model))(weights, tokens)
     tolerance = _TOLERANCE[jnp.dtype(model.dtype).name]
     if not _near([own for own, _ in outs], [plain for _, plain in outs], tolerance):
@@ -185,8 +179,26 @@ def _compare(model: ModuleModel, weights: ModuleWeights, config: ModuleConfig) -
         )
 
 
-def _own(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> tuple[Any, list[tuple[Array, Array]]]:
-    """What the module computes by itself, and of every call of attention its own and the causal result."""
+def _check_own(model: ModuleModel, logits: Array, length: int, changed: dict[str, Array]) -> None:
+    """Raise UsageError where the module's own pass cannot be that of a model, or changed one of its variables."""
+    if written := [path for path, is_other in changed.items() if is_other]:
+        raise UsageError(
+            f"{model.architecture} changes its {min(written)} when it is called; the decoder serves only what is pure."
+        )
+    if logits.shape != (1, length, model.vocab_size):
+        raise UsageError(
+            f"{model.architecture} returns {list(logits.shape)} for tokens of [1, {length}]; it must return logits "
+            "[batch, length, vocabulary] of tokens of any length."
+        )
+    if jnp.isnan(logits).any():
+        raise UsageError(f"{model.architecture} returns logits that are no numbers; look for NaN in its weights.")
+
+
+def _own(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> tuple[Any, list[Any], dict[str, Array]]:
+    """What the module computes by itself, of every call of attention its own and the causal result, what it changed.
+
+    That last is told by the places of arrays, a bool each.
+    """
     from flax import nnx
 
     inputs: list[tuple[Array, Array, Array]] = []
@@ -194,16 +206,35 @@ def _own(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> tuple[Any
 
     def watched(own: AttentionFn) -> AttentionFn:
         def attention(query: Array, key: Array, value: Array, *others: Any, **settings: Any) -> Array:
-            out = own(query, key, value, *others, **settings)
-            inputs.append((query, key, value))
-            outs.append((out, causal(query, key, value)))
-            return out
+            return calls.marked(query, key, value, own(query, key, value, *others, **settings))
 
         return attention
 
-    module = with_attention(nnx.merge(model.graphdef, weights.state), watched)
+    def seen(query: Array, key: Array, value: Array, own: Array) -> Array:
+        inputs.append((query, key, value))
+        outs.append((own, causal(query, key, value)))
+        return own
+
+    def called(state: Any, tokens: Array, positions: Array) -> tuple[Array, dict[str, Array]]:
+        module = with_attention(nnx.merge(model.graphdef, state), watched)
+        return module(tokens, positions), _arrays(module)
+
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return (module(tokens, positions), inputs), outs
+    logits, after = calls.run(called, seen, weights.state, tokens, positions)
+    before = _arrays(nnx.merge(model.graphdef, weights.state))
+    changed = {path: _differs(before.get(path), after.get(path)) for path in before.keys() | after.keys()}
+    return (logits, inputs), outs, changed
+
+
+def _differs(one: Array | None, other: Array | None) -> Array:
+    """Whether a variable has another value than it had, or is there no longer, or is new."""
+    if one is None or other is None:
+        return jnp.bool(one is not other)
+    if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return jnp.bool(one is not other)
+    if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    return ~jnp.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact))
 
 
 def _in_parts(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> Any:
@@ -239,10 +270,19 @@ def causal(
 
 
 def _near(some: Any, others: Any, tolerance: float) -> bool:
-    """Whether all arrays of two trees agree, each to this share of its largest value; NaN agrees with nothing."""
+    """Whether all arrays of two trees agree, each to this share of its largest value; NaN agrees with nothing.
+
+    Logits of tokens that are ruled out, -inf, agree with each other.
+    """
     pairs = zip(jax.tree.leaves(some), jax.tree.leaves(others), strict=True)
-    arrays = ((np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs)
-    return all(np.abs(one - other).max() <= tolerance * np.abs(one).max() for one, other in arrays)
+    for one, other in ((np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs):
+        finite = np.isfinite(one)
+        largest = np.abs(one[finite]).max(initial=0.0)
+        if not (one[~finite] == other[~finite]).all():
+            return False
+        if not (np.abs(one[finite] - other[finite]) <= tolerance * largest).all():
+            return False
+    return True
 
 
 def _arrays(module: Any) -> dict[str, Array]:
@@ -261,11 +301,8 @@ def _calling(name: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        inside = ""
-        if isinstance(error, jax.errors.UnexpectedTracerError):
-            inside = ", with attention_fn called outside of nnx.scan, nnx.remat and nnx.jit"
         reason = next(iter(str(error).strip().splitlines()), "")[:200]
         raise UsageError(
-            f"{name} cannot be called as module(tokens, positions) on integers [batch, length]{inside} "
+            f"{name} cannot be called as module(tokens, positions) on integers [batch, length] "
             f"({type(error).__name__}: {reason})."
         ) from error

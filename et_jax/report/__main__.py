@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from et_jax.cli import command
 from et_jax.cli.paths import check_paths
 from et_jax.cli.signals import Signals, guard
+from et_jax.errors import UsageError
+from et_jax.io.values import excerpt
 
 if TYPE_CHECKING:
     from et_jax.report.page import Decode
@@ -52,15 +54,17 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
 
 
 def _decode(model: str) -> "Decode | None":
-    """The `decode` of a model's tokenizer; None, and a word about it, where the model is not on this machine."""
+    """The `decode` of a model's tokenizer; None, and a word about it, where there is none on this machine."""
     from et_jax.models.bundled import named_folder
     from et_jax.text import load_tokenizer
 
-    folder = named_folder(model)
-    if folder is None:
-        print(f"alternatives are told by their ids: there is no folder {model} here", file=sys.stderr)
+    try:
+        if (folder := named_folder(model)) is None:
+            raise UsageError(f"there is no folder {excerpt(model)} here")
+        return load_tokenizer(folder).decode
+    except UsageError as error:
+        print(f"alternatives are told by their ids: {error}", file=sys.stderr)
         return None
-    return load_tokenizer(folder).decode
 
 
 if __name__ == "__main__":

@@ -7,14 +7,16 @@ import contextlib
 import dataclasses
 import heapq
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from et_jax.errors import UsageError
+from et_jax.io.known import told
 from et_jax.report.figures import BLUE, GREEN, PURPLE, WARM, Figure, of_completion, plain
 from et_jax.report.page import Decode, Section, Table, facts_of, write_page
 from et_jax.serve.completions import Completion
@@ -40,17 +42,21 @@ class Choice(msgspec.Struct):
 class Usage(msgspec.Struct):
     """The tokens of an answer."""
 
-    completion_tokens: int
+    completion_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+Sum = Annotated[float, msgspec.Meta(ge=-1e60, le=1e60)]
+"""A figure of a run, or a sum of such, that can be summed and squared once more."""
 
 
 class Entropic(msgspec.Struct):
-    """What a report reads of `completions.entropic`."""
+    """What a report reads of `completions.entropic`; None is what is not known."""
 
-    entropic_time: float
-    cost_bytes: float
-    nats_per_byte: float
-    mean_entropy: float | None = None
-    mean_share_read: float | None = None
+    entropic_time: Sum | None
+    cost_bytes: Sum | None
+    nats_per_byte: Sum | None
+    mean_entropy: Sum | None = None
+    mean_share_read: Sum | None = None
 
 
 class Body(msgspec.Struct):
@@ -85,9 +91,15 @@ class Measure:
     of: Callable[[Body], float | None]
 
 
+def _efficiency(body: Body) -> float | None:
+    """Nats a MB; None where nothing was moved, as for an answer without a token."""
+    per_byte = body.entropic.nats_per_byte
+    return 1e6 * per_byte if body.entropic.cost_bytes and per_byte is not None else None
+
+
 MEASURES = (
     Measure(name="mean entropy", unit="nats a token", colour=WARM, of=lambda body: body.entropic.mean_entropy),
-    Measure(name="efficiency", unit="nats a MB", colour=PURPLE, of=lambda body: 1e6 * body.entropic.nats_per_byte),
+    Measure(name="efficiency", unit="nats a MB", colour=PURPLE, of=_efficiency),
     Measure(name="tokens", unit="tokens", colour=BLUE, of=lambda body: body.usage.completion_tokens),
     Measure(name="blocks read", unit="share of blocks", colour=GREEN, of=lambda body: body.entropic.mean_share_read),
 )
@@ -149,9 +161,10 @@ def write_batch_report(
 
 
 def is_batch(path: Path) -> bool:
-    """Return whether the first line of a file is a row of a batch."""
-    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError), path.open("rb") as file:
-        return bool(msgspec.json.decode(file.readline(), type=Row).id)
+    """Return whether the first line of a file is meant for a row of a batch."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+        first = json.loads(file.readline())
+        return isinstance(first, dict) and {"custom_id", "response"} <= first.keys()
     return False
 
 
@@ -166,7 +179,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             for number, line in enumerate(file, 1):
                 try:
                     yield decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     if not line.endswith(b"\n"):
                         return
                     raise UsageError(
@@ -197,16 +210,17 @@ class _Spread:
         for measure in MEASURES:
             value = measure.of(body)
             self._values[measure.name].append(np.nan if value is None else float(value))
-        self._time.append(body.entropic.entropic_time)
-        self._cost.append(body.entropic.cost_bytes / 1e6)
+        time, cost = body.entropic.entropic_time, body.entropic.cost_bytes
+        self._time.append(np.nan if time is None else time)
+        self._cost.append(np.nan if cost is None else cost / 1e6)
 
     def facts(self) -> dict[str, str]:
         tokens = int(np.nansum(self._values["tokens"]))
         return {
             "requests": f"{self.total}, {self._errors} with an error",
             "tokens": f"{tokens:,}",
-            "entropic time": f"{sum(self._time):,.1f} nats",
-            "cost": f"{sum(self._cost):,.1f} MB moved",
+            "entropic time": f"{told(sum(self._time), ',.1f')} nats",
+            "cost": f"{told(sum(self._cost), ',.1f')} MB moved",
         }
 
     def ends(self) -> dict[int, list[str]]:
@@ -247,9 +261,12 @@ class _Spread:
         for measure in MEASURES:
             values = np.array(self._values[measure.name])
             values = values[~np.isnan(values)]
-            if len(values) == 0 or values.min() == values.max():
+            if len(values) == 0:
                 continue
-            counts, edges = np.histogram(values, bins=_BINS)
+            edges = np.linspace(values.min(), values.max(), _BINS + 1)
+            if not (np.diff(edges) > 0).all():  # all alike, but for what rounding makes
+                continue
+            counts, _ = np.histogram(values, bins=edges)
             label = measure.name if measure.unit == measure.name else f"{measure.name} ({measure.unit})"
             least, middle, greatest = np.quantile(values, (0, 0.5, 1))
             yield Figure(
@@ -278,7 +295,8 @@ class _Spread:
         yield Figure(
             title="Entropic time against cost",
             caption=f"A dot is a request: the entropy that it resolved, against the bytes that this took.{few}",
-            words=f"{sum(self._time):,.1f} nats for {sum(self._cost):,.1f} MB moved by {len(self._time)} requests.",
+            words=f"{told(sum(self._time), ',.1f')} nats for {told(sum(self._cost), ',.1f')} MB moved by "
+            f"{len(self._time)} requests.",
             spec={
                 "height": 260,
                 "mark": {"type": "point", "filled": True, "opacity": 0.6, "tooltip": True},

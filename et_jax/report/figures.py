@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from et_jax.io.known import known, ratio, told
 from et_jax.serve.completions import Completion, TokenTrace
 
 MOST_POINTS = 1500  # of a line: about two to a pixel of a wide screen
@@ -67,7 +68,7 @@ def binned(values: Float[np.ndarray, " n"], most: int) -> tuple[np.ndarray, np.n
 
 def plain(values: np.ndarray) -> list[float | None]:
     """Return numbers for JSON, to five figures; None for those that are not known."""
-    return [None if np.isnan(value) else float(f"{value:.5g}") for value in values.astype(np.float64)]
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.astype(np.float64)]
 
 
 def _entropy(rows: Sequence[TokenTrace]) -> Figure:
@@ -207,7 +208,8 @@ def _progress(rows: Sequence[TokenTrace]) -> Figure:
     return Figure(
         title="Entropic time against cost",
         caption="Entropy resolved so far, in nats by the clock of the run, against the bytes that this took.",
-        words=f"{time[-1]:,.1f} nats for {moved[-1]:,.1f} MB moved, {time[-1] / moved[-1]:.3g} nats a MB.",
+        words=f"{told(time[-1], ',.1f')} nats for {told(moved[-1], ',.1f')} MB moved, "
+        f"{told(ratio(float(time[-1]), float(moved[-1])), '.3g')} nats a MB.",
         spec={
             "height": _HEIGHT,
             "mark": {"type": "line", "tooltip": True},
@@ -324,11 +326,11 @@ def _guards(rows: Sequence[TokenTrace]) -> Figure | None:
     }
     spec = _over_tokens([line], "share of tokens so far", len(rows))
     spec["encoding"]["y"]["scale"] = {"domain": [0, 1]}
-    last = rows[-1].guard_rates
+    last = {name: f"{told(100 * rate, '.0f')}%" for name, rate in rows[-1].guard_rates.items()}
     return Figure(
         title="Guards",
         caption="The share of the tokens so far that each guard flagged.",
-        words="; ".join(f"{name.replace('_', ' ')} {100 * last.get(name, 0):.0f}% of tokens" for name in names) + ".",
+        words="; ".join(f"{name.replace('_', ' ')} {last.get(name, 'unknown')} of tokens" for name in names) + ".",
         spec=spec,
         columns=columns,
         by_token=True,
@@ -385,6 +387,9 @@ def _grouped(rows: Sequence[TokenTrace]) -> str:
 
 
 def _told(values: Sequence[float] | np.ndarray) -> str:
-    """Return least, median and greatest in words."""
-    least, middle, greatest = np.quantile(np.asarray(values, np.float64), (0, 0.5, 1))
+    """Return least, median and greatest of those that are known, in words."""
+    there = known(values)
+    if not there:
+        return "unknown"
+    least, middle, greatest = np.quantile(np.array(there), (0, 0.5, 1))
     return f"{least:.3g} to {greatest:.3g}, median {middle:.3g}"

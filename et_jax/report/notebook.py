@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from et_jax.errors import UsageError
 from et_jax.io import html, values
 from et_jax.io.cell import Area, in_notebook
-from et_jax.serve.completions import Completion, TokenEvent, TokenTrace, drawn
+from et_jax.serve.completions import Completion, TokenEvent, TokenTrace, checked_rows, drawn
 
 
 class Shown(list[Completion]):
@@ -21,7 +21,7 @@ def show(events: Iterator[TokenEvent]) -> Shown:
 
     An interrupt of the kernel closes the stream, leaves the text up to there and goes on up to the caller.
 
-    Raises UsageError outside a notebook, and for anything but a stream.
+    Raises UsageError outside a notebook, and for anything but a stream of what a run measures.
     """
     if not in_notebook():
         raise UsageError(
@@ -34,6 +34,8 @@ def show(events: Iterator[TokenEvent]) -> Shown:
     with contextlib.closing(events):
         try:
             for event in events:
+                if not isinstance(event, TokenEvent):
+                    raise UsageError(f"events yields {values.shown(event)}; give what model.stream(...) returns.")
                 page.take(event)
                 area.draw(page.drawn)
         except KeyboardInterrupt:
@@ -66,7 +68,12 @@ class _Page:
         for key in sorted(self.rows):
             done, name = self.ended.get(key), f"prompt {key[0] + 1}, continuation {key[1] + 1}"
             pieces += [html.paragraph(name)] if len(self.rows) > 1 else []
-            pieces.append(drawn(self.rows[key]) if done is None else done.drawn())
-            texts.append("".join(row.text for row in self.rows[key]) if done is None else done.prompt + done.text)
+            if done is None:
+                rows = checked_rows(self.rows[key])
+                pieces.append(drawn(rows))
+                texts.append("".join(row.text for row in rows))
+            else:
+                pieces.append(done.drawn())
+                texts.append(html.whole(done.prompt + done.text))
         said = [self.said] if self.said else []
         return html.boxed(*pieces, *map(html.paragraph, said)), "\n\n".join(texts + said)

@@ -8,17 +8,18 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io import html, values
 from et_jax.io.files import check_replaceable, replace_file
+from et_jax.io.known import known, known_or_none, mean, told
 from et_jax.report.figures import Figure, of_completion
-from et_jax.serve.completions import Completion, TokenTrace
+from et_jax.serve.completions import Completion, TokenTrace, checked_completion
 
-_ROUNDED = 1e-3  # by which a log-probability of 0 may be above it
+_LARGEST_EXP = 700.0  # of which the exponential is a float
 _PROMPT = 20_000  # characters of a prompt that are shown: its beginning and its end
 
 Decode = Callable[[Sequence[int]], str]
@@ -76,26 +77,16 @@ def write_report(
 
     `facts` are told at its top by their names, such as the model and the control. `decode` gives the text of
     alternatives, as `model.tokenizer.decode` does; without it they are told by their ids. Raises UsageError where there
-    is no token to tell of, the file cannot be written, or the library that draws charts is not installed.
+    is no token to tell of, for figures that no run has, where the file cannot be written, and where the library that
+    draws charts is not installed.
     """
-    given = [completions] if isinstance(completions, Completion) else list(completions)
-    _check(given)
+    if not isinstance(completions, Completion | Iterable):
+        raise UsageError(f"completions is {values.shown(completions)}; give what generate or read_trace returned.")
+    given = [completions] if isinstance(completions, Completion) else completions
+    given = [checked_completion(one) for one in given]
     if not any(completion.trace for completion in given):
         raise UsageError(f"The run produced no token, so there is nothing to report and {path} is not written.")
     write_page("Entropy report", facts or {}, sections_of(given), Path(path), decode)
-
-
-def _check(given: Sequence[Any]) -> None:
-    """Raise UsageError for what is no completion, and for figures that no run has, as a file may hold."""
-    for one in given:
-        if not isinstance(one, Completion):
-            raise UsageError(f"completions holds {values.shown(one)}; give what generate or read_trace returned.")
-        shapes = {tuple(map(len, row.reads)) for row in one.trace if row.reads is not None}
-        even = len(shapes) <= 1 and all(len(set(shape)) == 1 for shape in shapes)
-        for number, row in enumerate(one.trace, 1):
-            likely = all(logprob <= _ROUNDED for _, logprob in row.top)
-            if not (0 <= row.blocks_read <= row.blocks_held > 0 and row.cost > 0 and likely and even):
-                raise UsageError(f"Token {number} has figures that no run has; write its trace anew with --trace.")
 
 
 def sections_of(completions: Sequence[Completion]) -> list[Section]:
@@ -148,7 +139,7 @@ def write_page(
         vega=Markup(vl_convert.javascript_bundle(snippet=None).replace("</script", "<\\/script")),
         script=Markup((folder / "page.js").read_text()),
     )
-    replace_file(path, page)
+    replace_file(path, html.whole(page))
 
 
 def _shown(section: Section) -> dict[str, Any]:
@@ -182,7 +173,8 @@ def _shown(section: Section) -> dict[str, Any]:
 
 
 def _span(row: TokenTrace, top: float) -> str:
-    names = [f"e{html.step_of(row.entropy, top)}", *["a"] * row.accepted, *["s"] * bool(row.by_small)]
+    step = html.step_of(row.entropy, top)
+    names = [*([] if step is None else [f"e{step}"]), *["a"] * row.accepted, *["s"] * bool(row.by_small)]
     return f'<span class="{" ".join(names)}">{html.escaped(row.text)}</span>'
 
 
@@ -201,17 +193,17 @@ def facts_of(completion: Completion) -> dict[str, str]:
     facts = {"tokens": f"{len(rows)} ({completion.finish_reason})", "prompt": f"{completion.prompt_tokens} tokens"}
     if not rows:
         return facts
-    warm = [row.temperature for row in rows]
+    warm = known(row.temperature for row in rows) or [math.nan]
     facts |= {
-        "mean entropy": f"{sum(row.entropy for row in rows) / len(rows):.3g} nats a token",
-        "perplexity": f"{_perplexity(rows):.3g}",
-        "entropic time": f"{completion.entropic_time:,.1f} nats",
-        "cost": f"{completion.cost / 1e6:,.1f} MB moved, {completion.flops / 1e9:,.2f} GFLOP",
-        "efficiency": f"{completion.efficiency * 1e6:.3g} nats a MB",
-        "temperature": f"{warm[0]:.3g}" if min(warm) == max(warm) else f"{min(warm):.3g} to {max(warm):.3g}",
+        "mean entropy": f"{told(mean(row.entropy for row in rows), '.3g')} nats a token",
+        "perplexity": told(_perplexity(rows), ".3g"),
+        "entropic time": f"{told(completion.entropic_time, ',.1f')} nats",
+        "cost": f"{told(completion.cost / 1e6, ',.1f')} MB moved, {told(completion.flops / 1e9, ',.2f')} GFLOP",
+        "efficiency": f"{told(completion.efficiency * 1e6, '.3g')} nats a MB",
+        "temperature": " to ".join(told(one, ".3g") for one in sorted({min(warm), max(warm)})),
         "blocks read": f"{sum(row.blocks_read for row in rows) / sum(row.blocks_held for row in rows):.1%}",
     }
-    if (kept := min(row.kept_mass for row in rows)) < 1:
+    if (kept := min(known(row.kept_mass for row in rows), default=1.0)) < 1:
         facts["attention mass kept"] = f"at least {kept:.3f}"
     if completion.prompt_read is not None and completion.prompt_read.blocks_held:
         read = completion.prompt_read
@@ -223,12 +215,13 @@ def facts_of(completion: Completion) -> dict[str, str]:
     if any(row.by_small is not None for row in rows):
         facts["by the small model"] = f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens"
     for name, rate in completion.guard_rates.items():
-        facts[f"guard: {name.replace('_', ' ')}"] = f"{rate:.0%} of tokens"
+        facts[f"guard: {name.replace('_', ' ')}"] = f"{told(100 * rate, '.0f')}% of tokens"
     return facts
 
 
 def _perplexity(rows: Sequence[TokenTrace]) -> float:
-    return math.exp(min(sum(row.surprisal for row in rows) / len(rows), 700.0))
+    surprisal = mean(row.surprisal for row in rows)
+    return math.exp(surprisal) if surprisal < _LARGEST_EXP else math.nan
 
 
 def _tokens(rows: Sequence[TokenTrace], decode: Decode | None) -> dict[str, Any]:
@@ -262,7 +255,7 @@ def _tokens(rows: Sequence[TokenTrace], decode: Decode | None) -> dict[str, Any]
 
 
 def _figure(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return None if known_or_none(value) is None else float(f"{value:.4g}")
 
 
 def _share(value: float) -> float:

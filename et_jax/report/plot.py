@@ -1,12 +1,14 @@
 """A completion as a picture: the text, coloured by its entropy, over what the control did for each token."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from et_jax.serve.completions import Completion
+from et_jax.io.known import known
+from et_jax.serve.completions import Completion, checked_completion
 
 _TEXT_LINES = 24  # the most lines of text above the curves
 _LINE_WIDTH = 118  # characters of a line
@@ -17,8 +19,11 @@ def plot_trace(completion: Completion, path: Path) -> None:
 
     From the top: the text, each token on a shade of its entropy; entropy and surprisal (nats) with
     temperature; the share of blocks read, with the mean and the least attention entropy of the query heads
-    where blocks were chosen; entropic time (nats) against cost (MB moved).
+    where blocks were chosen; entropic time (nats) against cost (MB moved). What is not known leaves a gap.
+
+    Raises UsageError for a completion that no run returns, see `checked_completion`.
     """
+    completion = checked_completion(completion)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,11 +39,11 @@ def plot_trace(completion: Completion, path: Path) -> None:
     figure, axes = plt.subplots(
         4, 1, figsize=(12, 8 + 0.22 * lines), height_ratios=[0.22 * lines, 3.2, 1.2, 2.6], layout="constrained"
     )
-    colours, scale = plt.get_cmap("YlOrRd"), Normalize(0.0, max(float(entropy.max(initial=0.0)), 1.0))
+    colours, scale = plt.get_cmap("YlOrRd"), Normalize(0.0, max([1.0, *known(entropy)]))
     axes[0].set(xlim=(0, _LINE_WIDTH), ylim=(lines, 0))
     axes[0].axis("off")
     for column, line, text, i in boxes:
-        shade = colours(scale(entropy[i]), alpha=0.75)
+        shade = "none" if math.isnan(entropy[i]) else colours(scale(entropy[i]), alpha=0.75)
         axes[0].add_patch(Rectangle((column, line + 0.08), len(text), 0.9, color=shade, linewidth=0))
         shown = text.replace("$", r"\$")
         axes[0].text(column, line + 0.72, shown, family="monospace", fontsize=8.4, va="baseline")
@@ -50,17 +55,17 @@ def plot_trace(completion: Completion, path: Path) -> None:
     axes[1].set(ylabel="nats", xlim=(0.5, max(len(rows), 1) + 0.5), ylim=(0, None))
     warm = axes[1].twinx()
     warm.plot(token, [row.temperature for row in rows], color="tab:blue", label="temperature")
-    warm.set(ylabel="temperature", ylim=(0, 1.1 * max([row.temperature for row in rows], default=0.0) + 0.1))
+    warm.set(ylabel="temperature", ylim=(0, 1.1 * max(known(row.temperature for row in rows), default=0.0) + 0.1))
     handles = [*axes[1].get_lines(), *warm.get_lines()]
     axes[1].legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
 
     share = [row.blocks_read / row.blocks_held for row in rows]
     axes[2].fill_between(token, share, color="tab:green", alpha=0.4, step="mid")
-    known = [(i, row) for i, row in zip(token, rows, strict=True) if row.attention_entropy is not None]
-    if known:
-        places = [i for i, _ in known]
-        axes[2].plot(places, [row.attention_entropy for _, row in known], color="tab:brown", label="attention entropy")
-        least = [row.least_attention_entropy for _, row in known]
+    chosen = [(i, row) for i, row in zip(token, rows, strict=True) if row.attention_entropy is not None]
+    if chosen:
+        places = [i for i, _ in chosen]
+        axes[2].plot(places, [row.attention_entropy for _, row in chosen], color="tab:brown", label="attention entropy")
+        least = [row.least_attention_entropy for _, row in chosen]
         axes[2].plot(places, least, ":", color="tab:brown", label="the least of a head")
         axes[2].legend(loc="lower right", ncols=2, frameon=False)
     axes[2].set(ylabel="share of\nblocks read", xlabel="token", xlim=(0.5, max(len(rows), 1) + 0.5), ylim=(0, 1.05))

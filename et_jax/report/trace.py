@@ -176,8 +176,12 @@ def _values(source: str, line: bytes) -> dict[str, Any] | None:
 
     try:
         values = json.loads(line.decode("utf-8"), parse_float=finite, parse_constant=finite)
+        if b"\\u" in line:
+            json.dumps(values, ensure_ascii=False).encode()
     except UsageError:
         raise
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{source} holds half of a surrogate pair, which is no character; {_ANEW}.") from error
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None

@@ -2,10 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from et_jax.io import html
+import msgspec
+
+from et_jax.errors import UsageError
+from et_jax.io import html, values
+from et_jax.io.known import Figure, known, known_or_none, mean, ratio, told
+from et_jax.io.schema import checked
+
+_MOST = 3.4e38  # float32, in which a device measures: sums and squares of such figures stay numbers
+_MOST_COUNT = 2**53
+_ROUNDED = 1e-3  # by which a log-probability of 0, or a share of 1, may be above it
+_GIVE = "give what generate or read_trace returned"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,8 +133,8 @@ class Completion:
 
     @property
     def efficiency(self) -> float:
-        """Entropic time per cost, in nats per byte."""
-        return self.entropic_time / self.cost if self.trace else 0.0
+        """Entropic time per cost, in nats per byte; NaN where tokens cost nothing."""
+        return ratio(self.entropic_time, self.cost) if self.trace else 0.0
 
     @property
     def guard_rates(self) -> dict[str, float]:
@@ -132,7 +142,8 @@ class Completion:
         return self.trace[-1].guard_rates if self.trace else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
+        """Return plain values, ready for JSON, None for figures that are no numbers. Raises UsageError as `drawn`."""
+        self = checked_completion(self)
         return {
             "prompt": self.prompt,
             "index": self.index,
@@ -141,14 +152,18 @@ class Completion:
             "finish_reason": self.finish_reason,
             "error": self.error,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
-            "logprobs": list(self.logprobs),
+            "logprobs": list(map(known_or_none, self.logprobs)),
             "entropic": entropic([self]),
         }
 
     def drawn(self) -> str:
-        """Return the text coloured by entropy, its scale, and a line of figures, as HTML for `io.html.boxed`."""
-        said = [html.paragraph(self.error)] if self.error else []
-        return "".join([drawn(self.trace, self.prompt), html.paragraph(_ended(self)), *said])
+        """Return the text coloured by entropy, its scale, and a line of figures, as HTML for `io.html.boxed`.
+
+        Raises UsageError for a completion that no run returns, see `checked_completion`.
+        """
+        whole = checked_completion(self)
+        said = [html.paragraph(whole.error)] if whole.error else []
+        return "".join([drawn(whole.trace, whole.prompt), html.paragraph(_ended(whole)), *said])
 
     def _repr_html_(self) -> str:
         return html.boxed(self.drawn())
@@ -169,11 +184,78 @@ class TokenEvent:
     completion: Completion | None
 
 
+def checked_completion(completion: Any) -> Completion:
+    """Return a completion as plain values that can be summed and drawn, however it was made.
+
+    Figures that are no finite numbers become NaN: they are told as missing; halves of characters become U+FFFD. Raises
+    UsageError for what is no completion, where a field has another type than it says, and for figures that no run has,
+    as a file or a program may make them.
+    """
+    if not isinstance(completion, Completion):
+        raise UsageError(f"completions holds {values.shown(completion)}; {_GIVE}.")
+    own = vars(completion)
+    if not values.is_list(own["trace"]):
+        raise UsageError(f"The field trace of a completion is {values.shown(own['trace'])}; {_GIVE}.")
+    found = checked(_plain(own | {"trace": ()}), Completion, "a completion", _GIVE)
+    read = found.prompt_read
+    counts = [found.prompt_tokens, found.index, found.tokens_left_out, *found.token_ids]
+    counts += [] if read is None else [read.blocks_read, read.blocks_held, read.mass_kept or 0]
+    if not all(0 <= count <= _MOST_COUNT for count in counts):
+        raise UsageError("A completion has figures that no run has; write its trace anew with --trace.")
+    return dataclasses.replace(found, trace=checked_rows(own["trace"]))
+
+
+def checked_rows(rows: Sequence[Any]) -> tuple[TokenTrace, ...]:
+    """Return the tokens of a completion as `checked_completion` does."""
+    found = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, TokenTrace):
+            raise UsageError(f"Token {number} of a trace is {values.shown(row)}; {_GIVE}.")
+        found.append(checked(_plain(vars(row)), TokenTrace, f"token {number}", _GIVE))
+        if not _possible(found[-1]):
+            raise UsageError(f"Token {number} has figures that no run has; write its trace anew with --trace.")
+    shapes = {tuple(map(len, row.reads)) for row in found if row.reads is not None}
+    if len(shapes) > 1 or not all(shape and min(shape) == max(shape) > 0 for shape in shapes):
+        raise UsageError("The reads of the tokens are figures that no run has; write its trace anew with --trace.")
+    return tuple(found)
+
+
+def _plain(own: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a value without classes of numpy and the like, NaN for no finite float, U+FFFD for no character."""
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {fit(name): fit(one) for name, one in value.items()}
+        if isinstance(value, str):
+            return html.whole(value)
+        return math.nan if isinstance(value, float) and not math.isfinite(value) else value
+
+    try:
+        return fit(msgspec.to_builtins(own, enc_hook=values.plain, builtin_types=(bytes, bytearray, memoryview)))
+    except (RecursionError, TypeError, ValueError) as error:
+        raise UsageError(f"A completion holds what is no plain value; {_GIVE}.") from error
+
+
+def _possible(row: TokenTrace) -> bool:
+    """Whether a run can have such figures; those that are not known, NaN, can be."""
+    figures = [value for value in vars(row).values() if isinstance(value, float)]
+    counts = (row.token, row.blocks_read, row.blocks_held, row.drafted, row.audited, row.agreed)
+    return (
+        all(not abs(figure) > _MOST for figure in figures)
+        and all(0 <= count <= _MOST_COUNT for count in counts)
+        and row.blocks_read <= row.blocks_held > 0
+        and row.cost > 0
+        and all(not (rate < 0 or rate > 1 + _ROUNDED) for rate in row.guard_rates.values())
+        and all(0 <= token <= _MOST_COUNT and logprob <= _ROUNDED for token, logprob in row.top)
+        and all(0 <= read <= row.blocks_held for layer in row.reads or () for read in layer)
+    )
+
+
 def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return what entropy and cost came to over the continuations of one prompt, ready for JSON.
 
     Entropic time (nats), bytes, FLOPs and the tokens in caches are sums; shares, masses and temperatures are taken over
-    all tokens; of each guard the worst rate counts.
+    all tokens that have one; of each guard the worst rate counts. A sum of what is no number is None.
     """
     rows = [row for completion in completions for row in completion.trace]
     time = sum(completion.entropic_time for completion in completions)
@@ -181,17 +263,18 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
     prompts = [completion.prompt_read for completion in completions if completion.prompt_read is not None]
     rates: dict[str, float] = {}
     for completion in completions:
-        rates |= {name: max(rate, rates.get(name, 0.0)) for name, rate in completion.guard_rates.items()}
+        there = {name: rate for name, rate in completion.guard_rates.items() if math.isfinite(rate)}
+        rates |= {name: max(rate, rates.get(name, 0.0)) for name, rate in there.items()}
     return {
-        "entropic_time": time,
-        "cost_bytes": cost,
-        "flops": sum(completion.flops for completion in completions),
-        "nats_per_byte": time / cost if rows else 0.0,
+        "entropic_time": known_or_none(time),
+        "cost_bytes": known_or_none(cost),
+        "flops": known_or_none(sum(completion.flops for completion in completions)),
+        "nats_per_byte": known_or_none(ratio(time, cost)) if rows else 0.0,
         "mean_entropy": _mean([row.entropy for row in rows]),
         "mean_surprisal": _mean([row.surprisal for row in rows]),
-        "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows]),
-        "least_mass_kept": min((row.kept_mass for row in rows), default=None),
-        "mean_attention_entropy": _mean([row.attention_entropy for row in rows if row.attention_entropy is not None]),
+        "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows if row.blocks_held]),
+        "least_mass_kept": min(known(row.kept_mass for row in rows), default=None),
+        "mean_attention_entropy": _mean(row.attention_entropy for row in rows),
         "temperature_range": _range([row.temperature for row in rows]),
         "guard_rates": rates,
         "drafted_tokens": sum(row.drafted for row in rows),
@@ -199,7 +282,7 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "audited_tokens": sum(row.audited for row in rows),
         "agreed_tokens": sum(row.agreed for row in rows),
         "prompt_share_read": _mean([one.blocks_read / one.blocks_held for one in prompts if one.blocks_held]),
-        "prompt_mass_kept": _mean([one.mass_kept for one in prompts if one.mass_kept is not None]),
+        "prompt_mass_kept": _mean(one.mass_kept for one in prompts),
         "tokens_cached": sum(completion.tokens_cached for completion in completions),
         "tokens_left_out": sum(completion.tokens_left_out for completion in completions),
         "small_share": _mean([float(row.by_small) for row in rows if row.by_small is not None]),
@@ -213,17 +296,18 @@ def figures(completions: Sequence[Completion]) -> str:
     moved = sum(completion.cost for completion in completions)
     flops = sum(completion.flops for completion in completions)
     said = [
-        f"entropic time {nats:.1f} nats, cost {moved / 1e6:.1f} MB moved and {flops / 1e9:.2f} GFLOP, "
-        f"{nats / moved * 1e6:.3g} nats/MB"
+        f"entropic time {told(nats, '.1f')} nats, cost {told(moved / 1e6, '.1f')} MB moved and "
+        f"{told(flops / 1e9, '.2f')} GFLOP, {told(ratio(nats, moved) * 1e6, '.3g')} nats/MB"
     ]
     held = sum(row.blocks_held for row in rows)
     if (read := sum(row.blocks_read for row in rows)) < held:
-        said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {min(r.kept_mass for r in rows):.3f}")
+        kept = min(known(row.kept_mass for row in rows), default=math.nan)
+        said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {told(kept, '.3f')}")
     prompts = [one.prompt_read for one in completions if one.prompt_read is not None]
     if there := sum(one.blocks_held for one in prompts):
         said.append(f"{100 * sum(one.blocks_read for one in prompts) / there:.0f}% of blocks read of the prompt")
-    if kept := [one.mass_kept for one in prompts if one.mass_kept is not None]:
-        said.append(f"on which was {sum(kept) / len(kept):.3f} of its attention")
+    if shares := known(one.mass_kept for one in prompts):
+        said.append(f"on which was {mean(shares):.3f} of its attention")
     if left_out := sum(one.tokens_left_out for one in completions):
         held = sum(one.tokens_cached for one in completions)
         said.append(f"{held} of {held + left_out} tokens held in the cache")
@@ -233,9 +317,9 @@ def figures(completions: Sequence[Completion]) -> str:
         said.append(f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens by the small model")
     if audited := sum(row.audited for row in rows):
         said.append(f"{sum(row.agreed for row in rows)} of {audited} words of one were likeliest to the other")
-    for name in rows[0].guard_rates:
-        worst = max(completion.guard_rates[name] for completion in completions if completion.trace)
-        said.append(f"{name} {100 * worst:.0f}% of tokens")
+    for name in dict.fromkeys(name for completion in completions for name in completion.guard_rates):
+        worst = max(known(completion.guard_rates.get(name) for completion in completions), default=math.nan)
+        said.append(f"{name} {told(100 * worst, '.0f')}% of tokens")
     return "; ".join(said)
 
 
@@ -249,9 +333,9 @@ def drawn(rows: Sequence[TokenTrace], prompt: str = "") -> str:
 def _title(row: TokenTrace) -> str:
     """The figures of a token, a line each."""
     said = [
-        f"entropy {row.entropy:.3f} nats",
-        f"surprisal {row.surprisal:.3f} nats",
-        f"temperature {row.temperature:.3g}",
+        f"entropy {told(row.entropy, '.3f')} nats",
+        f"surprisal {told(row.surprisal, '.3f')} nats",
+        f"temperature {told(row.temperature, '.3g')}",
         *([f"read {row.blocks_read} of {row.blocks_held} blocks"] if row.blocks_read < row.blocks_held else []),
         *(["a draft, accepted"] if row.accepted else []),
         *(["by the small model"] if row.by_small else []),
@@ -266,9 +350,10 @@ def _ended(completion: Completion) -> str:
     return f"{begun}; {figures([completion])}" if completion.trace else begun
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(figures: Iterable[Figure | None]) -> Figure | None:
+    return known_or_none(mean(figures))
 
 
-def _range(values: list[float]) -> list[float] | None:
-    return [min(values), max(values)] if values else None
+def _range(figures: Iterable[Figure]) -> list[Figure] | None:
+    there = known(figures)
+    return [min(there), max(there)] if there else None

@@ -95,6 +95,12 @@ def opened_module(
             f"{settings.name} has a vocabulary of {model.vocab_size} tokens and the tokenizer one of {most + 1}; give "
             "the tokenizer that it was trained with."
         )
+    for name, token in [("bos_token_id", found.bos_id), *(("eos_token_ids", token) for token in found.eos_ids)]:
+        if token is not None and token >= model.vocab_size:
+            raise UsageError(
+                f"{settings.name} has a vocabulary of {model.vocab_size} tokens, without the id {token}; give "
+                f"ModuleConfig({name}=...) of its own."
+            )
     if beside is not None:
         _check_second(settings, beside, model, found, tell)
     sizes = partial(decoder_config, settings, model, model.dtype, calibration=config.calibration, small=small)

@@ -52,3 +52,15 @@ def test_a_damaged_file_is_refused_in_one_sentence(tmp_path, text):
     (tmp_path / "calibration.json").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UsageError, match=r"calibration\.json"):
         read_calibration(tmp_path, MODEL)
+
+
+def test_what_was_never_measured_is_refused_when_it_is_made():
+    odd = [{"temperature": value} for value in (None, "x", 0, -1.0, np.nan, np.inf, 10**400, True)]
+    odd += [{"sensitivity": value} for value in (1.0, "x", np.ones((1, 1, 1)), [[[1.0]]])]
+    odd += [{"sensitivity": Table(rows)} for rows in (1.0, [1.0], [[[1]]], [[["x"]]], [[[np.nan]]], [[[-1.0]]], None)]
+    for changes in odd:
+        made = Calibration.__new__(Calibration)  # as where no types are checked
+        for name, value in ({"temperature": 1.0, "sensitivity": None} | changes).items():
+            object.__setattr__(made, name, value)
+        with pytest.raises(UsageError, match=f"^{next(iter(changes))} "):
+            made.__post_init__()

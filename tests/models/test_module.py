@@ -1,5 +1,6 @@
 """A module of the caller's own: called as it is, with another attention in the place of its own."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from own_modules import Grouped, Plain, causal, own_logits
+from own_modules import Grouped, Plain, Wrapped, causal, own_logits
 
 from et_jax.errors import UsageError
-from et_jax.models.module import ModuleConfig, forward, is_module
+from et_jax.models.calls import run
+from et_jax.models.module import ModuleConfig, called, forward, is_module
 from et_jax.models.module_reading import read_module
 
 VOCABULARY = 61
@@ -30,11 +32,11 @@ def logits_of(module, tokens=TOKENS) -> Any:
     return forward(weights, model, jnp.asarray(tokens), positions, counting, ())
 
 
-@pytest.mark.parametrize("kind", [Plain, Grouped])
-def test_with_plain_attention_it_is_the_module_itself(kind):
+@pytest.mark.parametrize(("kind", "num_layers"), [(Plain, 2), (Grouped, 2), (Wrapped, 4)])
+def test_with_plain_attention_it_is_the_module_itself(kind, num_layers):
     module = kind(VOCABULARY, rngs=nnx.Rngs(1))
     logits, calls = logits_of(module)
-    assert logits.dtype == jnp.float32 and [layer for layer, *_ in calls] == [0, 1]
+    assert logits.dtype == jnp.float32 and [layer for layer, *_ in calls] == [*range(num_layers)]
     for row, tokens in zip(logits, TOKENS, strict=True):
         own = own_logits(module, tokens)
         assert own.std() > 0.1
@@ -78,7 +80,7 @@ def test_a_bias_on_the_scores_is_refused_while_tracing():
 
     graphdef, state = nnx.split(Biased())
     biased = model.__class__(**vars(model) | {"graphdef": graphdef})
-    with pytest.raises(ValueError, match=r"^bias: got one on the scores of attention, wanted none$"):
+    with pytest.raises(ValueError, match=r"^bias: got one on the scores of attention, wanted none"):
         forward(weights.__class__(state=state), biased, jnp.zeros((1, 1), int), jnp.zeros((1, 1), int), counting, ())
 
 
@@ -87,6 +89,45 @@ def test_only_modules_are_modules():
     assert not any(map(is_module, ("bundled", 5, None, nnx.Module, causal)))
 
 
-def test_a_module_that_holds_no_text_is_refused():
+def config_of(**fields) -> ModuleConfig:
+    """A config that is made where no types are checked but its own."""
+    made = ModuleConfig.__new__(ModuleConfig)
+    for name, value in (vars(CONFIG) | fields).items():
+        object.__setattr__(made, name, value)
+    made.__post_init__()
+    return made
+
+
+def test_what_a_config_holds_is_checked_when_it_is_made():
+    odd = ["x", b"x", 1.5, True, math.nan, -1, 2**31, 10**400, [[1]], object(), ("x",), [2**31], [None], {-1}]
+    fields = {"max_positions": [None, 1, 0, ()], "bos_token_id": [(1,)], "eos_token_ids": [0, 5], "calibration": [None]}
+    for name, more in fields.items():
+        for value in [*odd, *more]:
+            with pytest.raises(UsageError) as refusal:
+                config_of(**{name: value})
+            said = str(refusal.value)
+            assert name in said and said.endswith(".") and "\n" not in said, (name, value)
     with pytest.raises(UsageError, match=r"^max_positions is 1; it must be at least 2\.$"):
         ModuleConfig(max_positions=1)
+
+
+def test_ids_may_be_those_of_numpy_and_sets():
+    found = config_of(bos_token_id=np.int64(3), eos_token_ids=np.array([1, 2]))
+    assert (found.bos_token_id, found.eos_token_ids) == (3, (1, 2)) and type(found.bos_token_id) is int
+    assert [config_of(eos_token_ids=ids).eos_token_ids for ids in ({7}, (), [5], range(2))] == [(7,), (), (5,), (0, 1)]
+
+
+def test_derivatives_are_those_that_the_module_s_own_functions_have():
+    @jax.custom_jvp
+    def halved(x):
+        return x
+
+    halved.defjvp(lambda at, by: (at[0], 0.5 * by[0]))
+
+    def attended(x):
+        q = jax.jit(jax.checkpoint(lambda q: called(q, q, q)))(halved(x).reshape(1, 1, 1, -1))
+        return halved(q).sum()
+
+    x = jnp.arange(3.0)
+    gradient = jax.grad(lambda x: run(attended, lambda q, k, v: 3.0 * q + k, x))(x)
+    np.testing.assert_array_equal(gradient, np.full(3, 0.5 * 4.0 * 0.5))

@@ -11,9 +11,11 @@ from flax import nnx
 from own_modules import LENGTH, WIDTH, Grouped, Plain, causal
 
 from et_jax.errors import UsageError
+from et_jax.models.calibration import Calibration
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import causal as reference
 from et_jax.models.module_reading import read_module
+from et_jax.types import Table
 
 VOCABULARY = 61
 CONFIG = ModuleConfig(max_positions=LENGTH)
@@ -93,6 +95,57 @@ def in_a_scan(self, tokens, positions):
     return self.head(jax.lax.scan(layer, self.embed(tokens), None, length=2)[0])
 
 
+def in_a_vmap(self, tokens, positions):
+    rows = jax.vmap(lambda tokens, positions: Grouped.__call__(self, tokens[None], positions[None])[0])
+    return rows(tokens, positions)
+
+
+def in_a_branch(self, tokens, positions):
+    x = self.embed(tokens)
+    return self.head(jax.lax.cond(positions[0, 0] < 9, lambda: self.layers[0](x, positions), lambda: x))
+
+
+def of_one_size(self, tokens, positions):
+    return Grouped.__call__(self, tokens, positions)[:, :1] * jnp.ones((1, 8, 1))
+
+
+def drops(self, tokens, positions):
+    return self.drop(Grouped.__call__(self, tokens, positions), deterministic=False)
+
+
+def dropping():
+    module = grouped()
+    module.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    return with_call(drops, module)
+
+
+def normed(self, tokens, positions):
+    return self.normal(Grouped.__call__(self, tokens, positions), use_running_average=False)
+
+
+def norming():
+    module = grouped()
+    module.normal = nnx.BatchNorm(VOCABULARY, rngs=nnx.Rngs(0))
+    return with_call(normed, module)
+
+
+def looks_elsewhere():
+    module = grouped()
+    module.other = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    module.read = nnx.Param(jnp.ones((2, 5, WIDTH)))
+    return with_call(lambda self, t, p: self.head(self.other(self.embed(t), self.read[...])), module)
+
+
+def broken():
+    module = grouped()
+    module.head.kernel[...] = module.head.kernel[...] * jnp.nan
+    return module
+
+
+def with_sensitivity(shape):
+    return ModuleConfig(max_positions=LENGTH, calibration=Calibration(sensitivity=Table(np.ones(shape, np.float32))))
+
+
 def mixes_tokens(self, tokens, positions):
     logits = Grouped.__call__(self, tokens, positions)
     return logits + jnp.roll(logits, 1, axis=1)
@@ -141,7 +194,19 @@ REFUSED = {
         lambda: with_call(lambda self, t: t),
         "cannot be called as module(tokens, positions) on integers [batch, length] (TypeError",
     ),
-    "scan": (lambda: with_call(in_a_scan), "called outside of nnx.scan, nnx.remat and nnx.jit"),
+    "scan": (lambda: with_call(in_a_scan), "calls its attention_fn within a scan of JAX; call its layers one after"),
+    "branch": (lambda: with_call(in_a_branch), "calls its attention_fn within a cond of JAX; call its layers one"),
+    "vmap": (lambda: with_call(in_a_vmap), "calls its attention_fn within a vmap; call its layers on the whole batch"),
+    "integers": (
+        lambda: with_call(lambda self, t, p: Grouped.__call__(self, t, p).astype(jnp.int32)),
+        "returns int32; logits are real numbers, before any softmax or argmax",
+    ),
+    "one size": (lambda: with_call(of_one_size), "returns [1, 8, 61] for tokens of [1, 96]; it must return logits"),
+    "a mask": (lambda: with_call(lambda self, t, p, mask: t), "missing 1 required positional argument: 'mask'"),
+    "dropout": (dropping, "changes its drop/rngs/count when it is called"),
+    "statistics": (norming, "changes its normal/mean when it is called"),
+    "cross": (looks_elsewhere, "calls attention_fn with queries [2, 8, 4, 8], keys [2, 5, 4, 8] and values [2, 5"),
+    "NaN": (broken, "returns logits that are no numbers; look for NaN in its weights"),
     "one axis": (lambda: with_call(lambda self, t, p: Grouped.__call__(self, t, p)[:, -1]), "returns [2, 61] for"),
     "no array": (lambda: with_call(lambda self, t, p: (Grouped.__call__(self, t, p),)), "returns tuple for tokens"),
     "cache": (with_cache, "keeps a cache of its own; make it with decode=False"),
@@ -165,6 +230,19 @@ REFUSED = {
     "mixes rows": (lambda: with_call(mixes_rows), IN_PARTS),
     "own positions": (lambda: with_call(counts_for_itself), IN_PARTS),
 }
+
+
+def test_tokens_that_a_module_rules_out_stay_so():
+    def ruled_out(self, tokens, positions):
+        return jnp.where(jnp.arange(VOCABULARY) < 50, Grouped.__call__(self, tokens, positions), -jnp.inf)
+
+    found, _ = read_module(with_call(ruled_out), CONFIG)
+    assert found.vocab_size == VOCABULARY
+
+
+def test_sensitivities_are_of_the_heads_there_are():
+    with pytest.raises(UsageError, match=r"sensitivity has the shape \[2, 4, 1\] and Grouped the heads \[2, 2, 2\]; "):
+        read_module(grouped(), with_sensitivity((2, 4, 1)))
 
 
 def unlike():

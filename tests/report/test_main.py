@@ -10,12 +10,12 @@ from test_batch_report import row, write
 from et_jax.cli.streams import open_text
 from et_jax.report.__main__ import main
 from et_jax.report.trace import VERSION, About, TraceWriter
-from et_jax.serve.completions import TokenEvent
+from et_jax.serve.completions import Completion, TokenEvent
 
 
-def traced(path: Path, model: str = "bundled") -> Path:
-    """The trace of a run of 20 tokens."""
-    done = sample(20)
+def traced(path: Path, model: str = "bundled", done: Completion | None = None) -> Path:
+    """The trace of a run, of 20 tokens by default."""
+    done = done or sample(20)
     about = About(model=model, control="off", n=1, prompt=done.prompt, prompt_tokens=done.prompt_tokens)
     with open_text(str(path)) as stream:
         writer = TraceWriter(stream, about)

@@ -213,6 +213,15 @@ def test_a_vocabulary_that_is_too_small_is_refused():
         et_jax.load(Plain(4000, rngs=nnx.Rngs(0)), config=SHORT, tokenizer=TOKENIZER, **SIZES)
 
 
+def test_ids_beyond_the_vocabulary_are_refused():
+    for name, value in {"bos_token_id": VOCABULARY, "eos_token_ids": (1, VOCABULARY)}.items():
+        config = ModuleConfig(max_positions=LENGTH, **{name: value})
+        with pytest.raises(
+            UsageError, match=rf"of 4096 tokens, without the id 4096; give ModuleConfig\({name}=\.\.\.\)"
+        ):
+            et_jax.load(module(Plain), config=config, tokenizer=TOKENIZER, **SIZES)
+
+
 @pytest.mark.parametrize("settings", [{"config": SHORT}, {"tokenizer": TOKENIZER}])
 def test_a_named_model_brings_its_own(settings):
     with pytest.raises(UsageError, match="config and tokenizer go with a module; a named model brings its own"):
