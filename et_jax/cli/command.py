@@ -39,6 +39,11 @@ def run(
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE
+        except ValueError as error:
+            if "jax" in sys.modules:
+                raise
+            print(f"error: JAX cannot be imported ({error}); correct or unset that variable.", file=sys.stderr)
+            return USAGE
         except KeyboardInterrupt:  # in another thread than the main one, or from a library
             print(f"\n{signals.said}", file=sys.stderr)
             return 128 + signal.SIGINT

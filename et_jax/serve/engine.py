@@ -23,6 +23,7 @@ from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
 from et_jax.models.model import device_of, dtype_of
 from et_jax.models.module import ModuleConfig, is_module
+from et_jax.scope import own_settings, platform
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import PROGRAMS, Control, EngineConfig, controller
 from et_jax.serve.loading import opened, opened_module
@@ -52,6 +53,7 @@ Prompts = Prompt | Iterable[Prompt]
 """One prompt or several; arrays of ids are lists of ids, an array of two axes is several prompts."""
 
 
+@own_settings()
 def load(
     name: str | Path | Any = "bundled",
     *,
@@ -126,6 +128,7 @@ def load(
     given = locals()
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
+    platform()  # before anything asks for a device
     tell = progress or (lambda _: None)
     own = given.keys() - {"progress", "config", "tokenizer"}
     if is_module(name):
@@ -348,6 +351,7 @@ class Model:
         ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
         yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled)
 
+    @own_settings()
     def replicas(self, control: Control | None = None) -> Replicas:
         """Return what serves under controllers of a structure, made and warmed up when first asked for.
 

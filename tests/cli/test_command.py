@@ -1,6 +1,9 @@
 """How a command ends: one sentence and a number, whatever it was given and wherever it writes."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,20 @@ def test_streams_and_arguments_that_hold_no_text_are_refused(line: str, prompt: 
     code, out, err = shell(line, "-p", prompt)
     assert (code, out) == (command.USAGE, b"")
     assert len(err.splitlines()) == 1 and err.startswith("error: ") and words in err
+
+
+def test_a_switch_of_jax_that_means_nothing_is_told() -> None:
+    for setting in ("JAX_ENABLE_X64=maybe", "JAX_DEFAULT_PRNG_IMPL=dice"):
+        variable, value = setting.split("=")
+        ended = subprocess.run(
+            [sys.executable, "-m", "et_jax.generate", "-p", "It was"],
+            env=os.environ | {variable: value},
+            capture_output=True,
+            check=False,
+        )
+        assert (ended.returncode, ended.stdout) == (command.USAGE, b"")
+        [line] = ended.stderr.decode().splitlines()
+        assert line.startswith("error: JAX cannot be imported (") and variable.lower() in line.lower() and value in line
 
 
 @needs_full
