@@ -120,8 +120,9 @@ def load(
     With a `cache_budget` of so many tokens a sequence keeps of its cache what its last queries attend to the most, once
     it has decoded 16 tokens and again whenever a quarter of the budget has come; `cache_policy` names other ways to
     choose, and a `Compression` in the place of the number has settings of its own (see `control.compression`).
-    `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
-    cannot be written `progress` is told, and they are kept in memory only.
+    `compilation_cache` is the folder that keeps compiled programs between runs; "auto" is et_jax/programs in
+    XDG_CACHE_HOME or ~/.cache, and None keeps none. Where the folder of "auto" cannot be written `progress` is told,
+    and they are kept in memory only.
 
     Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work.
     """
