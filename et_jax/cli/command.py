@@ -28,6 +28,21 @@ def run(
 
     `texts` names the arguments that are texts, not files or numbers.
     """
+    try:
+        return _run(parser, command, arguments, texts)
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        print("error: the system starts no more threads; end other programs, or raise `ulimit -u`.", file=sys.stderr)
+        return FAILED
+
+
+def _run(
+    parser: Callable[[], argparse.ArgumentParser],
+    command: Callable[[argparse.Namespace, Signals], int],
+    arguments: list[str] | None,
+    texts: Collection[str],
+) -> int:
     with standard_streams(), Signals() as signals:
         args = parser().parse_args(arguments)
         try:
