@@ -287,17 +287,16 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
     """
-    import jax
-
     from et_jax.batch.fingerprint import fingerprint
     from et_jax.models.hub import resolve
+    from et_jax.scope import platform
 
     beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
     return {
         "model": args.model,
         "model_files": fingerprint(resolve(args.model)),
         **beside,
-        "platform": jax.default_backend(),
+        "platform": platform(),
         **engine.decisive,
         "control": args.control,
         **flags.knobs(args),

@@ -35,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[name.upper()] = str(value)  # for those commands
 
 
+def pytest_sessionstart() -> None:
+    """Have the package promote strictly within its own settings too."""
+    from et_jax import scope  # not before the shapes of its signatures are checked
+
+    scope.SETTINGS["numpy_dtype_promotion"] = "strict"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_programs_end_with_their_module():
     """Each program maps about ten pieces of memory on a CPU, and a process has 65,530 by default on Linux."""

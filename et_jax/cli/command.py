@@ -28,6 +28,21 @@ def run(
 
     `texts` names the arguments that are texts, not files or numbers.
     """
+    try:
+        return _run(parser, command, arguments, texts)
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        print("error: the system starts no more threads; end other programs, or raise `ulimit -u`.", file=sys.stderr)
+        return FAILED
+
+
+def _run(
+    parser: Callable[[], argparse.ArgumentParser],
+    command: Callable[[argparse.Namespace, Signals], int],
+    arguments: list[str] | None,
+    texts: Collection[str],
+) -> int:
     with standard_streams(), Signals() as signals:
         args = parser().parse_args(arguments)
         try:
@@ -38,6 +53,11 @@ def run(
             return code
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
+            return USAGE
+        except ValueError as error:
+            if "jax" in sys.modules:
+                raise
+            print(f"error: JAX cannot be imported ({error}); correct or unset that variable.", file=sys.stderr)
             return USAGE
         except KeyboardInterrupt:  # in another thread than the main one, or from a library
             print(f"\n{signals.said}", file=sys.stderr)

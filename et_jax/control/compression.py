@@ -187,7 +187,8 @@ class Random(Policy):
 
     def score(self, entries: Entries, window: int, pooling: int) -> Float[Array, "k n"]:
         """Return numbers from 0 to 1."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), entries.layer), entries.count)
+        key = jax.random.key(self.seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, entries.layer), entries.count)
         return jax.random.uniform(key, entries.keys.shape[:2])
 
 

@@ -23,6 +23,7 @@ from et_jax.decode.small import Weights
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput, empty
 from et_jax.decode.step import step as step_of_one
 from et_jax.decode.switched import step as step_of_two
+from et_jax.scope import within
 
 
 def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
@@ -62,9 +63,20 @@ def decode(
     return state, outputs, ran
 
 
+@within
 def snapshot(state: DecodeState) -> DecodeState:
     """Return a copy that outlives a donating step."""
     return jax.tree.map(jnp.copy, state)
+
+
+class Program:
+    """A jitted function, called and lowered within the package's own settings of JAX."""
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted, self.lower, self._call = jitted, within(jitted.lower), within(jitted)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._call(*arguments, **named)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +109,7 @@ def decoder(config: DecoderConfig) -> Decoder:
 
     def compiled(function: Callable, *bound: Any, donate: int | None = None) -> Callable:
         own = partial(function, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
-        return jax.jit(own) if donate is None else jax.jit(own, donate_argnums=donate)
+        return Program(jax.jit(own) if donate is None else jax.jit(own, donate_argnums=donate))
 
     return Decoder(
         config=config,

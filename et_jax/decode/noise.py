@@ -40,7 +40,7 @@ def random_bits(key: UInt32[Array, "b 2"], position: Int[Array, " b"], vocab_siz
 
 def _folded(key: UInt32[Array, " 2"], position: Int[Array, ""]) -> UInt32[Array, " 2"]:
     """The key with the position folded in."""
-    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position))
 
 
 def _mixed(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:

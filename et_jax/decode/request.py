@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control.controller import Controller
 from et_jax.decode.sampling import Sampling
 from et_jax.decode.state import DecoderConfig, law_numbers
+from et_jax.scope import within
 from et_jax.types import pytree
 
 
@@ -36,6 +37,7 @@ class Request:
     num_drafted: Int[Array, ""]
 
 
+@within
 def request(
     config: DecoderConfig,
     prompt: Sequence[int],

@@ -172,7 +172,7 @@ def _unordered(keys: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
 
 def fold_key(sampling: Sampling, number: Int[Array, ""]) -> Sampling:
     """Return one request's settings with `number` folded into its key."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(sampling.key), number)
+    key = jax.random.fold_in(jax.random.wrap_key_data(sampling.key, impl="threefry2x32"), number)
     return replace(sampling, key=jax.random.key_data(key))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from et_jax.errors import UsageError
 from et_jax.io import checksums
+from et_jax.io.files import expanded
 
 T = TypeVar("T")
 
@@ -124,7 +125,7 @@ def _leaves(tree: object) -> list[tuple[str, Any]]:
 
 
 def _folder(path: str | Path) -> Path:
-    return Path(path).expanduser().absolute()
+    return expanded(path).absolute()
 
 
 def _shape(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

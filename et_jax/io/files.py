@@ -10,6 +10,20 @@ from pathlib import Path
 from et_jax.errors import UsageError
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home that it begins with in full, if it does.
+
+    Raises UsageError where that home is no place: unknown, or not absolute.
+    """
+    home = os.environ.get("HOME", "/")
+    if Path(path).parts[:1] == ("~",) and not os.path.isabs(home):
+        raise UsageError(f"{path} begins with a home, and HOME is {home!r}; set it, or name the path in full.")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{path} begins with a home that is not known; set HOME, or name the path in full.") from error
+
+
 def replace_file(path: Path, text: str) -> None:
     """Put `text` at `path`: a reader sees the old file or the new, never half of either.
 

@@ -21,7 +21,7 @@ from et_jax.pallas.backend import NAMES as BACKENDS
 
 LOOKUP = "lookup"  # drafts from the text itself; any other drafter is a model
 LENGTHS = ("acceptance", "entropy", "fixed")
-PROGRAMS = "~/.cache/et_jax/programs"  # where compiled programs are kept unless the caller says otherwise
+PROGRAMS = "auto"  # compiled programs are kept in the user's cache unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 
 Control = str | Controller
@@ -101,7 +101,7 @@ class EngineConfig:
         checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(f"backend is {values.shown(self.backend)}; choose one of {', '.join(BACKENDS)} or None.")
-        if self.compilation_cache is not None:
+        if self.compilation_cache not in (None, PROGRAMS):
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)

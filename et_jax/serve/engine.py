@@ -23,6 +23,7 @@ from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
 from et_jax.models.model import device_of, dtype_of
 from et_jax.models.module import ModuleConfig, is_module
+from et_jax.scope import own_settings, platform
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import PROGRAMS, Control, EngineConfig, controller
 from et_jax.serve.loading import opened, opened_module
@@ -52,6 +53,7 @@ Prompts = Prompt | Iterable[Prompt]
 """One prompt or several; arrays of ids are lists of ids, an array of two axes is several prompts."""
 
 
+@own_settings()
 def load(
     name: str | Path | Any = "bundled",
     *,
@@ -118,14 +120,16 @@ def load(
     With a `cache_budget` of so many tokens a sequence keeps of its cache what its last queries attend to the most, once
     it has decoded 16 tokens and again whenever a quarter of the budget has come; `cache_policy` names other ways to
     choose, and a `Compression` in the place of the number has settings of its own (see `control.compression`).
-    `compilation_cache` keeps compiled programs between runs; None keeps none. Where the default folder
-    cannot be written `progress` is told, and they are kept in memory only.
+    `compilation_cache` is the folder that keeps compiled programs between runs; "auto" is et_jax/programs in
+    XDG_CACHE_HOME or ~/.cache, and None keeps none. Where the folder of "auto" cannot be written `progress` is told,
+    and they are kept in memory only.
 
     Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work.
     """
     given = locals()
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
+    platform()  # before anything asks for a device
     tell = progress or (lambda _: None)
     own = given.keys() - {"progress", "config", "tokenizer"}
     if is_module(name):
@@ -348,6 +352,7 @@ class Model:
         ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
         yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled)
 
+    @own_settings()
     def replicas(self, control: Control | None = None) -> Replicas:
         """Return what serves under controllers of a structure, made and warmed up when first asked for.
 

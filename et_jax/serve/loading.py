@@ -21,7 +21,7 @@ from et_jax.models.hub import resolve
 from et_jax.models.model import ModelWeights, dtype_of, num_weights
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import read_module
-from et_jax.serve.compilation import keep_programs
+from et_jax.serve.compilation import default_folder, keep_programs
 from et_jax.serve.config import PROGRAMS, EngineConfig
 from et_jax.serve.device_memory import num_sharing, usable_memory
 from et_jax.serve.preflight import Plan, plan
@@ -137,10 +137,18 @@ def _check_second(
 
 
 def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:
-    """Keep compiled programs in a folder; of all folders only the default may be one that cannot be written."""
-    problem = None if folder is None else keep_programs(Path(folder))
-    if problem is None:
+    """Keep compiled programs in a folder; the default one alone may be missing, or one that cannot be written."""
+    if folder is None:
         return
-    if folder != Path(PROGRAMS):
-        raise UsageError(f"compilation_cache is {folder}, {problem}; choose another folder, or None.")
-    tell(f"compiled programs are not kept: {folder}, {problem}")
+    if folder != PROGRAMS:
+        if problem := keep_programs(Path(folder)):
+            raise UsageError(f"compilation_cache is {folder}, {problem}; choose another folder, or None.")
+        return
+    try:
+        own = default_folder()
+        problem = keep_programs(own)
+    except UsageError as error:
+        tell(f"compiled programs are not kept: {error}")
+    else:
+        if problem is not None:
+            tell(f"compiled programs are not kept: {own}, {problem}")

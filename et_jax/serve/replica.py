@@ -1,9 +1,10 @@
 """Many sequences at once: admits them to slots, prefills, decodes in bursts, and preempts them when pages run short."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from et_jax.decode.small import Weights, costs, of_model, of_small
 from et_jax.decode.state import DecoderConfig
 from et_jax.decode.step import traffic
 from et_jax.models.model import num_multiplied
+from et_jax.scope import own_settings
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled
 from et_jax.serve.completions import FinishReason, TokenEvent
@@ -32,6 +34,13 @@ _BURST_SECONDS = 0.05
 _LOG = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def _placed() -> Iterator[None]:
+    """Use the package's own settings of JAX and no default device: all that a replica has lies with its weights."""
+    with own_settings(), jax.default_device(None):
+        yield
+
+
 class Replica:
     """The decode state of one decoder, and the sequences in its slots.
 
@@ -45,6 +54,7 @@ class Replica:
     any other exception within a round leaves the replica `broken`: the state is lost.
     """
 
+    @_placed()
     def __init__(
         self,
         weights: Weights,
@@ -85,6 +95,7 @@ class Replica:
 
     # What callers do.
 
+    @_placed()
     def warm_up(self, tell: Callable[[str], None]) -> None:
         """Compile every program that serving can need."""
         before = num_compiled()
@@ -92,6 +103,7 @@ class Replica:
         self.device.warm_up(tell, shares=self._keeps_prefixes, swaps=short or self._preempt_every > 0)
         self.metrics.programs_compiled += num_compiled() - before
 
+    @_placed()
     def advance(self) -> None:
         """One round: admit what pages and slots allow, prefill, decode a burst, deliver what came."""
         with self.lock, self.queue.lock:
@@ -118,10 +130,12 @@ class Replica:
         """Whether no sequence waits or is in a slot."""
         return not self.queue.waiting and not self.slots
 
+    @_placed()
     def end(self, sequence: Sequence) -> None:
         """End a sequence that waits, or is in a slot here, with what it has, as "abort"."""
         self._end(sequence, self._last(sequence, "abort"))
 
+    @_placed()
     def forget_prefixes(self) -> None:
         """Evict every kept page that no sequence uses."""
         self.device.evict(self.pool.forget())

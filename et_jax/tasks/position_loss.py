@@ -11,6 +11,7 @@ from jaxtyping import Float, Integer
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.request import request
 from et_jax.errors import UsageError
+from et_jax.scope import own_settings
 from et_jax.types import replace
 
 
@@ -27,6 +28,7 @@ def rows(ids: Sequence[int], first: int | None, length: int, count: int) -> Inte
     return cut if first is None else np.pad(cut, ((0, 0), (1, 0)), constant_values=first)
 
 
+@own_settings()
 def position_losses(decoder: Decoder, params: Any, tokens: Integer[np.ndarray, "b t"]) -> Float[np.ndarray, "b u"]:
     """Return -log p of every token but the first of each row given those before it, nats.
 

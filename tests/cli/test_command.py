@@ -1,6 +1,11 @@
 """How a command ends: one sentence and a number, whatever it was given and wherever it writes."""
 
+import argparse
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,6 +31,32 @@ def test_streams_and_arguments_that_hold_no_text_are_refused(line: str, prompt: 
     code, out, err = shell(line, "-p", prompt)
     assert (code, out) == (command.USAGE, b"")
     assert len(err.splitlines()) == 1 and err.startswith("error: ") and words in err
+
+
+def test_a_switch_of_jax_that_means_nothing_is_told() -> None:
+    for setting in ("JAX_ENABLE_X64=maybe", "JAX_DEFAULT_PRNG_IMPL=dice"):
+        variable, value = setting.split("=")
+        ended = subprocess.run(
+            [sys.executable, "-m", "et_jax.generate", "-p", "It was"],
+            env=os.environ | {variable: value},
+            capture_output=True,
+            check=False,
+        )
+        assert (ended.returncode, ended.stdout) == (command.USAGE, b"")
+        [line] = ended.stderr.decode().splitlines()
+        assert line.startswith("error: JAX cannot be imported (") and variable.lower() in line.lower() and value in line
+
+
+def test_a_system_without_another_thread_is_told(monkeypatch, capfd) -> None:
+    def none(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        assert command.run(argparse.ArgumentParser, lambda *_: 0, [], texts=()) == command.FAILED
+    assert command.run(argparse.ArgumentParser, none, [], texts=()) == command.FAILED
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["error: the system starts no more threads; end other programs, or raise `ulimit -u`."] * 2
 
 
 @needs_full

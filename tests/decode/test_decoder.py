@@ -85,7 +85,7 @@ def test_whatever_is_asked_each_function_compiles_once():
         state, _ = run(d, params, state, number)
     state, _ = d.fork(d.release(state, 2), 0, 2)
     functions = ("empty", "prefill", "insert", "step", "decode", "release", "fork")
-    assert {name: getattr(d, name)._cache_size() for name in functions} == dict.fromkeys(functions, 1)
+    assert {name: getattr(d, name).jitted._cache_size() for name in functions} == dict.fromkeys(functions, 1)
 
 
 def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_grow_with_the_pool():

@@ -227,6 +227,7 @@ def test_a_folder_for_programs_that_cannot_be_written_is_refused_unless_nobody_a
         with pytest.raises(UsageError, match=r"compilation_cache is .*file/programs, which cannot be written"):
             engine.load(compilation_cache=tmp_path / "file/programs")
         monkeypatch.setenv("HOME", str(tmp_path / "file"))
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         told = []
         engine.load(max_num_seqs=3, max_model_len=64, progress=told.append)
         assert any("compiled programs are not kept" in line for line in told)

@@ -58,7 +58,7 @@ def write_model(folder: Path, config: ModelConfig = LLAMA) -> Path:
 def open_model(folder: Path, **settings: Any) -> Model:
     """Load a model as cases do, its programs kept for the workers that follow."""
     plain: dict[str, Any] = {"max_model_len": LENGTH, "max_num_seqs": ROWS}
-    return load(str(folder), **plain | settings, compilation_cache=Path("~/.cache/et_jax/programs").expanduser())
+    return load(str(folder), **plain | settings)
 
 
 def served_model(folder: Path) -> Model:

@@ -1,0 +1,93 @@
+"""Compiled programs on disk: an entry is the program that was kept under its key, whole, or it is not there."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+from jax._src import compilation_cache
+
+_LOG = logging.getLogger(__name__)
+_DIGEST = 32  # bytes at the beginning of an entry
+
+
+class ProgramStore:
+    """A folder of programs by key, as JAX asks for them and hands them over.
+
+    A digest of key and program stands before the program. Entries that have another, because a disk was full, a copy
+    went wrong or names were mixed up, are removed, and what is compiled in their place is kept. Of the first that
+    cannot be read, and of the first that cannot be kept, a sentence is logged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = self.folder = folder  # the first is what JAX names in its log
+        self._told: set[str] = set()
+
+    def get(self, key: str) -> bytes | None:
+        """Return the program kept under a key, None where there is none."""
+        entry = self._entry(key)
+        try:
+            kept = entry.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError:  # a folder, or nothing that may be read
+            kept = b""
+        digest, program = kept[:_DIGEST], kept[_DIGEST:]
+        if digest == _digest(key, program):
+            return program
+        self._tell(f"A compiled program in {self.folder} is damaged; such programs are compiled and kept anew.")
+        with contextlib.suppress(OSError):  # another process may have been faster
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        return None
+
+    def put(self, key: str, program: bytes) -> None:
+        """Keep a program under a key, in the place of any other."""
+        beside = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".new", delete=False) as file:
+                beside = Path(file.name)
+                file.write(_digest(key, program) + program)
+            os.replace(beside, self._entry(key))
+        except OSError as error:
+            if beside is not None:
+                with contextlib.suppress(OSError):
+                    beside.unlink()
+            reason = error.strerror or error
+            self._tell(f"Compiled programs cannot be kept in {self.folder} ({reason}); make room, or name another.")
+
+    def _entry(self, key: str) -> Path:
+        return self.folder / f"{key}.program"
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            _LOG.warning(sentence)
+
+
+def _digest(key: str, program: bytes) -> bytes:
+    digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST)
+    digest.update(b"\n" + program)
+    return digest.digest()
+
+
+def use(folder: Path) -> None:
+    """Have JAX keep programs in a folder, by a `ProgramStore`.
+
+    JAX has settings for the folder and for what is kept, and none for how: what it writes by itself may stay torn for
+    ever, for it writes into the file's place and never writes a file twice. So what makes its store is replaced, for
+    this folder alone. A bound on the folder's size is kept by JAX's own store.
+    """
+    store, made = ProgramStore(folder), compilation_cache.get_file_cache
+
+    def chosen(path: str) -> tuple | None:
+        bounded = jax.config.jax_compilation_cache_max_size != -1
+        return made(path) if bounded or path != str(folder) else (store, path)
+
+    compilation_cache.get_file_cache = chosen
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
