@@ -31,7 +31,7 @@ def run(
     with standard_streams(), Signals() as signals:
         args = parser().parse_args(arguments)
         try:
-            _check_encoding(args, texts)
+            _check_given(args, texts)
             code = command(args, signals)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -67,9 +67,12 @@ def tried(write: Callable[[], None]) -> bool:
     return True
 
 
-def _check_encoding(args: argparse.Namespace, texts: Collection[str]) -> None:
-    """Read every text as UTF-8, whatever the locale says, and refuse what is none."""
+def _check_given(args: argparse.Namespace, texts: Collection[str]) -> None:
+    """Read every text as UTF-8, whatever the locale says, and refuse what is none; a name is never empty."""
     for name, value in vars(args).items():
+        if name not in texts and isinstance(value, str) and (not value or "\0" in value):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is {value!r}, which names nothing; give it a name, or leave it out.")
         if isinstance(value, list) and name in texts:
             setattr(args, name, [_decoded(name, one) for one in value])
         elif isinstance(value, str) and name in texts:
