@@ -27,7 +27,7 @@ import numpy as np
 
 from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
-from et_jax.io import html
+from et_jax.io import html, values
 from et_jax.io.files import check_writable, replace_file, replace_picture
 from et_jax.io.texts import read_text
 from et_jax.models.bundled import named_folder
@@ -49,6 +49,8 @@ _SHARES = {
 }
 """Shares of an answer, and the names of their columns."""
 _MOST_PROMPTS = 100_000  # of a run: a day's work for the bundled model on two cores
+_LEAST = {"depths": 1, "samples": 1, "batch": 1, "pairs": 0, "seed": 0}  # of the numbers that are given
+_MOST = 2**30  # of any but the seed; the model has a smaller one for some
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
 
@@ -402,11 +404,12 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
             raise UsageError(f"{task} is read from a file; name the file with --prompts.")
         if task not in known:
             raise UsageError(f'There is no task "{task}" here; choose one of {", ".join(known)}.')
-    for name, least in (("depths", 1), ("samples", 1), ("batch", 1), ("pairs", 0), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise UsageError(f"--{name} is {getattr(args, name)}; it must be at least {least}.")
-    if min(lengths) < 1:
-        raise UsageError(f"--length is {min(lengths)}; it must be at least 1.")
+    counts = [(name, getattr(args, name), least) for name, least in _LEAST.items()]
+    for name, given, least in [*counts, *(("length", length, 1) for length in lengths)]:
+        if given < least:
+            raise UsageError(f"--{name} is {values.shown(given)}; it must be at least {least}.")
+        if given > _MOST and name != "seed":
+            raise UsageError(f"--{name} is {values.shown(given)}; it must be at most {_MOST}.")
     if args.prompts is None and tasks != [LOSS] and _num_prompts(args, tasks, lengths) > _MOST_PROMPTS:
         raise UsageError(
             f"--task, --length, --depths and --samples make {_num_prompts(args, tasks, lengths)} prompts "

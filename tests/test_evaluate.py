@@ -1,5 +1,6 @@
 """The command line for tasks: what counts as right, what is written, and how it refuses."""
 
+import gzip
 import json
 import re
 import sys
@@ -137,6 +138,16 @@ def test_the_command_line_writes_answers_and_a_picture(ran):
         (["--task", "gsm8k", "--prompts", "absent.jsonl"], "absent.jsonl are not there"),
         (["--depths", "0"], "--depths is 0; it must be at least 1"),
         (["--length", "0"], "--length is 0"),
+        (["--length", "96", "--length", "1000000"], "--length is 1000000; bundled holds 2048 tokens"),
+        (["--length", "9" * 4000], "--length is a whole number of 13288 bits; it must be at most"),
+        (["--depths", "1000000"], "make 32000000 prompts and at most 100000 are asked"),
+        (["--samples", "100001", "--task", "passkey", "--depths", "1"], "make 100001 prompts"),
+        (["--depths", "9" * 4000], "--depths is a whole number of 13288 bits"),
+        (["--samples", str(10**15)], "--samples is 1000000000000000; it must be at most"),
+        (["--task", "copying", "--pairs", "104"], "There are 104 words for a verse of 105"),
+        (["--pairs", str(10**18)], "--pairs is 1000000000000000000; it must be at most"),
+        (["--batch", "-1"], "--batch is -1; it must be at least 1"),
+        (["--task", "loss", "--haystack", __file__, "--length", "1000000"], "--length is 1000000; bundled holds 2048"),
         (["--task", "passkey", "--length", "20"], "too short for this task"),
         (["--task", "passkey", "--length", "4000", "--samples", "1"], "holds 2048"),
         (["--haystack", "absent.txt"], "absent.txt cannot be read"),
@@ -216,6 +227,9 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text("no json\n")
     with pytest.raises(UsageError, match="cannot be read"):
         files.examples("gsm8k", tmp_path / "b.jsonl", len, 1)
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"question": "why?"}')[:-12])
+    with pytest.raises(UsageError, match=r"d.jsonl.gz cannot be read \("):
+        files.examples("gsm8k", tmp_path / "d.jsonl.gz", len, 1)
     (tmp_path / "c.jsonl").write_text("")
     with pytest.raises(UsageError, match="holds no example"):
         files.examples("gsm8k", tmp_path / "c.jsonl", len, 1)
