@@ -15,6 +15,7 @@ from et_jax.errors import UsageError
 
 FAILED, USAGE = 1, 2  # exit codes; that of a signal is 128 and its number, as shells say it
 READER_GONE = 141  # which is that of SIGPIPE
+_SHORTAGE = "No memory is left for this; free some, or ask for less at once. What was written so far is kept."
 
 
 def run(
@@ -42,11 +43,23 @@ def run(
         except KeyboardInterrupt:  # in another thread than the main one, or from a library
             print(f"\n{signals.said}", file=sys.stderr)
             return 128 + signal.SIGINT
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
         except OSError as error:
             if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
                 return READER_GONE
             print(f"error: {sentence(error)}; what was printed so far is kept.", file=sys.stderr)
             return FAILED
+        # Said when the frames of what failed have let go of what they held.
+        print(f"error: {_SHORTAGE}", file=sys.stderr)
+        return FAILED
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether memory, or a thread, was refused: by Python, or in the words of JAX's runtime."""
+    words = "RESOURCE_EXHAUSTED", "Out of memory", "can't start new thread"
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def sentence(error: OSError) -> str:

@@ -1,11 +1,13 @@
 """Files of text that a user names."""
 
 import io
+import itertools
 from pathlib import Path
 
 from et_jax.errors import UsageError
 
 TEXT_BYTES = 256 * 2**20  # the most that is read of one
+_PIECE = 2**20
 
 
 def read_text(path: Path, called: str) -> str:
@@ -15,7 +17,7 @@ def read_text(path: Path, called: str) -> str:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(TEXT_BYTES + 1)
+            data = b"".join(itertools.islice(iter(lambda: file.read(_PIECE), b""), TEXT_BYTES // _PIECE + 1))
         if len(data) > TEXT_BYTES:
             raise UsageError(f"{called} {path} holds more than {TEXT_BYTES >> 20} MiB; name a shorter text.")
         text = decoded(data)
