@@ -190,7 +190,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
     with ExitStack() as stack:
         params, control = _sampling(args), _controller(args)
-        status = Status()
+        status = stack.enter_context(Status())
         model = _load(args, _engine(args, params.n, control), status)
         ids = (
             [
@@ -266,12 +266,13 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
         system_prompt=args.system_prompt,
         allow_special_tokens=args.allow_special_tokens,
     )
-    engine, status = _engine(args, _BATCH_SEQUENCES, _controller(args)), Status()
+    engine = _engine(args, _BATCH_SEQUENCES, _controller(args))
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     extremes = Extremes()
     check_files(source, output)
-    with open_journal(output, _settings(args, engine, defaults)) as journal, spooled(source) as lines:
+    settings = _settings(args, engine, defaults)
+    with Status() as status, open_journal(output, settings) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
         summary = survey(lines, journal)

@@ -70,6 +70,9 @@ class Stream:
     def isatty(self) -> bool:
         return self._stream.isatty()
 
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
     def _attempt(self, method: Callable[..., Any], *arguments: str) -> None:
         try:
             method(*arguments)
