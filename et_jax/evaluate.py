@@ -308,7 +308,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     if args.prompts is None and max(lengths) > model.max_model_len:
         raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
     if tasks == [LOSS]:
-        return _run_loss(args, model, text, lengths)
+        return _run_loss(args, model, text, lengths, signals)
     count = counter(model)
     if args.prompts is not None:
         [task] = tasks
@@ -328,15 +328,15 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         )
     print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
     answers = evaluate(model, asked)
-    print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
+    signals.hold()  # the first signal waits until they are kept
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
-    kept = command.tried(lambda: _write(args.json, report))
-    if args.plot is not None:
-        kept &= command.tried(lambda: plot(answers, Path(args.plot)))
-    return 0 if kept else command.FAILED
+    kept = args.plot is None or command.tried(lambda: plot(answers, Path(args.plot)))
+    kept &= command.tried(lambda: _write(args.json, report))
+    print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)  # whose reader may be gone
+    return signals.code or (0 if kept else command.FAILED)
 
 
-def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int]) -> int:
+def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int], signals: Signals) -> int:
     """Print and write the mean loss of rows of the text between positions."""
     from et_jax.tasks.position_loss import by_position, position_losses, rows
 
@@ -353,6 +353,9 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         report[-1]["by_position"] = [
             {"from": begin, "to": end, "nats_per_token": nats} for (begin, end), nats in by_position(losses).items()
         ]
+    signals.hold()
+    told = _about(args) | {"samples": args.samples, "loss": report}
+    kept = command.tried(lambda: _write(args.json, told))
     out = sys.stderr if args.json == "-" else sys.stdout
     for row in report:
         spans = "  ".join(
@@ -360,8 +363,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         )
         print(f"length {row['length']}: {row['nats_per_token']:.3f} nats a token,", end=" ", file=out)
         print(f"{row['nats_per_byte']:.3f} a byte; by position {spans}", file=out)
-    told = _about(args) | {"samples": args.samples, "loss": report}
-    return 0 if command.tried(lambda: _write(args.json, told)) else command.FAILED
+    return signals.code or (0 if kept else command.FAILED)
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,16 +1,22 @@
 """The command line for tasks: what counts as right, what is written, and how it refuses."""
 
+import errno
 import gzip
 import json
+import os
 import re
+import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from et_jax import evaluate
-from et_jax.cli import command
+from et_jax.cli import command, signals
+from et_jax.cli.streams import STANDARD_OUTPUT
 from et_jax.errors import UsageError
+from et_jax.serve import engine
 from et_jax.serve.completions import PromptRead
 from et_jax.tasks import files
 from et_jax.tasks.base import Example
@@ -22,7 +28,7 @@ class Reader:
     """Stands for a model: knows answers by their prompts, counts letters as tokens, notes what it was asked."""
 
     def __init__(self, known):
-        self.known, self.calls = known, []
+        self.known, self.calls, self.max_model_len = known, [], 2048
         self.prompt_read: PromptRead | None = None
         self.tokenizer = SimpleNamespace(encode=lambda text: [0, *text.encode()])
 
@@ -127,6 +133,42 @@ def test_the_command_line_writes_answers_and_a_picture(ran):
         assert answer["right"] == answer["text"].startswith(answer["example"]["answer"])
         assert answer["share_read"] == 1.0
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_signal_after_the_last_answer_loses_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(engine, "load", lambda *_, **__: Reader({}))
+    monkeypatch.setattr(signals, "_end", lambda *_: pytest.fail("it ended before the files were written"))
+
+    about = evaluate._about
+
+    def interrupted(args):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # another thread listens
+        return about(args)
+
+    monkeypatch.setattr(evaluate, "_about", interrupted)
+    out = tmp_path / "a.json"
+    given = ["--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1", "--json", str(out)]
+    assert evaluate.main([*given, "--plot", str(tmp_path / "a.png")]) == 128 + signal.SIGINT
+    assert len(json.loads(out.read_text())["answers"]) == 2 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert "0/2" in capfd.readouterr().out
+
+
+def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(engine, "load", lambda *_, **__: Reader({}))
+    given = ["--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1"]
+
+    def gone(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe", STANDARD_OUTPUT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "table", gone)
+        assert evaluate.main([*given, "--json", str(tmp_path / "a.json")]) == command.READER_GONE
+    assert len(json.loads((tmp_path / "a.json").read_text())["answers"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "_write", gone)
+        assert evaluate.main([*given, "--json", "-", "--plot", str(tmp_path / "a.png")]) == command.READER_GONE
+    assert (tmp_path / "a.png").exists() and "error" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def run(
             if not is_shortage(error):
                 raise
         except OSError as error:
-            if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
+            if _is_reader_gone(error):
                 return READER_GONE
             print(f"error: {sentence(error)}; what was printed so far is kept.", file=sys.stderr)
             return FAILED
@@ -60,6 +60,10 @@ def is_shortage(error: BaseException) -> bool:
     """Return whether memory, or a thread, was refused: by Python, or in the words of JAX's runtime."""
     words = "RESOURCE_EXHAUSTED", "Out of memory", "can't start new thread"
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def _is_reader_gone(error: OSError) -> bool:
+    return isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT
 
 
 def sentence(error: OSError) -> str:
@@ -75,6 +79,8 @@ def tried(write: Callable[[], None]) -> bool:
         print(f"error: {error}", file=sys.stderr)
         return False
     except OSError as error:
+        if _is_reader_gone(error):
+            raise
         print(f"error: {sentence(error)}; what was printed is complete.", file=sys.stderr)
         return False
     return True
