@@ -11,7 +11,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,9 @@ import numpy as np
 
 from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
-from et_jax.io import html
+from et_jax.io import html, values
+from et_jax.io.files import check_writable, replace_file, replace_picture
+from et_jax.io.texts import read_text
 from et_jax.models.bundled import named_folder
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
@@ -47,7 +48,9 @@ _SHARES = {
     "share_agreed": "agreed",
 }
 """Shares of an answer, and the names of their columns."""
-_HAYSTACK_BYTES = 256 * 2**20  # the most that is read of a haystack
+_MOST_PROMPTS = 100_000  # of a run: a day's work for the bundled model on two cores
+_LEAST = {"depths": 1, "samples": 1, "batch": 1, "pairs": 0, "seed": 0}  # of the numbers that are given
+_MOST = 2**30  # of any but the seed; the model has a smaller one for some
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
 
@@ -111,8 +114,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=4, help="examples at each length and depth, or of a file (default 4)")
     p.add_argument("--pairs", type=int, default=NUM_PAIRS, help="keys beside the one asked for (default 7)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same examples (default 0)")
-    p.add_argument("--haystack", type=Path, help="a text to hide answers in (default: invented sentences)")
-    p.add_argument("--prompts", type=Path, help="a file of JSON lines for the tasks that are read, not generated")
+    p.add_argument("--haystack", help="a text to hide answers in (default: invented sentences)")
+    p.add_argument("--prompts", help="a file of JSON lines for the tasks that are read, not generated")
     flags.add_control(p)
     machine = p.add_argument_group("model and memory")
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
@@ -247,7 +250,10 @@ def _percent(share: float | None) -> str:
 
 
 def plot(answers: Sequence[Answer], path: Path) -> None:
-    """Draw a heat map of accuracy by length and depth for every task; the format follows the suffix."""
+    """Draw a heat map of accuracy by length and depth for every task; the format follows the suffix.
+
+    Raises UsageError where it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -269,7 +275,7 @@ def plot(answers: Sequence[Answer], path: Path) -> None:
         axis.set_xticklabels(lengths)
         axis.set_yticklabels(depths)
     axes[0][0].set_ylabel("depth of the answer")
-    figure.savefig(path)
+    replace_picture(path, figure)
     plt.close(figure)
 
 
@@ -280,9 +286,10 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     streams.check_standard_output()
     tasks, lengths = args.task or list(TASKS), args.length or [512]
     _check(args, tasks, lengths)
-    written = {"--json": None if args.json in (None, "-") else Path(args.json), "--plot": args.plot and Path(args.plot)}
-    check_paths({"--haystack": args.haystack, "--prompts": args.prompts}, written, named_folder(args.model))
-    text = _text(args.haystack)
+    read = {f"--{name}": _path(getattr(args, name)) for name in ("haystack", "prompts")}
+    written = {"--json": None if args.json == "-" else _path(args.json), "--plot": _path(args.plot)}
+    check_paths(read, written, named_folder(args.model))
+    text = "" if args.haystack is None else read_text(Path(args.haystack), "The haystack")
     control = preset(args.control, **flags.knobs(args))
     flags.check_small(args, control.switch is not None, control.budget is not None)
     from et_jax.serve.engine import load
@@ -298,14 +305,17 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         audit=args.audit,
         **flags.given(args, flags.CACHE),
     )
+    if args.prompts is None and max(lengths) > model.max_model_len:
+        raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
     if tasks == [LOSS]:
-        return _run_loss(args, model, text, lengths)
+        return _run_loss(args, model, text, lengths, signals)
     count = counter(model)
     if args.prompts is not None:
         [task] = tasks
-        found = files.examples(task, args.prompts, count, args.samples)
+        found = files.examples(task, Path(args.prompts), count, args.samples)
         asked = [(max(one.length for one in found), one) for one in found]
     else:
+        print(f"making {_num_prompts(args, tasks, lengths)} prompts ...", file=sys.stderr)
         asked = grid(
             count,
             tasks,
@@ -318,15 +328,15 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         )
     print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
     answers = evaluate(model, asked)
-    print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
+    signals.hold()  # the first signal waits until they are kept
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
-    kept = command.tried(lambda: _write(args.json, report))
-    if args.plot:
-        kept &= command.tried(lambda: streams.named(args.plot, lambda: plot(answers, Path(args.plot))))
-    return 0 if kept else command.FAILED
+    kept = args.plot is None or command.tried(lambda: plot(answers, Path(args.plot)))
+    kept &= command.tried(lambda: _write(args.json, report))
+    print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)  # whose reader may be gone
+    return signals.code or (0 if kept else command.FAILED)
 
 
-def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int]) -> int:
+def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int], signals: Signals) -> int:
     """Print and write the mean loss of rows of the text between positions."""
     from et_jax.tasks.position_loss import by_position, position_losses, rows
 
@@ -336,8 +346,6 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
     decoder = model.decoder(keep=frozenset({"logits"}))
     report: list[dict[str, Any]] = []
     for length in lengths:
-        if length > model.max_model_len:
-            raise UsageError(f"--length is {length}; {args.model} holds {model.max_model_len} tokens.")
         chosen = rows(ids, opening[0] if opening else None, length, args.samples)
         losses = position_losses(decoder, model.params, chosen)
         mean = float(losses.mean())
@@ -345,6 +353,9 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         report[-1]["by_position"] = [
             {"from": begin, "to": end, "nats_per_token": nats} for (begin, end), nats in by_position(losses).items()
         ]
+    signals.hold()
+    told = _about(args) | {"samples": args.samples, "loss": report}
+    kept = command.tried(lambda: _write(args.json, told))
     out = sys.stderr if args.json == "-" else sys.stdout
     for row in report:
         spans = "  ".join(
@@ -352,26 +363,33 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         )
         print(f"length {row['length']}: {row['nats_per_token']:.3f} nats a token,", end=" ", file=out)
         print(f"{row['nats_per_byte']:.3f} a byte; by position {spans}", file=out)
-    _write(args.json, _about(args) | {"samples": args.samples, "loss": report})
-    return 0
+    return signals.code or (0 if kept else command.FAILED)
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
-    hay = "invented sentences" if args.haystack is None else args.haystack.name
+    hay = "invented sentences" if args.haystack is None else Path(args.haystack).name
     about = {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
     return about | flags.given(args, flags.CONTROL + flags.CACHE)
 
 
 def _write(path: str | None, report: dict[str, Any]) -> None:
-    """Write a report as JSON to a file, or to standard output where the path is -."""
+    """Write a report as JSON to a file, whole or not at all, or to standard output where the path is -."""
     if path is None:
         return
     text = json.dumps(report, indent=1)
     if path == "-":
         print(text)
     else:
-        with streams.open_text(path) as file:
-            file.write(text + "\n")
+        replace_file(path, text + "\n")
+
+
+def _path(value: str | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _num_prompts(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> int:
+    """Return how many prompts `grid` makes."""
+    return len(tasks) * len(lengths) * args.depths * args.samples
 
 
 def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> None:
@@ -388,35 +406,23 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
             raise UsageError(f"{task} is read from a file; name the file with --prompts.")
         if task not in known:
             raise UsageError(f'There is no task "{task}" here; choose one of {", ".join(known)}.')
-    for name, least in (("depths", 1), ("samples", 1), ("batch", 1), ("pairs", 0), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise UsageError(f"--{name} is {getattr(args, name)}; it must be at least {least}.")
-    if min(lengths) < 1:
-        raise UsageError(f"--length is {min(lengths)}; it must be at least 1.")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
-    if args.plot and Path(args.plot).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot draws .png, .svg or .pdf; {args.plot} is none of them.")
-    for path in (args.json, args.plot):
-        if path and path != "-":
-            streams.check_writable(path)
+    counts = [(name, getattr(args, name), least) for name, least in _LEAST.items()]
+    for name, given, least in [*counts, *(("length", length, 1) for length in lengths)]:
+        if given < least:
+            raise UsageError(f"--{name} is {values.shown(given)}; it must be at least {least}.")
+        if given > _MOST and name != "seed":
+            raise UsageError(f"--{name} is {values.shown(given)}; it must be at most {_MOST}.")
+    if args.prompts is None and tasks != [LOSS] and _num_prompts(args, tasks, lengths) > _MOST_PROMPTS:
+        raise UsageError(
+            f"--task, --length, --depths and --samples make {_num_prompts(args, tasks, lengths)} prompts "
+            f"and at most {_MOST_PROMPTS} are asked; ask for fewer."
+        )
+    if args.json not in (None, "-"):
+        check_writable(args.json)
+    if args.plot is not None:
+        from et_jax.report.plot import check_picture
 
-
-def _text(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_HAYSTACK_BYTES + 1)
-        if len(data) > _HAYSTACK_BYTES:
-            raise UsageError(f"The haystack {path} holds more than {_HAYSTACK_BYTES >> 20} MiB; name a shorter text.")
-        text = streams.decoded(data)
-        if not text.strip():
-            raise UsageError(f"The haystack {path} is empty; name a text file.")
-        return text
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"The haystack {path} cannot be read ({why}); name a text file.") from error
+        check_picture(args.plot)
 
 
 if __name__ == "__main__":

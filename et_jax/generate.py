@@ -10,7 +10,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_
 
 import argparse
 import dataclasses
-import importlib.util
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -123,16 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
-    from et_jax.io.files import check_replaceable
-
     _check_combination(args)
+    _check_written(args)
     _check_paths(args)
-    if args.metrics is not None:  # find out now whether it can be written
-        check_replaceable(Path(args.metrics))
-    if args.report is not None:
-        from et_jax.report.page import check_place
-
-        check_place(args.report)
     return _run_prompt(args, signals) if args.input is None else _run_batch(args, signals)
 
 
@@ -150,6 +142,25 @@ def _check_combination(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for --prompt; the answers to --input are in its --output.")
     if args.output is None:
         raise UsageError("--input needs --output; name the file that the answers go to.")
+
+
+def _check_written(args: argparse.Namespace) -> None:
+    """Find out before any work is done that every file of the command can be written."""
+    from et_jax.io.files import check_writable
+
+    for name in ("output", "trace"):
+        if getattr(args, name) is not None:
+            check_writable(getattr(args, name), grows=True)
+    if args.metrics is not None:
+        check_writable(args.metrics)
+    if args.plot is not None:
+        from et_jax.report.plot import check_picture
+
+        check_picture(args.plot)
+    if args.report is not None:
+        from et_jax.report.page import check_place
+
+        check_place(args.report)
 
 
 def _check_paths(args: argparse.Namespace) -> None:
@@ -178,11 +189,8 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     if not prompt.strip():
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
     with ExitStack() as stack:
-        if args.plot:
-            _check_plot(args.plot)
-        traced = stack.enter_context(streams.open_text(args.trace)) if args.trace else None
         params, control = _sampling(args), _controller(args)
-        status = Status()
+        status = stack.enter_context(Status())
         model = _load(args, _engine(args, params.n, control), status)
         ids = (
             [
@@ -195,7 +203,10 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             if args.chat
             else [prompt]
         )
-        trace = None if traced is None else TraceWriter(traced, _about(args, model, ids[0], params))
+        trace = None
+        if args.trace is not None:  # what was there stays until there is something to write
+            about = _about(args, model, ids[0], params)
+            trace = TraceWriter(stack.enter_context(streams.open_text(args.trace)), about)
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         events = model.stream(ids, params, cancelled=signals.noted)
         model.warm_up()  # before there is a text to keep: an interrupt ends it at once
@@ -205,15 +216,13 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             report.take(event)
     report.close()
     kept = [command.tried(report.check_trace)]
-    if args.metrics:
+    if args.metrics is not None:
         kept.append(command.tried(lambda: model.metrics.write(Path(args.metrics))))
-    if args.plot and report.completions:
+    if args.plot is not None and report.completions:
         from et_jax.report.plot import plot_trace
 
-        kept.append(
-            command.tried(lambda: streams.named(args.plot, lambda: plot_trace(report.completions[0], Path(args.plot))))
-        )
-    if args.report:
+        kept.append(command.tried(lambda: plot_trace(report.completions[0], Path(args.plot))))
+    if args.report is not None:
         from et_jax.report.page import write_report
 
         told, decode = _facts(args), model.tokenizer.decode
@@ -257,12 +266,13 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
         system_prompt=args.system_prompt,
         allow_special_tokens=args.allow_special_tokens,
     )
-    engine, status = _engine(args, _BATCH_SEQUENCES, _controller(args)), Status()
+    engine = _engine(args, _BATCH_SEQUENCES, _controller(args))
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     extremes = Extremes()
     check_files(source, output)
-    with open_journal(output, _settings(args, engine, defaults)) as journal, spooled(source) as lines:
+    settings = _settings(args, engine, defaults)
+    with Status() as status, open_journal(output, settings) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
         summary = survey(lines, journal)
@@ -353,15 +363,6 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
     given |= flags.given(args, (*flags.CONTROL, *flags.CACHE, "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
-
-
-def _check_plot(path: str) -> None:
-    """Find out before any work is done that the picture can be drawn and kept."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
-    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot draws .png, .svg or .pdf; {path} is none of them.")
-    streams.check_writable(path)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, by_acceptance
 from et_jax.decode.request import request
 from et_jax.decode.state import DecoderConfig, DecodeState
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import in_a_circle
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.evidence.shapes import SMOLLM_135M
@@ -173,11 +173,13 @@ def at_rates(batch: int, lengths: list[int], rates: list[float], rounds: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--most", type=int, default=8, help="drafted tokens of the bundled model (default 8)")
+    parser.add_argument("--rounds", type=arguments.count(), default=5)
+    parser.add_argument(
+        "--most", type=arguments.count(), default=8, help="drafted tokens of the bundled model (default 8)"
+    )
     parser.add_argument("--part", choices=["prompts", "forced"], help="of the two parts, one alone (default both)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4, 12])
+    parser.add_argument("--batches", type=arguments.count(), nargs="+", default=[1, 4, 16])
+    parser.add_argument("--lengths", type=arguments.count(), nargs="+", default=[1, 4, 12])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.5, 1.0])
     parser.add_argument("--folder", type=Path, default=RESULTS, help="for drafting.json and drafting_forced.json")
     args = parser.parse_args()

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from et_jax.decode.draft import Drafts, laid_out
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecoderConfig, DecodeState
 from et_jax.decode.step import extend
+from et_jax.evidence import arguments
 from et_jax.evidence.results import RESULTS, table, write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
@@ -86,9 +86,9 @@ def main() -> None:
     """Measure every case in every dtype, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=9, help="runs of every line (default 9)")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run (default 8)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "folding.json")
+    parser.add_argument("--rounds", type=arguments.count(), default=9, help="runs of every line (default 9)")
+    parser.add_argument("--steps", type=arguments.count(), default=8, help="steps of a run (default 8)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "folding.json")
     args = parser.parse_args()
     results, lines = [], []
     for name, model, context, rows in cases():

@@ -26,8 +26,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from et_jax.evidence import arguments
 from et_jax.evidence.figures import pyplot
 from et_jax.evidence.results import RESULTS, write
+from et_jax.io.files import replace_picture
 from et_jax.pallas.backend import resolve
 from et_jax.pallas.paged_attention.api import BACKENDS, paged_attention
 from et_jax.pallas.softmax import Softmax
@@ -300,14 +302,16 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="share of blocks read", ylabel="ms a call")
         axis.set_title(f"{batch} x {context // 1024}k, pages of {page_size}", fontsize=9)
         axis.legend(fontsize=7, title="dotted: in proportion", title_fontsize=7)
-    figure.savefig(path, dpi=130)
+    replace_picture(path, figure, dpi=130)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=arguments.count(), default=15)
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this text")
-    parser.add_argument("--output", type=Path, help="JSON; by default benchmarks/results/kernels-DEVICE.json")
+    parser.add_argument(
+        "--output", type=arguments.output, help="JSON; by default benchmarks/results/kernels-DEVICE.json"
+    )
     args = parser.parse_args()
     device = jax.devices()[0]
     wanted = setup(device.platform)

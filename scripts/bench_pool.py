@@ -15,6 +15,8 @@ import numpy as np
 
 from et_jax.decode import cost
 from et_jax.decode.request import request
+from et_jax.evidence import arguments
+from et_jax.io.files import replace_file
 from et_jax.serve.engine import load
 
 
@@ -54,10 +56,12 @@ def measure(model_name: str, pools: list[int], rounds: int, steps: int) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
-    parser.add_argument("--pools", type=int, nargs="+", default=[200, 2_000, 20_000], help="pages of each pool")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10, help="steps timed in one go")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/pool.json"))
+    parser.add_argument(
+        "--pools", type=arguments.count(), nargs="+", default=[200, 2_000, 20_000], help="pages of each pool"
+    )
+    parser.add_argument("--rounds", type=arguments.count(), default=15)
+    parser.add_argument("--steps", type=arguments.count(), default=10, help="steps timed in one go")
+    parser.add_argument("--output", type=arguments.output, default=Path("benchmarks/results/pool.json"))
     args = parser.parse_args()
     rows = measure(args.model, args.pools, args.rounds, args.steps)
     print(f"{'pages':>8} {'pool MB':>9} {'temporary MB':>13} {'aliased MB':>11} {'ms a step':>10}")
@@ -74,7 +78,7 @@ def main() -> None:
         "rows": rows,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    replace_file(args.output, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

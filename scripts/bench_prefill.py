@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from et_jax.control.segment import Segment
 from et_jax.decode import cache as kv
 from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
 from et_jax.decode.reading import ReadPolicy
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.shapes import LLAMA_3_8B
 from et_jax.models.transformer import Params, forward, initialise
@@ -119,14 +118,14 @@ def timed(run: Any, *given: Any) -> tuple[float, Any]:
 def main() -> None:
     """Measure, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--segment", type=int, default=512)
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--tokens", type=arguments.count(), default=16_384)
+    parser.add_argument("--layers", type=arguments.count(), default=1)
+    parser.add_argument("--segment", type=arguments.count(), default=512)
+    parser.add_argument("--page-size", type=arguments.count(), default=16)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=5, help="of attention (default 5)")
-    parser.add_argument("--prefills", type=int, default=1, help="rounds of whole prefills (default 1)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "prefill.json")
+    parser.add_argument("--rounds", type=arguments.count(), default=5, help="of attention (default 5)")
+    parser.add_argument("--prefills", type=arguments.count(), default=1, help="rounds of whole prefills (default 1)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "prefill.json")
     args = parser.parse_args()
     model = dataclasses.replace(
         LLAMA_3_8B,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import et_jax
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.report.page import write_report
 from et_jax.serve.completions import Completion
@@ -88,11 +88,11 @@ def pictures(browser: Any, path: Path, folder: Path) -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--tokens", type=int, nargs="+", default=[500, 2000, 10_000])
-    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--tokens", type=arguments.count(), nargs="+", default=[500, 2000, 10_000])
+    p.add_argument("--rounds", type=arguments.count(), default=5)
     p.add_argument("--browser", default=shutil.which("chromium"), help="a Chromium (default: the one on the path)")
     p.add_argument("--pictures", type=Path, default=REPOSITORY / "docs/figures")
-    p.add_argument("--output", type=Path, default=RESULTS / "report.json")
+    p.add_argument("--output", type=arguments.output, default=RESULTS / "report.json")
     args = p.parse_args()
     if args.browser is None:
         p.error("there is no chromium on the path; name a browser with --browser")

@@ -22,7 +22,6 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +33,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from et_jax.decode import sampling
 from et_jax.decode.decoder import decode
 from et_jax.decode.noise import exponential, random_bits
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.states import filled, whole_context
 from et_jax.pallas.backend import pick
@@ -204,11 +203,13 @@ def measure_step(model: Model, rows: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[4096, 49_152, 151_936])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 16, 64])
-    parser.add_argument("--step-rows", type=int, nargs="+", default=[2, 16], help="rows of a step (default 2 16)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of every line (default 9)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "sampling.json")
+    parser.add_argument("--vocabularies", type=arguments.count(), nargs="+", default=[4096, 49_152, 151_936])
+    parser.add_argument("--rows", type=arguments.count(), nargs="+", default=[1, 2, 16, 64])
+    parser.add_argument(
+        "--step-rows", type=arguments.count(), nargs="+", default=[2, 16], help="rows of a step (default 2 16)"
+    )
+    parser.add_argument("--rounds", type=arguments.count(), default=9, help="turns of every line (default 9)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "sampling.json")
     args = parser.parse_args()
     model = load()
     steps = [measure_step(model, rows, args.rounds) for rows in args.step_rows]

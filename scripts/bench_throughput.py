@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
+from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
@@ -100,17 +101,15 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--text", type=Path, default=TEXT, help="where the prompts are cut from")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS / "throughput.json")
+    parser.add_argument("--sizes", type=arguments.count(), nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--replicas", type=arguments.count(), default=2)
+    parser.add_argument("--requests", type=arguments.count(), default=200)
+    parser.add_argument("--rounds", type=arguments.count(), default=5)
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "throughput.json")
     args = parser.parse_args()
-    if args.replicas < 1:
-        parser.error(f"--replicas is {args.replicas}; it must be at least 1")
     try:
         compared = sides(args)
-        asked = requests(next(iter(compared.values()))[0], args.text.read_text(encoding="utf-8"), args.requests, 0)
+        asked = requests(next(iter(compared.values()))[0], read_text(args.text, "The text"), args.requests, 0)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in compared}
         for number in range(args.rounds + 1):  # the first one warms up and is not counted
             for name, (model, alone) in compared.items():

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from et_jax.control.calibration import fit_temperature, negative_log_likelihood
 from et_jax.errors import UsageError
-from et_jax.evidence.held_out import held_out_logits, rows
+from et_jax.evidence import arguments
+from et_jax.evidence.held_out import cut, held_out_logits, texts
 from et_jax.evidence.sensitivity import head_sensitivity
-from et_jax.models.calibration import Calibration, write_calibration
+from et_jax.io.files import check_writable
+from et_jax.models.calibration import FILE, Calibration, write_calibration
 from et_jax.models.hub import resolve
 from et_jax.serve.engine import load
 from et_jax.types import Table
@@ -33,15 +35,19 @@ def main() -> int:
         "--model", default="bundled", help="bundled, bundled-small, a Hugging Face folder, or a hub name"
     )
     parser.add_argument("--text", required=True, type=Path, help="a tar archive of works, or a file of stories")
-    parser.add_argument("--output", type=Path, help="folder for calibration.json (default: the model's own)")
-    parser.add_argument("--rows", type=int, default=16, help="rows of the model's full context (default 16)")
+    parser.add_argument(
+        "--output", type=arguments.folder, help="folder for calibration.json (default: the model's own)"
+    )
+    parser.add_argument("--rows", type=arguments.count(), default=16, help="rows of full context (default 16)")
     args = parser.parse_args()
     try:
-        folder = resolve(args.model)
+        folder = resolve(args.model) if args.output is None else args.output
+        check_writable(folder / FILE)
+        works = texts(args.text)
         model = load(args.model, dtype="float32", max_num_seqs=2)
         if any(model.config.windows):
             raise UsageError("This script attends over whole rows; a model with sliding windows needs another.")
-        given = rows(model, args.text, args.rows, model.config.max_positions)
+        given = cut(model, str(args.text), works, args.rows, model.config.max_positions)
         logits, targets = held_out_logits(model, given)
         temperature = float(fit_temperature(logits, targets))
         sensitivity = head_sensitivity(model.config, model.params, given, model.config.max_positions // 2)
@@ -55,8 +61,8 @@ def main() -> int:
             "nats_per_token": round(after, 5),
         }
         found = Calibration(temperature=temperature, sensitivity=Table(sensitivity))
-        path = write_calibration(args.output or folder, found, facts)
-    except (UsageError, OSError, UnicodeDecodeError) as error:
+        path = write_calibration(folder, found, facts)
+    except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"temperature {temperature:.4f}: {before:.4f} -> {after:.4f} nats per token")

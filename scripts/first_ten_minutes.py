@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from et_jax.evidence import arguments
 from et_jax.evidence.results import REPOSITORY, RESULTS, table, write
 
 PATIENCE = 600.0  # seconds that any one command may take
@@ -188,7 +189,7 @@ def walked(steps: Mapping[str, Step], place: Place) -> list[dict[str, str | floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "first_ten_minutes.json")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "first_ten_minutes.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         own = {

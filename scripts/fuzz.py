@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from et_jax.evidence import arguments
 from et_jax.evidence.fuzzing import SURFACES
 from et_jax.evidence.fuzzing.cases import FAILURES, draw
 from et_jax.evidence.fuzzing.judge import judge
@@ -100,11 +101,13 @@ def _report(args: argparse.Namespace, names: list[str], rows: list[dict[str, Any
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=5000, help="in all, shared by the surfaces (default 5000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cases", type=arguments.count(), default=5000, help="in all, shared by the surfaces (default 5000)"
+    )
+    parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--surface", action="append", choices=list(SURFACES), help="only this one; repeatable")
     parser.add_argument("--work", type=Path, default=Path("runs/fuzz"), help="where done cases are kept (runs/fuzz)")
-    parser.add_argument("--output", type=Path, help="write the figures here")
+    parser.add_argument("--output", type=arguments.output, help="write the figures here")
     parser.add_argument("--only", metavar="SURFACE:NUMBER", type=_case, help="run one case in the foreground")
     return parser
 

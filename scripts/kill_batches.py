@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from et_jax.evidence import arguments
 from et_jax.evidence.results import RESULTS, write
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--num-pages", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "kills.json")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "kills.json")
     args = parser.parse_args()
     draw, began = random.Random(args.seed), time.monotonic()
     asked = lines(args.lines)

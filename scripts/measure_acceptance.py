@@ -17,11 +17,12 @@ import numpy as np
 
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, grid
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.coupling import acceptance
 from et_jax.evidence.held_out import cut, held_out_logits, texts
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.walks import ROW_COST, lengths, written
+from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
 from et_jax.tasks.generators import TASKS
 
@@ -32,9 +33,7 @@ LENGTH = 200  # tokens of a prompt, and of the text after it
 
 def works(path: Path) -> list[str]:
     """Return the held-out works of a tar archive, or any other file as one text."""
-    if ".tar" in path.suffixes or not path.exists():
-        return texts(path)
-    return [path.read_text(encoding="utf-8")]
+    return texts(path) if ".tar" in path.suffixes else [read_text(path, "The text")]
 
 
 def main() -> None:
@@ -42,16 +41,19 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--drafter", default="bundled-small")
     parser.add_argument("--text", nargs=2, action="append", required=True, metavar=("NAME", "FILE"))
-    parser.add_argument("--rows", type=int, default=8, help="rows of every text (default 8)")
-    parser.add_argument("--row-length", type=int, default=513, help="tokens of a row; half count (default 513)")
-    parser.add_argument("--keys", type=int, default=16, help="keys that every position is sampled with (default 16)")
-    parser.add_argument("--prompts", type=int, default=40, help="texts sampled (default 40)")
-    parser.add_argument("--greedy-prompts", type=int, default=240, help="greedy ones, many in a circle (default 240)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "acceptance.json")
+    parser.add_argument("--rows", type=arguments.count(2), default=8, help="rows of every text (default 8)")
+    parser.add_argument(
+        "--row-length", type=arguments.count(2), default=513, help="tokens of a row; half count (default 513)"
+    )
+    parser.add_argument(
+        "--keys", type=arguments.count(), default=16, help="keys that every position is sampled with (default 16)"
+    )
+    parser.add_argument("--prompts", type=arguments.count(2), default=40, help="texts sampled (default 40)")
+    parser.add_argument(
+        "--greedy-prompts", type=arguments.count(2), default=240, help="greedy ones, many in a circle (default 240)"
+    )
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "acceptance.json")
     args = parser.parse_args()
-    for name, least in (("rows", 2), ("row_length", 2), ("keys", 1), ("prompts", 2), ("greedy_prompts", 2)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
     try:
         model, drafter = (load(name, dtype="float32") for name in (args.model, args.drafter))
         sources = {name: works(Path(path)) for name, path in args.text}

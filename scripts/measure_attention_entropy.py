@@ -35,7 +35,7 @@ from et_jax.control import select
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.view import BlockView, held_values, likeliest_log_mass, needing
 from et_jax.errors import UsageError
-from et_jax.evidence import forced, paired
+from et_jax.evidence import arguments, forced, paired
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.sensitivity import head_sensitivity
@@ -277,17 +277,15 @@ def fit(bench: Bench, shares: tuple[float, ...]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=48, help="rows of text at full context, two halves (default 48)")
+    parser.add_argument("--page-size", type=arguments.count(), default=16)
+    parser.add_argument(
+        "--rows", type=arguments.count(4), default=48, help="rows of text at full context, two halves (default 48)"
+    )
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--add", action="store_true", help="keep the other cases of the output file")
     parser.add_argument("--fit", action="store_true", help="choose the slope on the first half, and stop")
-    parser.add_argument("--output", type=Path, default=RESULTS / "attention_entropy.json")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "attention_entropy.json")
     args = parser.parse_args()
-    if args.rows < 4:
-        parser.error(f"--rows is {args.rows}; it must be at least 4, two for each half")
-    if args.page_size < 1:
-        parser.error(f"--page-size is {args.page_size}; it must be at least 1 token")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
         parser.error(f"--shares has {wrong[0]}; a share of blocks lies between 0 and 1")
     cases = []

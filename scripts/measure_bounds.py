@@ -26,7 +26,7 @@ from et_jax.control.bounds import Interval
 from et_jax.control.select import Certified
 from et_jax.control.view import tolerating
 from et_jax.errors import UsageError
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.block_views import Blocks, blocks_at, capture, key_radius
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
@@ -176,10 +176,10 @@ def measure_case(name: str, text: Path, args: argparse.Namespace) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
-    parser.add_argument("--page-sizes", type=int, nargs="+", default=[16, 8])
-    parser.add_argument("--rows", type=int, default=5, help="rows of text at full context (default 5)")
-    parser.add_argument("--queries", type=int, default=32, help="query positions of a row (default 32)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "bounds.json")
+    parser.add_argument("--page-sizes", type=arguments.count(), nargs="+", default=[16, 8])
+    parser.add_argument("--rows", type=arguments.count(), default=5, help="rows of text at full context (default 5)")
+    parser.add_argument("--queries", type=arguments.count(), default=32, help="query positions of a row (default 32)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "bounds.json")
     args = parser.parse_args()
     cases = []
     try:

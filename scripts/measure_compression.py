@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 from et_jax.control.compression import Compression, Policy, named
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter
-from et_jax.evidence import paired, tables
+from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.compression_arms import HeavyHitters, Oracle, continued, texts
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
@@ -341,9 +341,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--text", type=Path, required=True, help="an archive of works, or a file of stories")
-    parser.add_argument("--rows", type=int, default=40, help="rows of full context (default 40)")
-    parser.add_argument("--samples", type=int, default=8, help=f"questions at each of {DEPTHS} depths (default 8)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "compression.json")
+    parser.add_argument("--rows", type=arguments.count(), default=40, help="rows of full context (default 40)")
+    parser.add_argument(
+        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
+    )
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "compression.json")
     args = parser.parse_args()
     try:
         model = load(args.model, dtype="float32", max_num_seqs=2)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from et_jax.control import entropy
 from et_jax.control.calibration import fit_temperature
 from et_jax.errors import UsageError
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import held_out_logits, rows
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import load
@@ -61,8 +61,8 @@ def measure(name: str, text: Path, num_rows: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
-    parser.add_argument("--rows", type=int, default=8, help="rows of text at full context (default 8)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "estimators.json")
+    parser.add_argument("--rows", type=arguments.count(), default=8, help="rows of text at full context (default 8)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "estimators.json")
     args = parser.parse_args()
     cases = []
     try:

@@ -11,7 +11,6 @@ dense's to the same question: `p` is the chance of so many losses against gains 
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.evaluate import Answer, counter, evaluate, grid
-from et_jax.evidence import paired, tables
+from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.base import Example
@@ -86,12 +85,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: all)")
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--samples", type=int, default=8, help=f"questions at each of {DEPTHS} depths (default 8)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--length", type=arguments.count(), default=2048)
+    parser.add_argument(
+        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
+    )
+    parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--within", type=float, default=0.03, help="of the wanted share, over it (default 0.03)")
-    parser.add_argument("--num-pages", type=int, default=8000, help="enough to keep the prompts of a task")
-    parser.add_argument("--output", type=Path, default=RESULTS / "free_running.json")
+    parser.add_argument(
+        "--num-pages", type=arguments.count(), default=8000, help="enough to keep the prompts of a task"
+    )
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "free_running.json")
     args = parser.parse_args()
     try:
         model = load(args.model, num_pages=args.num_pages)

@@ -34,7 +34,7 @@ from et_jax.control.controller import Controller
 from et_jax.decode.reading import ReadPolicy
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate, grid
-from et_jax.evidence import paired, tables
+from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.prompt_arms import (
     AtRandom,
@@ -246,10 +246,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--text", type=Path, required=True, help="an archive of works, or a file of stories")
-    parser.add_argument("--rows", type=int, default=40, help="rows of full context (default 40)")
-    parser.add_argument("--samples", type=int, default=8, help=f"questions at each of {DEPTHS} depths (default 8)")
-    parser.add_argument("--segment", type=int, default=64, help="tokens of a segment (default 64)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "prefill_budgets.json")
+    parser.add_argument("--rows", type=arguments.count(), default=40, help="rows of full context (default 40)")
+    parser.add_argument(
+        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
+    )
+    parser.add_argument("--segment", type=arguments.count(), default=64, help="tokens of a segment (default 64)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "prefill_budgets.json")
     args = parser.parse_args()
     try:
         model = load(args.model, dtype="float32", max_num_seqs=4)

@@ -20,7 +20,9 @@ from et_jax.control.controller import Controller
 from et_jax.control.view import BlockView
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate
+from et_jax.evidence import arguments
 from et_jax.evidence.results import RESULTS, table, write
+from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.base import Example, sentences
 from et_jax.tasks.generators import example
@@ -84,14 +86,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--task", action="append", choices=TASKS, help="repeatable (default single_key and passkey)")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--samples", type=int, default=8, help="examples at each depth")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--length", type=arguments.count(), default=512)
+    parser.add_argument("--samples", type=arguments.count(), default=8, help="examples at each depth")
+    parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--haystack", type=Path, help="a text to hide answers in (default: invented sentences)")
     args = parser.parse_args()
     try:
         model = load(args.model)
-        haystack = sentences(args.haystack.read_text(encoding="utf-8")) if args.haystack else None
+        haystack = sentences(read_text(args.haystack, "The haystack")) if args.haystack else None
         results = {
             task: measure(model, task, args.length, args.samples, args.seed, haystack)
             for task in args.task or ["single_key", "passkey"]

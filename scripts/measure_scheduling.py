@@ -14,6 +14,7 @@ import dataclasses
 import gzip
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from et_jax.control.base import PriorityRule, chain
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
+from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
@@ -72,13 +74,16 @@ class Arrival:
 
 def arrivals(path: Path, count: int, longest: tuple[int, int], load: float, batch: int) -> list[Arrival]:
     """Return the first `count` requests of a trace, their longest prompt and answer cut to size in proportion."""
-    if not path.exists():
-        raise UsageError(f"The trace {path} is not there; give --trace a gzipped file of JSON lines.")
-    with gzip.open(path, "rt") as file:
-        rows = [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
-    prompts = np.array([row["input_length"] for row in rows], float)
-    outputs = np.array([row["output_length"] for row in rows], float)
-    times = np.array([row["timestamp"] for row in rows], float)
+    names = "input_length", "output_length", "timestamp"
+    try:
+        with gzip.open(path, "rt") as file:
+            rows = [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
+        prompts, outputs, times = (np.array([row[name] for row in rows], float) for name in names)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"The trace {path} cannot be read ({why}); give a gzipped file of JSON lines.") from error
+    if not rows:
+        raise UsageError(f"The trace {path} is empty; give a gzipped file of JSON lines.")
     prompts = np.maximum(2, np.round(prompts * longest[0] / prompts.max())).astype(int)
     outputs = np.maximum(1, np.round(outputs * longest[1] / outputs.max())).astype(int)
     duration = outputs.sum() / (batch * load)  # steps in which the batch could make 1 / load of the tokens
@@ -182,11 +187,13 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--text", type=Path, default=TEXT, help="where the prompts are cut from")
-    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--requests", type=arguments.count(), default=120)
     parser.add_argument("--load", type=float, nargs="+", default=[1.5, 4.0], help="tokens asked for per token served")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step serves")
-    parser.add_argument("--longest", type=int, nargs=2, default=[256, 200], help="prompt and answer, in tokens")
-    parser.add_argument("--output", type=Path, default=RESULTS / "scheduling.json")
+    parser.add_argument("--batch", type=arguments.count(), default=8, help="sequences a step serves")
+    parser.add_argument(
+        "--longest", type=arguments.count(), nargs=2, default=[256, 200], help="prompt and answer, in tokens"
+    )
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "scheduling.json")
     args = parser.parse_args()
     try:
         model = load(
@@ -199,7 +206,7 @@ def main() -> None:
         cases = []
         for share in args.load:
             trace = arrivals(args.trace, args.requests, tuple(args.longest), share, args.batch)
-            asked = requests(model, trace, args.text.read_text(encoding="utf-8"))
+            asked = requests(model, trace, read_text(args.text, "The text"))
             rows = figures([replay(model, rule, trace, asked) for rule in rules()])
             cases.append({"load": share, "rows": rows})
             print(f"{tables.scheduling(cases[-1:])}\n")

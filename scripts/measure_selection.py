@@ -42,7 +42,7 @@ from et_jax.decode.request import request
 from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step
 from et_jax.errors import UsageError
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve import chunks
@@ -310,9 +310,9 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=8, help="rows of text at full context (default 8)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "selection.json")
+    parser.add_argument("--page-size", type=arguments.count(), default=16)
+    parser.add_argument("--rows", type=arguments.count(), default=8, help="rows of text at full context (default 8)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "selection.json")
     args = parser.parse_args()
     cases = []
     try:

@@ -28,7 +28,7 @@ from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, S
 from et_jax.decode.sampling import fold_key, plain, sample_token
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate, grid
-from et_jax.evidence import paired, tables
+from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.held_out import cut, held_out_logits, texts
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.completions import Completion
@@ -182,13 +182,15 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--small", default="bundled-small")
     parser.add_argument("--text", type=Path, required=True, help="what the prompts are taken from: held-out works")
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and of a text (default 128)")
+    parser.add_argument("--prompts", type=arguments.count(), default=40)
     parser.add_argument(
-        "--samples", type=int, default=8, help="questions of every task at each of 5 depths (default 8)"
+        "--tokens", type=arguments.count(), default=128, help="of a prompt, and of a text (default 128)"
     )
-    parser.add_argument("--length", type=int, default=512, help="tokens of a question (default 512)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "switching.json")
+    parser.add_argument(
+        "--samples", type=arguments.count(), default=8, help="questions of every task at each of 5 depths (default 8)"
+    )
+    parser.add_argument("--length", type=arguments.count(), default=512, help="tokens of a question (default 512)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "switching.json")
     args = parser.parse_args()
     try:
         sizes = {"max_model_len": max(2 * args.tokens, args.length + 128), "num_pages": 8000}

@@ -23,7 +23,7 @@ from et_jax.control.base import Law, TemperatureRule
 from et_jax.control.controller import Controller
 from et_jax.decode.request import request
 from et_jax.errors import UsageError
-from et_jax.evidence import tables
+from et_jax.evidence import arguments, tables
 from et_jax.evidence.figures import FIGURES, pyplot, save
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
@@ -184,13 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
     parser.add_argument("--targets", type=float, nargs="+", default=[1.0, 2.0, 3.0], help="nats (default 1 2 3)")
-    parser.add_argument("--prompts", type=int, default=8, help="sequences, decoded together (default 8)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each (default 256)")
-    parser.add_argument("--burn-in", type=int, default=32, help="first tokens left out (default 32)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=arguments.count(), default=8, help="sequences, decoded together (default 8)")
+    parser.add_argument("--tokens", type=arguments.count(), default=256, help="tokens of each (default 256)")
+    parser.add_argument("--burn-in", type=arguments.count(0), default=32, help="first tokens left out (default 32)")
+    parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--plot", action="store_true", help="draw the first model to docs/figures/temperature.png")
     parser.add_argument("--plot-target", type=float, default=2.0, help="target of the figure (default 2)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "temperature.json")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "temperature.json")
     args = parser.parse_args()
     cases = []
     try:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from et_jax.errors import UsageError
+from et_jax.evidence import arguments
+from et_jax.io.files import replace_file
 from et_jax.training import corpus, ngram
 from et_jax.training.recipe import VOCAB_SIZE
 
@@ -21,7 +23,7 @@ def main() -> None:
         "--corpus", type=Path, default=ROOT / "../shared/text/novels/novels.tar.xz", help="tar of .txt files"
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/short", help="cached tokens; ngram.json goes there")
-    parser.add_argument("--order", type=int, default=5)
+    parser.add_argument("--order", type=arguments.count(), default=5)
     args = parser.parse_args()
     try:
         _, train, held_out = corpus.prepare(args.corpus, args.folder / "data", VOCAB_SIZE)
@@ -37,7 +39,7 @@ def main() -> None:
         "per_token": nats / len(held_out.ids),
         "per_byte": nats / held_out.num_bytes,
     }
-    (args.folder / "ngram.json").write_text(json.dumps(figures, indent=1) + "\n")
+    replace_file(args.folder / "ngram.json", json.dumps(figures, indent=1) + "\n")
     print(f"{args.order}-gram, held out: {figures['per_token']:.4f} nats per token, {figures['per_byte']:.4f} per byte")
 
 

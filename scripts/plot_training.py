@@ -11,6 +11,8 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.evidence.figures import pyplot
+from et_jax.io.files import replace_picture
+from et_jax.report.plot import check_picture
 
 
 def records(log: Path) -> list[dict[str, Any]]:
@@ -50,7 +52,7 @@ def draw(log: list[dict[str, Any]], path: Path) -> None:
     tasks.set(xlabel="step", ylabel="right answers", ylim=(-0.03, 1.03))
     for axis in (losses, tasks):
         axis.legend(fontsize=8, ncols=2)
-    figure.savefig(path, dpi=110)
+    replace_picture(path, figure, dpi=110)
 
 
 def main() -> None:
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path, help=".png, .svg or .pdf")
     args = parser.parse_args()
     try:
+        check_picture(str(args.picture))
         draw(records(args.log), args.picture)
     except UsageError as error:
         sys.exit(str(error))

@@ -29,6 +29,7 @@ from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads
 from et_jax.decode.state import DecoderConfig, DecodeState
 from et_jax.decode.step import step
 from et_jax.errors import UsageError
+from et_jax.evidence import arguments
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
@@ -129,13 +130,19 @@ def measure(config: DecoderConfig, args: argparse.Namespace, dtype: str) -> dict
 def main() -> None:
     """Measure every batch and dtype and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[2, 16], help="rows of a step (default 2 16)")
+    parser.add_argument(
+        "--batch", type=arguments.count(), nargs="+", default=[2, 16], help="rows of a step (default 2 16)"
+    )
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
-    parser.add_argument("--context", type=int, default=64, help="tokens in every sequence at the start (default 64)")
-    parser.add_argument("--steps", type=int, default=16, help="steps of a run (default 16)")
-    parser.add_argument("--rounds", type=int, default=7, help="runs of every line (default 7)")
+    parser.add_argument(
+        "--context", type=arguments.count(), default=64, help="tokens in every sequence at the start (default 64)"
+    )
+    parser.add_argument("--steps", type=arguments.count(), default=16, help="steps of a run (default 16)")
+    parser.add_argument("--rounds", type=arguments.count(), default=7, help="runs of every line (default 7)")
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--layers", type=int, default=30, help="layers of SmolLM-135M (default 30, all of them)")
+    shape.add_argument(
+        "--layers", type=arguments.count(), default=30, help="layers of SmolLM-135M (default 30, all of them)"
+    )
     shape.add_argument("--model", help="take another model's shape: bundled, bundled-small, a folder, or a hub name")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling (default 0, greedy)")
     parser.add_argument("--cpu-time", action="store_true", help="count processor time, not time that passes")

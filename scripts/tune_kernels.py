@@ -21,7 +21,9 @@ import jax
 import numpy as np
 from jax import lax
 
+from et_jax.evidence import arguments
 from et_jax.evidence.results import RESULTS, write
+from et_jax.io.files import replace_file
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import NAMES, pick
 
@@ -184,7 +186,7 @@ def record(results: list[dict[str, Any]]) -> None:
             print(f"recorded {result['key']}: {result['best']}, {result['ratio']:.3f} of the rule's time")
     if entries:
         table.parent.mkdir(exist_ok=True)
-        table.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        replace_file(table, json.dumps(entries, indent=1, sort_keys=True) + "\n")
     else:
         table.unlink(missing_ok=True)
 
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("--op", choices=FOLDERS, action="append", help="an op, or several; all by default")
     parser.add_argument("--backend", choices=NAMES, help="by default the best for this device")
     parser.add_argument("--shape", action="append", default=[], help="a name, or several; by default the large ones")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=arguments.count(), default=15)
     args = parser.parse_args()
     backend = args.backend or pick()
     results = []

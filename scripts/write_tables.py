@@ -20,6 +20,7 @@ from typing import Any
 from et_jax.evidence import tables
 from et_jax.evidence.results import REPOSITORY, RESULTS
 from et_jax.evidence.roofline import roofline
+from et_jax.io.files import replace_file
 
 DOCS = REPOSITORY / "docs"
 TARGET = 2.0  # nats: of the temperature tables shown; the results hold the others
@@ -92,7 +93,7 @@ def insert(document: Path, name: str, text: str) -> None:
     before = document.read_text(encoding="utf-8")
     if not found.search(before):
         raise ValueError(f"{document} has no part between <!-- {name}: begin --> and <!-- {name}: end -->")
-    document.write_text(found.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", before), encoding="utf-8")
+    replace_file(document, found.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", before))
 
 
 def main() -> int:

@@ -1,15 +1,22 @@
 """The command line for tasks: what counts as right, what is written, and how it refuses."""
 
+import errno
+import gzip
 import json
+import os
 import re
+import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from et_jax import evaluate
-from et_jax.cli import command
+from et_jax.cli import command, signals
+from et_jax.cli.streams import STANDARD_OUTPUT
 from et_jax.errors import UsageError
+from et_jax.serve import engine
 from et_jax.serve.completions import PromptRead
 from et_jax.tasks import files
 from et_jax.tasks.base import Example
@@ -21,7 +28,7 @@ class Reader:
     """Stands for a model: knows answers by their prompts, counts letters as tokens, notes what it was asked."""
 
     def __init__(self, known):
-        self.known, self.calls = known, []
+        self.known, self.calls, self.max_model_len = known, [], 2048
         self.prompt_read: PromptRead | None = None
         self.tokenizer = SimpleNamespace(encode=lambda text: [0, *text.encode()])
 
@@ -128,6 +135,42 @@ def test_the_command_line_writes_answers_and_a_picture(ran):
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_signal_after_the_last_answer_loses_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(engine, "load", lambda *_, **__: Reader({}))
+    monkeypatch.setattr(signals, "_end", lambda *_: pytest.fail("it ended before the files were written"))
+
+    about = evaluate._about
+
+    def interrupted(args):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # another thread listens
+        return about(args)
+
+    monkeypatch.setattr(evaluate, "_about", interrupted)
+    out = tmp_path / "a.json"
+    given = ["--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1", "--json", str(out)]
+    assert evaluate.main([*given, "--plot", str(tmp_path / "a.png")]) == 128 + signal.SIGINT
+    assert len(json.loads(out.read_text())["answers"]) == 2 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert "0/2" in capfd.readouterr().out
+
+
+def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(engine, "load", lambda *_, **__: Reader({}))
+    given = ["--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1"]
+
+    def gone(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe", STANDARD_OUTPUT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "table", gone)
+        assert evaluate.main([*given, "--json", str(tmp_path / "a.json")]) == command.READER_GONE
+    assert len(json.loads((tmp_path / "a.json").read_text())["answers"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "_write", gone)
+        assert evaluate.main([*given, "--json", "-", "--plot", str(tmp_path / "a.png")]) == command.READER_GONE
+    assert (tmp_path / "a.png").exists() and "error" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,6 +180,16 @@ def test_the_command_line_writes_answers_and_a_picture(ran):
         (["--task", "gsm8k", "--prompts", "absent.jsonl"], "absent.jsonl are not there"),
         (["--depths", "0"], "--depths is 0; it must be at least 1"),
         (["--length", "0"], "--length is 0"),
+        (["--length", "96", "--length", "1000000"], "--length is 1000000; bundled holds 2048 tokens"),
+        (["--length", "9" * 4000], "--length is a whole number of 13288 bits; it must be at most"),
+        (["--depths", "1000000"], "make 32000000 prompts and at most 100000 are asked"),
+        (["--samples", "100001", "--task", "passkey", "--depths", "1"], "make 100001 prompts"),
+        (["--depths", "9" * 4000], "--depths is a whole number of 13288 bits"),
+        (["--samples", str(10**15)], "--samples is 1000000000000000; it must be at most"),
+        (["--task", "copying", "--pairs", "104"], "There are 104 words for a verse of 105"),
+        (["--pairs", str(10**18)], "--pairs is 1000000000000000000; it must be at most"),
+        (["--batch", "-1"], "--batch is -1; it must be at least 1"),
+        (["--task", "loss", "--haystack", __file__, "--length", "1000000"], "--length is 1000000; bundled holds 2048"),
         (["--task", "passkey", "--length", "20"], "too short for this task"),
         (["--task", "passkey", "--length", "4000", "--samples", "1"], "holds 2048"),
         (["--haystack", "absent.txt"], "absent.txt cannot be read"),
@@ -216,6 +269,9 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text("no json\n")
     with pytest.raises(UsageError, match="cannot be read"):
         files.examples("gsm8k", tmp_path / "b.jsonl", len, 1)
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"question": "why?"}')[:-12])
+    with pytest.raises(UsageError, match=r"d.jsonl.gz cannot be read \("):
+        files.examples("gsm8k", tmp_path / "d.jsonl.gz", len, 1)
     (tmp_path / "c.jsonl").write_text("")
     with pytest.raises(UsageError, match="holds no example"):
         files.examples("gsm8k", tmp_path / "c.jsonl", len, 1)

@@ -6,6 +6,7 @@ in the line itself. What an interrupt ended early is not recorded, and is served
 
 import array
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,18 +83,24 @@ class Summary:
 def survey(path: Path, journal: Journal) -> Summary:
     """Return how many lines the input has and how many of them are done, before any is served.
 
-    Raises UsageError where a line is not the one its row was written for.
+    Rows that no line asks for are told of, and stay. Raises UsageError where a line is not the one its row was written
+    for.
     """
-    summary = Summary()
-    nameless = {key for key in journal.recorded if isinstance(key, int)}
+    summary, strays = Summary(), set(journal.recorded)
     for entry in read_entries(path):
         summary.total += 1
         summary.before += _is_done(entry, journal)
         summary.marks.append(_mark(entry))
-        if entry.custom_id is None:
-            nameless.discard(entry.line)
-    if nameless:
+        strays.discard(entry.key)
+    if nameless := [key for key in strays if isinstance(key, int)]:
         raise _outlived(min(nameless), journal)
+    if strays:
+        first = next(key for key in journal.recorded if key in strays)
+        print(
+            f"warning: {journal.path} has {len(strays)} rows that no line of the input asks for, the first of "
+            f"custom_id {shown(first)}; they stay as they are",
+            file=sys.stderr,
+        )
     return summary
 
 

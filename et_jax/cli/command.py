@@ -15,6 +15,7 @@ from et_jax.errors import UsageError
 
 FAILED, USAGE = 1, 2  # exit codes; that of a signal is 128 and its number, as shells say it
 READER_GONE = 141  # which is that of SIGPIPE
+_SHORTAGE = "No memory is left for this; free some, or ask for less at once. What was written so far is kept."
 
 
 def run(
@@ -46,7 +47,7 @@ def _run(
     with standard_streams(), Signals() as signals:
         args = parser().parse_args(arguments)
         try:
-            _check_encoding(args, texts)
+            _check_given(args, texts)
             code = command(args, signals)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -62,11 +63,27 @@ def _run(
         except KeyboardInterrupt:  # in another thread than the main one, or from a library
             print(f"\n{signals.said}", file=sys.stderr)
             return 128 + signal.SIGINT
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
         except OSError as error:
-            if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
+            if _is_reader_gone(error):
                 return READER_GONE
             print(f"error: {sentence(error)}; what was printed so far is kept.", file=sys.stderr)
             return FAILED
+        # Said when the frames of what failed have let go of what they held.
+        print(f"error: {_SHORTAGE}", file=sys.stderr)
+        return FAILED
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether memory, or a thread, was refused: by Python, or in the words of JAX's runtime."""
+    words = "RESOURCE_EXHAUSTED", "Out of memory", "can't start new thread"
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def _is_reader_gone(error: OSError) -> bool:
+    return isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT
 
 
 def sentence(error: OSError) -> str:
@@ -82,14 +99,19 @@ def tried(write: Callable[[], None]) -> bool:
         print(f"error: {error}", file=sys.stderr)
         return False
     except OSError as error:
+        if _is_reader_gone(error):
+            raise
         print(f"error: {sentence(error)}; what was printed is complete.", file=sys.stderr)
         return False
     return True
 
 
-def _check_encoding(args: argparse.Namespace, texts: Collection[str]) -> None:
-    """Read every text as UTF-8, whatever the locale says, and refuse what is none."""
+def _check_given(args: argparse.Namespace, texts: Collection[str]) -> None:
+    """Read every text as UTF-8, whatever the locale says, and refuse what is none; a name is never empty."""
     for name, value in vars(args).items():
+        if name not in texts and isinstance(value, str) and (not value or "\0" in value):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is {value!r}, which names nothing; give it a name, or leave it out.")
         if isinstance(value, list) and name in texts:
             setattr(args, name, [_decoded(name, one) for one in value])
         elif isinstance(value, str) and name in texts:

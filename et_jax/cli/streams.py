@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from et_jax.errors import UsageError
+from et_jax.io.texts import decoded
 
 STANDARD_INPUT_BYTES = 16 * 2**20  # the most that is read of a prompt: about four million tokens
 STANDARD_OUTPUT = "standard output"
@@ -35,11 +36,6 @@ def read_standard_input() -> str:
         ) from error
 
 
-def decoded(data: bytes) -> str:
-    """Return the text of a file, with ends of lines of one kind. Raises UnicodeDecodeError where it is not UTF-8."""
-    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
-
-
 def check_standard_output() -> None:
     """Raise UsageError where there is no standard output for the text."""
     if sys.stdout is None:
@@ -53,28 +49,6 @@ def open_text(path: str) -> "Stream":
         return Stream(Path(path).open("w", encoding="utf-8", errors="backslashreplace"), path)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
-
-
-def check_writable(path: str) -> None:
-    """Find out whether a file can be written, and leave it as it is. Raises UsageError where it cannot."""
-    file = Path(path)
-    try:
-        if file.exists() and not file.is_file():
-            raise UsageError(f"{path} is not a regular file; choose another file.")
-        new = not file.exists()
-        file.open("ab").close()
-        if new:
-            file.unlink()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
-
-
-def named(path: str, write: Callable[[], None]) -> None:
-    """Have what fails in `write`, within libraries that do not say to which file, name `path`."""
-    try:
-        write()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), path) from error
 
 
 class Stream:
@@ -95,6 +69,9 @@ class Stream:
 
     def isatty(self) -> bool:
         return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
     def _attempt(self, method: Callable[..., Any], *arguments: str) -> None:
         try:

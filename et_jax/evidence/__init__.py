@@ -1,8 +1,9 @@
 """Measuring: what the scripts share.
 
-    shapes -> states -> a script's own loop -> results (JSON) -> tables, figures
+    arguments -> shapes -> states -> a script's own loop -> results (JSON) -> tables, figures
 
-`shapes` are models to measure on and `states` decoders filled by hand, `held_out` is the text and `block_views` a
+`arguments` refuses what a script cannot count or write. `shapes` are models to measure on and `states` decoders filled
+by hand, `held_out` is the text and `block_views` a
 model's own keys, `sensitivity` how much hangs on each head. `forced` runs a model over given text while it reads less,
 `prompt_arms` while it reads less of the text as a prompt, `compression_arms` once its cache forgot a part of it, and
 `paired` compares ways of reading less at equal budgets,

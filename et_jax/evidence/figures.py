@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from et_jax.evidence.results import REPOSITORY
+from et_jax.io.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,9 +27,10 @@ def save(figure: "Figure", path: Path) -> int:
     """Write `figure` to `path` as a PNG of 64 colours, and return its bytes."""
     from PIL import Image
 
-    drawn = BytesIO()
+    drawn, small = BytesIO(), BytesIO()
     figure.savefig(drawn, dpi=100)
     pyplot().close(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
-    return path.stat().st_size
+    Image.open(drawn).convert("RGB").quantize(64).save(small, "PNG", optimize=True)
+    replace_file(path, small.getvalue())
+    return len(small.getvalue())

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from et_jax.errors import UsageError
+from et_jax.io.texts import read_text
 from et_jax.models.model import forward
 from et_jax.serve.engine import Model
 from et_jax.training import corpus
@@ -19,14 +20,12 @@ from et_jax.training import corpus
 def texts(path: Path) -> list[str]:
     """Return the held-out works of a tar archive of works, or the stories of a file, a line break between two.
 
-    Within a story paragraphs are parted by an empty line.
+    Within a story paragraphs are parted by an empty line. Raises UsageError where the file cannot be read.
     """
-    if not path.exists():
-        raise UsageError(f"The text {path} is not there; name a tar archive of works or a file of stories.")
     if ".tar" in path.suffixes:
         works = corpus.read_works(path)
         return [works[name] for name in corpus.split(works)[1]]
-    return [story for story in re.split(r"(?<!\n)\n(?!\n)", path.read_text(encoding="utf-8")) if story]
+    return [story for story in re.split(r"(?<!\n)\n(?!\n)", read_text(path, "The text")) if story]
 
 
 def rows(model: Model, path: Path, count: int, length: int) -> Int[np.ndarray, "r t"]:

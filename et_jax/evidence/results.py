@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from et_jax.io.files import replace_file
+
 REPOSITORY = Path(__file__).resolve().parents[2]  # where the package is used from a checkout, as the scripts do
 RESULTS = REPOSITORY / "benchmarks/results"
 
@@ -35,7 +37,7 @@ def write(path: Path, script: str, settings: dict[str, Any], **results: Any) -> 
     """Write `results` as JSON, beside the script, the machine and the settings they come from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"script": script, "machine": machine(), "settings": settings} | results
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -2,6 +2,7 @@
 
 values              what callers give: each as a plain one of the kind that is wanted, or a sentence
 files, checksums    files whole or not there; folders whose every file has a checksum
+texts               files of text that a user names
 schema              what the JSON files of a model folder may say
 terminal, bar       what a stream is able to show; a progress bar
 known               figures of which some are not known, told as missing

@@ -1,14 +1,20 @@
 """Files that are whole or not there: written beside their place, then moved into it."""
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from et_jax.errors import UsageError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 def expanded(path: str | Path) -> Path:
     """Return a path with the home that it begins with in full, if it does.
@@ -24,42 +30,84 @@ def expanded(path: str | Path) -> Path:
         raise UsageError(f"{path} begins with a home that is not known; set HOME, or name the path in full.") from error
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Put `text` at `path`: a reader sees the old file or the new, never half of either.
 
-    The text is on the disk before its name is. A link stays, and what it points to is replaced. Raises
+def replace_file(path: str | Path, content: str | bytes) -> None:
+    """Put `content` at `path`: a reader sees the old file or the new, never half of either.
+
+    It is on the disk before its name is. A link stays, and what it points to is replaced; permissions stay. Raises
     UsageError where it cannot be written.
     """
-    with _beside(path) as (file, beside, place):
-        with os.fdopen(file, "w", encoding="utf-8") as writer:
-            writer.write(text)
-            writer.flush()
-            os.fsync(file)
+    data = content.encode() if isinstance(content, str) else content
+    with _beside(path) as (writer, beside, place):
+        writer.write(data)
+        writer.flush()
+        os.fsync(writer.fileno())
         os.replace(beside, place)
         _sync_folder(place.parent)
 
 
-def check_replaceable(path: Path) -> None:
-    """Find out whether `replace_file` can write there, and leave what is there as it is. Raises UsageError."""
-    with _beside(path) as (file, beside, _):
-        os.close(file)
-        beside.unlink()
+def replace_picture(path: str | Path, figure: "Figure", **how: Any) -> None:
+    """Put a drawing at `path` as `replace_file` does; the format follows the suffix, `how` is for `savefig`."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format=Path(path).suffix[1:] or None, **how)
+    replace_file(path, drawn.getvalue())
+
+
+def check_writable(path: str | Path, *, grows: bool = False) -> None:
+    """Find out whether a file can be written at `path`, and leave what is there as it is.
+
+    It will be replaced whole, or, where it `grows`, be written bit by bit, which devices and pipes take too. Raises
+    UsageError.
+    """
+    found = _found(path)
+    if grows and found is not None and not stat.S_ISDIR(found.st_mode):
+        if not os.access(path, os.W_OK):
+            raise _refusal(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        return
+    with _beside(path):
+        pass
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[tuple[int, Path, Path]]:
-    """Open a new file in the folder of `path` under a name that is free; it goes where the block fails."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UsageError(f"{path} is not a regular file; choose another file.")
+def _beside(path: str | Path) -> Iterator[tuple[Any, Path, Path]]:
+    """Open a new file in the folder of `path` under a name that is free; it goes unless the block gives it another."""
+    found = _found(path)
+    if str(path).endswith(os.sep):
+        raise UsageError(f"{path} is the name of a folder; choose another file.")
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+        raise UsageError(f"{path} is {kind}; choose another file.")
     place = Path(os.path.realpath(path))
     beside = place.with_name(f".{secrets.token_hex(8)}.new")
     try:
+        if found is not None and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        yield file, beside, place
+        try:
+            with os.fdopen(file, "wb") as writer:
+                if found is not None:
+                    os.fchmod(file, stat.S_IMODE(found.st_mode))
+                yield writer, beside, place
+        finally:
+            with contextlib.suppress(OSError):
+                beside.unlink()
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
+        raise _refusal(path, error) from error
+
+
+def _found(path: str | Path) -> os.stat_result | None:
+    """Return what there is at `path`, None where there is nothing. Raises UsageError where no file can be."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: str | Path, error: OSError | ValueError) -> UsageError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UsageError(f"{path} cannot be written ({reason}); choose another file.")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -174,8 +174,11 @@ def is_there(file: Path) -> bool:
     return os.path.lexists(file)
 
 
-def check_regular(file: Path, most: int | None = None) -> None:
-    """Raise UsageError unless `file` is a regular file of at most `most` bytes: a pipe would be waited for."""
+def check_regular(file: Path, most: int | None = None) -> int:
+    """Return how many bytes a file has.
+
+    Raises UsageError unless it is a regular one of at most `most` bytes: a pipe would be waited for.
+    """
     try:
         found = file.stat()
     except (OSError, ValueError) as error:
@@ -184,14 +187,15 @@ def check_regular(file: Path, most: int | None = None) -> None:
         raise UsageError(f"{file} is not a regular file; put the file itself in its place.")
     if most is not None and found.st_size > most:
         raise UsageError(f"{file} has {found.st_size} bytes and at most {most} are read; {FETCH}.")
+    return found.st_size
 
 
 def read_bytes(file: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """Return what a file holds. Raises UsageError where it is absent, larger than `most`, or no regular file."""
-    check_regular(file, most)
+    size = check_regular(file, most)
     try:
         with file.open("rb") as reader:
-            return reader.read(most)
+            return reader.read(size)  # for which room is made at once
     except OSError as error:
         raise _unreadable(file, error) from error
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.io.files import replace_file
 from et_jax.io.schema import CalibrationFile, checked, is_there, read_json
 from et_jax.models.config import ModelShape
 from et_jax.types import Table
@@ -85,5 +86,5 @@ def write_calibration(folder: Path, calibration: Calibration, facts: dict[str, A
         content["sensitivity"] = [
             [[float(f"{head:.4g}") for head in group] for group in layer] for layer in calibration.sensitivity.array
         ]
-    path.write_text(json.dumps(content | facts, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(content | facts, indent=1) + "\n")
     return path

@@ -5,20 +5,26 @@ import sys
 import time
 from typing import Any
 
-from et_jax.io.terminal import takes_escapes
+from et_jax.io.terminal import fitted, takes_escapes
 from et_jax.report.trace import TraceWriter
 from et_jax.serve.completions import Completion, TokenEvent, figures
 
 
 class Status:
-    """One line on standard error, rewritten as work goes on; on a terminal only the last state stays."""
+    """One line on standard error, rewritten as work goes on; on a terminal nothing of it stays after the context."""
 
     def __init__(self) -> None:
         self._shown = False
 
+    def __enter__(self) -> "Status":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
     def tell(self, what: str) -> None:
         if takes_escapes(sys.stderr):
-            print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{fitted(f'{what} ...', sys.stderr)}", end="", file=sys.stderr, flush=True)
             self._shown = True
         else:
             print(f"{what} ...", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io import html, values
-from et_jax.io.files import check_replaceable, replace_file
+from et_jax.io.files import check_writable, replace_file
 from et_jax.io.known import known, known_or_none, mean, told
 from et_jax.report.figures import Figure, of_completion
 from et_jax.serve.completions import Completion, TokenTrace, checked_completion
@@ -63,7 +63,7 @@ def check_place(path: str) -> None:
     check_library()
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"A report is a page; {path} should end in .html.")
-    check_replaceable(Path(path))
+    check_writable(path)
 
 
 def write_report(

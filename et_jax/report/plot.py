@@ -1,5 +1,6 @@
 """A completion as a picture: the text, coloured by its entropy, over what the control did for each token."""
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from et_jax.errors import UsageError
+from et_jax.io.files import check_writable, replace_picture
 from et_jax.io.known import known
 from et_jax.serve.completions import Completion, checked_completion
 
@@ -14,8 +17,20 @@ _TEXT_LINES = 24  # the most lines of text above the curves
 _LINE_WIDTH = 118  # characters of a line
 
 
+def check_picture(path: str) -> None:
+    """Find out before any work is done that the picture of --plot can be drawn, and kept at `path`.
+
+    Raises UsageError.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot draws .png, .svg or .pdf; {path} is none of them.")
+    check_writable(path)
+
+
 def plot_trace(completion: Completion, path: Path) -> None:
-    """Draw `completion` to `path`; the format follows the suffix.
+    """Draw `completion` to `path`; the format follows the suffix. Raises UsageError where it cannot be written.
 
     From the top: the text, each token on a shade of its entropy; entropy and surprisal (nats) with
     temperature; the share of blocks read, with the mean and the least attention entropy of the query heads
@@ -77,7 +92,7 @@ def plot_trace(completion: Completion, path: Path) -> None:
         axis.grid(alpha=0.25)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
-        figure.savefig(path, dpi=110)
+        replace_picture(path, figure, dpi=110)
     plt.close(figure)
 
 

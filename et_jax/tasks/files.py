@@ -5,6 +5,7 @@ LongEval (Li et al. 2023), key-value retrieval of Lost in the Middle (Liu et al.
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,5 +78,5 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
                 yield number, json.loads(line)
     except FileNotFoundError as error:
         raise UsageError(f"The prompts {path} are not there; name a file of JSON lines with --prompts.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UsageError(f"The prompts {path} cannot be read ({error}); name a file of JSON lines.") from error

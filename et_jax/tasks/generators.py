@@ -111,6 +111,8 @@ def counting(s: Setting) -> Plan:
 def copying(s: Setting) -> Plan:
     """A passage of words under a name, far back, to be said again: as many words as there are keys elsewhere."""
     [name] = _names(s, 1)
+    if s.num_pairs >= len(s.words.copied):
+        raise UsageError(f"There are {len(s.words.copied)} words for a verse of {1 + s.num_pairs}; ask for fewer.")
     passage = " ".join(s.random.choice(s.words.copied, 1 + s.num_pairs, replace=False))
     turn = Turn(question=f" The verse of {name}:", answer=f" {passage}", depth=s.depth)
     return Plan(needles=(_statement(turn),), turns=(turn,), items=(name, passage))

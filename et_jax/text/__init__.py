@@ -4,7 +4,8 @@
 
 `chat` renders conversations, and `masked` keeps special tokens that a message spells as text. `detokenizer` and
 `stop_strings` are for ids that come one by one. `expressions` tries out a tokenizer's regular expressions. What
-strangers wrote runs in a process of its own, a `worker`: the programs are `render` and `probe`.
+strangers wrote runs in a process of its own, a `worker`: the programs are `render` and `probe`, and
+`watched` ends them with the process that started them.
 
 Special tokens are added as the tokenizer's own files say. Decoding leaves special tokens out, and keeps
 every space: the option `clean_up_tokenization_spaces`, which deletes some, is not followed.

@@ -17,6 +17,7 @@ MEMORY_BYTES = 2**30  # address space of a worker, where the system can limit it
 START_SECONDS = 60.0  # to import a library, on a busy machine
 MAX_MESSAGE_BYTES = 64 * 2**20  # of a question, and of an answer
 _LENGTH = struct.Struct("<Q")
+_WATCHED = Path(__file__).with_name("watched.py")
 
 
 class Stopped(Exception):
@@ -65,7 +66,7 @@ class Worker:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(os.path.isabs, sys.path))}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(self._program)],
+                [sys.executable, "-P", str(_WATCHED), str(self._program), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

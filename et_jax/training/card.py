@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
+from et_jax.io.files import replace_file
 from et_jax.models.transformer import Params, num_weights
 from et_jax.training import corpus
 from et_jax.training.loop import evaluate
@@ -163,7 +164,7 @@ def write_card(figures: Figures, settings: Settings, run: Run, held_out: corpus.
     measured = recall + HELD_OUT.substitute(_losses(figures, settings, held_out, ngram))
     limits = LIMITS.substitute(context=settings.model.max_positions)
     own = {"title": "The bundled model", "introduction": INTRODUCTION, "measured": measured, "limits": limits}
-    card.write_text(CARD.substitute(texts(settings, run, held_out) | own), encoding="utf-8")
+    replace_file(card, CARD.substitute(texts(settings, run, held_out) | own))
 
 
 def texts(settings: Settings, run: Run, held_out: corpus.Tokens) -> dict[str, str]:

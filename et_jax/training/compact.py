@@ -13,6 +13,7 @@ from jaxtyping import Array
 from safetensors.flax import load_file, save_file
 
 from et_jax.errors import UsageError
+from et_jax.io.files import replace_file
 from et_jax.training.loop import TrainState, initial_state
 from et_jax.training.settings import Settings
 
@@ -27,7 +28,7 @@ def write(state: TrainState, step: int, folder: Path) -> int:
         if part == "optimizer":
             leaves = {name: _rounded(leaf) for name, leaf in leaves.items()}
         save_file(leaves, folder / file)
-    (folder / "step.json").write_text(json.dumps({"step": step}) + "\n")
+    replace_file(folder / "step.json", json.dumps({"step": step}) + "\n")
     return sum((folder / file).stat().st_size for file in (*_FILES.values(), "step.json"))
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import lzma
 import tarfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -44,15 +45,14 @@ class Tokens:
 
 def read_works(path: Path) -> dict[str, str]:
     """Return the text of every `.txt` member of a tar archive, by file name."""
-    if not path.exists():
-        raise UsageError(f"The corpus {path} is not there; give --corpus a tar archive of .txt files.")
     try:
         with tarfile.open(path) as archive:
             members = sorted((m for m in archive if m.isfile() and m.name.endswith(".txt")), key=lambda m: m.name)
             works = {Path(m.name).name: archive.extractfile(m).read().decode("utf-8") for m in members}  # type: ignore[union-attr]
-    except (tarfile.TarError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, tarfile.TarError, lzma.LZMAError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(
-            f"The corpus {path} cannot be read ({error}); give a tar archive of UTF-8 .txt files."
+            f"The corpus {path} cannot be read ({why}); give a tar archive of UTF-8 .txt files."
         ) from error
     if len(works) < 2:
         raise UsageError(f"The corpus {path} holds {len(works)} .txt files; at least two are needed to hold one out.")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
+from et_jax.io.files import replace_file
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params
@@ -36,4 +37,4 @@ def export(params: Params, config: ModelConfig, tokenizer: Tokenizer, folder: Pa
 
 
 def _write(path: Path, values: dict[str, object]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(values, indent=2) + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from et_jax.io.files import replace_file
 from et_jax.models.transformer import Params
 from et_jax.training import card, corpus, probe
 from et_jax.training.distillation import NEARNESS, Teacher, agreement
@@ -139,4 +140,4 @@ def write_card(figures: Figures, settings: Settings, run: card.Run, held_out: co
         "measured": measured,
         "limits": LIMITS.substitute(context=settings.model.max_positions),
     }
-    path.write_text(card.CARD.substitute(card.texts(settings, run, held_out) | own), encoding="utf-8")
+    replace_file(path, card.CARD.substitute(card.texts(settings, run, held_out) | own))

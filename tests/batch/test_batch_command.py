@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -194,3 +196,53 @@ def test_a_name_too_long_for_its_manifest_is_refused(
     assert "File name too long" in complaint(capfd, *files, "--metrics", str(tmp_path / ("x" * 300)))
     assert "File name too long" in complaint(capfd, "-i", str(tmp_path / ("x" * 300)), *files[2:])
     assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "shortage",
+    [
+        MemoryError(),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes."),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_a_shortage_of_memory_is_a_sentence_and_loses_no_row(
+    shortage: Exception,
+    files: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Exhausted(PaperModel):
+        def as_completed(self, *given: Any, **more: Any) -> Iterator[Any]:
+            for number, answer in enumerate(super().as_completed(*given, **more)):
+                if number == 1:
+                    raise shortage
+                yield answer
+
+    monkeypatch.setattr(engine, "load", lambda *_, **__: Exhausted())
+    assert "No memory is left" in complaint(capfd, *files)
+    kept = (tmp_path / "out.jsonl").read_bytes()
+    assert len(kept.splitlines()) == 1
+    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
+    assert main(files) == 0
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(kept)
+    assert "1 answered, 0 error rows, 1 done before" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("paper")
+def test_rows_that_no_line_asks_for_are_told_of_and_stay(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(files) == 0
+    assert "no line" not in capfd.readouterr().err
+    row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    with (tmp_path / "out.jsonl").open("a") as file:
+        for name in ("mine", "mine too"):
+            file.write(json.dumps(row | {"custom_id": name, "id": f"batch_req_{name}"}) + "\n")
+    rows = (tmp_path / "out.jsonl").read_bytes()
+    assert main(files) == 0
+    [said] = [line for line in capfd.readouterr().err.splitlines() if "no line" in line]
+    told = 'has 2 rows that no line of the input asks for, the first of custom_id "mine"; they stay as they are'
+    assert said == f"warning: {tmp_path / 'out.jsonl'} {told}"
+    assert (tmp_path / "out.jsonl").read_bytes() == rows

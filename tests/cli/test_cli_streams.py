@@ -1,14 +1,12 @@
 """Streams that are closed or of another encoding, and files that are looked at before they are written."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from quick import shell
 
-from et_jax.cli.streams import check_writable, open_text
-from et_jax.errors import UsageError
+from et_jax.cli.streams import open_text
 
 
 def test_without_standard_error_the_text_comes_and_no_file_takes_its_number(tmp_path: Path) -> None:
@@ -28,17 +26,6 @@ def test_a_terminal_without_the_letter_gets_its_escape(environment: dict[str, st
     assert code == 0 and out.isascii()
     completion = json.loads(out)
     assert (completion["prompt"], completion["text"]) == ("Il était", " était une")
-
-
-def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.png", tmp_path / "new.png"
-    old.write_bytes(b"a picture")
-    check_writable(str(old))
-    check_writable(str(new))
-    assert old.read_bytes() == b"a picture" and not new.exists()
-    for path in (tmp_path, tmp_path / "absent" / "new.png", Path(os.devnull)):
-        with pytest.raises(UsageError, match="choose another file"):
-            check_writable(str(path))
 
 
 def test_a_lone_surrogate_is_escaped_as_json_does_it(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from et_jax import evaluate, generate
 from et_jax.cli import command
 from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
+from et_jax.report import __main__ as report
+from et_jax.report import trace
+from et_jax.serve import engine
 
 
 def refusal(**paths: Path | None) -> str:
@@ -180,3 +183,53 @@ def make_files(folder: Path) -> dict[str, bytes]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_every_file_to_write_is_looked_at_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is loaded, nothing is written, and one sentence says which file of which flag it is."""
+    monkeypatch.setattr(engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(trace, "read_trace", lambda *_: pytest.fail("a trace was read"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "It was"}\n')
+    (tmp_path / "file").write_text("mine")
+    for suffix in ("", ".png", ".html"):
+        (tmp_path / f"one{suffix}").symlink_to(f"two{suffix}")
+        (tmp_path / f"two{suffix}").symlink_to(f"one{suffix}")
+        (tmp_path / f"folder{suffix}").mkdir()
+    prompt, batch = ["-p", "It was"], ["--input", "in.jsonl", "--output", "out.jsonl"]
+    table = [
+        (generate, prompt, "--trace", ""),
+        (generate, prompt, "--plot", ".png"),
+        (generate, prompt, "--report", ".html"),
+        (generate, prompt, "--metrics", ""),
+        (generate, batch, "--output", ""),
+        (generate, batch, "--metrics", ""),
+        (generate, batch, "--report", ".html"),
+        (evaluate, [], "--json", ""),
+        (evaluate, ["--task", "loss", "--haystack", "file"], "--json", ""),
+        (evaluate, [], "--plot", ".png"),
+        (report, ["in.jsonl"], "--output", ".html"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for module, given, flag, suffix in table:
+        names = ["", ".", "..", "/", "new/", f"folder{suffix}", f"no/new{suffix}", f"file/new{suffix}", f"one{suffix}"]
+        for name in [*names, f"{'x' * 300}{suffix}", f"{'x/' * 2500}a{suffix}", "a\0b", f"a\0b{suffix}"]:
+            assert module.main([*given, flag, name]) == command.USAGE, (flag, name)
+            out, err = capfd.readouterr()
+            [said] = err.splitlines()
+            assert not out and said.startswith("error: ") and said.endswith("."), (flag, name, said)
+            assert flag in said if name == "" else repr(name)[1:-1] in said or flag in said, (flag, name, said)
+            assert sorted(tmp_path.iterdir()) == before, (flag, name)
+
+
+def test_a_name_that_is_empty_names_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set."""
+    for module, flag in [
+        *((generate, name) for name in ("--model", "--input", "--small", "--draft", "--control", "--cache-policy")),
+        *((evaluate, name) for name in ("--model", "--haystack", "--prompts", "--small", "--control")),
+    ]:
+        prompt = ["-p", "It was"] if module is generate and flag != "--input" else []
+        assert module.main([*prompt, flag, ""]) == command.USAGE
+        assert f"error: {flag} is '', which names nothing" in capfd.readouterr().err

@@ -1,15 +1,18 @@
 """Escapes go to terminals that take them, from all that shows progress."""
 
+import fcntl
 import io
 import os
 import pty
+import struct
 import sys
+import termios
 
 import pytest
 
 from et_jax.batch.progress import Progress
 from et_jax.io.bar import Bar
-from et_jax.io.terminal import takes_escapes
+from et_jax.io.terminal import fitted, takes_escapes
 from et_jax.report.display import Status
 
 
@@ -49,3 +52,27 @@ def test_escapes_go_to_terminals_that_take_them(
 
 def test_a_stream_that_is_no_terminal_gets_no_escapes() -> None:
     assert not takes_escapes(io.StringIO()) and not takes_escapes(None)
+
+
+def test_a_status_takes_one_row_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal of ten columns; what follows, an error or a text, begins on an empty row."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 10, 0, 0))
+    with open(there, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        with pytest.raises(ValueError, match="so"), Status() as status:
+            status.tell("compiling everything")
+            status.tell("読み込み中")
+            raise ValueError("so")
+        shown = os.read(here, 2**16).decode()
+    os.close(here)
+    assert shown == "\r\x1b[Kcompiling\r\x1b[K読み込み\r\x1b[K"  # nine cells, of which an ideograph takes two
+
+
+def test_a_terminal_that_does_not_know_its_width_has_eighty_columns() -> None:
+    here, there = pty.openpty()  # of no size
+    with open(there, "w") as terminal, open(here, "rb"):
+        assert fitted("a" * 100, terminal) == "a" * 79
+    assert fitted("a" * 100, io.StringIO()) == "a" * 79
