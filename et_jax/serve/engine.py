@@ -46,7 +46,6 @@ Structure = tuple[Any, frozenset[Keep]]
 """What a program is compiled for: the structure of a controller, and what is kept beside its needs."""
 
 _MOST_DECODERS = 4  # that are kept compiled, the last to be used
-_CLOSING_SECONDS = 5.0  # that `Model.close` waits for rounds under way
 _AHEAD = 256  # continuations a caller may have waiting: enough for their priorities to matter
 
 Prompt = str | abc.Sequence[int] | GenerationRequest
@@ -190,15 +189,17 @@ class Model:
     def close(self) -> None:
         """Give the memory of weights and caches back; using the model, or an open stream of it, raises UsageError then.
 
-        Rounds under way are waited for, five seconds at most. A second call does nothing, and so does the end of the
-        model where it was not closed: what is collected gives its memory back without.
+        Rounds under way are waited for, five seconds at most. A second call does nothing. A model that is dropped gives
+        its memory back without being closed.
         """
         self._use.closed = True
         replicas, self._replicas, self._decoders, self._weights = self._replicas, {}, {}, None
         held = [replica for each in replicas.values() for replica in each.let_go()]
-        # No lock is taken, for the collector may end a generator with a `with model:` in it, in the thread of a round.
-        until = time.monotonic() + _CLOSING_SECONDS
-        while any(replica.under_way for replica in held) and time.monotonic() < until and not self._use.elsewhere:
+        # No lock is taken, for the collector may end a generator with a `with model:` in it, in the thread of a round,
+        # or when the interpreter ends, where no round is under way any more, and modules are empty.
+        left = 5000
+        while left and any(replica.under_way for replica in held) and not self._use.elsewhere:
+            left -= 1
             time.sleep(0.001)
 
     def __reduce__(self) -> Any:

@@ -55,8 +55,8 @@ class Replicas:
         begun = []
         for replica in self.replicas:
             if not replica.under_way and not replica.idle:
-                replica.under_way = True
                 begun.append(self._workers.submit(replica.advance))
+                replica.under_way = True  # it waits for the queue, which is held here
         return begun
 
     def end_abandoned(self) -> None:

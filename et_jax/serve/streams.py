@@ -18,15 +18,16 @@ class Call:
 
     def submit(self, sequence: Sequence) -> None:
         """Put a sequence in the queue."""
+        events, under_way = self.events, self.under_way  # all that a sequence in a slot needs to hold of its call
 
         def deliver(event: TokenEvent) -> None:
-            self.events.append(event)
+            events.append(event)
             if event.completion is not None:
-                self.under_way.remove(sequence)
+                under_way.remove(sequence)
 
         self._replicas.use.check()
         with self._replicas.queue.lock:
-            self.under_way.append(sequence)
+            under_way.append(sequence)
             self._replicas.queue.submit(sequence, deliver)
 
     def advance(self) -> None:

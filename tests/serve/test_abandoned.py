@@ -140,10 +140,9 @@ async def read_all(model) -> list[list[int]]:
 @pytest.mark.parametrize("threads", ["MainThread", "et_jax", "asyncio"])
 def test_a_stream_collected_in_a_thread_of_any_kind_takes_no_lock(served, texts, threads):
     died: list[str] = []
-    aborted = served.metrics.finished["abort"]
+    aborted = served.metrics.finished.get("abort", 0)
     with collector(50, threads):
         drop(served, died)
-        assert not died or threads != "asyncio"
         got = asyncio.run(read_all(served))
     assert len(died) == 1 and died[0].startswith(threads) and not Watched.asked
     assert got == texts
