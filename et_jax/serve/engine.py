@@ -6,7 +6,7 @@ import contextvars
 import threading
 import time
 from collections import abc
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,14 +273,18 @@ class Model:
 
     async def stream_async(
         self, prompts: Prompts, params: SamplingParams | None = None, **settings: Any
-    ) -> AsyncIterator[TokenEvent]:
+    ) -> AsyncGenerator[TokenEvent]:
         """`stream` for asyncio: other tasks run while the device works, further streams among them."""
         events = self.stream(prompts, params, **settings)
-        pending = None
+        loop, pending = asyncio.get_running_loop(), None
+
+        def following() -> TokenEvent | None:
+            return next(events, None)
+
         try:
             while True:
-                context = contextvars.copy_context()  # a future, for all tasks of a loop are cancelled when it ends
-                pending = asyncio.get_running_loop().run_in_executor(None, context.run, next, events, None)
+                # No task, as `asyncio.to_thread` is: those of a loop are all cancelled when it ends, threads are not.
+                pending = loop.run_in_executor(None, contextvars.copy_context().run, following)
                 try:
                     event = await asyncio.shield(pending)
                 except asyncio.CancelledError:

@@ -3,6 +3,7 @@
 import os
 
 import jax
+from jax.core import Tracer
 
 from et_jax.errors import UsageError
 
@@ -43,7 +44,7 @@ def check_untraced() -> None:
 
     Under `jax.grad` and `jax.vmap` alone it runs, and what has no part in them is computed as anywhere else.
     """
-    if isinstance(jax.lax.iota("int32", 1), jax.core.Tracer):
+    if isinstance(jax.lax.iota("int32", 1), Tracer):
         raise UsageError(
             "A model cannot be loaded or used within a function that JAX traces (jit, checkpoint, scan, shard_map), "
             "where no array holds numbers yet; do it outside."

@@ -1,4 +1,4 @@
-"""Streams that nobody closes: the garbage collector ends them, in whichever thread it happens to run, without a lock."""
+"""Streams that nobody closes: the garbage collector ends them, in whatever thread it runs, without a lock."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from typing import Any, ClassVar
 
 import pytest
 from reopened import reopened
@@ -26,7 +27,7 @@ class Watched:
     """A lock that notes whether it was asked for while its thread collected garbage, and then refuses."""
 
     collecting = threading.local()
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +71,7 @@ def served(model):
         Watched.collecting.now = phase == "start"
 
     own = reopened(model, replicas=2)
-    replicas = own.replicas()
+    replicas: Any = own.replicas()
     replicas.queue.lock = Watched()
     for replica in replicas.replicas:
         replica.lock = Watched()
@@ -248,7 +249,7 @@ def test_an_asyncio_stream_that_is_left_in_any_way_leaves_nothing(model, texts, 
 
 def test_a_model_collected_in_a_round_of_its_own_replica_ends_its_threads(model):
     died: list[str] = []
-    own = reopened(model, replicas=2)
+    own: Any = reopened(model, replicas=2)
     replicas = own.replicas()
     threads, second = replicas._workers._threads, replicas.replicas[1]
     inside, go_on, queue, decode = threading.Event(), threading.Event(), replicas.queue, second._decode
