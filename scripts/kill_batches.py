@@ -1,6 +1,7 @@
 """Kill a batch job again and again: in the end every line has one row, the row of an undisturbed run.
 
     python scripts/kill_batches.py [--kills 100] [--lines 300] [--replicas 2] [--num-pages 24] [--seed 0]
+        [--draft lookup]
 
 A job of mixed lines (texts and token ids, several continuations, stop strings, log-probabilities, lines that are
 refused) runs once undisturbed. The same job then runs on another output and is killed with SIGKILL, SIGTERM or SIGINT:
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--num-pages", type=int, default=24)
+    parser.add_argument("--draft", help="a drafter, see et_jax.generate; none by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=arguments.output, default=RESULTS / "kills.json")
     args = parser.parse_args()
@@ -191,7 +193,8 @@ def main() -> None:
         metrics = Path(folder) / "metrics.txt"
         source.write_text("".join(json.dumps(line) + "\n" for line in asked), encoding="utf-8")
         sizes = ("--replicas", str(args.replicas), "--num-pages", str(args.num_pages), "--max-model-len", "256")
-        job = Job(source=source, arguments=("--model", args.model, *sizes))
+        drafts = () if args.draft is None else ("--draft", args.draft)
+        job = Job(source=source, arguments=("--model", args.model, *sizes, *drafts))
         try:
             job.finish(calm.with_name("first.jsonl"))  # compiles every program, for those to come
             startup = job.finish(calm, "--metrics", str(metrics))

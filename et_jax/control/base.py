@@ -268,8 +268,13 @@ def _checked(law: Law, before: ControlState, after: Any) -> ControlState:
 
 
 def one_like(wanted: Array, given: Any, said: str) -> Array:
-    """Return `given`, a Python number as an array. Raises ValueError where shape or dtype are not those of `wanted`."""
-    if isinstance(given, int | float) and not isinstance(given, bool):
+    """Return `given`, a Python number where numbers of its kind are `wanted` as an array of them.
+
+    Raises ValueError where shape or dtype are not those of `wanted`.
+    """
+    kind = jnp.floating if isinstance(given, float) else jnp.number
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if is_number and jnp.issubdtype(wanted.dtype, kind):
         return jnp.full_like(wanted, given)
     if described(given) != described(wanted):
         raise ValueError(f"{said} {described(given)}; it must be {described(wanted)}.")
@@ -278,6 +283,8 @@ def one_like(wanted: Array, given: Any, said: str) -> Array:
 
 def described(tree: Any) -> str:
     """Return dtypes and shapes, for a sentence."""
+    if tree is None:
+        return "None"
     if isinstance(tree, dict | list | tuple) or not jax.tree_util.all_leaves([tree]):
         named = ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree))
         return "{" + ", ".join(f"{name} {described(leaf)}" for name, leaf in named) + "}"

@@ -67,6 +67,20 @@ class Selector:
         return self.choose(view).opened
 
 
+def selection(selector: Selector, view: BlockView) -> Selection:
+    """Return what a selector chooses. Raises ValueError, naming it, where that is no `Selection` of the view's form."""
+    chosen, said = selector.choose(view), f"The selector {name_of(selector)}"
+    if not isinstance(chosen, Selection):
+        raise ValueError(f"{said} chooses {described(chosen)}; its choose must return a Selection.")
+    blocks = view.start.shape
+    of_heads = jnp.zeros((*view.query.shape[:-1], *blocks), jnp.float32)
+    return Selection(
+        opened=one_like(jnp.zeros(blocks, bool), chosen.opened, f"{said} opens"),
+        estimate=one_like(of_heads, chosen.estimate, f"{said} estimates"),
+        upper=None if chosen.upper is None else one_like(of_heads, chosen.upper, f"{said} bounds"),
+    )
+
+
 Mask = Callable[[BlockView], Bool[Array, " n"]]
 AnySelector = Selector | Mask
 """A plain function from a view to a mask, True meaning read, serves where a selector is wanted."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
-from et_jax.control.select import Selection, Selector
+from et_jax.control.select import Selection, Selector, selection
 from et_jax.control.view import BlockView
 from et_jax.decode.cache import KVCache, LayerCache, PageSummary, empty, summarise
 from et_jax.models.config import ModelShape
@@ -86,7 +86,7 @@ def select(
     if sensitivity is not None:
         of_layer = jnp.asarray(sensitivity.array[layer] * sensitivity.array.size, jnp.float32)
         view = replace(view, sensitivity=jnp.broadcast_to(of_layer, query.shape[:3]))
-    over_heads = jax.vmap(lambda one, view: one.choose(view), in_axes=(None, 0))
+    over_heads = jax.vmap(selection, in_axes=(None, 0))
     chosen = jax.vmap(over_heads)(selector, view)
     opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
     return replace(chosen, opened=opened)

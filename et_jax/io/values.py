@@ -4,12 +4,15 @@ Scalars and arrays of numpy, of JAX and of their like are taken for the numbers 
 sentences suit those who write JSON as well as those who write Python.
 """
 
+import array
+from collections import UserString
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 from et_jax.errors import UsageError
 
+_NUMBERS = "hHiIlLqQnNefd"  # formats of a memoryview that are no characters or bytes
 _SHOWN = 60  # characters of a value in a sentence
 _FLOAT32_MAX = 3.4e38  # numbers travel to the device as float32
 
@@ -64,20 +67,32 @@ def ids(name: str, value: Sequence[Any], wanted: str) -> tuple[int, ...]:
 
 def plain(value: Any) -> Any:
     """Return the number in a scalar, the list in an array, the text in a subclass of one; else `value` itself."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, type):  # of which `shape` and the like are no values
+    if isinstance(value, str | UserString):
+        return str.__str__(value) if isinstance(value, str) else str.__str__(value.data)
+    if isinstance(value, type) or is_bytes(value):  # of which `shape` and the like are no values
         return value
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
-        return value.tolist()
+    try:
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            return value.item()
+        if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
+            return value.tolist()
+    except TypeError:  # an array that JAX is tracing, of which nothing is known yet
+        return value
     return value
 
 
 def is_list(value: Any) -> bool:
     """Return whether `value` is a list in all but name: a sequence, and neither a text nor bytes."""
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+    return isinstance(value, Sequence) and not isinstance(value, str) and not is_bytes(value)
+
+
+def is_bytes(value: Any) -> bool:
+    """Return whether `value` holds bytes or characters one by one: a text that is not one yet, no token ids."""
+    if isinstance(value, array.array):
+        return value.typecode in "bBuw"
+    if isinstance(value, memoryview):
+        return value.format[-1:] not in _NUMBERS
+    return isinstance(value, bytes | bytearray)
 
 
 def broken_at(text: str) -> int | None:

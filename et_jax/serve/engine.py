@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import contextvars
 import threading
+import time
 from collections import abc
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
-from et_jax.models.model import device_of, dtype_of
+from et_jax.models.model import ModelWeights, device_of, dtype_of
 from et_jax.models.module import ModuleConfig, is_module
 from et_jax.scope import own_settings, platform
 from et_jax.serve.completions import Completion, TokenEvent
@@ -37,6 +39,7 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
 from et_jax.serve.sizing import beside, check_measured
 from et_jax.serve.streams import serve
+from et_jax.serve.use import Use, check_untraced
 from et_jax.text import Tokenizer
 from et_jax.types import replace
 
@@ -131,6 +134,7 @@ def load(
         raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
     platform()  # before anything asks for a device
     tell = progress or (lambda _: None)
+    check_untraced()
     own = given.keys() - {"progress", "config", "tokenizer"}
     if is_module(name):
         settings = EngineConfig(**{key: given[key] for key in own} | {"name": type(name).__name__})
@@ -154,7 +158,8 @@ def load(
 class Model:
     """Weights, a tokenizer, and what has been compiled for them so far.
 
-    `metrics` counts what was served. `config` holds the sizes that `settings` come to.
+    `metrics` counts what was served. `config` holds the sizes that `settings` come to. It serves any number of threads
+    of the process that loaded it, until it is closed: by `close`, or at the end of `with model:`.
     """
 
     def __init__(
@@ -168,14 +173,55 @@ class Model:
         plan: Plan | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.name, self.params, self.tokenizer = settings.name, of_model(weights), tokenizer
-        self._weights, self._small = weights, small
+        self.name, self.tokenizer = settings.name, tokenizer
+        self._weights: Weights | None = weights
+        self._small = small
         self.settings, self.config, self.decoder_config = settings, config.model, config
         self.metrics = Metrics()
         self._plan, self._tell = plan, progress
         self._decoders: dict[Structure, Decoder] = {}
         self._replicas: dict[Structure, Replicas] = {}
-        self._lock = threading.Lock()
+        self._lock, self._use = threading.Lock(), Use(settings.name)
+
+    def __enter__(self) -> "Model":
+        self._use.check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory of weights and caches back; using the model, or an open stream of it, raises UsageError then.
+
+        Rounds under way are waited for, five seconds at most. A second call does nothing. A model that is dropped gives
+        its memory back without being closed.
+        """
+        self._use.closed = True
+        replicas, self._replicas, self._decoders, self._weights = self._replicas, {}, {}, None
+        held = [replica for each in replicas.values() for replica in each.let_go()]
+        # No lock is taken, for the collector may end a generator with a `with model:` in it, in the thread of a round,
+        # or when the interpreter ends, where no round is under way any more, and modules are empty.
+        left = 5000
+        while left and any(replica.under_way for replica in held) and not self._use.elsewhere:
+            left -= 1
+            time.sleep(0.001)
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            f"The model {self.name} cannot be copied or pickled, for it holds a device's memory; load it again, in "
+            "each process."
+        )
+
+    @property
+    def params(self) -> ModelWeights:
+        """The weights of the model, without those of a small one beside it."""
+        return of_model(self._held())
+
+    def _held(self) -> Weights:
+        weights = self._weights
+        if weights is None:
+            raise self._use.refusal
+        return weights
 
     @property
     def max_model_len(self) -> int:
@@ -231,21 +277,29 @@ class Model:
 
     async def stream_async(
         self, prompts: Prompts, params: SamplingParams | None = None, **settings: Any
-    ) -> AsyncIterator[TokenEvent]:
+    ) -> AsyncGenerator[TokenEvent]:
         """`stream` for asyncio: other tasks run while the device works, further streams among them."""
         events = self.stream(prompts, params, **settings)
-        pending = None
+        loop, pending = asyncio.get_running_loop(), None
+
+        def following() -> TokenEvent | None:
+            return next(events, None)
+
         try:
             while True:
-                pending = asyncio.ensure_future(asyncio.to_thread(next, events, None))
-                event = await asyncio.shield(pending)
+                # No task, as `asyncio.to_thread` is: those of a loop are all cancelled when it ends, threads are not.
+                pending = loop.run_in_executor(None, contextvars.copy_context().run, following)
+                try:
+                    event = await asyncio.shield(pending)
+                except asyncio.CancelledError:
+                    await asyncio.wait([pending])  # its thread is still at work
+                    raise
                 if event is None:
                     return
                 yield event
         finally:
-            if pending is not None:  # the thread may still be at work, and a generator cannot be closed from outside
-                await asyncio.wait([pending])
-            await asyncio.to_thread(events.close)
+            if pending is None or pending.done():  # else the end of that thread's work is the stream's end too
+                events.close()
 
     def as_completed(
         self,
@@ -259,7 +313,8 @@ class Model:
         Requests are taken from the iterable as they are needed, some ahead of the slots. One that cannot
         be served yields a single completion whose `error` says why.
         """
-        if isinstance(requests, str | bytes | GenerationRequest) or not isinstance(requests, Iterable):
+        wrong = isinstance(requests, str | GenerationRequest) or values.is_bytes(requests)
+        if wrong or not isinstance(requests, Iterable):
             raise UsageError(f"requests is {values.shown(requests)}; it must be a list of GenerationRequest(...).")
 
         def sequences() -> Iterator[Sequence | TokenEvent]:
@@ -325,6 +380,8 @@ class Model:
         return requests_of(prompts, params, settings, self.max_model_len)
 
     def _check_call(self, control: Control | None, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self._use.check()
+        check_untraced()
         self._controller(control)
         if not callable(cancelled):
             raise UsageError(f"cancelled is {values.shown(cancelled)}; it must be a function without arguments.")
@@ -358,27 +415,35 @@ class Model:
 
         Others that are idle are dropped.
         """
+        check_untraced()
         own = self.decoder(control)
         wanted = _structure(own.config)
         with self._lock:
-            self._replicas = {
+            for replicas in self._replicas.values():
+                replicas.end_abandoned()
+            self._replicas = served = {
                 structure: replicas
                 for structure, replicas in self._replicas.items()
                 if not replicas.broken and (structure == wanted or not replicas.idle)
             }
-            if wanted not in self._replicas:
+            if wanted not in served:
                 queue = Queue()
-                replicas = Replicas(queue, [self._replica(own, queue, i) for i in range(self.settings.replicas)])
+                each = [self._replica(own, queue, i) for i in range(self.settings.replicas)]
+                replicas = Replicas(queue, each, self._use)
                 replicas.warm_up(self._tell)
-                self._replicas[wanted] = replicas
-            return self._replicas[wanted]
+                served[wanted] = replicas
+        if self._use.closed:  # meanwhile, by another thread
+            self.close()
+            raise self._use.refusal
+        return served[wanted]
 
     def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
         """A replica, on the devices in turn, beginning where the weights are."""
-        home = device_of(self.params)
+        weights = self._held()
+        home = device_of(of_model(weights))
         devices = [home, *(device for device in jax.local_devices() if device != home)]
         return Replica(
-            jax.device_put(self._weights, devices[number % len(devices)]),
+            jax.device_put(weights, devices[number % len(devices)]),
             own,
             queue,
             self.settings,
@@ -396,13 +461,15 @@ class Model:
 
         `keep` is that of `DecoderConfig`. The last few are kept.
         """
+        self._use.check()
         config = self._configuration(control, keep)
         wanted = _structure(config)
         with self._lock:
-            found = self._decoders.pop(wanted, None) or decoder(config)
-            self._decoders[wanted] = found  # the last to be used
-            for old in list(self._decoders)[:-_MOST_DECODERS]:
-                del self._decoders[old]
+            kept = self._decoders
+            found = kept.pop(wanted, None) or decoder(config)
+            kept[wanted] = found  # the last to be used
+            for old in list(kept)[:-_MOST_DECODERS]:
+                del kept[old]
         return replace(found, config=config)
 
     def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from collections import UserString
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
@@ -174,9 +175,11 @@ def _prompts(prompts: Any, most: int) -> list[Any]:
     if getattr(prompts, "ndim", 0) == 1:
         check_length(len(prompts), most)
     whole = list(prompts) if isinstance(prompts, Iterator) else values.plain(prompts)
+    if isinstance(whole, str):
+        return [whole]
     if not values.is_list(whole):
         advice = ""
-        if isinstance(whole, bytes | bytearray | memoryview):
+        if values.is_bytes(whole):
             advice = "; decode the bytes first"
         elif type(whole) is int:
             advice = f"; write [{whole}] for a prompt of this one token" if abs(whole) < 2**63 else ""
@@ -196,6 +199,6 @@ def _is_id(value: Any) -> bool:
 
 
 def _request(prompt: Any, params: SamplingParams, most: int) -> GenerationRequest:
-    if hasattr(prompt, "__len__") and not isinstance(prompt, str):
+    if hasattr(prompt, "__len__") and not isinstance(prompt, str | UserString):
         check_length(len(prompt), most)
     return GenerationRequest(prompt=prompt, params=params)

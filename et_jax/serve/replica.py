@@ -51,7 +51,8 @@ class Replica:
     Sequences come from `queue`, and return to it where pages run short. The queue's lock is held through a
     round but while the device works; the replica's own `lock` all the while, for the state is donated. What
     fails on the host for one sequence (its tokenizer, its settings, its `deliver`) ends that sequence alone;
-    any other exception within a round leaves the replica `broken`: the state is lost.
+    any other exception within a round leaves the replica `broken`: the state is lost. From when a round is asked for
+    until it has ended it is `under_way`.
     """
 
     @_placed()
@@ -76,7 +77,7 @@ class Replica:
             compressing=_compressing(self.config),
         )
         self.slots: dict[int, Sequence] = {}
-        self.lock, self.broken = threading.Lock(), False
+        self.lock, self.broken, self.under_way = threading.Lock(), False, False
         self.burst_seconds = _BURST_SECONDS
         self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
@@ -106,19 +107,26 @@ class Replica:
     @_placed()
     def advance(self) -> None:
         """One round: admit what pages and slots allow, prefill, decode a burst, deliver what came."""
-        with self.lock, self.queue.lock:
-            before = num_compiled()
-            try:
-                self._round()
-            except BaseException:
-                self.broken = True
-                raise
-            late = num_compiled() - before
-            self.metrics.programs_compiled += late
-            self.metrics.programs_compiled_late += late
+        try:
+            with self.lock, self.queue.lock:
+                self._advance()
+        finally:
+            self.under_way = False
+
+    def _advance(self) -> None:
+        before = num_compiled()
+        try:
+            self._round()
+        except BaseException:
+            self.broken = True
+            raise
+        late = num_compiled() - before
+        self.metrics.programs_compiled += late
+        self.metrics.programs_compiled_late += late
 
     def _round(self) -> None:
         self._rounds += 1
+        self.end_abandoned()
         if self._preempt_every and self._rounds % self._preempt_every == 0:
             self._preempt_one()
         self._admit()
@@ -130,14 +138,23 @@ class Replica:
         """Whether no sequence waits or is in a slot."""
         return not self.queue.waiting and not self.slots
 
+    @property
+    def abandoned(self) -> list[Sequence]:
+        """The sequences that wait, or are in a slot here, and are wanted by nobody."""
+        return [one for one in (*self.queue.waiting, *self.slots.values()) if one.abandoned]
+
     @_placed()
-    def end(self, sequence: Sequence) -> None:
-        """End a sequence that waits, or is in a slot here, with what it has, as "abort"."""
-        self._end(sequence, self._last(sequence, "abort"))
+    def end_abandoned(self) -> None:
+        """End them with what they have, as "abort"."""
+        for sequence in self.abandoned:
+            if sequence.slot is None:
+                self.queue.waiting.remove(sequence)
+            self._end(sequence, self._last(sequence, "abort"))
 
     @_placed()
     def forget_prefixes(self) -> None:
         """Evict every kept page that no sequence uses."""
+        self.end_abandoned()
         self.device.evict(self.pool.forget())
 
     def _with(self, status: Status) -> dict[int, Sequence]:

@@ -1,24 +1,25 @@
 """Replicas: equal replicas before one queue, whose rounds run side by side."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
-from et_jax.serve.sequence import Sequence
+from et_jax.serve.use import Use
 
 
 class Replicas:
-    """Replicas that serve one queue, each in a thread of its own while it has something to do.
+    """Replicas that serve one queue, each in a thread of its own while it has something to do, as long as `use` allows.
 
-    Every round is asked for by `advance`: while no caller asks for events, nothing is computed.
+    Every round is asked for by `advance`: while no caller asks for events, nothing is computed. What a caller has
+    abandoned ends with the next round.
     """
 
-    def __init__(self, queue: Queue, replicas: list[Replica]) -> None:
-        self.queue, self.replicas = queue, replicas
+    def __init__(self, queue: Queue, replicas: list[Replica], use: Use) -> None:
+        self.queue, self.replicas, self.use = queue, replicas, use
         self._workers = ThreadPoolExecutor(len(replicas), thread_name_prefix="et_jax")
-        self._rounds: dict[Replica, Future[None]] = {}
+        self._rounds: list[Future[None]] = []
 
     @property
     def broken(self) -> bool:
@@ -45,30 +46,38 @@ class Replicas:
                 return
             if self.broken:
                 raise RuntimeError("another stream of this model failed while it held the cache; start anew")
-            self._rounds = {replica: running for replica, running in self._rounds.items() if not running.done()}
-            for replica in self.replicas:
-                if replica not in self._rounds and not replica.idle:
-                    self._rounds[replica] = self._workers.submit(replica.advance)
-            rounds = list(self._rounds.values())
+            rounds = self._rounds = [running for running in self._rounds if not running.done()] + self._begun()
         for ended in wait(rounds, return_when=FIRST_COMPLETED).done:
             ended.result()
 
-    def cancel(self, sequences: Iterable[Sequence]) -> None:
-        """End those of the sequences that have not ended yet, as "abort", once the rounds under way are over."""
-        with self._standing_still():
-            for sequence in sequences:
-                if sequence in self.queue.waiting:
-                    self.queue.waiting.remove(sequence)
-                    self.replicas[0].end(sequence)
+    def _begun(self) -> list[Future[None]]:
+        """Begin a round of every replica that has something to do and none under way."""
+        begun = []
+        for replica in self.replicas:
+            if not replica.under_way and not replica.idle:
+                begun.append(self._workers.submit(replica.advance))
+                replica.under_way = True  # it waits for the queue, which is held here
+        return begun
+
+    def end_abandoned(self) -> None:
+        """End the sequences that nobody wants, as "abort", where no round is to come that does."""
+        with self.queue.lock:
+            found = any(replica.abandoned for replica in self.replicas)
+        if found and not self.broken:
+            with self._standing_still():
                 for replica in self.replicas:
-                    if sequence in replica.slots.values():
-                        replica.end(sequence)
+                    replica.end_abandoned()
 
     def forget_prefixes(self) -> None:
         """Evict every kept page that no sequence uses."""
         with self._standing_still():
             for replica in self.replicas:
                 replica.forget_prefixes()
+
+    def let_go(self) -> list[Replica]:
+        """Return the replicas, held here no more, so that their memory is free with the last round under way."""
+        replicas, self.replicas, self._rounds = self.replicas, [], []
+        return replicas
 
     @contextlib.contextmanager
     def _standing_still(self) -> Iterator[None]:

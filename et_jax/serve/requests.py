@@ -155,6 +155,6 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
         return prompt
     if values.is_list(prompt):
         return values.ids("prompt", prompt, _PROMPT)
-    advice = ", so decode the bytes first" if isinstance(prompt, bytes | bytearray | memoryview) else ""
+    advice = ", so decode the bytes first" if values.is_bytes(prompt) else ""
     advice = ", so read the file first" if isinstance(prompt, PurePath) else advice
     raise UsageError(f"prompt is {values.shown(prompt)}; it must be {_PROMPT}{advice}.")

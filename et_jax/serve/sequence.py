@@ -65,7 +65,8 @@ class Sequence:
     `laws` control it. `prompt_ids` are the tokens of `prompt`. `deliver` is called with every event. `arrival` numbers
     submissions and `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it
     is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held. Of the
-    tokens that it wrote compression left out `left_out`. `prompt_read` is what a budget had it read of its prompt.
+    tokens that it wrote compression left out `left_out`. `prompt_read` is what a budget had it read of its prompt. Its
+    caller sets `abandoned` when it wants no more of it: the next round of a replica ends it.
     """
 
     request: GenerationRequest
@@ -89,6 +90,7 @@ class Sequence:
     swapped: list[Any] = dataclasses.field(default_factory=list)
     prompt_read: PromptRead | None = None
     left_out: int = 0
+    abandoned: bool = False
 
     @property
     def priority(self) -> float:

@@ -18,24 +18,31 @@ class Call:
 
     def submit(self, sequence: Sequence) -> None:
         """Put a sequence in the queue."""
+        events, under_way = self.events, self.under_way  # all that a sequence in a slot needs to hold of its call
 
         def deliver(event: TokenEvent) -> None:
-            self.events.append(event)
+            events.append(event)
             if event.completion is not None:
-                self.under_way.remove(sequence)
+                under_way.remove(sequence)
 
+        self._replicas.use.check()
         with self._replicas.queue.lock:
-            self.under_way.append(sequence)
+            under_way.append(sequence)
             self._replicas.queue.submit(sequence, deliver)
 
     def advance(self) -> None:
         """Wait for a round, unless one has brought something meanwhile."""
+        self._replicas.use.check()
         self._replicas.advance(unless=lambda: bool(self.events) or not self.under_way)
 
-    def cancel(self) -> None:
-        """End what is under way with what it has."""
-        if self.under_way and not self._replicas.broken:
-            self._replicas.cancel(list(self.under_way))
+    def abandon(self) -> None:
+        """Have the next round end what is under way with what it has.
+
+        The garbage collector may close a stream in any thread at any moment: in a replica's, which holds its locks, or
+        when the interpreter ends. So nothing is done here but to set a mark, without a lock.
+        """
+        for sequence in list(self.under_way):
+            sequence.abandoned = True
 
 
 def serve(
@@ -47,8 +54,8 @@ def serve(
 ) -> Generator[TokenEvent]:
     """Submit what is asked, at most `ahead` sequences at a time, and yield their events.
 
-    An event among them is passed on. Once `cancelled` answers True, or the generator is closed, all that is under way
-    ends with what it has.
+    An event among them is passed on. Once `cancelled` answers True, no more are asked for, and all that is under way
+    ends with what it has; so it does, unheard of, when the generator is closed or collected.
     """
     call, source, exhausted = Call(replicas), iter(asked), False
     try:
@@ -68,9 +75,8 @@ def serve(
             if over:
                 return
             if cancelled():
-                call.cancel()
-                yield from call.events
-                return
+                exhausted = True
+                call.abandon()
             call.advance()
     finally:
-        call.cancel()
+        call.abandon()

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,18 @@ def _exchange(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Stop a process and wait for it; in a copy of the process that started it, do nothing."""
+    """Stop a process and wait until it is gone; in a copy of the process that started it, do nothing.
+
+    The garbage collector may call this in a thread that is just asking for the state of the process, so it waits for no
+    lock, as `process.wait` does, and not for ever.
+    """
     if os.getpid() != owner:
         return
     process.kill()
-    process.wait()
+    for _ in range(1000):
+        if process.poll() is not None:
+            break
+        time.sleep(0.001)
     for stream in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):  # what it never read cannot be written any more
             stream.close()  # pyright: ignore[reportOptionalMemberAccess]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from et_jax.control.base import (
     Signals,
     chain,
     noted,
+    one_like,
     pack_blocks,
     started,
     unpack_blocks,
@@ -28,7 +30,7 @@ from et_jax.control.bounds import Interval
 from et_jax.control.clock import FallClock, RecordClock
 from et_jax.control.guards import Saturation
 from et_jax.control.priority import EntropyDrift
-from et_jax.control.select import Dense, MaskSelector, SinksWindow
+from et_jax.control.select import Dense, MaskSelector, Selection, Selector, SinksWindow, selection
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.temperature import Fixed, Thermostat
 from et_jax.control.view import BlockView
@@ -256,11 +258,53 @@ def test_a_second_claim_to_a_note_is_refused(law):
 
 
 def test_a_selector_that_returns_no_mask_is_named():
-    def few(view: BlockView):
-        return view.start[:2] > 0
+    shown = view(5, 8, 4)
+    answers = {
+        "int": 1,
+        "float": 1.0,
+        "bool": True,
+        "None": None,
+        r"bool\[2\]": shown.start[:2] > 0,
+        r"int32\[8\]": shown.start,
+        r"bool\[\]": np.bool_(True),
+        "{}": (),
+        "str": "all",
+    }
+    for told, answer in answers.items():
 
-    with pytest.raises(ValueError, match=r"few returns bool\[2\]; it must be bool\[8\]"):
-        MaskSelector(few)(view(5, 8, 4))
+        def own(_: BlockView, answer=answer):
+            return answer
+
+        with pytest.raises(ValueError, match=rf"own returns {told}; it must be bool\[8\]\.$"):
+            MaskSelector(own)(shown)
+
+
+def test_a_selector_that_chooses_no_selection_is_named():
+    shown = view(5, 8, 4)
+    blocks, heads = shown.start >= 0, jnp.zeros((*shown.query.shape[:-1], *shown.start.shape))
+    whole = Selection(opened=blocks, estimate=heads, upper=None)
+
+    class Own(Selector):
+        def __init__(self, answer: Any) -> None:
+            self.choose = lambda view: answer
+
+    answers = {
+        "chooses None; its choose must return a Selection": None,
+        r"chooses bool\[8\]; its choose must return a Selection": blocks,
+        r"opens bool\[2\]; it must be bool\[8\]": Selection(opened=blocks[:2], estimate=heads[:, :2], upper=None),
+        r"estimates float32\[1, 8\]; it must be float32": Selection(opened=blocks, estimate=heads[:1], upper=None),
+    }
+    for told, answer in answers.items():
+        with pytest.raises(ValueError, match=rf"^The selector Own {told}"):
+            selection(Own(answer), shown)
+    assert selection(Own(whole), shown).opened is blocks
+
+
+def test_a_fraction_is_no_whole_number_and_a_number_no_mask():
+    for wanted, number in ((jnp.zeros(2, jnp.int32), 1.5), (jnp.zeros(2, bool), 1), (jnp.zeros(2), True)):
+        with pytest.raises(ValueError, match=r"^It gives (float|int|bool); it must be [a-z0-9]+\[2\]\.$"):
+            one_like(wanted, number, "It gives")
+    assert one_like(jnp.zeros(2), 1, "").tolist() == one_like(jnp.zeros(2), np.float64(1), "").tolist() == [1.0, 1.0]
 
 
 @value

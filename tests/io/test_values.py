@@ -1,9 +1,18 @@
 """Values as a sentence shows them: brief, on one line, whatever they are."""
 
+import array
+import collections
+import ctypes
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from et_jax.errors import UsageError
+from et_jax.io import values
 from et_jax.io.values import excerpt, shown
 
 
@@ -37,3 +46,29 @@ def test_whatever_is_shown_is_brief(value):
 )
 def test_each_kind_has_its_way(value, said):
     assert shown(value) == said
+
+
+def test_bytes_and_characters_one_by_one_are_no_list_of_numbers_whatever_holds_them():
+    text = b"It was"
+    held = [text, bytearray(text), memoryview(text), memoryview(text).cast("c"), memoryview(np.frombuffer(text, "u1"))]
+    held += [memoryview((ctypes.c_char * 6)(*text)), np.bytes_(text), np.array(text)]
+    held += [array.array("b", text), array.array("B", text), array.array("u", "It was")]
+    for value in held:
+        plain = values.plain(value)
+        assert values.is_bytes(plain) and not values.is_list(plain)
+    ids = [5, 600]
+    for value in (ids, array.array("i", ids), memoryview(array.array("H", ids)), np.array(ids, np.uint16)):
+        plain = values.plain(value)
+        assert values.is_list(plain) and list(plain) == ids
+
+
+def test_a_text_of_another_type_is_the_text_that_it_holds():
+    for value in (collections.UserString("It was"), np.str_("It was"), np.array("It was")):
+        assert values.plain(value) == "It was" and type(values.plain(value)) is str
+
+
+def test_what_is_traced_has_no_value_yet():
+    for check in (values.number, values.whole, values.boolean):
+        for traced, number in ((jax.jit, jnp.float32(1)), (jax.vmap, jnp.ones(2)), (jax.vmap, jnp.ones((2, 2)))):
+            with pytest.raises(UsageError, match=r"^temperature is an object of type [A-Za-z]*Tracer; it must be"):
+                traced(lambda x, check=check: check("temperature", x))(number)

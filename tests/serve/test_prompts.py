@@ -1,6 +1,8 @@
 """What callers may hand over as prompts, settings and sizes: it works, or one sentence says what is wanted."""
 
+import array
 import asyncio
+import collections
 import dataclasses
 from pathlib import Path
 
@@ -45,6 +47,8 @@ class Text(str):
         (lambda: ("a", "b"), ["a", "b"]),
         (lambda: np.array(["a", "b"]), ["a", "b"]),
         (lambda: np.array([5, 6]), [[5, 6]]),
+        (lambda: collections.UserString("ab"), ["ab"]),
+        (lambda: np.array("ab"), ["ab"]),
         (lambda: np.array([[5, 6], [7, 8]], np.uint8), [[5, 6], [7, 8]]),
         (lambda: [np.array([5, 6]), "a", (7,)], [[5, 6], "a", [7]]),
         (lambda: jax.numpy.array([5, 6]), [[5, 6]]),
@@ -76,6 +80,8 @@ def test_prompts_in_any_plain_shape_are_served(model, make, like):
         ([True, False], "prompt holds true"),
         ([1.5], "prompt holds 1.5"),
         (np.array([1.5]), "prompt holds 1.5"),
+        (memoryview(b"Once"), "prompts is an object of type memoryview; .* decode the bytes first"),
+        ([array.array("B", b"Once")], "prompt is an object of type array; .* decode the bytes first"),
         (np.zeros((2, 2, 2), int), "prompt holds a list"),
         ([None], "prompt is None"),
         ([[]], "The prompt is empty"),

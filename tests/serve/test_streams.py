@@ -5,32 +5,37 @@ import itertools
 import pytest
 from plain_sequences import row, sequence
 
+from et_jax.errors import UsageError
 from et_jax.serve.prompts import refused
 from et_jax.serve.queue import Queue
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.sequence import Sequence
-from et_jax.serve.streams import Call, serve
+from et_jax.serve.streams import serve
+from et_jax.serve.use import Use
 
 
 class Paper(Replicas):
-    """Gives the first sequence in the line its next token at every round, or cancels."""
+    """Gives the first sequence in the line its next token at every round, and ends those that nobody wants."""
 
     def __init__(self) -> None:
-        self.queue, self.replicas = Queue(), []
+        self.queue, self.replicas, self.use = Queue(), [], Use("paper")
         self.most = 0
 
     def advance(self, unless) -> None:
         if unless():
             return
         self.most = max(self.most, len(self.queue.waiting))
+        self.end_abandoned()
+        if unless():
+            return
         one = self.queue.waiting[0]
         event = one.take(row(40 + len(one.trace)), len(one.trace) + 1 == one.limit)
         if event.completion is not None:
             self.queue.waiting.remove(one)
         one.deliver(event)
 
-    def cancel(self, sequences) -> None:
-        for one in sequences:
+    def end_abandoned(self) -> None:
+        for one in [one for one in self.queue.waiting if one.abandoned]:
             self.queue.waiting.remove(one)
             one.deliver(one.end("abort"))
 
@@ -55,6 +60,7 @@ def test_sequences_are_taken_as_they_are_needed(replicas):
     events = serve(replicas, (sequence([5], limit=1) for _ in itertools.count()), ahead=4)
     assert len(list(itertools.islice(events, 20))) == 20
     events.close()
+    replicas.end_abandoned()
     assert not replicas.queue.waiting
 
 
@@ -73,16 +79,20 @@ def test_what_is_cancelled_ends_with_what_it_has(replicas):
     assert not replicas.queue.waiting
 
 
-def test_a_stream_that_is_closed_leaves_nothing_under_way(replicas):
+def test_a_stream_that_is_closed_is_ended_by_the_next_round_and_takes_no_lock(replicas):
     events = serve(replicas, asked(3), ahead=9)
     next(events)
-    events.close()
-    assert not replicas.queue.waiting
+    with replicas.queue.lock:
+        events.close()
+    assert len(replicas.queue.waiting) == 3
+    later = list(serve(replicas, asked(1), ahead=9))
+    assert len(later) == 3 and later[-1].completion is not None and not replicas.queue.waiting
 
 
-def test_a_broken_replica_is_not_asked_to_cancel(replicas, monkeypatch):
-    call = Call(replicas)
-    call.submit(*asked(1))
-    monkeypatch.setattr(Paper, "broken", True)
-    call.cancel()
-    assert call.under_way == replicas.queue.waiting
+def test_what_is_not_open_takes_nothing_up(replicas):
+    events = serve(replicas, asked(2), ahead=9)
+    assert next(events).text
+    replicas.use.closed = True
+    for stream in (events, serve(replicas, asked(1), ahead=9)):
+        with pytest.raises(UsageError, match=r"^The model paper is closed; load it anew\.$"):
+            list(stream)

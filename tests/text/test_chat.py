@@ -162,6 +162,18 @@ def test_messages_that_cannot_be_are_refused(messages, words):
         Template(ECHO, {}).render(messages)
 
 
+def test_a_worker_is_ended_in_a_thread_that_is_asking_for_its_state():
+    """As by the garbage collector, within `process.poll` of the timer that stops a worker."""
+    template = Template(ECHO, {})
+    template.render(SAID)
+    process = process_of(template)
+    with process._waitpid_lock:
+        ending = threading.Thread(target=template._worker.close, daemon=True)
+        ending.start()
+        ending.join(20)
+    assert not ending.is_alive() and process.wait(20) == -signal.SIGKILL
+
+
 def gone(pid, seconds=30.0):
     """Return whether a process ends within so many seconds."""
     for _ in range(int(seconds * 10)):

@@ -1,0 +1,51 @@
+"""Whether a model may be used here and now."""
+
+import os
+
+import jax
+from jax.core import Tracer
+
+from et_jax.errors import UsageError
+
+
+class Use:
+    """May the model `name` be used: it is open, and this is the process that loaded it.
+
+    Reading and closing take no lock, so that a finaliser may close.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._process = name, os.getpid()
+        self.closed = False
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that loaded the model: without its threads, with its locks."""
+        return os.getpid() != self._process
+
+    @property
+    def refusal(self) -> UsageError:
+        """What is raised once the model is closed."""
+        return UsageError(f"The model {self._name} is closed; load it anew.")
+
+    def check(self) -> None:
+        """Raise UsageError where the model is closed, or was loaded before this process was forked."""
+        if self.closed:
+            raise self.refusal
+        if self.elsewhere:
+            raise UsageError(
+                f"The model {self._name} was loaded before this process was forked, and its threads are not here; load "
+                'it in each process, or start processes by multiprocessing.get_context("spawn").'
+            )
+
+
+def check_untraced() -> None:
+    """Raise UsageError where JAX only traces the code that is running, and no array holds numbers yet.
+
+    Under `jax.grad` and `jax.vmap` alone it runs, and what has no part in them is computed as anywhere else.
+    """
+    if isinstance(jax.lax.iota("int32", 1), Tracer):
+        raise UsageError(
+            "A model cannot be loaded or used within a function that JAX traces (jit, checkpoint, scan, shard_map), "
+            "where no array holds numbers yet; do it outside."
+        )

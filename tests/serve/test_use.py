@@ -1,0 +1,203 @@
+"""Where a model may not be used: closed, in a fork of its process, in a traced function, in a copy."""
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from reopened import reopened
+
+from et_jax.errors import UsageError
+from et_jax.serve import engine
+from et_jax.serve.replica import Replica
+from et_jax.serve.replicas import Replicas
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "prefill_batch": 32}
+PROMPTS = ["It was", "The sea", "In the year 1801 the old king"]
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+REQUEST = GenerationRequest(prompt="It was", params=PARAMS)
+CLOSED = r"^The model bundled is closed; load it anew\.$"
+TRACED = "cannot be loaded or used within a function that JAX traces"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine.load(**SETTINGS)
+
+
+def live() -> int:
+    """Bytes of all arrays there are."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def uses(model):
+    """Every way to use a model, by name."""
+    return {
+        "generate": lambda: model.generate(PROMPTS, PARAMS),
+        "stream": lambda: list(model.stream(PROMPTS, PARAMS)),
+        "as_completed": lambda: list(model.as_completed([REQUEST])),
+        "warm_up": model.warm_up,
+        "replicas": model.replicas,
+        "enter": model.__enter__,
+    }
+
+
+def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(model):
+    before = live()
+    with reopened(model, replicas=2) as own:
+        copied = jax.tree.map(jnp.copy, model.params)
+        own._weights = copied
+        del copied
+        own.generate(PROMPTS, PARAMS)
+        open_stream, unbegun = own.stream(PROMPTS, max_tokens=60, ignore_eos=True), own.stream(PROMPTS, PARAMS)
+        completions = own.as_completed([REQUEST] * 4)
+        next(open_stream), next(completions)
+        assert live() > before + sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    assert live() == before  # with the streams still open
+    for name, use in (
+        uses(own) | {"params": lambda: own.params, "decoder": own.decoder, "describe": own.describe}
+    ).items():
+        with pytest.raises(UsageError, match=CLOSED):
+            use()
+            pytest.fail(name)
+    for stream in (open_stream, unbegun, completions):
+        with pytest.raises(UsageError, match=CLOSED):
+            list(stream)
+    own.close()
+    assert own.metrics.prompt_tokens and own.name == "bundled" and live() == before
+
+
+def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(model, monkeypatch):
+    own, before = reopened(model, replicas=2), live()
+    own.generate(PROMPTS, PARAMS)
+    inside, failed, decode = threading.Event(), [], Replica._decode
+
+    def slowly(replica, pending):
+        inside.set()
+        time.sleep(0.05)
+        decode(replica, pending)
+
+    monkeypatch.setattr(Replica, "_decode", slowly)
+
+    def generate() -> None:
+        try:
+            own.generate(PROMPTS, max_tokens=80, ignore_eos=True)
+        except UsageError as error:
+            failed.append(str(error))
+
+    threads = [threading.Thread(target=generate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(20)
+    closing = [threading.Thread(target=own.close) for _ in range(2)]
+    for thread in closing:
+        thread.start()
+    for thread in (*closing, *threads):
+        thread.join(20)
+    assert failed == ["The model bundled is closed; load it anew."] * 3 and live() == before
+
+
+def test_a_model_closed_while_it_is_compiled_is_not_left_half_open(model, monkeypatch):
+    own, before = reopened(model), live()
+    monkeypatch.setattr(Replicas, "warm_up", lambda *_: own.close())
+    with pytest.raises(UsageError, match=CLOSED):
+        own.generate(PROMPTS, PARAMS)
+    assert live() == before and not own._replicas
+
+
+def test_a_model_closed_by_a_finaliser_in_a_round_of_its_own_does_not_wait_for_itself(model, monkeypatch):
+    own = reopened(model)
+    [replica] = own.replicas().replicas
+    decode = replica._decode
+
+    def closes(pending):
+        own.close()
+        decode(pending)
+
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    replica._decode = closes
+    with pytest.raises(UsageError, match=CLOSED):
+        own.generate(PROMPTS, max_tokens=60)
+
+
+def test_no_model_is_copied_or_pickled(model):
+    for make in (pickle.dumps, copy.copy, copy.deepcopy, lambda one: pickle.dumps([one])):
+        with pytest.raises(UsageError, match=r"^The model bundled cannot be copied or pickled, .*load it again.*\.$"):
+            make(model)
+
+
+def test_a_model_within_a_traced_function_is_refused_and_where_there_are_numbers_it_serves(model):
+    started = model.stream(PROMPTS, max_tokens=60, ignore_eos=True)
+    next(started)
+    mesh = jax.make_mesh((1,), ("a",))
+    whole = jax.sharding.PartitionSpec()
+    ways = {
+        "jit": jax.jit,
+        "checkpoint": jax.checkpoint,
+        "shard_map": lambda f: jax.shard_map(f, mesh=mesh, in_specs=whole, out_specs=whole),
+        "scan": lambda f: lambda x: jax.lax.scan(lambda carry, _: (f(carry), None), x, length=2),
+        "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    }
+    for name, traced in ways.items():
+        for use in (*uses(model).values(), lambda: engine.load(**SETTINGS)):
+            if use == model.__enter__:
+                continue
+
+            def asking(x, use=use):
+                use()
+                return x
+
+            with pytest.raises(UsageError, match=TRACED):
+                traced(asking)(jnp.float32(1))
+                pytest.fail(name)
+    expected = model.generate(PROMPTS, PARAMS)
+    for served in (jax.grad, lambda f: jax.vmap(f, axis_size=3, in_axes=None)):
+        got = []
+
+        def function(x, got=got):
+            got += model.generate(PROMPTS, PARAMS)
+            next(started)
+            return x
+
+        served(function)(jnp.float32(1))
+        assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX systems")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_fork_of_the_process_is_told_to_load_the_model_itself(model):
+    replicas, started = model.replicas(), model.stream(PROMPTS, max_tokens=60, ignore_eos=True)
+    next(started)
+    reader, writer = os.pipe()
+    with replicas.queue.lock:  # as a thread may hold it when a process is forked
+        child = os.fork()
+    if not child:
+        signal.alarm(30)
+        for use in (*uses(model).values(), lambda: list(started)):
+            try:
+                use()
+            except UsageError as error:
+                os.write(writer, f"{error}\n".encode())
+        model.close()
+        model.close()
+        os._exit(7)  # as multiprocessing ends a fork: JAX does not survive an ordinary exit of one
+    os.close(writer)
+    with open(reader) as said:
+        sentences = said.read().splitlines()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    sentence = (
+        "The model bundled was loaded before this process was forked, and its threads are not here; load it in each "
+    )
+    assert len(sentences) == len(uses(model)) + 1
+    assert all(one.startswith(sentence) and one.endswith(".") for one in sentences)
+    assert sum(event.completion is not None for event in started) == len(PROMPTS)
