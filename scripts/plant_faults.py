@@ -69,7 +69,7 @@ def make_map(folder: Path, arguments: list[str]) -> None:
 def read_map(folder: Path) -> tuple[dict[tuple[str, str], set[str]], dict[str, float]]:
     """Return the test files that enter each function, (file, name), and the seconds of each test file."""
     entered: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
-    seconds: dict[str, float] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     for part in folder.glob("*.jsonl"):
         for line in part.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)

@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from places import SHARED
 
 # A silent float32 next to a bfloat16 is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -16,6 +17,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 
+LAWS, SLOW = (Path(__file__).parent / name for name in ("laws", "slow"))
 WEEK = 7 * 24 * 3600.0
 
 
@@ -42,6 +44,18 @@ def pytest_sessionstart() -> None:
     scope.SETTINGS["numpy_dtype_promotion"] = "strict"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in `slow`, and let each test file, and each capability with all its laws, stay in one process."""
+    for item in items:
+        if item.path.is_relative_to(SLOW):
+            item.add_marker(pytest.mark.slow)
+        together = item.path
+        if item.path.is_relative_to(LAWS):
+            together = item.callspec.params["served"]  # pyright: ignore[reportAttributeAccessIssue]
+        item.add_marker(pytest.mark.xdist_group(name=str(together)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_programs_end_with_their_module():
     """Each program maps about ten pieces of memory on a CPU, and a process has 65,530 by default on Linux."""
@@ -66,8 +80,6 @@ def hardly_optimised():
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the folder of real weights, text and prompts: ET_JAX_SHARED, or `shared` beside the repository."""
-    beside = Path(__file__).resolve().parents[1].parent / "shared"
-    folder = Path(os.environ.get("ET_JAX_SHARED") or beside)
-    if not folder.is_dir():
-        pytest.skip(f"no data folder at {folder}; set ET_JAX_SHARED to the folder that holds models/ and text/")
-    return folder
+    if not SHARED.is_dir():
+        pytest.skip(f"no data folder at {SHARED}; set ET_JAX_SHARED to the folder that holds models/ and text/")
+    return SHARED

@@ -13,8 +13,8 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXECUTED = ROOT / "build/notebooks"
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 FIRST = """# Colab, or anywhere: installs et_jax from the checkout this notebook stands in, else from the package index.

@@ -1,0 +1,120 @@
+"""The report of a batch: the spread of its requests, and the way to those at both ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Look, browsing
+from samples import row, sample, write
+
+from et_jax.errors import UsageError
+from et_jax.report.batch import EACH, MEASURES, Body, Entropic, Extremes, Usage, read_rows, write_batch_report
+
+ERROR = {"id": "batch_req_bad", "custom_id": None, "response": None, "error": {"code": "failed", "line": 3}}
+
+
+def batch(count: int = 30) -> tuple[list[dict[str, Any]], Extremes]:
+    """Rows of requests of 5, 6, 7 ... tokens, and what was kept of them."""
+    extremes, rows = Extremes(), []
+    for number in range(count):
+        served = [sample(5 + number, seed=number)]
+        rows.append(row(number, served))
+        extremes.take(rows[-1], served)
+    return rows, extremes
+
+
+def test_the_extremes_that_are_kept_are_those_of_every_measure() -> None:
+    rows, extremes = batch()
+    bodies = {one["id"]: one["response"]["body"] for one in rows}
+    wanted = set()
+    for name in ("mean_entropy", "nats_per_byte", "mean_share_read"):
+        order = sorted(bodies, key=lambda one, name=name: bodies[one]["entropic"][name])
+        wanted |= {*order[:EACH], *order[-EACH:]}
+    order = sorted(bodies, key=lambda one: bodies[one]["usage"]["completion_tokens"])
+    wanted |= {*order[:EACH], *order[-EACH:]}
+    assert {name for name in bodies if extremes.of(name)} == wanted
+    assert len(wanted) < len(rows)
+
+
+def test_measures_are_those_of_the_rows() -> None:
+    told = Entropic(entropic_time=4.0, cost_bytes=2e6, nats_per_byte=2e-6, mean_entropy=0.5, mean_share_read=0.25)
+    body = Body(choices=[], usage=Usage(completion_tokens=8), entropic=told)
+    assert {measure.name: measure.of(body) for measure in MEASURES} == {
+        "mean entropy": 0.5,
+        "efficiency": pytest.approx(2.0),
+        "tokens": 8,
+        "blocks read": 0.25,
+    }
+
+
+def test_the_page_shows_the_spread_and_links_to_the_extremes(tmp_path: Path) -> None:
+    rows, extremes = batch()
+    source = write(tmp_path / "out.jsonl", [*rows, ERROR])
+    write_batch_report(source, tmp_path / "batch.html", facts={"model": "bundled"}, extremes=extremes)
+    with browsing() as browser:
+        look = Look(browser, tmp_path / "batch.html")
+        look.scroll()
+        facts = look.page.locator(".facts").first.inner_text()
+        assert "31, 1 with an error" in facts
+        assert f"{sum(one['response']['body']['usage']['completion_tokens'] for one in rows):,}" in facts
+        links = look.page.locator("table a")
+        assert links.count() == sum(bool(extremes.of(one["id"])) for one in rows)
+        for link in links.all():
+            target = link.get_attribute("href")
+            assert look.page.locator(f"section{target} .text").count() == 1
+        assert "most tokens: 34 tokens" in look.page.locator("table").first.inner_text()
+        assert (look.said, look.asked, look.faults()) == ([], [], [])
+
+
+def test_rows_of_an_earlier_run_show_their_texts(tmp_path: Path) -> None:
+    rows, _ = batch(4)
+    write_batch_report(write(tmp_path / "out.jsonl", rows), tmp_path / "batch.html", facts={})
+    page = (tmp_path / "batch.html").read_text()
+    assert "not measured in this run" in page and 'class="text"' not in page
+
+
+def test_every_request_is_counted_once_in_each_histogram(tmp_path: Path) -> None:
+    rows, _ = batch(100)
+    write_batch_report(write(tmp_path / "out.jsonl", rows), tmp_path / "batch.html", facts={})
+    page = (tmp_path / "batch.html").read_text()
+    data = json.loads(page.split('id="report">')[1].split("</script>")[0])
+    counted = [sum(figure["columns"]["requests"]) for figure in data["figures"].values() if "to" in figure["columns"]]
+    assert counted == [100] * len(MEASURES)
+
+
+def test_rows_of_older_versions_lack_what_they_did_not_tell(tmp_path: Path) -> None:
+    rows, _ = batch(5)
+    for one in rows:
+        del one["response"]["body"]["entropic"]["mean_entropy"]
+    write_batch_report(write(tmp_path / "out.jsonl", rows), tmp_path / "batch.html", facts={})
+    assert "Mean entropy of requests" not in (tmp_path / "batch.html").read_text()
+    assert "Efficiency of requests" in (tmp_path / "batch.html").read_text()
+
+
+class TestRefusals:
+    def test_an_output_without_rows(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"holds no row, so there is nothing to report"):
+            write_batch_report(write(tmp_path / "out.jsonl", []), tmp_path / "batch.html", facts={})
+        assert not (tmp_path / "batch.html").exists()
+
+    def test_a_line_that_is_no_row(self, tmp_path: Path) -> None:
+        rows, _ = batch(2)
+        source = write(tmp_path / "out.jsonl", [rows[0], {"prompt": "an input"}])
+        with pytest.raises(UsageError, match=r"line 2 is no row of a batch \(.*\); name the --output of a batch"):
+            list(read_rows(source))
+
+    def test_a_torn_last_line_is_passed_over(self, tmp_path: Path) -> None:
+        rows, _ = batch(2)
+        source = write(tmp_path / "out.jsonl", rows)
+        source.write_bytes(source.read_bytes()[:-20])
+        assert len(list(read_rows(source))) == 1
+
+    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"cannot be read \(No such file or directory\)"):
+            list(read_rows(tmp_path / "absent.jsonl"))
+
+
+def test_errors_alone_are_reported_too(tmp_path: Path) -> None:
+    write_batch_report(write(tmp_path / "out.jsonl", [ERROR]), tmp_path / "batch.html", facts={})
+    assert "1, 1 with an error" in (tmp_path / "batch.html").read_text()

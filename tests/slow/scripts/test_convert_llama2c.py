@@ -1,0 +1,281 @@
+"""Converted llama2.c models: the same story and the same ids as two slower programs written from the format alone."""
+
+import functools
+import os
+import struct
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense import dense_logits
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from places import ROOT, SHARED
+from scripts_here import script
+
+from et_jax.models.checkpoint import load
+from et_jax.text import load_tokenizer
+
+MODEL, PIECES = SHARED / "models/stories260K/stories260K.bin", SHARED / "models/stories260K/tok512.bin"
+STORY = (  # published with the model
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
+    "a big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the "
+    'park." Lily was sad and didn\'t know what to do. She said, "I want to play with your ball, but I can\'t find it."'
+)
+
+pytestmark = pytest.mark.skipif(
+    not MODEL.exists(), reason=f"{MODEL} is absent; set ET_JAX_SHARED to the folder of shared models"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stories260K")
+    script("convert_llama2c").convert(MODEL, PIECES, folder)
+    return folder
+
+
+def float64_logits(content, tokens):
+    """Logits after the last token, in float64 numpy, from a legacy file: adjacent pairs rotate."""
+    dim, hidden, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", content[:28])
+    numbers, d = iter_floats(content), dim // heads
+    embedding = numbers(abs(vocab), dim)
+    shapes = [(dim,), (heads * d, dim), (kv_heads * d, dim), (kv_heads * d, dim), (dim, heads * d)]
+    shapes += [(dim,), (hidden, dim), (dim, hidden), (hidden, dim)]
+    stacks = [numbers(layers, *shape) for shape in shapes]
+    final_norm = numbers(dim)
+    numbers(length, d)
+    head = embedding if vocab > 0 else numbers(-vocab, dim)
+
+    def norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+
+    def turn(x):
+        angle = np.arange(len(tokens))[:, None, None] * 10000.0 ** (-np.arange(0, d, 2) / d)
+        z = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
+        return np.stack([z.real, z.imag], -1).reshape(x.shape)
+
+    x = embedding[tokens]
+    future = np.triu(np.full((len(tokens), len(tokens)), -np.inf), 1)
+    for norm1, wq, wk, wv, wo, norm2, w1, w2, w3 in zip(*stacks, strict=True):
+        y = norm(x, norm1)
+        q, k = turn((y @ wq.T).reshape(-1, heads, d)), turn((y @ wk.T).reshape(-1, kv_heads, d))
+        v, mixed = (y @ wv.T).reshape(-1, kv_heads, d), []
+        for h in range(heads):
+            scores = q[:, h] @ k[:, h * kv_heads // heads].T / np.sqrt(d) + future
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed.append(weights / weights.sum(-1, keepdims=True) @ v[:, h * kv_heads // heads])
+        x = x + np.concatenate(mixed, -1) @ wo.T
+        y = norm(x, norm2)
+        gate = y @ w1.T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w3.T)) @ w2.T
+    return norm(x, final_norm) @ head.T
+
+
+def iter_floats(content):
+    """A reader of consecutive float32 arrays behind the header."""
+    offset = 28
+
+    def take(*shape):
+        nonlocal offset
+        array = np.frombuffer(content, "<f4", int(np.prod(shape)), offset).reshape(shape).astype(np.float64)
+        offset += 4 * array.size
+        return array
+
+    return take
+
+
+@pytest.fixture(scope="module")
+def story(folder):
+    """The converted model's greedy story from BOS: 258 ids."""
+    config, params = load(folder)
+
+    def append(index, tokens):
+        winner = dense_logits(config, params, tokens)[0, index].argmax()
+        return tokens.at[0, index + 1].set(winner.astype(jnp.int32))
+
+    return np.asarray(jax.lax.fori_loop(0, 257, append, jnp.ones((1, 258), jnp.int32)))
+
+
+def test_the_greedy_story_is_that_of_a_float64_program(folder, story):
+    config, params = load(folder)
+    assert config.tie_embeddings
+    expected = float64_logits(MODEL.read_bytes(), story[0, :-1])
+    second, first = np.sort(expected)[:, -2:].T
+    assert (first - second).min() > 1e-3  # no near-tie that float32 could turn
+    assert expected.argmax(-1).tolist() == story[0, 1:].tolist()
+    np.testing.assert_allclose(dense_logits(config, params, story[:, :-1])[0], expected, atol=1e-3, rtol=0)
+
+
+def test_the_greedy_story_is_the_published_one(folder, story):
+    assert load_tokenizer(folder).decode(story[0].tolist()).startswith(STORY)
+
+
+def test_an_untied_head_is_read(tmp_path):
+    """The same model with a head of its own, the embedding upside down."""
+    content = MODEL.read_bytes()
+    dim, *sizes, vocab, length = struct.unpack("<7i", content[:28])
+    embedding = np.frombuffer(content, "<f4", vocab * dim, 28).reshape(vocab, dim)
+    untied = struct.pack("<7i", dim, *sizes, -vocab, length) + content[28:] + embedding[::-1].tobytes()
+    (tmp_path / "untied.bin").write_bytes(untied)
+    script("convert_llama2c").convert(tmp_path / "untied.bin", PIECES, tmp_path / "out")
+    config, params = load(tmp_path / "out")
+    assert not config.tie_embeddings
+    tokens = np.arange(1, 40)
+    logits = np.asarray(dense_logits(config, params, tokens[None].astype(np.int32))[0])
+    np.testing.assert_allclose(logits, float64_logits(untied, tokens), atol=1e-3, rtol=0)
+
+
+def read_pieces():
+    content, pieces, offset = PIECES.read_bytes(), [], 4
+    while offset < len(content):
+        score, length = struct.unpack("<fi", content[offset : offset + 8])
+        pieces.append((content[offset + 8 : offset + 8 + length], score))
+        offset += 8 + length
+    return pieces
+
+
+def llama2c_encode(text, pieces):
+    """Encode as llama2.c does: characters or bytes, then again and again the best-scored union of neighbours."""
+    ids = {piece: id for id, (piece, _) in enumerate(pieces)}
+    tokens = [ids[b" "]] if text else []
+    for character in text:
+        raw = character.encode()
+        tokens += [ids[raw]] if raw in ids else [byte + 3 for byte in raw]
+    while True:
+        best, at = -1e10, None
+        for i in range(len(tokens) - 1):
+            id = ids.get(pieces[tokens[i]][0] + pieces[tokens[i + 1]][0])
+            if id is not None and pieces[id][1] > best:
+                best, at, union = pieces[id][1], i, id
+        if at is None:
+            return [1, *tokens]
+        tokens[at : at + 2] = [union]
+
+
+def texts():
+    words = st.sampled_from(["the", " the", "Once upon", "  ", "...", "é", "▁", "\n\n", "ll", "aaa", '"', "🐈", "日"])
+    return st.lists(st.one_of(words, st.text(max_size=8)), max_size=12).map("".join)
+
+
+@given(text=texts())
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_text_is_encoded_as_by_llama2c(folder, text):
+    assume(not any(special in text for special in ("<unk>", "<s>", "</s>")))
+    tokenizer, pieces = kept_tokenizer(folder)
+    assert tokenizer.encode(text) == llama2c_encode(text, pieces)
+
+
+@functools.cache
+def kept_tokenizer(folder):
+    return load_tokenizer(folder), read_pieces()
+
+
+def test_text_round_trips(folder):
+    tokenizer = load_tokenizer(folder)
+    for text in ("Once upon a time", STORY, " two  spaces ", "▁é🐈\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("Once upon a time") == llama2c_encode("Once upon a time", read_pieces())
+    assert tokenizer.bos_id == 1
+    assert tokenizer.eos_ids == (1, 2)
+
+
+@pytest.mark.parametrize("size", [10, 28, 1000, -4])
+def test_a_file_of_the_wrong_length_ends_in_one_sentence(tmp_path, size):
+    (tmp_path / "cut.bin").write_bytes(MODEL.read_bytes()[:size])
+    command = [sys.executable, str(ROOT / "scripts/convert_llama2c.py"), str(tmp_path / "cut.bin"), str(PIECES), "out"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("convert_llama2c: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def header(**changes):
+    """The model's file with some numbers of its header changed."""
+    names = ("dim", "hidden", "layers", "heads", "kv_heads", "vocab", "length")
+    content = MODEL.read_bytes()
+    held = dict(zip(names, struct.unpack("<7i", content[:28]), strict=True)) | changes
+    return struct.pack("<7i", *held.values()) + content[28:]
+
+
+def tokenizer_file(pieces, longest=7):
+    return struct.pack("<i", longest) + b"".join(struct.pack("<fi", s, len(p)) + p for p, s in pieces)
+
+
+def model_of(vocab):
+    """A model of one layer and so many pieces, all weights zero."""
+    numbers = vocab * 8 + 2 * 8 + 4 * 64 + 3 * 8 * 8 + 8 + 4 * 8
+    return struct.pack("<7i", 8, 8, 1, 1, 1, vocab, 4) + bytes(4 * numbers)
+
+
+@pytest.mark.parametrize("size", [5, 100, 258])
+def test_a_tokenizer_too_small_for_bytes_is_refused(tmp_path, size):
+    (tmp_path / "model.bin").write_bytes(model_of(size))
+    (tmp_path / "tok.bin").write_bytes(tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(size)]))
+    with pytest.raises(ValueError, match=f"holds {size} pieces, fewer than the 259"):
+        script("convert_llama2c").convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_without_byte_pieces_is_refused(tmp_path):
+    (tmp_path / "model.bin").write_bytes(model_of(300))
+    (tmp_path / "tok.bin").write_bytes(tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(300)]))
+    with pytest.raises(ValueError, match="'p3' where the piece of a byte, <0x00>, belongs"):
+        script("convert_llama2c").convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "a SentencePiece model"),
+        (b"IQ== 0\nIg== 1\n", "a tiktoken file of ranks"),
+        (b'{"version": "1.0"}', "a JSON file"),
+        (b"GGUF\3\0\0\0", "a GGUF file"),
+        (b"", "not a tokenizer in llama2.c's format"),
+        (struct.pack("<ifi", 7, 0.0, -8), "not a tokenizer in llama2.c's format"),
+        (struct.pack("<ifi", 7, 0.0, 2**31 - 1), "not a tokenizer in llama2.c's format"),
+        (struct.pack("<ifi", 7, float("nan"), 1) + b"a", "not a tokenizer in llama2.c's format"),
+    ],
+)
+def test_a_tokenizer_in_another_format_is_named(tmp_path, content, words):
+    (tmp_path / "tok.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        script("convert_llama2c").convert(MODEL, tmp_path / "tok.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"GGUF" + bytes(100), "a GGUF file"),
+        (b"PK\x03\x04" + bytes(100), "a PyTorch or zip file"),
+        (b"24ka" + bytes(252), "llama2.c's newer formats"),
+        (lambda: header(layers=2**31 - 1), "makes no sense"),
+        (lambda: header(vocab=-(2**31)), "makes no sense"),
+        (lambda: header(dim=2**30, heads=1, kv_heads=1), "makes no sense"),
+        (lambda: header(heads=64, kv_heads=64), "makes no sense"),
+    ],
+)
+def test_a_model_in_another_format_is_named(tmp_path, content, words):
+    (tmp_path / "model.bin").write_bytes(content() if callable(content) else content)
+    with pytest.raises(ValueError, match=words):
+        script("convert_llama2c").convert(tmp_path / "model.bin", PIECES, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_models_tokenizer_is_refused(tmp_path):
+    (tmp_path / "short.bin").write_bytes(tokenizer_file(read_pieces()[:-1]))
+    with pytest.raises(ValueError, match="511 pieces but the model knows 512"):
+        script("convert_llama2c").convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
+    (tmp_path / "short.bin").write_bytes(PIECES.read_bytes()[:-15])
+    with pytest.raises(ValueError, match="or cut: after 510 pieces"):
+        script("convert_llama2c").convert(MODEL, tmp_path / "short.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,261 @@
+"""Whatever stands in a trace, in the output of a batch, or in a completion made by hand: a page, or one sentence."""
+
+import copy
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+from samples import row as batch_row
+from samples import sample, traced
+
+from et_jax.errors import UsageError
+from et_jax.report.__main__ import main
+from et_jax.report.batch import is_batch, write_batch_report
+from et_jax.report.notebook import _Page
+from et_jax.report.page import write_report
+from et_jax.report.plot import plot_trace
+from et_jax.report.trace import read_trace
+from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace, entropic, figures
+
+DEEP: list[Any] = []
+for _ in range(200):
+    DEEP = [DEEP]
+NUMBERS = [math.nan, math.inf, -math.inf, 1e308, -1e308, 3e38, 1e-320, 0, -1, 10**30, 10**400, True, 1.5]
+TEXTS = ["", "\ud800", "\x00", "<script>", "</script>"]
+VALUES = [
+    *NUMBERS,
+    *TEXTS,
+    None,
+    [],
+    {},
+    DEEP,
+    [[]],
+    {"\ud800": 1},
+    {"a": math.nan},
+    [[1, 1e308], [2, -1e308]],
+    [[[1]]],
+]
+
+
+@pytest.fixture(autouse=True)
+def _cheap_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template is compiled once, and the library that draws stays away."""
+    kept: dict[str, jinja2.Template] = {}
+    own = jinja2.Environment.get_template
+
+    def once(self: jinja2.Environment, name: str) -> jinja2.Template:
+        if name not in kept:
+            kept[name] = own(self, name)
+        return kept[name]
+
+    monkeypatch.setattr(jinja2.Environment, "get_template", once)
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda snippet: "")
+
+
+EACH = pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])  # every eleventh change, or all
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """The data of a page, which are JSON in the strict sense."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"the page holds {name}")
+
+    text = page.read_bytes().decode("utf-8")
+    return json.loads(text.split('id="report">')[1].split("</script>")[0], parse_constant=refuse)
+
+
+def outcome(work: Callable[[], object]) -> str:
+    """What a reader gets: "page", or the sentence; warnings are neither."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            work()
+    except UsageError as refused:
+        said = str(refused)
+        assert "\n" not in said and said.isprintable() and said.endswith(".") and len(said) < 600
+        return said
+    return "page"
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place within plain values."""
+    named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in named:
+        yield (*path, name)
+        yield from places(inner, (*path, name))
+
+
+def mutated(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    value = at = copy.deepcopy(value)
+    for name in path[:-1]:
+        at = at[name]
+    at[path[-1]] = new
+    return value
+
+
+def shortened(**given: Any) -> Completion:
+    """Two tokens with all that there may be to tell, of two alternatives each."""
+    done = sample(2, drafts=True, switched=True, **given)
+    rows = [vars(row) | {"top": row.top[:1], "reads": row.reads[-1:]} for row in done.trace if row.reads is not None]
+    read = PromptRead(blocks_read=1.0, blocks_held=2.0, mass_kept=0.5)
+    return Completion(**vars(done) | {"trace": tuple(TokenTrace(**row) for row in rows), "prompt_read": read})
+
+
+@EACH
+def test_every_field_of_a_trace_may_hold_anything(tmp_path: Path, step: int) -> None:
+    source, page = traced(tmp_path / "trace.jsonl", done=shortened()), tmp_path / "page.html"
+    lines = [json.loads(line) for line in source.read_text().splitlines()]
+    del lines[1]  # the other token is like it
+    changes = [(i, *one) for i, line in enumerate(lines) for one in itertools.product(places(line), VALUES)]
+    got = []
+    for number, path, value in changes[::step]:
+        changed = [*lines[:number], mutated(lines[number], path, value), *lines[number + 1 :]]
+        source.write_text("".join(json.dumps(one) + "\n" for one in changed))
+
+        def work() -> None:
+            about, done = read_trace(source)
+            facts = {"model": about.model, "control": about.control}
+            write_report(done, page, facts=facts, decode=lambda ids: f"</script>{ids[0]}")
+            data_of(page)
+
+        got.append(outcome(work))
+    assert len(got) > 800 / step and got.count("page") > 60 / step
+
+
+@EACH
+def test_every_field_of_a_batch_may_hold_anything(tmp_path: Path, step: int) -> None:
+    source, page = tmp_path / "out.jsonl", tmp_path / "page.html"
+    rows = [batch_row(i, [sample(2 + i, seed=i)]) for i in range(3)]
+    got = []
+    for path, value in [*itertools.product(places(rows[1]), VALUES)][::step]:
+        changed = [rows[0], mutated(rows[1], path, value), rows[2]]
+        source.write_text("".join(json.dumps(one) + "\n" for one in changed))
+
+        def work() -> None:
+            write_batch_report(source, page, facts={})
+            data_of(page)
+
+        got.append(outcome(work))
+    assert len(got) > 800 / step and got.count("page") > 60 / step
+
+
+def test_requests_that_differ_by_a_rounding_are_alike(tmp_path: Path) -> None:
+    rows = [batch_row(i, [sample(3)]) for i in range(2)]
+    for values, drawn in (((0.0, 1e-320), True), ((1.0, 1.0 + 2**-52), False), ((1e-300, 1e-300), False)):
+        for row, value in zip(rows, values, strict=True):
+            row["response"]["body"]["entropic"]["mean_entropy"] = value
+        (tmp_path / "out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        write_batch_report(tmp_path / "out.jsonl", tmp_path / "page.html", facts={})
+        words = [figure["words"] for figure in data_of(tmp_path / "page.html")["figures"].values()]
+        assert any("nats a token" in said for said in words) == drawn
+
+
+def test_an_answer_without_a_token_has_no_efficiency(tmp_path: Path) -> None:
+    empty = sample(3, trace=(), token_ids=(), text="")
+    rows = [batch_row(i, [one]) for i, one in enumerate((empty, sample(3), sample(4, seed=1)))]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_batch_report(tmp_path / "out.jsonl", tmp_path / "page.html", facts={})
+    assert "least efficiency: 0 nats" not in (tmp_path / "page.html").read_text()
+    words = [figure["words"] for figure in data_of(tmp_path / "page.html")["figures"].values()]
+    assert any(said.startswith("2 requests") and "nats a MB" in said for said in words)
+
+
+def test_a_row_that_is_none_is_named_by_its_line(tmp_path: Path) -> None:
+    rows = [batch_row(i, [sample(3)]) for i in range(2)]
+    rows[0]["response"] = 5
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert is_batch(tmp_path / "out.jsonl")
+    said = outcome(lambda: write_batch_report(tmp_path / "out.jsonl", tmp_path / "page.html", facts={}))
+    assert "line 1 is no row of a batch" in said
+
+
+def by_hand(changes: dict[str, Any], own: dict[str, Any] | None = None) -> Completion:
+    """A completion whose last token, and itself, have what no check of types has seen."""
+    done = shortened()
+    for name, value in changes.items():
+        object.__setattr__(done.trace[-1], name, value)
+    for name, value in (own or {}).items():
+        object.__setattr__(done, name, value)
+    return done
+
+
+@EACH
+def test_every_field_of_a_completion_may_hold_anything(tmp_path: Path, step: int) -> None:
+    hostile = [*VALUES, b"x", object(), np.float32(0.5), np.int64(1), np.ones((1, 2), np.int64), np.array(math.nan)]
+    given = [({name: value}, {}) for name in vars(shortened().trace[0]) for value in hostile]
+    given += [({}, {name: value}) for name in vars(shortened()) for value in [*hostile, [None], (1,)]]
+    pages = 0
+    for changes, own in given[::step]:
+        done = by_hand(changes, own)
+        written = outcome(lambda done=done: write_report(done, tmp_path / "page.html"))
+        if written == "page":
+            data_of(tmp_path / "page.html")
+            pages += 1
+        drawn = outcome(lambda done=done: done._repr_html_().encode())
+        assert drawn == written or "no token" in written
+        assert outcome(lambda done=done: json.dumps(done.to_dict(), allow_nan=False).encode()) == drawn
+    assert pages > 60 / step
+
+
+def test_what_is_no_number_is_shown_as_missing(tmp_path: Path) -> None:
+    names = ("entropy", "varentropy", "surprisal", "temperature", "entropic_time", "flops", "kept_mass")
+    for odd in (math.nan, math.inf, -math.inf):
+        write_report(by_hand(dict.fromkeys(names, odd)), tmp_path / "page.html")
+        data, page = data_of(tmp_path / "page.html"), (tmp_path / "page.html").read_text()
+        columns = data["tokens"]["text-1"]["columns"]
+        for name in ("entropy (nats)", "varentropy (nats²)", "surprisal (nats)", "temperature", "attention mass kept"):
+            assert columns[name][0] is not None and columns[name][1] is None, name
+        assert data["figures"]["text-1-figure-1"]["columns"]["entropy"][1] is None
+        assert "<dt>entropic time</dt><dd>unknown nats</dd>" in page and "unknown GFLOP" in page
+        drawn = by_hand(dict.fromkeys(names, odd))._repr_html_()
+        assert "entropy unknown nats\nsurprisal unknown nats\ntemperature unknown" in drawn
+        told = by_hand(dict.fromkeys(names, odd)).to_dict()
+        assert told["entropic"]["entropic_time"] is None and told["logprobs"][1] is None
+        assert told["entropic"]["mean_entropy"] == shortened().trace[0].entropy
+
+
+def test_tokens_that_cost_nothing_have_no_efficiency() -> None:
+    done = shortened()
+    for row in done.trace:
+        object.__setattr__(row, "cost", 0.0)
+    assert math.isnan(done.efficiency) and entropic([done])["nats_per_byte"] is None
+    assert "unknown nats/MB" in figures([done])
+
+
+def test_a_text_of_half_characters_is_shown_with_marks(tmp_path: Path) -> None:
+    done = by_hand({"text": "a\ud800b"}, {"prompt": "\udfff", "error": "\ud800"})
+    write_report(done, tmp_path / "page.html", facts={"\ud800": "\ud801"}, decode=lambda ids: "\ud800")
+    assert "a\N{REPLACEMENT CHARACTER}b" in (tmp_path / "page.html").read_text()
+    assert "a\N{REPLACEMENT CHARACTER}b" in done._repr_html_()
+
+
+def test_pictures_leave_gaps_and_refuse_what_no_run_has(tmp_path: Path) -> None:
+    names = ("entropy", "varentropy", "surprisal", "temperature", "entropic_time", "flops", "kept_mass")
+    for changes in (dict.fromkeys(names, math.nan) | {"attention_entropy": math.inf}, dict.fromkeys(names, 3e38)):
+        assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) == "page"
+    for changes in ({"text": None}, {"cost": 0.0}, {"entropy": 1e308}, {"blocks_held": 0}, {"top": ((1, 1e4),)}):
+        assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) != "page"
+
+
+def test_a_stream_of_anything_is_drawn_or_refused() -> None:
+    for changes in ({"text": None}, {"entropy": math.nan}, {"text": "\ud800"}, {"reads": ((),)}, {"cost": -1.0}):
+        page = _Page()
+        page.take(TokenEvent(prompt_index=0, index=0, text="", trace=by_hand(changes).trace[-1], completion=None))
+        if outcome(page.drawn) == "page":
+            assert all(piece.encode() for piece in page.drawn())
+
+
+def test_a_model_that_cannot_be_looked_up_is_a_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for model in ("", "\x00", "~nobody-of-that-name/x", "x" * 5000, str(tmp_path), "/dev/null"):
+        source = traced(tmp_path / "trace.jsonl", model=model)
+        assert main([str(source), "-o", str(tmp_path / "page.html")]) == 0, model
+        said = capfd.readouterr().err
+        assert said.startswith("alternatives are told by their ids: ") and said.count("\n") == 1

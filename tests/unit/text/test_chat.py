@@ -1,0 +1,255 @@
+"""Chat templates that hang, fill memory or fail: each ends in its own sentence, and the next one renders."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+from test_tokenizer import byte_level, configure
+
+from et_jax.batch.tasks import Defaults, Entry, read_task
+from et_jax.errors import UsageError
+from et_jax.serve.requests import SamplingParams
+from et_jax.text import chat, load_tokenizer
+from et_jax.text.chat import MAX_STOPS, Template
+
+SAID = [{"role": "user", "content": "Hi"}]
+BUSY = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ECHO = "{{ messages[0].content }}"
+HANGS_AT_A = f"{{% if messages[0].content == 'A' %}}{BUSY}{{% endif %}}{ECHO}"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 1.0)
+
+
+def process_of(template) -> Any:
+    return template._worker._process
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ('{{ "a" * 10**10 }}', "too much memory"),
+        ('{{ "a" | center(10**10) }}', "too much memory"),
+        ("{{ '{:10000000000}'.format(1) }}", "too much memory"),
+        ("{{ [1] * 10**9 }}", "too much memory"),
+        ("{{ ('a' * 10**6).join('b' * 10**5) }}", "too much memory"),
+        ("{{ messages | tojson(indent=10**9) }}", "too much memory"),
+        ('{% for a in range(99999) %}{{ "abcdefghij" * 100 }}{% endfor %}', "more than 4194304 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deep"),
+        ("{{ 1" + "+1" * 20_000 + " }}", "calls itself too deep"),
+        (r'{{ "\ud800" }}', "half of a surrogate pair"),
+        (r'{{ raise_exception("\ud800\n" * 1000) }}', "refuses these messages"),
+        ("{{ 10 ** 100000 }}", "refuses these messages"),
+        ("{% for a in range(10**9) %}{% endfor %}", "refuses these messages"),
+        ("{% include 'x' %}", "refuses these messages"),
+        ("{{ cycler.__init__.__globals__ }}", "refuses these messages"),
+    ],
+)
+def test_a_template_that_goes_too_far_is_refused_in_one_sentence(template, words):
+    with pytest.raises(UsageError, match=words) as refusal:
+        Template(template, {}).render(SAID)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 500
+
+
+@pytest.mark.timeout(60)
+def test_a_template_that_hangs_is_stopped_and_given_up_in_the_end(impatient):
+    hanging = Template(BUSY, {})
+    for _ in range(MAX_STOPS):
+        with pytest.raises(UsageError, match="took more than 1 s"):
+            hanging.render(SAID)
+        assert process_of(hanging) is None
+    with pytest.raises(UsageError, match="3 times in a row and is not tried again"):
+        hanging.render(SAID)
+    assert process_of(hanging) is None
+
+
+@pytest.mark.timeout(60)
+def test_one_operation_that_no_interpreter_can_break_is_stopped(impatient):
+    with pytest.raises(UsageError, match="took more than 1 s"):
+        Template(
+            "{{ ('b' * 10**6) in ('a' * 10**6 + 'b' * 10**5) * 200 }}{{ ('a' * 10**6) | wordwrap(1) }}", {}
+        ).render(SAID)
+
+
+@pytest.mark.timeout(60)
+def test_only_hangs_in_a_row_count(impatient):
+    template = Template(HANGS_AT_A, {})
+    for _ in range(MAX_STOPS + 1):
+        with pytest.raises(UsageError, match="took more than 1 s"):
+            template.render([{"role": "user", "content": "A"}])
+        assert template.render(SAID) == "Hi"
+
+
+@pytest.mark.timeout(60)
+def test_a_line_that_hangs_is_an_error_of_its_own(impatient, tmp_path):
+    tokenizer = load_tokenizer(configure(byte_level(tmp_path / "model"), chat_template=HANGS_AT_A))
+    defaults = Defaults(params=SamplingParams())
+
+    def entry(content):
+        values = {"messages": [{"role": "user", "content": content}]}
+        return Entry(line=1, custom_id="a", id="a", values=values)
+
+    with pytest.raises(UsageError, match="took more than 1 s"):
+        read_task(entry("A"), tokenizer, defaults)
+    assert tokenizer.decode(read_task(entry("B"), tokenizer, defaults).request.prompt) == "B"
+
+
+def test_threads_get_their_own_answers():
+    template, wrong = Template(ECHO, {}), []
+
+    def ask(number):
+        for turn in range(30):
+            content = f"{number}-{turn}" * 50
+            if template.render([{"role": "user", "content": content}]) != content:
+                wrong.append(content)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_template_is_compiled_once_and_nothing_starts_before_it_is_needed():
+    template = Template("{{ messages[0].content }}" + "{% if 1 %}x{% endif %}" * 3000, {})
+    assert process_of(template) is None
+    template.render(SAID)
+    process = process_of(template)
+    before = time.monotonic()
+    for _ in range(20):
+        template.render(SAID)
+    assert process_of(template) is process
+    assert time.monotonic() - before < 20  # compiling it takes about a second
+
+
+def test_a_worker_that_was_killed_is_replaced():
+    template = Template(ECHO, {})
+    template.render(SAID)
+    process_of(template).kill()
+    process_of(template).wait()
+    assert template.render(SAID) == "Hi"
+
+
+def test_a_copy_has_a_worker_of_its_own():
+    template = Template(ECHO + "{{ bos_token }}", {"bos_token": "<s>"})
+    template.render(SAID)
+    copy = pickle.loads(pickle.dumps(template))
+    assert copy.render(SAID) == "Hi<s>"
+    assert process_of(copy).pid != process_of(template).pid
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": {1, 2}}], "not plain JSON"),
+        ([{"role": "user", "content": b"Hi"}], "not plain JSON"),
+        ([{"role": "user", "content": "\ud800"}], "surrogate"),
+    ],
+)
+def test_messages_that_cannot_be_are_refused(messages, words):
+    with pytest.raises(UsageError, match=words):
+        Template(ECHO, {}).render(messages)
+
+
+def test_a_worker_is_ended_in_a_thread_that_is_asking_for_its_state():
+    """As by the garbage collector, within `process.poll` of the timer that stops a worker."""
+    template = Template(ECHO, {})
+    template.render(SAID)
+    process = process_of(template)
+    with process._waitpid_lock:
+        ending = threading.Thread(target=template._worker.close, daemon=True)
+        ending.start()
+        ending.join(20)
+    assert not ending.is_alive() and process.wait(20) == -signal.SIGKILL
+
+
+def gone(pid, seconds=30.0):
+    """Return whether a process ends within so many seconds."""
+    for _ in range(int(seconds * 10)):
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def program(folder, code):
+    """Start `python -c` in a folder whose files have the names of modules, with the worker's pid on its first line."""
+    for name in ("jinja2", "json", "types", "struct"):
+        (folder / f"{name}.py").write_text("raise SystemExit('taken for a module')")
+    opening = (
+        "import sys; sys.path.remove('') if '' in sys.path else None\n"
+        "from et_jax.text.chat import Template\n"
+        f"template = Template({ECHO!r}, {{}})\n"
+        "said = [{'role': 'user', 'content': 'Hi'}]\n"
+        "template.render(said)\n"
+        "print(template._worker._process.pid, flush=True)\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", opening + code],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are POSIX's")
+def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
+    code = (
+        "import time\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print(template._worker._process.pid, template.render(said), flush=True)\n"
+    )
+    running = program(tmp_path, code)
+    assert running.stdout is not None
+    pid = int(running.stdout.readline())
+    time.sleep(0.2)
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (out, err, running.returncode) == (f"{pid} Hi\n", "", 0)
+    assert gone(pid)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc, which is Linux's")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "pass",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import sys; sys.exit(3)",
+        "raise ValueError",
+        # amid a render, by a thread that the end of the interpreter does not wait for
+        "import threading, time, os\n"
+        f"template.source, busy = '', Template({BUSY!r}, {{}})\n"
+        "threading.Thread(target=busy.render, args=(said,), daemon=True).start()\n"
+        "time.sleep(1)\nprint(busy._worker._process.pid, flush=True)\nos.kill(os.getpid(), 9)",
+    ],
+)
+def test_no_worker_outlives_its_process(tmp_path, code):
+    running = program(tmp_path, code)
+    out, _ = running.communicate(timeout=60)
+    assert all(gone(int(pid), seconds=3) for pid in out.split())  # a template may take longer than that
+
+
+def test_a_conversation_is_a_list_of_messages():
+    unchecked = getattr(Template.render, "__wrapped__", Template.render)
+    with pytest.raises(UsageError, match="must be a mapping"):
+        unchecked(Template(ECHO, {}), "Hi")

@@ -1,0 +1,459 @@
+"""Tokenizers: the conventions of both file formats, chat templates, and text that streams in pieces."""
+
+import functools
+import json
+import shutil
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from places import ROOT, SHARED
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from et_jax.errors import UsageError
+from et_jax.text import Detokenizer, as_tokenizer, load_tokenizer
+
+STORIES = SHARED / "models/tinystories-656k"
+MISTRAL = SHARED / "tokenizers/mistral-v1-32k/tokenizer.model.v1"
+TEXT = "The cat sat on the mat. Das Mädchen ißt Äpfel für 3 €. 猫が好き。 🐈🐈 naïve café\n\n"
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def byte_level(folder, special=("<s>", "</s>")):
+    """Write a small byte-level BPE whose template puts <s> in front; return the folder."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=list(special), initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    configure(folder, bos_token="<s>", eos_token={"content": "</s>", "lstrip": False})
+    return folder
+
+
+def byte_fallback(folder):
+    """Write a small BPE in Llama's manner: a leading space, and byte pieces for what it has no letters for."""
+    letters = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "c",
+        "a",
+        "t",
+        "at",
+        "▁c",
+        "\ufffd",
+    ]
+    merges = [("a", "t"), ("▁", "c")]
+    vocab = {letter: id for id, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def configure(folder, name="tokenizer_config.json", **values):
+    """Change one of the folder's JSON files."""
+    file = folder / name
+    held = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(held | values))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return byte_level(tmp_path / "model")
+
+
+@pytest.fixture
+def mistral(tmp_path):
+    if not MISTRAL.exists():
+        pytest.skip(f"{MISTRAL} is absent; set ET_JAX_SHARED to the folder of shared tokenizers")
+    (tmp_path / "mistral").mkdir()
+    shutil.copy(MISTRAL, tmp_path / "mistral/tokenizer.model")
+    return tmp_path / "mistral"
+
+
+@pytest.fixture
+def stories():
+    if not STORIES.is_dir():
+        pytest.skip(f"{STORIES} is absent; set ET_JAX_SHARED to the folder of shared models")
+    return load_tokenizer(STORIES)
+
+
+def test_text_survives(folder):
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode(TEXT)
+    assert ids[0] == tokenizer.bos_id == 0
+    assert tokenizer.decode(ids) == TEXT
+
+
+@pytest.mark.parametrize(("add_bos", "num_bos"), [(None, 1), (True, 1), (False, 0)])
+def test_the_beginning_token_is_added_as_the_files_say(folder, add_bos, num_bos):
+    if add_bos is not None:
+        configure(folder, add_bos_token=add_bos)
+    assert load_tokenizer(folder).encode("cat").count(0) == num_bos
+    assert load_tokenizer(folder).encode("")[:1] == [0] * num_bos
+
+
+def test_a_file_that_cuts_and_pads_does_neither_here(folder):
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=500)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT
+    assert len(load_tokenizer(folder).encode("cat")) < 5
+
+
+def test_end_tokens_are_united_from_all_files(folder):
+    configure(folder, "config.json", eos_token_id=7)
+    configure(folder, "generation_config.json", eos_token_id=[8, 7])
+    assert load_tokenizer(folder).eos_ids == (1, 7, 8)
+
+
+def test_a_bare_tokenizer_json_takes_its_special_ids_from_the_model(folder):
+    (folder / "tokenizer_config.json").unlink()
+    byte_level(folder, ("<s>", "<stop>"))
+    (folder / "tokenizer_config.json").unlink()
+    configure(folder, "config.json", eos_token_id=1)
+    assert load_tokenizer(folder).eos_ids == (1,)
+
+
+def test_a_tokenizer_may_be_handed_over(folder):
+    known = load_tokenizer(folder)
+    file, library = folder / "tokenizer.json", tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for handed in (known, folder, str(folder), file, str(file), library):
+        found = as_tokenizer(handed, None, None)
+        assert found.encode(TEXT) == known.encode(TEXT) and found.decode(found.encode(TEXT)) == TEXT
+        named = known.eos_ids if handed in (known, folder, str(folder)) else ()
+        assert found.eos_ids == named and found.bos_id == (0 if named else None)
+        other = as_tokenizer(handed, 5, (9, 7, 9))
+        assert (other.bos_id, other.eos_ids) == (5, (7, 9)) and as_tokenizer(handed, None, ()).eos_ids == ()
+    assert known.eos_ids
+
+
+class Shouted:
+    def pre_tokenize(self, text):
+        text.normalize(lambda piece: piece.uppercase())
+
+
+def test_what_is_no_tokenizer_is_refused_in_one_sentence(folder):
+    python = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    python.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Shouted())
+    for handed, words in [
+        (5, "tokenizer is 5; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or another model's"),
+        (None, "tokenizer is None; give a tokenizer.json"),
+        (folder / "absent.json", "absent.json"),
+        (python, "tokenizer cannot be written down (Custom PreTokenizer cannot be serialized"),
+    ]:
+        with pytest.raises(UsageError) as refusal:
+            as_tokenizer(handed, None, None)
+        assert words in str(refusal.value) and "\n" not in str(refusal.value)
+    with pytest.raises(UsageError, match="eos_token_ids names 99 end tokens; at most"):
+        as_tokenizer(folder, None, tuple(range(99)))
+
+
+def test_special_tokens_and_unknown_ids_have_no_text(folder, mistral, stories):
+    for tokenizer in (load_tokenizer(folder), load_tokenizer(mistral), stories):
+        plain = tokenizer.encode("cat")[1:]
+        crowded = [tokenizer.bos_id, *plain[:1], tokenizer.eos_ids[0], 999_999, *plain[1:], tokenizer.eos_ids[0]]
+        assert tokenizer.decode(crowded) == "cat"
+
+
+def test_a_real_model_encodes_as_recorded(stories):
+    for row in json.loads((ROOT / "tests/golden/tinystories-656k.json").read_text()):
+        assert stories.encode(row["prompt"]) == row["prompt_ids"]
+        assert stories.decode(row["ids"]) == row["text"]
+        assert (row["ids"][-1] in stories.eos_ids) == row["stopped"]
+
+
+# Ids of transformers' LlamaTokenizer for the same model, where it agrees with sentencepiece.
+@pytest.mark.parametrize(
+    ("legacy", "text", "ids"),
+    [
+        (None, "", [1]),
+        (None, "Hello world", [1, 22557, 1526]),
+        (None, " Hello", [1, 28705, 22557]),
+        (None, "日本語テスト 漢字", [1, 28705, 29142, 29119, 30321, 29610, 29109, 29123, 28705, 233, 191, 165, 29031]),
+        (False, "Hello world", [1, 22557, 1526]),
+        (False, "</s>Hi", [1, 2, 23809]),
+        (True, "</s>Hi", [1, 2, 15359]),
+        (False, "a</s> b", [1, 264, 2, 287]),
+        (True, "[INST] hi [/INST] yes</s>", [1, 733, 16289, 28793, 12014, 733, 28748, 16289, 28793, 5081, 2]),
+    ],
+)
+def test_sentencepiece_follows_llama_conventions(mistral, legacy, text, ids):
+    if legacy is not None:
+        configure(mistral, legacy=legacy)
+    tokenizer = load_tokenizer(mistral)
+    assert tokenizer.encode(text) == ids
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
+    configure(mistral, add_bos_token=False)
+    assert load_tokenizer(mistral).encode(text) == ids[1:]
+
+
+@given(text=st.text(max_size=40))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_sentencepiece_is_the_library_itself(text):
+    if not MISTRAL.exists():
+        pytest.skip(f"{MISTRAL} is absent; set ET_JAX_SHARED to the folder of shared tokenizers")
+    assume(not any(special in text for special in ("<unk>", "<s>", "</s>")))
+    library = sentencepiece.SentencePieceProcessor(model_file=str(MISTRAL))
+    tokenizer = loaded("mistral")
+    ids = tokenizer.encode(text)
+    assert ids == [1, *library.encode(text)]
+    assert tokenizer.decode(ids) == library.decode(ids[1:])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}",
+            "<s>[system]Be kind[user]Hi[assistant]",
+        ),
+        (
+            "{% for message in messages %}\n  {% if loop.last %}\n{{ message.content }}{% break %}"
+            "{% endif %}\n{% endfor %}",
+            "Hi",
+        ),
+        ("{{ messages[1] | tojson }}{{ eos_token }}", '{"role": "user", "content": "Hi"}</s>'),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "Be kind"),
+        ("{{ '<é>' | tojson }}{{ strftime_now('%%') }}{{ tools is none }}", '"<é>"%True'),
+    ],
+)
+def test_chat_templates_render(folder, template, expected):
+    configure(folder, chat_template=template)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.render(CHAT, system_prompt="Be kind") == expected
+    assert tokenizer.decode(tokenizer.chat(CHAT, "Be kind")) == expected.replace("<s>", "").replace("</s>", "")
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+def test_a_chat_begins_once(folder, mistral, add_bos):
+    for place in (folder, mistral):
+        configure(place, chat_template="{{ bos_token }}{{ messages[0].content }}", bos_token="<s>")
+        if add_bos is not None:
+            configure(place, add_bos_token=add_bos)
+        tokenizer = load_tokenizer(place)
+        assert tokenizer.chat(CHAT).count(tokenizer.bos_id) == 1
+        assert tokenizer.chat(CHAT)[0] == tokenizer.bos_id
+
+
+def test_a_template_may_have_a_name_or_a_file(folder):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    configure(folder, chat_template=named)
+    assert load_tokenizer(folder).render(CHAT) == "plain"
+    (folder / "chat_template.jinja").write_text("from a file")
+    assert load_tokenizer(folder).render(CHAT) == "from a file"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "use --prompt without --chat"),
+        ([{"name": "tool_use", "template": "tools"}], "use --prompt without --chat"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{% if %}", "refuses these messages"),
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+    ],
+)
+def test_a_chat_that_cannot_be_is_refused_in_one_sentence(folder, template, words):
+    configure(folder, chat_template=template)
+    with pytest.raises(UsageError, match=words):
+        load_tokenizer(folder).chat(CHAT)
+
+
+def test_unreadable_files_are_refused_in_one_sentence(folder, mistral, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        load_tokenizer(tmp_path / "empty")
+    (mistral / "tokenizer.model").write_bytes(b"garbage")
+    with pytest.raises(UsageError, match="not a readable SentencePiece model"):
+        load_tokenizer(mistral)
+    for damaged in ("{", "{}"):
+        (folder / "tokenizer.json").write_text(damaged)
+        with pytest.raises(UsageError, match=r"tokenizer\.json is not a readable tokenizer"):
+            load_tokenizer(folder)
+    for damaged, words in (("{", "not readable JSON"), ("[]", "not a JSON object")):
+        (folder / "tokenizer_config.json").write_text(damaged)
+        with pytest.raises(UsageError, match=words):
+            load_tokenizer(folder)
+
+
+def test_tokens_added_beyond_the_sentencepiece_model_are_refused(mistral):
+    configure(mistral, added_tokens_decoder={"32000": {"content": "<|im_start|>"}})
+    with pytest.raises(UsageError, match=r"fetch tokenizer\.json too"):
+        load_tokenizer(mistral)
+
+
+FOLDERS = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prepared(tmp_path_factory):
+    """The tokenizers of the streaming laws, made once."""
+    place = tmp_path_factory.mktemp("tokenizers")
+    FOLDERS["byte_level"] = byte_level(place / "byte_level")
+    FOLDERS["byte_fallback"] = byte_fallback(place / "byte_fallback")
+    FOLDERS["stories"] = STORIES
+    FOLDERS["mistral"] = place / "mistral"
+    FOLDERS["mistral"].mkdir()
+    if MISTRAL.exists():
+        shutil.copy(MISTRAL, FOLDERS["mistral"] / "tokenizer.model")
+    yield
+    FOLDERS.clear()
+    loaded.cache_clear()
+    loaded_parts.cache_clear()
+
+
+@functools.cache
+def loaded(name):
+    return load_tokenizer(FOLDERS[name])
+
+
+@functools.cache
+def loaded_parts(name):
+    """Ids that make up drawn sequences: of single bytes, of a text, of two characters of several bytes."""
+    tokenizer = loaded(name)
+    return byte_ids(tokenizer) or [0], tokenizer.encode(TEXT), tokenizer.encode("🐈日本 ß")
+
+
+def byte_ids(tokenizer):
+    """Ids of single bytes, of which unfinished characters are made."""
+    backend = tokenizer.backend
+    return [id for id in range(600) if backend.visible(id) and "\ufffd" in backend.decode([id])]
+
+
+def drawn_ids(data, name, size):
+    lone, text, word = loaded_parts(name)
+    parts = st.one_of(
+        st.lists(st.integers(0, size + 5), max_size=6),
+        st.lists(st.sampled_from(lone), max_size=40),
+        st.lists(st.sampled_from(text), max_size=6),
+        st.just(word),
+    )
+    return [id for part in data.draw(st.lists(parts, max_size=6)) for id in part]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("byte_level", 330), ("byte_fallback", 266), ("stories", 2048), ("mistral", 32000)]
+)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_streamed_pieces_add_up_to_the_whole_text(name, size, data):
+    if not any((FOLDERS[name] / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
+        pytest.skip("the shared tokenizers are absent; set ET_JAX_SHARED to their folder")
+    tokenizer, ids = loaded(name), drawn_ids(data, name, size)
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push(id) for id in ids]
+    assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
+    assert stream.flush() == ""
+
+
+def test_an_unfinished_character_is_held_back(folder):
+    tokenizer = load_tokenizer(folder)
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push(id) for id in tokenizer.encode("a𝄞b")]
+    assert pieces == ["", "a", "", "", "", "𝄞", "b"]
+    assert stream.flush() == ""
+
+
+def test_ordinary_text_is_never_held_back(stories):
+    ids = stories.encode("Once upon a time there was a cat.")[1:]
+    stream = Detokenizer(stories)
+    shown = ""
+    for index, id in enumerate(ids):
+        shown += stream.push(id)
+        assert shown == stories.decode(ids[: index + 1])
+
+
+@pytest.mark.parametrize("of", ["text", "bytes", "replacement"])
+def test_a_token_costs_the_same_however_long_the_text(folder, of):
+    tokenizer = load_tokenizer(folder)
+    lengths = []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(tokenizer.backend, name)
+
+        def decode(self, ids):
+            lengths.append(len(ids))
+            return tokenizer.backend.decode(ids)
+
+    stream = Detokenizer(tokenizer)
+    stream._backend = Counting()  # pyright: ignore[reportAttributeAccessIssue]
+    lone = byte_ids(tokenizer)
+    ids = {"text": tokenizer.encode(TEXT) * 20, "bytes": lone * 10, "replacement": tokenizer.encode("\ufffd" * 500)}[of]
+    for id in ids:
+        stream.push(id)
+    assert sum(lengths) < 40 * len(ids)
+    assert max(lengths) <= 30
+
+
+@pytest.mark.parametrize("change", ["backtracks", "lacks its unknown token"])
+def test_what_the_library_gives_up_on_ends_in_one_sentence(folder, monkeypatch, change):
+    file = folder / "tokenizer.json"
+    held = json.loads(file.read_text())
+    if change == "backtracks":
+        monkeypatch.setattr("et_jax.text.backends.check_expressions", lambda file, unknown: None)
+        held["pre_tokenizer"] = {
+            "type": "Split",
+            "pattern": {"Regex": "(a+)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    else:
+        held |= {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}, "post_processor": None}
+    file.write_text(json.dumps(held))
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(UsageError, match="tokenizer cannot read this text"):
+        tokenizer.encode("a" * 1000 + "!")
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_character_is_no_text(folder, mistral, text):
+    for place in (folder, mistral):
+        with pytest.raises(UsageError, match="half of a surrogate pair"):
+            load_tokenizer(place).encode(text)
+
+
+def test_published_expressions_are_not_tried_out(folder, monkeypatch):
+    """Those of Llama 3 and Qwen 2, as their tokenizer.json spells them."""
+    monkeypatch.setattr("et_jax.text.expressions.Worker", None)
+    for digits in (r"\p{N}{1,3}", r"\p{N}"):
+        held = json.loads((folder / "tokenizer.json").read_text())
+        regex = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+            + digits
+            + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+        (folder / "tokenizer.json").write_text(json.dumps(held))
+        assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT
+
+
+def test_a_sound_expression_of_ones_own_is_taken(folder):
+    held = json.loads((folder / "tokenizer.json").read_text())
+    for regex in (r"\d{1,2}| ?\w+|[^\w\s]+|\s+", r"[A-Z]?[a-z]+|.", r"(?=[A-Z])"):
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+        (folder / "tokenizer.json").write_text(json.dumps(held))
+        assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT
