@@ -257,6 +257,7 @@ def test_a_stop_id_outside_the_vocabulary_is_refused(model, token):
         model.generate(ONCE, max_tokens=5, stop_token_ids=(1, token))
 
 
+@pytest.mark.slow
 def test_a_pool_that_holds_one_at_a_time_serves_all_and_refuses_what_never_fits(folder, model):
     """Nine pages of 16 are 144 tokens: enough for one text of 100 tokens, never for two."""
     small = opened(folder, max_num_seqs=3, prefill_batch=32, num_pages=10)
@@ -287,6 +288,7 @@ def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, mode
     assert "The logits after 0 tokens are not numbers" in str(completion.error)
 
 
+@pytest.mark.slow
 def test_control_is_a_preset_by_name_or_a_controller(model):
     plain = model.generate(LILY, max_tokens=20, seed=5)[0]
     for control in ("guarded", preset("certified", tolerance=0.0)):
@@ -299,6 +301,7 @@ def test_control_is_a_preset_by_name_or_a_controller(model):
         model.generate(ONCE, control="strict")
 
 
+@pytest.mark.slow
 def test_adaptive_reads_by_the_measured_sensitivity_and_is_refused_without_one(folder, model, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -320,6 +323,7 @@ def test_adaptive_reads_by_the_measured_sensitivity_and_is_refused_without_one(f
         opened(folder, max_num_seqs=3, control="adaptive")
 
 
+@pytest.mark.slow
 def test_a_calibrated_model_measures_its_entropy_at_that_temperature(folder, model, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -136,6 +136,7 @@ def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.Captur
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_control_by_name_and_by_knob_is_reported(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,7 @@ def disturb(model: str, source: Path, output: Path, count: int, kills: int) -> N
     ("model", "count", "kills", "max_tokens"),
     [
         ("paper", 500, 4, 8),
-        ("bundled", 40, 2, 6),
+        pytest.param("bundled", 40, 2, 6, marks=pytest.mark.slow),
         pytest.param("bundled", 500, 10, 6, marks=pytest.mark.slow),
     ],
 )

@@ -18,6 +18,7 @@ SIMULATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_simulated_equals_reference(name, rung):
     def check(shape: Shape):
@@ -27,6 +28,7 @@ def test_simulated_equals_reference(name, rung):
     rung(f"{name}_scores gpu, simulated = reference", SIMULATED[name], 3, check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_lowers_for_cuda(name, rung):
     def check(shape: Shape):

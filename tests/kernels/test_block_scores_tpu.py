@@ -50,6 +50,7 @@ def is_right(name: str, shape: Shape, arguments, config: RingConfig | None = SMA
     assert_equals_reference(got, name, arguments, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("block", 4), ("code", 2)])
 def test_has_no_race(name, count, rung):
     def check(shape: Shape):
@@ -103,6 +104,7 @@ def shapes_of(name: str, shape: Shape):
     return {key: jax.ShapeDtypeStruct(*arrays[key]) for key in taken(KERNELS[name], arrays)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("block", 4), ("code", 2)])
 def test_lowers_for_a_tpu(name, count, rung):
     shapes = served(name, tuple(shape for shape in SHAPES if not shape.tested))

@@ -43,7 +43,7 @@ def is_right(shape: Shape):
 
 
 def test_simulated_equals_reference(rung):
-    rung("paged_prefill gpu, simulated = reference", PATHS, 7, is_right)
+    rung("paged_prefill gpu, simulated = reference", PATHS[:2], 2, is_right)
 
 
 @pytest.mark.slow
@@ -51,6 +51,7 @@ def test_simulated_equals_reference_in_any_shape(rung):
     rung("paged_prefill gpu, simulated = reference", SERVED, 13, is_right)
 
 
+@pytest.mark.slow
 def test_lowers_for_cuda(rung):
     def check(shape: Shape):
         lower(KERNEL, example(shape), **shape.settings)

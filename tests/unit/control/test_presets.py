@@ -43,6 +43,7 @@ def signals_of(name: str, sharpness: float = 1.0, **knobs):
     return run(d, params, state)[1][1].signals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("e")])
 def test_tolerance_zero_reads_everything_and_changes_no_text(name):
     d = bound(preset(name, **({} if name == "off" else {"tolerance": 0.0})))
@@ -79,6 +80,7 @@ def heat(name: str, target: float):
     return run(d, weights(), state)[1][1]
 
 
+@pytest.mark.slow
 def test_a_target_moves_the_temperature_and_guards_only_cool():
     """The entropy of these weights lies near 4 nats: a target of 1 cools, one of 4.5 would heat."""
     for name in ("paper", "guarded", "certified", "adaptive"):

@@ -16,6 +16,7 @@ from et_jax.decode.state import empty
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_run_read_and_write_nothing():
     config = configuration(controller=Controller(selector=Certified(coded_bounds)))
     state, nobody = empty(config), jnp.zeros(3, bool)

@@ -85,6 +85,7 @@ def written(output, ran) -> list[int]:
     return np.asarray(output.token[: int(ran), 1]).tolist()
 
 
+@pytest.mark.slow
 def test_a_text_stopped_on_disk_goes_on_in_a_fresh_decoder_as_if_it_had_not(tmp_path):
     params = initialise(MODEL, jax.random.key(0), jnp.bfloat16)
     d = fresh_decoder()

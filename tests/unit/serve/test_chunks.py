@@ -82,6 +82,7 @@ def test_company_in_a_call_changes_no_bit_of_what_is_cached(calls):
         assert same_bits(cached(together, slot), cached(alone, slot))
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_the_same_after_a_call_of_many_parts():
     def texts(calls):
         d, state = decoder(), filled(calls)

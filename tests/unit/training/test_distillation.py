@@ -16,6 +16,8 @@ from et_jax.training.card import Run
 from et_jax.training.distillation import Teacher
 from et_jax.types import replace
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH, WIDTH = 2, 12, 16  # of the formula's tokens; and the student's width, half of its teacher's
 
 

@@ -12,6 +12,8 @@ from et_jax.tasks.generators import TASKS
 from et_jax.training import corpus, loop, loss
 from et_jax.types import replace
 
+pytestmark = pytest.mark.slow
+
 
 def test_training_learns_and_an_interrupted_run_continues_the_same(settings, data, tmp_path, monkeypatch):
     _, train, held_out = data
