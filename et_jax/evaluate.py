@@ -29,6 +29,7 @@ import numpy as np
 from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
 from et_jax.io import html
+from et_jax.io.values import whole
 from et_jax.models.bundled import named_folder
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
@@ -47,6 +48,15 @@ _SHARES = {
     "share_agreed": "agreed",
 }
 """Shares of an answer, and the names of their columns."""
+_BOUNDS = {
+    "length": (1, 2**20),
+    "depths": (1, 1000),
+    "samples": (1, 100_000),
+    "batch": (1, 2**20),
+    "pairs": (0, 100_000),
+    "seed": (0, 2**63 - 1),
+}
+"""The least and the most of every number that is counted."""
 _HAYSTACK_BYTES = 256 * 2**20  # the most that is read of a haystack
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
@@ -284,7 +294,6 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     check_paths({"--haystack": args.haystack, "--prompts": args.prompts}, written, named_folder(args.model))
     text = _text(args.haystack)
     control = preset(args.control, **flags.knobs(args))
-    flags.check_small(args, control.switch is not None, control.budget is not None)
     from et_jax.serve.engine import load
 
     model = load(
@@ -296,7 +305,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         small=args.small,
         lazy_prefill=args.lazy_prefill,
         audit=args.audit,
-        **flags.given(args, flags.CACHE),
+        cache_budget=args.cache_budget,
+        cache_policy=args.cache_policy,
     )
     if tasks == [LOSS]:
         return _run_loss(args, model, text, lengths)
@@ -388,11 +398,9 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
             raise UsageError(f"{task} is read from a file; name the file with --prompts.")
         if task not in known:
             raise UsageError(f'There is no task "{task}" here; choose one of {", ".join(known)}.')
-    for name, least in (("depths", 1), ("samples", 1), ("batch", 1), ("pairs", 0), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise UsageError(f"--{name} is {getattr(args, name)}; it must be at least {least}.")
-    if min(lengths) < 1:
-        raise UsageError(f"--length is {min(lengths)}; it must be at least 1.")
+    for name, (least, most) in _BOUNDS.items():
+        for value in lengths if name == "length" else [getattr(args, name)]:
+            whole(f"--{name}", value, least, most)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib; install it with: pip install 'et_jax[plot]'.")
     if args.plot and Path(args.plot).suffix.lower() not in (".png", ".svg", ".pdf"):

@@ -37,7 +37,7 @@ def run(
                 sys.stdout.flush()
             return code
         except UsageError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error.on_command_line}", file=sys.stderr)
             return USAGE
         except KeyboardInterrupt:  # in another thread than the main one, or from a library
             print(f"\n{signals.said}", file=sys.stderr)

@@ -86,7 +86,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(settings, sentence):
 
 
 def test_a_budget_above_the_context_reads_everything():
-    wide = et_jax.load(**SIZES, control=preset("entropyinfer", prefill_budget=4096))
+    wide = et_jax.load(**SIZES | {"prefill_batch": None}, control=preset("entropyinfer", prefill_budget=4096))
     [done] = wide.generate(PROMPTS[3], PARAMS)
     assert done.prompt_read is not None
     assert done.prompt_read.blocks_read == done.prompt_read.blocks_held > 0

@@ -233,7 +233,7 @@ def test_a_token_outside_the_vocabulary_is_refused(model, token):
         ({"top_k": -1}, "top_k is -1; it must be 0 (off) or above."),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1 (off)."),
         ({"min_p": 1.5}, "min_p is 1.5; it must be from 0 (off) to 1."),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be above 0 (1 is off)."),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be from 1/1000000 to 1000000 (1 is off)."),
         ({"seed": -1}, "seed is -1; it must be from 0 to 2^63 - 1."),
         ({"n": 0}, "n is 0; it must be at least 1."),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20."),
