@@ -22,7 +22,7 @@ import et_jax.control
 from et_jax import evaluate, generate
 from et_jax.cli import command
 from et_jax.control import budget, clock, guards, priority, select, smoothing, temperature_rules, tolerance
-from et_jax.control.base import chain
+from et_jax.control.base import as_value, chain
 from et_jax.control.compression import Compression
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.presets import NAMES, SETTINGS, knobs_of, preset
@@ -31,6 +31,7 @@ from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.types import Number
 
 HOSTILE = [
     *(10**18, -(10**18), 10**400, -(10**400), 10**5000, 2**31, 2**63, 0, -1, True, False),
@@ -101,6 +102,8 @@ def test_every_knob_of_every_preset_and_every_number_of_a_request():
 
 EXAMPLES = [
     Compression(budget=64),
+    as_value(len),
+    clock.Beside(clock.FallClock(), "other"),
     chain(smoothing.EmaEntropy(), clock.FallClock()),
     guards.Clipped(smoothing.EmaEntropy(), "entropy", 0.0, 1.0),
     guards.Floored(smoothing.EmaEntropy(), 0.5),
@@ -111,6 +114,7 @@ EXAMPLES = [
     priority.Aged(priority.FCFS(), 1.0, 0.1),
     select.Guarded(select.Dense()),
     select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy()),
+    select.MaskSelector(len),
     select.Quest(3),
     temperature_rules.CoolOnly(temperature_rules.Newton(2.0)),
     tolerance.Shuffled(np.zeros((2, 3))),
@@ -127,8 +131,10 @@ def values() -> Iterator[Any]:
         for _, kind in inspect.getmembers(loaded, dataclasses.is_dataclass):
             if not isinstance(kind, type) or kind.__module__ != loaded.__name__ or not hasattr(kind, "__post_init__"):
                 continue
-            asked = [f.name for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory]
-            yield examples.pop(kind) if kind in examples else kind(**dict.fromkeys(asked, 0.5))
+            asked = [f for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory]
+            others = [f.name for f in asked if f.type not in (float, Number)]
+            assert kind in examples or not others, f"add a {kind.__name__} to EXAMPLES, for its {others}"
+            yield examples.pop(kind, None) or kind(**{f.name: 0.5 for f in asked})
     assert not examples
 
 

@@ -107,14 +107,14 @@ def _check(name: str, given: dict[str, Any]) -> dict[str, Any]:
     for knob in given:
         if knob not in knobs_of(name):
             raise UsageError(f'control "{name}" has no {knob}; it has {", ".join(knobs_of(name))}.')
-    return {knob: _checked(name, knob, value) for knob, value in given.items()}
+    return {knob: checked(name, knob, value) for knob, value in given.items()}
 
 
-def _checked(name: str, knob: str, value: Any) -> int | float:
-    """A knob's value as a plain number. Raises UsageError where it is none, or out of range."""
+def checked(name: str, knob: str, value: Any) -> int | float:
+    """Return a value of a preset's knob as a plain number. Raises UsageError where it is none, or out of range."""
     if knob in _COUNTED:
         least = 1 if knob == "prefill_budget" else 0
-        return whole(knob, value, least, _MOST, f"from {least} to {_MOST}")
+        return whole(knob, value, least, _MOST, f"from {least if least else '0 (off)'} to {_MOST}")
     if knob == "tau" and plain(value) in (math.inf, -math.inf):  # one of the models speaks alone
         return float(value)
     taken = number(knob, value)

@@ -48,7 +48,7 @@ def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Cont
         name, settings = found
         for setting in presets.SETTINGS:
             if setting in rest:
-                settings[setting] = rest.pop(setting)
+                settings[setting] = presets.checked(name, setting, rest.pop(setting))
         changed = presets.preset(name, **settings)
     for name, given in rest.items():
         changed = _with(changed, name, given)
