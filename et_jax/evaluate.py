@@ -27,9 +27,10 @@ import numpy as np
 
 from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
-from et_jax.io import html, values
+from et_jax.io import html
 from et_jax.io.files import check_writable, replace_file, replace_picture
 from et_jax.io.texts import read_text
+from et_jax.io.values import whole
 from et_jax.models.bundled import named_folder
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
@@ -49,8 +50,15 @@ _SHARES = {
 }
 """Shares of an answer, and the names of their columns."""
 _MOST_PROMPTS = 100_000  # of a run: a day's work for the bundled model on two cores
-_LEAST = {"depths": 1, "samples": 1, "batch": 1, "pairs": 0, "seed": 0}  # of the numbers that are given
-_MOST = 2**30  # of any but the seed; the model has a smaller one for some
+_BOUNDS = {
+    "length": (1, 2**20),
+    "depths": (1, 1000),
+    "samples": (1, 100_000),
+    "batch": (1, 2**20),
+    "pairs": (0, 100_000),
+    "seed": (0, 2**63 - 1),
+}
+"""The least and the most of every number that is counted."""
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
 
@@ -291,7 +299,6 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     check_paths(read, written, named_folder(args.model))
     text = "" if args.haystack is None else read_text(Path(args.haystack), "The haystack")
     control = preset(args.control, **flags.knobs(args))
-    flags.check_small(args, control.switch is not None, control.budget is not None)
     from et_jax.serve.engine import load
 
     model = load(
@@ -303,7 +310,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         small=args.small,
         lazy_prefill=args.lazy_prefill,
         audit=args.audit,
-        **flags.given(args, flags.CACHE),
+        cache_budget=args.cache_budget,
+        cache_policy=args.cache_policy,
     )
     if args.prompts is None and max(lengths) > model.max_model_len:
         raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
@@ -406,12 +414,9 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
             raise UsageError(f"{task} is read from a file; name the file with --prompts.")
         if task not in known:
             raise UsageError(f'There is no task "{task}" here; choose one of {", ".join(known)}.')
-    counts = [(name, getattr(args, name), least) for name, least in _LEAST.items()]
-    for name, given, least in [*counts, *(("length", length, 1) for length in lengths)]:
-        if given < least:
-            raise UsageError(f"--{name} is {values.shown(given)}; it must be at least {least}.")
-        if given > _MOST and name != "seed":
-            raise UsageError(f"--{name} is {values.shown(given)}; it must be at most {_MOST}.")
+    for name, (least, most) in _BOUNDS.items():
+        for value in lengths if name == "length" else [getattr(args, name)]:
+            whole(f"--{name}", value, least, most)
     if args.prompts is None and tasks != [LOSS] and _num_prompts(args, tasks, lengths) > _MOST_PROMPTS:
         raise UsageError(
             f"--task, --length, --depths and --samples make {_num_prompts(args, tasks, lengths)} prompts "

@@ -326,10 +326,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 def _controller(args: argparse.Namespace) -> "Controller":
     from et_jax.control.presets import preset
 
-    control = preset(args.control, **flags.knobs(args))
-    flags.check_small(args, control.switch is not None, control.budget is not None)
-    flags.check_draft(args)
-    return control
+    return preset(args.control, **flags.knobs(args))
 
 
 def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":
@@ -337,7 +334,6 @@ def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") 
     from et_jax.serve.config import EngineConfig
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
-    names -= {name for name in flags.DRAFT + flags.CACHE if getattr(args, name) is None}
     given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
     given["tell_reads"] = args.report is not None
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))

@@ -8,6 +8,7 @@ vocabulary. A *block* is logical, a *page* physical.
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 from typing import Any, Literal, TypeVar, dataclass_transform, get_type_hints
@@ -61,15 +62,12 @@ def value(cls: type[T]) -> type[T]:
     their own. Numbers are checked where a value is made, never when a tree is put together again. Two
     values of one `jax.tree.structure` run in one program.
 
-    Raises ValueError for a field that is no number, or is NaN.
+    Raises ValueError for a number that is none, is NaN, or is beyond 32 bits (infinity is not).
     """
-    worked_out, kinds = getattr(cls, "__post_init__", None), _kinds(cls)
+    worked_out = getattr(cls, "__post_init__", None)
 
     def check(self: Any) -> None:
-        for field in dataclasses.fields(self):
-            given, kind = getattr(self, field.name), kinds.get(field.name)
-            if kind is Number or (kind in (Count, MaybeCount) and given is not None):
-                object.__setattr__(self, field.name, _plain(self, field.name, given, whole=kind is not Number))
+        check_numbers(self)
         if worked_out is not None:
             worked_out(self)
 
@@ -78,6 +76,25 @@ def value(cls: type[T]) -> type[T]:
     return _registered(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 
+_WHOLE, _REAL = (int, Count, MaybeCount), (float, Number)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def check_numbers(owner: Any) -> None:
+    """Make plain numbers of the fields of a dataclass that are annotated as numbers, whole ones or truths.
+
+    Raises ValueError, naming the field, for what is none, is NaN, or is beyond 32 bits (infinity is not).
+    """
+    kinds = _kinds(type(owner))
+    for field in dataclasses.fields(owner):
+        given, kind = getattr(owner, field.name), kinds.get(field.name)
+        if kind is bool and not isinstance(given, bool | np.bool_):
+            raise ValueError(f"{type(owner).__name__}: {field.name} is {_told(given)}; it must be true or false")
+        if kind in _REAL or (kind in _WHOLE and not (kind is MaybeCount and given is None)):
+            object.__setattr__(owner, field.name, _plain(owner, field.name, given, whole=kind in _WHOLE))
+
+
+@functools.cache
 def _kinds(cls: type) -> dict[str, Any]:
     """The annotations of a class, those written as texts too."""
     try:
@@ -94,14 +111,25 @@ def _plain(owner: Any, name: str, given: Any, whole: bool) -> Any:
         if isinstance(given, Tracer) or given.ndim:
             return given
         given = given.item()
-    wanted = numbers.Integral if whole else numbers.Real
-    if not isinstance(given, wanted) or isinstance(given, bool | np.bool_) or math.isnan(given):
-        kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{type(owner).__name__}: {name} is {given!r}; it must be {kind}")
-    number = int(given) if whole else float(given)
-    if whole and abs(number) >= 2**31:
-        raise ValueError(f"{type(owner).__name__}: {name} is {number}; it must be a whole number of 32 bits")
+    wanted, kind = (numbers.Integral, "a whole number") if whole else (numbers.Real, "a number")
+    if not isinstance(given, wanted) or isinstance(given, bool | np.bool_):
+        raise ValueError(f"{type(owner).__name__}: {name} is {_told(given)}; it must be {kind}")
+    try:
+        number = int(given) if whole else float(given)
+    except OverflowError:  # a whole number or a fraction that no float holds
+        number = _FLOAT32_MAX * 2
+    if number != number:
+        raise ValueError(f"{type(owner).__name__}: {name} is nan; it must be {kind}")
+    if not abs(number) < 2**31 if whole else _FLOAT32_MAX < abs(number) < math.inf:
+        raise ValueError(f"{type(owner).__name__}: {name} is {_told(given)}; it must be {kind} of 32 bits")
     return number
+
+
+def _told(given: Any) -> str:
+    """What was given, briefly."""
+    if isinstance(given, int) and given.bit_length() > 200:
+        return f"a whole number of {given.bit_length()} bits"
+    return repr(given) if isinstance(given, int | float | str | np.number) else f"of type {type(given).__name__}"
 
 
 def _equal(one: Any, other: object) -> bool:

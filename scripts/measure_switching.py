@@ -198,7 +198,7 @@ def main() -> None:
             {
                 "model": load(args.model, max_num_seqs=number, **sizes),
                 "small": load(args.small, max_num_seqs=number, **sizes),
-                "both": load(args.model, max_num_seqs=number, small=args.small, **sizes),
+                "both": load(args.model, max_num_seqs=number, small=args.small, control="ead", **sizes),
                 "drafted": load(args.model, max_num_seqs=number, draft=args.small, draft_tokens=3, **sizes),
             }
             for number in (8, 1)

@@ -53,7 +53,7 @@ def _run(
                 sys.stdout.flush()
             return code
         except UsageError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error.on_command_line}", file=sys.stderr)
             return USAGE
         except ValueError as error:
             if "jax" in sys.modules:

@@ -3,16 +3,11 @@
 import argparse
 from typing import Any
 
-from et_jax.errors import UsageError
-
 CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau", "prefill_budget")
 """Knobs of a preset, under the names that `presets.preset` gives them."""
 
-DRAFT = ("draft_tokens", "draft_length")
-"""What may be said of drafts, under the names of `EngineConfig`."""
-
 CACHE = ("cache_budget", "cache_policy")
-"""What may be said of caches that shrink, likewise."""
+"""What may be said of caches that shrink, under the names of `EngineConfig`."""
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -69,26 +64,6 @@ def add_cache(group: argparse._ArgumentGroup) -> None:
 def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     """Return what was said of these settings, without those of which nothing was."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def check_small(args: argparse.Namespace, switches: bool, audits: bool = False) -> None:
-    """Raise UsageError where flags of two models do not go with a control, which `switches` between them or not.
-
-    It `audits` where it has something of its own to audit.
-    """
-    names = ["small", "lazy_prefill"] + ["audit"] * (not audits)
-    said = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
-    if said and not switches:
-        raise UsageError(f"{said[0]} is for two models that take turns; add --control ead or ead_guarded.")
-    if switches and getattr(args, "draft", None) is not None:
-        raise UsageError("--draft is for one model, and this control has two take turns; leave one of them out.")
-
-
-def check_draft(args: argparse.Namespace) -> None:
-    """Raise UsageError where something is said of drafts, and nothing drafts."""
-    said = [f"--{name.replace('_', '-')}" for name in given(args, DRAFT)]
-    if said and args.draft is None:
-        raise UsageError(f"{said[0]} is for drafts; add --draft lookup, or --draft and a smaller model.")
 
 
 def knobs(args: argparse.Namespace) -> dict[str, float | int | None]:

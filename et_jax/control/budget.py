@@ -37,9 +37,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name, least in (("segment", 1), ("dense_layers", 0), ("dense_until", 0)):
-            self._check(
-                name, isinstance(getattr(self, name), int) and getattr(self, name) >= least, f"at least {least}"
-            )
+            self._check(name, getattr(self, name) >= least, f"at least {least}")
 
     def _check(self, name: str, fine: bool, wanted: str) -> None:
         if not fine:
@@ -72,7 +70,7 @@ class ConstantBudget(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("tokens", isinstance(self.tokens, int) and self.tokens >= 1, "at least 1")
+        self._check("tokens", self.tokens >= 1, "at least 1")
 
     @property
     def fewest_tokens(self) -> int:
@@ -124,7 +122,7 @@ class EntropyBudget(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("tokens", isinstance(self.tokens, int) and self.tokens >= 1, "at least 1")
+        self._check("tokens", self.tokens >= 1, "at least 1")
         for name in ("gain", "threshold", "rigid_below"):
             self._check(name, 0 <= getattr(self, name) < math.inf, "a number from 0 on")
         self._check("floor", 0 < self.floor <= 1, "above 0 and at most 1")

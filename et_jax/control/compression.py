@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from et_jax.types import pytree, static
+from et_jax.types import check_numbers, pytree, static
 
 
 @pytree
@@ -46,6 +46,9 @@ class Policy:
 
     reads_queries: ClassVar[bool] = False
     splits: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
     def score(self, entries: Entries, window: int, pooling: int) -> Float[Array, "k n"]:
         """Return how much each entry is worth keeping; the last `window` are kept whatever is said of them."""
@@ -106,6 +109,7 @@ class AdaKV(Latent):
     most: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.floor <= 1.0:
             raise ValueError(f"floor: got {self.floor}, wanted a share from 0 to 1")
         if self.most < 1:
@@ -146,7 +150,8 @@ class PyramidKV(Latent):
     steepness: float = 20.0
 
     def __post_init__(self) -> None:
-        if self.steepness < 1.0:
+        super().__post_init__()
+        if not 1.0 <= self.steepness < math.inf:
             raise ValueError(f"steepness: got {self.steepness}, wanted at least 1, where all layers are equal")
 
     def layer_blocks(self, blocks: int, least: int, num_layers: int) -> tuple[int, ...]:
@@ -169,6 +174,7 @@ class Streaming(Policy):
     sinks: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sinks < 0:
             raise ValueError(f"sinks: got {self.sinks}, wanted at least 0")
 
@@ -224,6 +230,11 @@ class Compression:
     policy: Policy = dataclasses.field(default_factory=Latent)
 
     def __post_init__(self) -> None:
+        check_numbers(self)
+        if not isinstance(self.policy, Policy):
+            raise ValueError(
+                f"policy: got {type(self.policy).__name__}, wanted a Policy; see POLICIES for those by name"
+            )
         for name, least in (("gap", 0), ("every", 0), ("window", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least {least}")

@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, Int
 from et_jax.sums import total
 from et_jax.types import Number, pytree, static, value
 
+HEAT = (1e-30, 1e37)
+"""Temperatures that logits are divided by: beyond either the quotient of an infinite or a great one may be NaN."""
+
 
 @pytree
 class Moments:
@@ -55,7 +58,7 @@ def moments(logits: Float[Array, "*b v"], temperature: Float[Array, "*b"] | floa
     z = logits.astype(jnp.float32)
     peak = jnp.max(z, axis=-1)
     absent = jnp.isneginf(z)
-    heat = jnp.maximum(jnp.asarray(temperature, jnp.float32), 1e-30)  # nearer 0 the quotient overflows: NaN
+    heat = jnp.clip(jnp.asarray(temperature, jnp.float32), *HEAT)
     u = jnp.where(absent, 0.0, (z - peak[..., None]) / heat[..., None])
     weight = jnp.where(absent, 0.0, jnp.exp(u))
     return Moments(

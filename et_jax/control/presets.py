@@ -1,6 +1,7 @@
 """Controllers by name: what `--control` and `control="..."` mean."""
 
 import math
+from typing import Any
 
 from et_jax.control import clock, guards, priority, select, temperature
 from et_jax.control import tolerance as tolerances
@@ -13,11 +14,13 @@ from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.errors import UsageError
-from et_jax.io.values import shown, whole
+from et_jax.io.values import number, plain, shown, whole
 
 NAMES = ("off", "paper", "guarded", "certified", "adaptive", "ead", "ead_guarded", "entropyinfer")
 _KNOBS = ("target_entropy", "tolerance", "min_blocks", "window")
 SETTINGS = (*_KNOBS, "tau", "prefill_budget")
+_COUNTED = ("min_blocks", "window", "prefill_budget")
+_MOST = 2**29  # tokens or blocks: sums of a few stay within 32 bits
 _SWITCHES = {"ead": AsPrinted, "ead_guarded": Hysteresis}
 _BIT = math.log(2)
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
@@ -74,8 +77,7 @@ def preset(
         "tau": tau,
         "prefill_budget": prefill_budget,
     }
-    given = {knob: value for knob, value in knobs.items() if value is not None}
-    _check(name, given)
+    given = _check(name, {knob: value for knob, value in knobs.items() if value is not None})
     if name == "off":
         return Controller()
     if name in _SWITCHES:
@@ -94,30 +96,34 @@ def knobs_of(name: str) -> tuple[str, ...]:
     return ("tau",) if name in _SWITCHES else _KNOBS
 
 
-def _check(name: str, given: dict[str, int | float]) -> None:
+def _check(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The knobs as plain numbers."""
     if name not in NAMES:
         raise UsageError(f"control is {shown(name)}; choose one of {', '.join(NAMES)}.")
     if name == "off" and given:
         knob = next(iter(given))
         having = ", ".join(one for one in NAMES if knob in knobs_of(one))
         raise UsageError(f'control "off" has no {knob}; choose one of {having} to set it.')
-    for knob, value in given.items():
+    for knob in given:
         if knob not in knobs_of(name):
             raise UsageError(f'control "{name}" has no {knob}; it has {", ".join(knobs_of(name))}.')
-        if math.isnan(value):
-            raise UsageError(f"{knob} is nan; it must be a number.")
-        if math.isinf(value) and knob != "tau":
-            raise UsageError(f"{knob} is {value}; it must be a finite number.")
-    if not given.get("target_entropy", 1.0) > 0:
-        raise UsageError(f"target_entropy is {given['target_entropy']}; it must be above 0 nats.")
-    most = 1.0 if name == "certified" else float("inf")
-    if not 0 <= given.get("tolerance", 0.0) <= most:
-        raise UsageError(f"tolerance is {given['tolerance']}; under {name} it must be from 0 to {most:g}.")
-    if "prefill_budget" in given:
-        whole("prefill_budget", given["prefill_budget"], 1)
-    for knob in ("min_blocks", "window"):
-        if given.get(knob, 0) < 0:
-            raise UsageError(f"{knob} is {given[knob]}; it must be 0 (off) or above.")
+    return {knob: checked(name, knob, value) for knob, value in given.items()}
+
+
+def checked(name: str, knob: str, value: Any) -> int | float:
+    """Return a value of a preset's knob as a plain number. Raises UsageError where it is none, or out of range."""
+    if knob in _COUNTED:
+        least = 1 if knob == "prefill_budget" else 0
+        return whole(knob, value, least, _MOST, f"from {least if least else '0 (off)'} to {_MOST}")
+    if knob == "tau" and plain(value) in (math.inf, -math.inf):  # one of the models speaks alone
+        return float(value)
+    taken = number(knob, value)
+    if knob == "target_entropy" and not taken > 0:
+        raise UsageError(f"target_entropy is {taken}; it must be above 0 nats.")
+    most = 1.0 if name == "certified" else math.inf
+    if knob == "tolerance" and not 0 <= taken <= most:
+        raise UsageError(f"tolerance is {taken}; under {name} it must be from 0 to {most:g}.")
+    return taken
 
 
 def _budget(tokens: int) -> EntropyBudget:

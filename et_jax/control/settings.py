@@ -11,7 +11,7 @@ from et_jax.control import presets, select, temperature, tolerance
 from et_jax.control.budget import EntropyBudget
 from et_jax.control.controller import Controller
 from et_jax.errors import UsageError
-from et_jax.io.values import number, shown, whole
+from et_jax.io.values import shown
 
 
 def adjusted(controller: Controller, changes: Mapping[str, int | float]) -> Controller:
@@ -48,8 +48,7 @@ def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Cont
         name, settings = found
         for setting in presets.SETTINGS:
             if setting in rest:
-                counted = setting in ("min_blocks", "window", "prefill_budget")
-                settings[setting] = (whole if counted else number)(setting, rest.pop(setting))
+                settings[setting] = presets.checked(name, setting, rest.pop(setting))
         changed = presets.preset(name, **settings)
     for name, given in rest.items():
         changed = _with(changed, name, given)

@@ -73,6 +73,8 @@ class EntropyTolerance(Law):
     ratio: Number = derived()
 
     def __post_init__(self) -> None:
+        if self.least == 0:
+            raise ValueError("EntropyTolerance: least is 0; it must be above 0")
         object.__setattr__(self, "span", self.reference_entropy - self.floor)
         object.__setattr__(self, "ratio", self.greatest / self.least)
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.base import ControlState
+from et_jax.control.entropy import Moments
 
 _NUMBER = "that is not a number"
 _FINITE = "that is not a finite number"
@@ -24,18 +25,23 @@ _SENTENCES = (  # in the order of blame: what came first may have led to the res
     *_OF_LAWS,
     f"The priority rule returned a value {_NUMBER} after {{}} tokens; mend the rule.",
     f"The temperature rule returned a value {_HEAT} after {{}} tokens; mend the rule.",
+    "The logits after {} tokens overflow under these penalties or at this temperature; choose smaller ones.",
     *_OF_LAWS,
 )
 
 
 def fault(
-    raw: Float[Array, " r"], drawn: Float[Array, " r"], before: ControlState, after: ControlState
+    raw: Float[Array, " r"],
+    drawn: Float[Array, " r"],
+    moments: Moments,
+    before: ControlState,
+    after: ControlState,
 ) -> Int[Array, " r"]:
     """Return the first fault of each row, 0 for none; `sentence` tells which it is.
 
-    `raw` is a sum over the logits, `drawn` the temperature of the draw, `before` what controlled the step,
-    `after` what the laws make of it. Infinite caps and tolerances are legitimate: nothing is barred, or
-    everything closed.
+    `raw` is a sum over the logits, `drawn` the temperature of the draw, `moments` those of what it was drawn from,
+    `before` what controlled the step, `after` what the laws make of it. Infinite caps and tolerances are legitimate:
+    nothing is barred, or everything closed.
     """
     table = jnp.stack(
         [
@@ -43,10 +49,16 @@ def fault(
             *(_unfit(getattr(before, field), what) for field, what in _LAWS.items()),
             jnp.isnan(before.priority),
             _unfit(drawn, _HEAT),
+            overflows(moments),
             *(_unfit(getattr(after, field), what) for field, what in _LAWS.items()),
         ]
     )
     return jnp.where(jnp.any(table, axis=0), jnp.argmax(table, axis=0).astype(jnp.int32) + 1, 0)
+
+
+def overflows(moments: Moments) -> Bool[Array, " r"]:
+    """Return whether what was to be drawn from is no distribution: its greatest logit or a sum over it is no number."""
+    return ~(jnp.isfinite(moments.peak) & jnp.isfinite(moments.s0) & jnp.isfinite(moments.s1))
 
 
 def sentence(fault: int, num_tokens: int) -> str:

@@ -15,11 +15,15 @@ from et_jax.types import pytree, replace
 
 @pytree
 class Sampled:
-    """A token per row, the temperature it was drawn at, and the signals with those of sampling filled in."""
+    """A token per row, the temperature it was drawn at, and the signals with those of sampling filled in.
+
+    `moments` are those of the logits it was drawn from, after penalties and at that temperature.
+    """
 
     token: Int[Array, " r"]
     temperature: Float[Array, " r"]
     signals: Signals
+    moments: entropy.Moments
 
 
 @jax.named_scope("sample")
@@ -53,7 +57,7 @@ def sample(
         truncated_entropy=jnp.where(cold, 0.0, kept),
         surprisal=normaliser - logit,
     )
-    return Sampled(token=token, temperature=heat, signals=signals)
+    return Sampled(token=token, temperature=heat, signals=signals, moments=warm)
 
 
 def guess(state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position: Int[Array, " r"]) -> Int[Array, " r"]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from et_jax.control.entropy import HEAT
 from et_jax.decode.noise import race_noise
 from et_jax.sums import total
 from et_jax.types import pytree, replace
@@ -96,7 +97,7 @@ def threshold(
     """
     asks = temperature > 0
     peak = jnp.max(logits, axis=-1)
-    heat = jnp.where(asks, temperature, 1.0)
+    heat = _divisor(temperature)
     wants_k = asks & (sampling.top_k > 0) & (sampling.top_k < logits.shape[-1])
     wants_p = asks & (sampling.top_p < 1.0)
 
@@ -192,12 +193,17 @@ def sample_token(
     warm = temperature > 0
 
     def race() -> Int[Array, " b"]:
-        heat = jnp.where(warm, temperature, 1.0)[:, None]
+        heat = _divisor(temperature)[:, None]
         weight = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / heat)
         score = jnp.where(logits >= cut[:, None], weight / race_noise(key, position, logits.shape[-1]), 0.0)
         return _first_of_greatest(jnp.where(warm[:, None], score, logits))
 
     return jax.lax.cond(jnp.any(warm), race, lambda: _first_of_greatest(logits))
+
+
+def _divisor(temperature: Float[Array, " b"]) -> Float[Array, " b"]:
+    """What logits are divided by, 1 where the temperature is 0."""
+    return jnp.where(temperature > 0, jnp.clip(temperature, *HEAT), 1.0)
 
 
 def _first_of_greatest(score: Float[Array, "b v"]) -> Int[Array, " b"]:

@@ -1,6 +1,7 @@
 """What a decoder holds between two steps: its configuration, its state, what it reports."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -19,7 +20,7 @@ from et_jax.control.draft import started as drafting_started
 from et_jax.control.select import Selector
 from et_jax.control.switch import SwitchState
 from et_jax.decode import cache as kv
-from et_jax.decode import pages
+from et_jax.decode import compat, pages
 from et_jax.decode.attention import scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting
 from et_jax.decode.reading import ReadPolicy
@@ -86,14 +87,8 @@ class DecoderConfig:
         selector = self.controller.selector
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
-        if self.draft is not None and self.steers_reading:
-            raise ValueError("draft: got a controller that sets what a token reads by the token before it")
-        drafts = self.draft is not None and self.draft.drafter is None
-        speaks = self.controller.switch is not None
-        if self.draft is not None and speaks:
-            raise ValueError("draft: got drafts and a switch between two models; wanted one of them")
-        if speaks and "surprisals" in self.keeps:
-            raise ValueError("switch: got a selector that goes by surprisals, which a model that lags does not know")
+        compat.check(self._case())
+        drafts, speaks = self.draft is not None and self.draft.drafter is None, self.controller.switch is not None
         if (self.small is not None) != (drafts or speaks):
             raise ValueError("small: got a model that neither drafts nor speaks, or none that should; wanted both")
         self._check_budget()
@@ -101,21 +96,20 @@ class DecoderConfig:
             sizes = f"{self.small.vocab_size} tokens, wanted {self.model.vocab_size}"
             raise ValueError(f"small: got a vocabulary of {sizes} as the model has")
         if self.compression is not None:
-            self._check_compression(self.compression)
+            self.compression.layout(self.page_size, self.model.windows)
 
-    def _check_compression(self, how: Compression) -> None:
-        """Refuse what a compressed cache cannot serve."""
-        how.layout(self.page_size, self.model.windows)
-        if self.draft is not None or self.small is not None:
-            raise ValueError("compression: got drafts or a second model beside it, wanted neither")
-        if "surprisals" in self.keeps:
-            raise ValueError("compression: got surprisals, which are one of a token, where each head keeps its own")
-        if self.controller.refresh_every > 1:
-            raise ValueError(
-                "compression: got refresh_every above 1, by which blocks that are gone would be read again"
-            )
-        if how.policy.splits and not all(selector.reads_all for selector in self.selectors):
-            raise ValueError("compression: got a selector beside heads that keep different numbers of entries")
+    def _case(self) -> compat.Case:
+        """What is to go together, by the names of `load`."""
+        small = None if self.controller.switch is None else self.small
+        given = {"draft": self.draft, "small": small, "cache_budget": self.compression}
+        return compat.Case(
+            given={name: one for name, one in given.items() if one is not None},
+            laws=self.controller,
+            steers=lambda: self.steers_reading,
+            num_layers=self.model.num_layers,
+            needs=self.keep,
+            splits=self.compression is not None and self.compression.policy.splits,
+        )
 
     def _check_budget(self) -> None:
         """Raise ValueError where the controller's budget does not go with the rest."""
@@ -131,8 +125,6 @@ class DecoderConfig:
             raise ValueError(
                 f"budget: got one of {budget.fewest_tokens} tokens, wanted at least a block of {self.page_size}"
             )
-        if self.controller.switch is not None:
-            raise ValueError("budget: got a switch between two models beside it; wanted one of them")
 
     @property
     def steers_reading(self) -> bool:
@@ -141,16 +133,8 @@ class DecoderConfig:
         True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
         selectors that go by surprisals.
         """
-        steers = []
-
-        def run(signals: Signals, state: ControlState) -> ControlState:
-            after = updated(self.controller.law, signals, state)
-            steers.append(after.tolerance is not state.tolerance or after.block_mask is not state.block_mask)
-            return after
-
-        start = partial(fresh_control, self, law_numbers(self.controller))
-        jax.eval_shape(run, blank_signals(()), jax.eval_shape(start, jnp.zeros((), jnp.float32)))
-        return steers[0] or self.controller.refresh_every > 1 or "surprisals" in self.keeps
+        by_law = law_steers(self.controller, _mask_shape(self), partial(fresh_prompt, self))
+        return by_law or self.controller.refresh_every > 1 or "surprisals" in self.keeps
 
     @property
     def keeps_text(self) -> bool:
@@ -348,8 +332,17 @@ def slot_laws(config: DecoderConfig) -> Controller:
 
 def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Array, ""]) -> ControlState:
     """Return the control state of one sequence under `laws` before its first token."""
+    return _fresh(laws, temperature, _mask_shape(config), fresh_prompt(config))
+
+
+def _mask_shape(config: DecoderConfig) -> tuple[int, int, int]:
+    return config.model.num_layers, config.model.num_kv_heads, num_words(config.blocks_per_slot)
+
+
+def _fresh(
+    laws: Controller, temperature: Float[Array, ""], mask: tuple[int, int, int], prompt: budgets.PromptNotes | None
+) -> ControlState:
     zero = jnp.zeros((), jnp.float32)
-    shape = (config.model.num_layers, config.model.num_kv_heads, num_words(config.blocks_per_slot))
     return started(
         laws.law,
         ControlState(
@@ -361,11 +354,34 @@ def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Ar
             tolerance=zero,
             priority=zero,
             wait=jnp.zeros((), jnp.int32),
-            block_mask=jnp.zeros(shape, jnp.uint32),
+            block_mask=jnp.zeros(mask, jnp.uint32),
             notes={},
-            prompt=fresh_prompt(config),
+            prompt=prompt,
         ),
     )
+
+
+def law_steers(
+    laws: Controller,
+    mask: tuple[int, int, int] = (1, 1, 1),
+    prompt: Callable[[], budgets.PromptNotes | None] = lambda: None,
+) -> bool:
+    """Return whether the law sets what the next token reads: the tolerance, or the blocks, whose mask has this shape.
+
+    Those of presets do or do not whatever the shape is.
+    """
+    steers = []
+
+    def start(temperature: Float[Array, ""]) -> ControlState:
+        return _fresh(law_numbers(laws), temperature, mask, prompt())
+
+    def run(signals: Signals, state: ControlState) -> ControlState:
+        after = updated(laws.law, signals, state)
+        steers.append(after.tolerance is not state.tolerance or after.block_mask is not state.block_mask)
+        return after
+
+    jax.eval_shape(run, blank_signals(()), jax.eval_shape(start, jnp.zeros((), jnp.float32)))
+    return steers[0]
 
 
 def fresh_prompt(config: DecoderConfig) -> budgets.PromptNotes | None:

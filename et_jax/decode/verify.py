@@ -181,7 +181,7 @@ def control(state: DecodeState, rows: Rows, sampled: Sampled, raw: entropy.Momen
     before, settings, signals = rows.take(state.control), rows.take(state.sampling), sampled.signals
     read = replace(before, block_mask=jnp.stack(stats.block_masks, axis=1), total_cost=before.total_cost + signals.cost)
     decided = _cold(settings, jax.vmap(_after_token)(rows.take(state.laws), signals, read))
-    found = faults.fault(raw.s0, sampled.temperature, _cold(settings, before), decided)
+    found = faults.fault(raw.s0, sampled.temperature, sampled.moments, _cold(settings, before), decided)
     fault = jnp.where(rows.run, found, 0)
     produced = rows.run & (fault == 0)
     stopped = jnp.any(sampled.token[:, None] == rows.take(state.stop_ids), axis=1)

@@ -1,6 +1,7 @@
 """What a caller may set of an engine, checked in one place; it travels as one value from there on."""
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,22 @@ from et_jax.control.compression import POLICIES, Compression
 from et_jax.control.controller import Controller
 from et_jax.control.draft import (
     MOST_DRAFTED,
-    DraftLength,
     EntropyLength,
     FixedLength,
     StopEntropy,
 )
 from et_jax.control.presets import NAMES, preset
-from et_jax.decode.draft import by_acceptance
+from et_jax.control.settings import preset_of
+from et_jax.decode import compat
+from et_jax.decode.draft import Drafting, by_acceptance, lookup
+from et_jax.decode.state import law_steers
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.pallas.backend import NAMES as BACKENDS
 
 LOOKUP = "lookup"  # drafts from the text itself; any other drafter is a model
-LENGTHS = ("acceptance", "entropy", "fixed")
+LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the usual one
+USUAL_POLICY = "latent"
 PROGRAMS = "auto"  # compiled programs are kept in the user's cache unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 
@@ -37,7 +41,8 @@ def _decisive(default: Any) -> Any:
 class EngineConfig:
     """The settings of `load`, which says what each of them means; `control` is a controller here, sizes are integers.
 
-    Raises UsageError, one sentence, for a value of another type or one that cannot work with any model.
+    What is None was not given, and the usual stands in for it. Raises UsageError, one sentence, for a value of another
+    type, one that cannot work with any model, and settings that do not go together (`decode.compat`).
     """
 
     name: str = "bundled"
@@ -54,14 +59,14 @@ class EngineConfig:
     replicas: int = 1
     control: Control = "off"
     draft: str | Path | None = None
-    draft_tokens: int = 8
-    draft_length: str = "acceptance"
+    draft_tokens: int | None = None
+    draft_length: str | None = None
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
     tell_reads: bool = False
     cache_budget: int | Compression | None = dataclasses.field(default=None, metadata={"decisive": True})
-    cache_policy: str = _decisive("latent")
+    cache_policy: str | None = _decisive(None)
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -81,46 +86,47 @@ class EngineConfig:
                 checked[name] = _count(name, getattr(self, name))
         for name in ("max_num_seqs", "max_num_batched_tokens", "replicas"):
             checked[name] = _count(name, getattr(self, name))
-        if self.draft is not None:
-            checked["draft"] = str(_text("draft", self.draft))
-        if self.small is not None:
-            checked["small"] = str(_text("small", self.small))
-            if self.draft not in (None, LOOKUP, checked["small"]):
-                raise UsageError("draft and small name two models; name one of them, or draft by lookup.")
+        for name in ("draft", "small"):
+            if getattr(self, name) is not None:
+                checked[name] = str(_text(name, getattr(self, name)))
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
-            if name == "audit" and checked["control"].budget is not None:
-                continue
-            if checked[name] and self.small is None:
-                own = ", or a control with a prefill budget" if name == "audit" else ""
-                raise UsageError(f"{name} is for two models that take turns{own}; name the other one by small.")
-        checked["cache_budget"] = self._checked_budget()
-        if self.draft_length not in LENGTHS:
-            shown = values.shown(self.draft_length)
-            raise UsageError(f"draft_length is {shown}; choose one of {', '.join(LENGTHS)}.")
-        checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UsageError(f"backend is {values.shown(self.backend)}; choose one of {', '.join(BACKENDS)} or None.")
+        if self.cache_budget is not None and not isinstance(self.cache_budget, Compression):
+            checked["cache_budget"] = _count("cache_budget", self.cache_budget)
+        for name, choices in (("cache_policy", POLICIES), ("draft_length", LENGTHS)):
+            if getattr(self, name) is not None:
+                checked[name] = _choice(name, getattr(self, name), choices)
+        if self.draft_tokens is not None:
+            checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
+        if self.backend is not None:
+            checked["backend"] = _choice("backend", self.backend, (*BACKENDS, None))
         if self.compilation_cache not in (None, PROGRAMS):
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        known = preset_of(self.laws) is not None  # the law of another may want to know the model's shapes
+        compat.check(self.case(self.laws, steers=lambda: known and law_steers(self.laws)))
 
-    def _checked_budget(self) -> int | Compression | None:
-        """Return what the cache keeps. Raises UsageError where that is no number, or does not go with the rest."""
-        budget, policy = self.cache_budget, self.cache_policy
-        if policy not in POLICIES:
-            raise UsageError(f"cache_policy is {values.shown(policy)}; choose one of {', '.join(POLICIES)}.")
-        named = policy != EngineConfig.cache_policy
-        if named and budget is None:
-            raise UsageError("cache_policy says what a cache_budget keeps; set that too, to a number of tokens.")
-        if named and isinstance(budget, Compression):
-            raise UsageError("cache_budget is a Compression, which has a policy of its own; leave out cache_policy.")
-        if budget is None:
-            return None
-        if self.draft is not None or self.small is not None:
-            raise UsageError("cache_budget forgets what drafts and second models read; leave out one or the other.")
-        return budget if isinstance(budget, Compression) else _count("cache_budget", budget)
+    def case(self, laws: Controller, **known: Any) -> compat.Case:
+        """Return what is to go together: what was given, `laws`, and what else is `known` (`compat.Case`)."""
+        asked = self.cache_budget
+        policy = asked.policy if isinstance(asked, Compression) else POLICIES[self.policy]
+        return compat.Case(
+            given={name: one for name, one in self.given.items() if one is not None and one is not False},
+            laws=laws,
+            splits=asked is not None and policy.splits,
+            **known,
+        )
+
+    @property
+    def laws(self) -> Controller:
+        """The controller that `control` names or is."""
+        return controller(self.control)
+
+    @property
+    def policy(self) -> str:
+        """What a `cache_budget` that is a number keeps."""
+        return self.cache_policy or USUAL_POLICY
 
     @property
     def draft_model(self) -> str | None:
@@ -132,16 +138,25 @@ class EngineConfig:
         """The small model, if there is one, that drafts or speaks."""
         return self.draft_model if self.small is None else str(self.small)
 
-    def lengths(self, batch: int, drafter_cost: float) -> DraftLength:
-        """Return how many tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
+    @property
+    def most_drafted(self) -> int:
+        """Tokens that are drafted of a sequence in a step, where any are."""
+        return Drafting.most if self.draft_tokens is None else self.draft_tokens
+
+    def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting:
+        """Return how tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
 
         Steps have `batch` rows, and drafted ones beside.
         """
+        most = self.most_drafted
+        by_model = self.draft_model is not None
         if self.draft_length == "entropy":
-            return EntropyLength() if self.draft_model is None else StopEntropy()
-        if self.draft_length == "fixed":
-            return FixedLength()
-        return by_acceptance(self.draft_tokens, self.max_num_seqs, batch, drafter_cost)
+            length = StopEntropy() if by_model else EntropyLength()
+        elif self.draft_length == "fixed":
+            length = FixedLength()
+        else:
+            length = by_acceptance(most, self.max_num_seqs, batch, drafter_cost)
+        return Drafting(most=most, length=length, drafter=None if by_model else lookup)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -151,7 +166,8 @@ class EngineConfig:
     @property
     def decisive(self) -> dict[str, Any]:
         """Those of the sizes that may change a text; with the model and the control they decide it."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
+        return named | {"cache_policy": self.policy}
 
 
 def controller(control: Control) -> Controller:
@@ -170,6 +186,12 @@ def _count(name: str, value: Any) -> int:
     """A size of at least 1, of which a machine could hold so many."""
     counted = values.whole(name, value, 1)
     return values.whole(name, counted, 1, _MOST, f"at most {_MOST}")
+
+
+def _choice(name: str, value: Any, choices: Collection[str | None]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise UsageError(f"{name} is {values.shown(value)}; choose one of {', '.join(map(str, choices))}.")
+    return str(value)
 
 
 def _text(name: str, value: Any) -> str | Path:

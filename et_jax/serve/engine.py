@@ -27,7 +27,7 @@ from et_jax.models.model import ModelWeights, device_of, dtype_of
 from et_jax.models.module import ModuleConfig, is_module
 from et_jax.scope import own_settings, platform
 from et_jax.serve.completions import Completion, TokenEvent
-from et_jax.serve.config import PROGRAMS, Control, EngineConfig, controller
+from et_jax.serve.config import LENGTHS, PROGRAMS, Control, EngineConfig, controller
 from et_jax.serve.loading import opened, opened_module
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.preflight import Plan
@@ -75,14 +75,14 @@ def load(
     replicas: int = 1,
     control: Control = "off",
     draft: str | Path | None = None,
-    draft_tokens: int = 8,
-    draft_length: str = "acceptance",
+    draft_tokens: int | None = None,
+    draft_length: str | None = None,
     small: str | Path | None = None,
     lazy_prefill: bool = False,
     audit: bool = False,
     tell_reads: bool = False,
     cache_budget: int | Compression | None = None,
-    cache_policy: str = "latent",
+    cache_policy: str | None = None,
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
@@ -105,29 +105,34 @@ def load(
     bounds the cache; by default every resident sequence can reach `max_model_len`, or as many as
     `memory_fraction` of the free memory holds. Where pages run short, sequences are swapped to the host
     and back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
-    several in calls of `prefill_batch` (on CPU 64, 128 from 16 sequences on, else 512). `prefix_cache` keeps full
-    pages of prompts for prompts that begin alike. Every `preempt_every` rounds (0: never) a sequence is
+    several in calls of `prefill_batch` (on CPU 64, 128 from 16 sequences on, else 512), rounded up to whole pages, at
+    most `max_model_len`. `prefix_cache` keeps full pages of prompts for prompts that begin alike, where they are read
+    whole by a model that reads all of them. Every `preempt_every` rounds (0: never) a sequence is
     swapped out without need, to prove that no text changes. `replicas` serve one queue side by side, each of
     all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
     host's work for one and the device's for another overlap.
 
     `control` is a preset's name or a Controller (see `presets.preset`). `draft` "lookup" guesses up to `draft_tokens`
-    of a text's next tokens from what it read so before, and verifies them in one step: the text is the one it would be
-    without. Any other `draft` names a model that writes them, smaller and with the same tokenizer: "bundled-small" for
-    the bundled one. `draft_length` decides how many: "acceptance", by how many were accepted so far, "entropy", by how
-    certain the model is, or "fixed". A controller by which one token decides what the next reads is not drafted for.
+    (8) of a text's next tokens from what it read so before, and verifies them in one step: the text is the one it would
+    be without. Any other `draft` names a model that writes them, smaller and with the same tokenizer: "bundled-small"
+    for the bundled one. `draft_length` decides how many: "acceptance" (the usual), by how many were accepted so far,
+    "entropy", by how certain the model is, or "fixed". Beside a controller by which one token decides what the next
+    reads, such as "paper" and "guarded", or by which two models take turns, `draft` is refused.
     `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
-    "ead_guarded". With `lazy_prefill` it reads prompts alone, and the model when it first speaks. With `audit` traces
-    tell how many of the other's words were the likeliest to the one that catches up with them. With `tell_reads` they
-    tell the blocks that each layer and KV head read (`TokenTrace.reads`).
+    "ead_guarded", and goes with no other. With `lazy_prefill` it reads prompts alone, and the model when it first
+    speaks. With `audit` traces tell how many of the other's words were the likeliest to the one that catches up with
+    them, under a prefill budget how much of the attention was kept. With `tell_reads` they tell the blocks that each
+    layer and KV head read (`TokenTrace.reads`).
     With a `cache_budget` of so many tokens a sequence keeps of its cache what its last queries attend to the most, once
-    it has decoded 16 tokens and again whenever a quarter of the budget has come; `cache_policy` names other ways to
-    choose, and a `Compression` in the place of the number has settings of its own (see `control.compression`).
+    it has decoded 16 tokens and again whenever a quarter of the budget has come: "latent", the usual `cache_policy`.
+    Others choose in other ways; "snapkv" does it once, when the prompt is read, and keeps what is decoded after that. A
+    `Compression` in the place of the number has settings of its own (see `control.compression`).
     `compilation_cache` is the folder that keeps compiled programs between runs; "auto" is et_jax/programs in
     XDG_CACHE_HOME or ~/.cache, and None keeps none. Where the folder of "auto" cannot be written `progress` is told,
     and they are kept in memory only.
 
-    Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work.
+    Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work, and for settings that do
+    not go together (`decode.compat` has them all).
     """
     given = locals()
     if progress is not None and not callable(progress):
@@ -358,15 +363,13 @@ class Model:
         ]
 
     def _drafting(self) -> list[str]:
-        """Say how tokens are drafted, or why not where it was asked for."""
+        """Say how tokens are drafted."""
         if self.decoder_config.controller.switch is not None:
             return [f"takes turns with {self.settings.small}, by the entropy of what the one who speaks predicts"]
         if self.settings.draft is None:
             return []
-        draft = self.decoder_config.draft
-        if draft is None:
-            return ["drafts off: under this control one token decides what the next reads"]
-        return [f"up to {draft.most} tokens drafted by {self.settings.draft}, {self.settings.draft_length} length"]
+        most, length = self.settings.most_drafted, self.settings.draft_length or LENGTHS[0]
+        return [f"up to {most} tokens drafted by {self.settings.draft}, {length} length"]
 
     def _scoring(self) -> list[str]:
         """Say what scores blocks, where the model's own controller chooses any."""

@@ -15,8 +15,29 @@ MAX_STOPS = 64  # stop strings of a request,
 MAX_STOP_LENGTH = 1024  # and the characters of each: what looking for them costs is kept far below a token's time
 MAX_STOP_IDS = 8
 MAX_LOGPROBS = 20
+MAX_PENALTY = 1_000_000  # which rules a token out, or has it always, and is far from where float32 ends
 _TEXTS = "a text or a list of texts that are not empty"
 _PROMPT = "a text or a list of token ids"
+
+
+_COUNTS: dict[str, tuple[int, int | None, str]] = {
+    "max_tokens": (1, None, ""),
+    "top_k": (0, None, "0 (off) or above"),
+    "seed": (0, 2**63 - 1, "from 0 to 2^63 - 1"),
+    "n": (1, MAX_N, ""),
+    "logprobs": (0, MAX_LOGPROBS, ""),
+}
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x >= 0, "0 (greedy) or above"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1 (off)"),
+    "min_p": (lambda x: 0 <= x <= 1, "from 0 (off) to 1"),
+    "repetition_penalty": (
+        lambda x: 1 / MAX_PENALTY <= x <= MAX_PENALTY,
+        f"from 1/{MAX_PENALTY} to {MAX_PENALTY} (1 is off)",
+    ),
+    "presence_penalty": (lambda x: abs(x) <= MAX_PENALTY, f"from -{MAX_PENALTY} to {MAX_PENALTY} (0 is off)"),
+    "frequency_penalty": (lambda x: abs(x) <= MAX_PENALTY, f"from -{MAX_PENALTY} to {MAX_PENALTY} (0 is off)"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +45,10 @@ class SamplingParams:
     """How to continue a prompt.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other
-    penalties 0 are off. `stop` strings end the text and are left out of it; `stop_token_ids` likewise,
-    beside the model's own end tokens, which `ignore_eos` disregards. `n` continuations are drawn, each
-    from its own key derived from `seed`. `logprobs` asks for that many alternatives per token.
+    penalties 0 are off; none goes beyond a million, nor `repetition_penalty` below a millionth. `stop` strings
+    end the text and are left out of it; `stop_token_ids` likewise, beside the model's own end tokens, which
+    `ignore_eos` disregards. `n` continuations are drawn, each from its own key derived from `seed`. `logprobs`
+    asks for that many alternatives per token.
 
     Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one.
     Raises UsageError for a value of another type or out of range.
@@ -48,29 +70,16 @@ class SamplingParams:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
-        def check(name: str, holds: Callable[[float], bool], wanted: str) -> None:
+        for name, (least, most, wanted) in _COUNTS.items():
+            object.__setattr__(self, name, values.whole(name, getattr(self, name), least, most, wanted))
+        for name, (fine, wanted) in _NUMBERS.items():
             value = values.number(name, getattr(self, name))
-            if not holds(value):
+            if not fine(value):
                 raise UsageError(f"{name} is {value}; it must be {wanted}.")
             object.__setattr__(self, name, value)
-
-        def count(name: str, least: int, most: int | None = None, wanted: str = "") -> None:
-            object.__setattr__(self, name, values.whole(name, getattr(self, name), least, most, wanted))
-
-        count("max_tokens", 1)
-        check("temperature", lambda x: x >= 0, "0 (greedy) or above")
-        count("top_k", 0, wanted="0 (off) or above")
-        check("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1 (off)")
-        check("min_p", lambda x: 0 <= x <= 1, "from 0 (off) to 1")
-        check("repetition_penalty", lambda x: x > 0, "above 0 (1 is off)")
-        check("presence_penalty", lambda _: True, "a number")
-        check("frequency_penalty", lambda _: True, "a number")
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "ignore_eos", values.boolean("ignore_eos", self.ignore_eos))
-        count("seed", 0, 2**63 - 1, "from 0 to 2^63 - 1")
-        count("n", 1, MAX_N)
-        count("logprobs", 0, MAX_LOGPROBS)
 
 
 def _stops(given: Any) -> tuple[str, ...]:

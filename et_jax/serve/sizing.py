@@ -6,8 +6,8 @@ from jax.typing import DTypeLike
 from et_jax.control.budget import Budget
 from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
+from et_jax.decode import compat
 from et_jax.decode.attention import serving_backend
-from et_jax.decode.draft import Drafting
 from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
@@ -15,7 +15,7 @@ from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
 from et_jax.models.model import num_weights
 from et_jax.models.module import ModuleModel
-from et_jax.serve.config import EngineConfig, controller
+from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
 from et_jax.types import replace
 
@@ -77,7 +77,7 @@ def decoder_config(
         compression=_compression(settings, model, page_size),
         tell_reads=settings.tell_reads,
     )
-    return beside(settings, plain, controller(settings.control), small)
+    return beside(settings, plain, settings.laws, small, for_one_call=False)
 
 
 def beside(
@@ -86,14 +86,14 @@ def beside(
     laws: Controller,
     small: ModelShape | None,
     keep: frozenset[Keep] = frozenset(),
+    *,
+    for_one_call: bool = True,
 ) -> DecoderConfig:
     """Return the configuration under other laws, with what they and the settings have run beside the model.
 
-    That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked for
-    and the laws allow any. Raises UsageError where there is no small model, or none that fits the other.
+    That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked
+    for. Raises UsageError where the laws do not go with the settings, or a small model does not fit the other.
     """
-    if config.compression is not None:
-        _check_compressed(laws, keep, config)
     chunk, prefill_batch = config.chunk, config.prefill_batch
     if laws.budget is not None or config.controller.budget is not None:
         chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
@@ -108,21 +108,32 @@ def beside(
         chunk=chunk,
         prefill_batch=prefill_batch,
     )
+    _check(settings, plain, laws, for_one_call)
     if small is not None:
         _check_beside(str(settings.second_model), small, plain)
     if laws.switch is not None:
-        if laws.budget is not None:
-            raise UsageError("This control has a prefill budget and switches between two models; take one of them.")
-        if small is None:
-            raise UsageError("This control switches between two models; name the other one by small.")
         return replace(plain, controller=laws, small=small, lazy=settings.lazy_prefill, audit=settings.audit)
-    if settings.draft is None or plain.steers_reading:
+    if settings.draft is None:
         return plain
     if settings.draft_model is None:
-        return replace(plain, draft=Drafting(most=settings.draft_tokens, length=settings.lengths(plain.batch, 0.0)))
+        return replace(plain, draft=settings.drafting(plain.batch))
     assert small is not None
-    length = settings.lengths(plain.batch, num_weights(small) / num_weights(plain.model))
-    return replace(plain, draft=Drafting(most=settings.draft_tokens, length=length, drafter=None), small=small)
+    drafting = settings.drafting(plain.batch, num_weights(small) / num_weights(plain.model))
+    return replace(plain, draft=drafting, small=small)
+
+
+def _check(settings: EngineConfig, config: DecoderConfig, laws: Controller, for_one_call: bool) -> None:
+    """Raise UsageError where the settings, the sizes that they come to and the laws do not go together."""
+    layout = config.layout
+    case = settings.case(
+        laws,
+        steers=lambda: config.steers_reading,
+        num_layers=config.model.num_layers,
+        needs=config.keep,
+        room=None if layout is None else layout.region * config.page_size,
+        length=config.max_length,
+    )
+    compat.check(case, for_one_call=for_one_call)
 
 
 def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: Budget | None) -> tuple[int, int]:
@@ -146,7 +157,10 @@ def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: 
 
 
 def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> Compression | None:
-    """What `cache_budget` asks for; of a number, the budget is outgrown by a quarter before it is done again."""
+    """What `cache_budget` asks for; of a number, the budget is outgrown by a quarter before it is done again.
+
+    But "snapkv" ranks by the queries of the prompt alone, so it is done once.
+    """
     asked = settings.cache_budget
     if asked is None:
         return None
@@ -159,23 +173,7 @@ def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> C
         )
     if isinstance(asked, Compression):
         return asked
-    return named(settings.cache_policy, budget, every=max(1, budget // 4))
-
-
-def _check_compressed(laws: Controller, keep: frozenset[Keep], config: DecoderConfig) -> None:
-    """Refuse laws that go by what a compression forgets, or by blocks where heads have each their own."""
-    needs = keep.union(*(selector.needs for selector in laws.selectors(config.model.num_layers)))
-    if laws.refresh_every > 1 or "surprisals" in needs:
-        raise UsageError(
-            "cache_budget forgets tokens that this control goes by; leave it out, or choose another control."
-        )
-    assert config.compression is not None
-    chooses = not all(selector.reads_all for selector in laws.selectors(config.model.num_layers))
-    if chooses and config.compression.policy.splits:
-        raise UsageError(
-            "This control chooses blocks, and the policy of cache_budget has heads keep different numbers of them; "
-            "take latent, or another control."
-        )
+    return named(settings.policy, budget, every=0 if settings.policy == "snapkv" else max(1, budget // 4))
 
 
 def _check_beside(name: str, small: ModelShape, config: DecoderConfig) -> None:

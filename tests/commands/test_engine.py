@@ -15,7 +15,7 @@ from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.serve import engine, loading
-from et_jax.serve.requests import SamplingParams
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import Table
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -169,6 +169,18 @@ def test_penalties_change_what_is_drawn_as_their_formulas_say(model):
     assert len({*barred.token_ids, *tokens}) == len(tokens) + 40  # nothing of prompt or text comes twice
 
 
+@pytest.mark.parametrize(("penalty", "beyond"), [("frequency_penalty", -3e38), ("repetition_penalty", 1e-38)])
+def test_logits_that_overflow_end_their_sequence_and_no_other(model, penalty, beyond):
+    """No request may ask for so much; were it to come about, it would not draw a token of what is no distribution."""
+    fine, faulty = SamplingParams(max_tokens=12, seed=3), SamplingParams(max_tokens=12, seed=3)
+    object.__setattr__(faulty, penalty, beyond)
+    alone = model.generate(TOM, fine)[0]
+    other, ended = model.generate([GenerationRequest(prompt=TOM, params=params) for params in (fine, faulty)])
+    assert of(other) == of(alone)
+    assert ended.finish_reason == "error" and "overflow under these penalties or at this temp" in ended.error
+    assert len(ended.token_ids) < 12
+
+
 def test_text_is_the_decoded_tokens_and_the_pieces_add_up(model):
     pieces, ends = collections.defaultdict(str), {}
     for event in model.stream([ONCE, TOM], max_tokens=25, seed=6):
@@ -232,7 +244,12 @@ def test_a_token_outside_the_vocabulary_is_refused(model, token):
         ({"top_k": -1}, "top_k is -1; it must be 0 (off) or above."),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1 (off)."),
         ({"min_p": 1.5}, "min_p is 1.5; it must be from 0 (off) to 1."),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be above 0 (1 is off)."),
+        ({"frequency_penalty": -3e38}, "frequency_penalty is -3e+38; it must be from -1000000 to 1000000 (0 is off)."),
+        (
+            {"repetition_penalty": 1e-38},
+            "repetition_penalty is 1e-38; it must be from 1/1000000 to 1000000 (1 is off).",
+        ),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be from 1/1000000 to 1000000 (1 is off)."),
         ({"seed": -1}, "seed is -1; it must be from 0 to 2^63 - 1."),
         ({"n": 0}, "n is 0; it must be at least 1."),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20."),

@@ -200,18 +200,18 @@ def test_no_sequence_waits_for_ever_and_pages_balance():
 
 
 @pytest.mark.parametrize(
-    ("controller", "sentence"),
+    ("changes", "sentence"),
     [
-        (Controller(switch=AsPrinted(1.0)), "small: got a model that neither drafts nor speaks, or none that should"),
+        ({"controller": Controller(switch=AsPrinted(1.0))}, "This control switches between two models; name the other"),
         (
-            Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll)),
-            "switch: got a selector that goes by surprisals",
+            {"controller": Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll)), "small": MODEL},
+            "goes by surprisals, which a model that lags does not know",
         ),
     ],
 )
-def test_what_two_models_cannot_do_is_refused(controller, sentence):
+def test_what_two_models_cannot_do_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        configuration(controller=controller)
+        configuration(**changes)
 
 
 def test_whoever_catches_up_says_which_of_the_others_words_were_its_own_too():

@@ -77,16 +77,17 @@ def test_a_budget_is_the_programs_not_a_requests(model):
     [
         (dict(control=preset("entropyinfer", prefill_budget=15)), "less than a block of 16; choose a larger one"),
         (dict(control=Controller(budget=ConstantBudget(tokens=3))), "less than a block"),
-        (dict(audit=True), "audit is for two models that take turns"),
+        (dict(audit=True), "audit is for two models that take turns, and for prompts read in part"),
+        (dict(control="entropyinfer", prefill_batch=32), "prefill_batch is 32, and this control reads segments of 512"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(settings, sentence):
     with pytest.raises(UsageError, match=sentence):
-        et_jax.load(**SIZES, **settings)
+        et_jax.load(**SIZES | {"prefill_batch": None} | settings)
 
 
 def test_a_budget_above_the_context_reads_everything():
-    wide = et_jax.load(**SIZES, control=preset("entropyinfer", prefill_budget=4096))
+    wide = et_jax.load(**SIZES | {"prefill_batch": None}, control=preset("entropyinfer", prefill_budget=4096))
     [done] = wide.generate(PROMPTS[3], PARAMS)
     assert done.prompt_read is not None
     assert done.prompt_read.blocks_read == done.prompt_read.blocks_held > 0

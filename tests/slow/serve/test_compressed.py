@@ -113,7 +113,7 @@ def test_a_text_longer_than_the_pool_is_served(model):
         ({"cache_policy": "adakv", "cache_budget": named("latent", 36)}, "cache_budget is a Compression, which has a"),
         ({"cache_policy": "adakv", "control": Controller(selector=Quest(3))}, "This control chooses blocks, and the"),
         ({"draft": "lookup"}, "cache_budget forgets what drafts and second models read; leave out one or the other."),
-        ({"small": "bundled-small"}, "cache_budget forgets what drafts"),
+        ({"small": "bundled-small", "control": "ead"}, "cache_budget forgets what drafts"),
         ({"control": Controller(selector=Quest(3), refresh_every=2)}, "cache_budget forgets tokens that this control"),
     ],
 )
@@ -140,9 +140,11 @@ def test_a_prompt_read_in_part_is_compressed_like_another():
 
 
 def test_other_policies_serve_by_their_names_and_by_their_settings():
-    """A name means the settings that a `Compression` of it would have, compressed again every quarter."""
+    """A name means the settings that a `Compression` of it would have, compressed again every quarter but by snapkv."""
     config = engine.load(**(SIZES | SMALL | {"cache_policy": "streaming"})).decoder_config
     assert config.compression == named("streaming", 36, every=9)
+    config = engine.load(**(SIZES | SMALL | {"cache_policy": "snapkv"})).decoder_config
+    assert config.compression == named("snapkv", 36)  # done once, by the queries of the prompt alone
     how = named("random", 40, window=8, every=8)
     model = engine.load(**(SIZES | SMALL | {"cache_budget": how}))
     assert model.decoder_config.compression == how

@@ -91,20 +91,33 @@ def test_texts_and_traces_are_those_without_drafts(plain, control, settings):
     assert all_but_costs(again[0]) == all_but_costs(done[0])
 
 
-def test_a_control_that_steers_reading_is_served_without_drafts():
-    texts = [model.generate(asked()[:3]) for model in (opened("guarded"), opened("guarded", **DRAFTS))]
-    assert [all_but_costs(one) for one in texts[0]] == [all_but_costs(one) for one in texts[1]]
-    model = opened("guarded", **DRAFTS)
-    assert model.decoder_config.draft is None
-    assert any("drafts off" in line for line in model.describe())
-    assert model.decoder("off").config.draft is not None
+def test_a_control_that_leaves_nothing_to_draft_is_refused_wherever_it_is_given():
+    """Where two models take turns a drafter would speak; where one token sets what the next reads nothing drafts."""
+    sentences = {
+        "guarded": "^draft guesses tokens ahead",
+        "paper": "^draft guesses tokens ahead",
+        "ead": "^draft is for",
+    }
+    for draft in ("lookup", "bundled-small"):
+        model = opened("off", **DRAFTS | {"draft": draft})
+        assert any(f"up to 4 tokens drafted by {draft}, fixed length" in line for line in model.describe())
+        for control, sentence in sentences.items():
+            with pytest.raises(UsageError, match=sentence):
+                model.generate(LIST, control=control)
+            with pytest.raises(UsageError, match=sentence):
+                model.as_completed([], control=preset(control))
+            with pytest.raises(UsageError, match=sentence):
+                engine.load(**SIZES, **DRAFTS | {"draft": draft}, control=control)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"draft_length": "long"}, 'draft_length is "long"; choose one of acceptance, entropy, fixed.'),
-        ({"draft_tokens": 0}, "draft_tokens is 0"),
+        (
+            {"draft": "lookup", "draft_length": "long"},
+            'draft_length is "long"; choose one of acceptance, entropy, fixed.',
+        ),
+        ({"draft": "lookup", "draft_tokens": 0}, "draft_tokens is 0"),
         ({"draft_tokens": 17}, "draft_tokens is 17"),
     ],
 )

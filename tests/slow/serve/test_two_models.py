@@ -91,7 +91,7 @@ def test_a_model_with_another_tokenizer_is_refused(folder):
     vocabulary = parts["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(parts), encoding="utf-8")
-    for settings in ({"draft": str(folder)}, {"small": str(folder)}):
+    for settings in ({"draft": str(folder)}, {"small": str(folder), "control": "ead"}):
         with pytest.raises(UsageError, match="small and bundled have different tokenizers; take a small model"):
             et_jax.load(**(SIZES | settings))
 
@@ -107,7 +107,7 @@ def test_a_model_that_does_not_fit_the_other_is_refused(folder, changed, sentenc
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changed), encoding="utf-8")
     with pytest.raises(UsageError, match=sentence):
-        et_jax.load(**(SIZES | TURNS | {"small": str(folder)}))
+        et_jax.load(**(SIZES | TURNS | {"small": str(folder), "control": "ead"}))
 
 
 def test_a_small_model_that_is_not_small_is_told_of():
@@ -130,12 +130,8 @@ def test_two_models_that_do_not_fit_in_memory_are_refused_before_a_weight_is_rea
     ("settings", "sentence"),
     [
         ({"control": "ead"}, "This control switches between two models; name the other one by small."),
-        ({"small": "bundled-small", "draft": "another"}, "draft and small name two models; name one of them"),
-        (
-            {"audit": True},
-            "audit is for two models that take turns, or a control with a prefill budget; name the other one by small.",
-        ),
-        ({"small": "nowhere-at-all"}, "nowhere-at-all is neither a folder nor a hub name"),
+        ({"small": "bundled-small", "draft": "another"}, "draft is for one model, and small for two that take turns"),
+        ({"small": "nowhere-at-all", "control": "ead"}, "nowhere-at-all is neither a folder nor a hub name"),
     ],
 )
 def test_settings_of_two_models_that_cannot_work_are_refused(settings, sentence):

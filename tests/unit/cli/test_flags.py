@@ -3,42 +3,13 @@
 import argparse
 import inspect
 
-import pytest
-
 from et_jax.cli import flags
 from et_jax.control.presets import preset
-from et_jax.errors import UsageError
 
 
 def test_the_knobs_are_those_of_a_preset():
     taken = [name for name, given in inspect.signature(preset).parameters.items() if given.default is None]
     assert set(flags.CONTROL) <= set(taken)
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (["--small", "bundled-small"], "--small is for two models that take turns; add --control ead"),
-        (["--audit"], "--audit is for two models that take turns"),
-        (["--control", "ead", "--small", "bundled-small", "--draft", "lookup"], "--draft is for one model"),
-    ],
-)
-def test_flags_of_two_models_need_a_control_that_switches(given, sentence):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--draft")
-    flags.add_control(parser)
-    args = parser.parse_args(given)
-    with pytest.raises(UsageError, match=sentence):
-        flags.check_small(args, preset(args.control).switch is not None)
-
-
-@pytest.mark.parametrize("given", [{"draft_tokens": 4}, {"draft_length": "fixed"}])
-def test_what_is_said_of_drafts_needs_drafts(given):
-    nothing = {"draft": None, "draft_tokens": None, "draft_length": None}
-    flags.check_draft(argparse.Namespace(**nothing))
-    flags.check_draft(argparse.Namespace(**nothing | given | {"draft": "lookup"}))
-    with pytest.raises(UsageError, match="is for drafts; add --draft lookup"):
-        flags.check_draft(argparse.Namespace(**nothing | given))
 
 
 def test_caches_shrink_as_they_are_told():

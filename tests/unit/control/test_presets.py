@@ -122,7 +122,7 @@ def test_the_same_preset_is_one_controller():
         ("ead", {"window": 3}, 'control "ead" has no window; it has tau.'),
         ("paper", {"tau": 0.1}, 'control "paper" has no tau; it has target_entropy, tolerance, min_blocks, window.'),
         ("ead_guarded", {"tau": float("nan")}, "tau is nan"),
-        ("entropyinfer", {"prefill_budget": 0}, "prefill_budget is 0; it must be at least 1."),
+        ("entropyinfer", {"prefill_budget": 0}, "prefill_budget is 0; it must be from 1 to 536870912."),
         ("off", {"prefill_budget": 64}, 'control "off" has no prefill_budget; choose one of entropyinfer to set it.'),
         ("entropyinfer", {"tau": 0.1}, 'control "entropyinfer" has no tau; it has prefill_budget.'),
         ("certified", {"prefill_budget": 64}, 'control "certified" has no prefill_budget'),
@@ -133,8 +133,8 @@ def test_the_same_preset_is_one_controller():
         ("paper", {"tolerance": float("inf")}, "tolerance is inf; it must be a finite number."),
         ("certified", {"tolerance": 1.5}, "tolerance is 1.5; under certified it must be from 0 to 1."),
         ("guarded", {"tolerance": -0.1}, "tolerance is -0.1"),
-        ("guarded", {"min_blocks": -1}, "min_blocks is -1; it must be 0 (off) or above."),
-        ("guarded", {"window": -2}, "window is -2; it must be 0 (off) or above."),
+        ("guarded", {"min_blocks": -1}, "min_blocks is -1; it must be from 0 (off) to 536870912."),
+        ("guarded", {"window": -2}, "window is -2; it must be from 0 (off) to 536870912."),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(name, knobs, message):

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from et_jax.control.entropy import moments
 from et_jax.decode import sampling
+from et_jax.decode.faults import overflows
 from et_jax.decode.noise import race_noise
 from et_jax.types import replace
 
@@ -201,6 +203,54 @@ def test_penalties_are_their_formulas(repetition, presence, frequency, seed):
             expected[b, v] *= 1 / repetition if expected[b, v] > 0 else repetition
         expected[b, v] -= frequency * counts[b, v] + presence * (counts[b, v] > 0)
     np.testing.assert_allclose(compiled("penalise")(jnp.asarray(logits), given, kept), expected, rtol=1e-5, atol=1e-5)
+
+
+PENALTIES = ("repetition", "presence", "frequency")
+EXTREMES = {
+    "repetition_penalty": (1.0, 1e-6, 1e6, 1e-38, 3e38),  # those that a request may ask for, and beyond
+    "presence_penalty": (0.0, -1e6, 1e6, -3e38, 3e38),
+    "frequency_penalty": (0.0, -1e6, 1e6, -3e38, 3e38),
+    "temperature": (0.0, 5e-324, 1e-38, 1e-20, 1.0, 1e6, 3.4e38),
+    "top_p": (1.0, 1e-6),
+    "min_p": (0.0, 1.0),
+}
+
+
+@settings(max_examples=150)
+@given(
+    asks=st.fixed_dictionaries({name: st.sampled_from(some) for name, some in EXTREMES.items()}),
+    scale=st.sampled_from((1.0, 1e-30, 1e4, 1e20, 1e38)),
+    most=st.sampled_from((1, 2**20)),
+    seed=st.integers(0, 99),
+)
+def test_what_overflows_is_told_and_what_does_not_is_drawn(asks, scale, most, seed):
+    """At the edge of float32 a row is faulty, or its token is one of those that float64 gives a chance."""
+    rng = np.random.default_rng(seed)
+    logits = np.clip(rng.normal(0, 3, (ROWS, 20)) * scale, -3e38, 3e38).astype(np.float32)
+    logits = np.where(rng.random((ROWS, 20)) < 0.2, -np.inf, logits)  # what a mask has ruled out
+    counts, in_prompt = (
+        rng.integers(0, most + 1, (ROWS, 20)) * (rng.random((ROWS, 20)) < 0.3),
+        rng.random((ROWS, 20)) < 0.3,
+    )
+    given, heat = asked(**asks), np.float32(asks["temperature"])
+    kept = sampling.TokenCounts(in_prompt=jnp.asarray(in_prompt), generated=jnp.asarray(counts, jnp.int32))
+    altered = compiled("penalise")(jnp.asarray(logits), given, kept)
+    cut = cut_of(altered, given)
+    token = draw(altered, asks["temperature"], cut, keys(seed), 5)
+    warm = jnp.full(ROWS, heat if heat > 0 else 1.0, jnp.float32)
+    faulty = np.asarray(overflows(moments(altered, warm)))
+    allowed = all(1e-6 <= abs(asks[f"{name}_penalty"] or 1.0) <= 1e6 for name in PENALTIES)
+    if allowed and scale <= 1e4 and (heat == 0 or 1e-20 <= heat <= 1e6):
+        assert not faulty.any()
+    repetition = np.float64(np.float32(asks["repetition_penalty"]))
+    seen = in_prompt | (counts > 0)
+    exact = logits.astype(np.float64)
+    exact = np.where(seen, np.where(exact > 0, exact / repetition, exact * repetition), exact)
+    exact -= asks["frequency_penalty"] * counts + asks["presence_penalty"] * (counts > 0)
+    largest = np.abs(exact[np.isfinite(exact)]).max() + abs(asks["frequency_penalty"]) * counts.max()
+    largest += abs(asks["presence_penalty"])
+    for row, one, bad in zip(exact, token, faulty, strict=True):  # of float32, and of a race: e^-120 is no chance
+        assert bad or row.max() - row[one] <= 1e-5 * largest + 120 * max(float(heat), 1e-37), (asks, scale, row, one)
 
 
 def test_counts_grow_where_a_token_was_produced_and_nowhere_else():

@@ -1,0 +1,175 @@
+"""What goes with what: one table of settings and laws that cannot work together, and the sentence of each refusal.
+
+Settings are read here from whoever has some: the engine's, a decoder's configuration, a control given for one call.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from et_jax.control.controller import Controller
+from et_jax.control.select import Selector
+from et_jax.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Settings that were given, by their names in `load`, and the laws that are to run under them.
+
+    `steers` tells whether one token decides what the next reads, and is asked only where that matters. Selectors have
+    the `needs`, beside those of the laws. Where a cache is compressed, heads keep different numbers of entries if it
+    `splits`, and `room` entries at the very most; a slot has `length` tokens. What is not known yet is None.
+    """
+
+    given: Mapping[str, Any]
+    laws: Controller
+    steers: Callable[[], bool]
+    num_layers: int | None = None
+    needs: frozenset[str] = frozenset()
+    splits: bool = False
+    room: int | None = None
+    length: int | None = None
+
+    def has(self, *names: str) -> bool:
+        """Return whether any of these settings was given."""
+        return not self.given.keys().isdisjoint(names)
+
+    @property
+    def switches(self) -> bool:
+        """Whether two models take turns."""
+        return self.laws.switch is not None
+
+    @property
+    def selectors(self) -> tuple[Selector, ...]:
+        """The selectors of all layers; of a model that is not known yet, each of them."""
+        return self.laws.selectors(self.num_layers or self.laws.dense_layers + 1)
+
+    @property
+    def by_surprisals(self) -> bool:
+        """Whether what is read depends on every token's surprisal."""
+        return "surprisals" in self.needs.union(*(selector.needs for selector in self.selectors))
+
+    @property
+    def chooses(self) -> bool:
+        """Whether blocks are chosen anywhere."""
+        return not all(selector.reads_all for selector in self.selectors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A `clash` of settings and laws, and the `sentence` that refuses it, with the names of settings in braces.
+
+    What is `idle` does no harm: it is refused where all is set, and not of a control that stands in for one call, which
+    may do without what serves the others.
+    """
+
+    clash: Callable[[Case], bool]
+    sentence: str
+    idle: bool = False
+
+    def told(self, case: Case, spelled: Callable[[str], str]) -> str:
+        """Return the sentence, each setting `spelled` as its reader gave it."""
+        return self.sentence.format(case=case, **{name: spelled(name) for name in _NAMES})
+
+
+_NAMES = (
+    *("control", "draft", "draft_tokens", "draft_length", "small", "lazy_prefill", "audit"),
+    *("cache_budget", "cache_policy", "prefill_batch", "max_model_len"),
+)
+
+TABLE = (
+    Row(
+        lambda c: c.has("draft") and c.switches,
+        "{draft} is for one model, and this control has two take turns; leave {draft} out, or choose another "
+        "control (the model that takes turns is named by {small}).",
+    ),
+    Row(
+        lambda c: c.has("draft") and c.has("small"),
+        "{draft} is for one model, and {small} for two that take turns; leave one of them out.",
+    ),
+    Row(
+        lambda c: c.has("draft") and c.steers(),
+        "{draft} guesses tokens ahead, and under this control one token decides what the next reads; leave {draft} "
+        "out, or choose off, certified or adaptive.",
+    ),
+    *(
+        Row(
+            lambda c, name=name: c.has(name) and not c.has("draft"),
+            f"{{{name}}} is for drafts; set {{draft}} to lookup, or to a smaller model.",
+        )
+        for name in ("draft_tokens", "draft_length")
+    ),
+    Row(
+        lambda c: c.switches and c.laws.budget is not None,
+        "This control has a prefill budget and switches between two models; take one of them.",
+    ),
+    Row(
+        lambda c: c.switches and not c.has("small"),
+        "This control switches between two models; name the other one by {small}.",
+    ),
+    Row(
+        lambda c: c.switches and c.by_surprisals,
+        "This control switches between two models and goes by surprisals, which a model that lags does not know; take "
+        "another selector.",
+    ),
+    *(
+        Row(
+            lambda c, name=name: c.has(name) and not c.switches,
+            f"{{{name}}} is for two models that take turns; set {{control}} to ead or ead_guarded.",
+            idle=True,
+        )
+        for name in ("small", "lazy_prefill")
+    ),
+    Row(
+        lambda c: c.has("audit") and not c.switches and c.laws.budget is None,
+        "{audit} is for two models that take turns, and for prompts read in part; set {control} to ead, ead_guarded or "
+        "entropyinfer.",
+        idle=True,
+    ),
+    Row(
+        lambda c: c.has("cache_policy") and not c.has("cache_budget"),
+        "{cache_policy} says what a {cache_budget} keeps; set that too, to a number of tokens.",
+    ),
+    Row(
+        lambda c: c.has("cache_policy") and not isinstance(c.given["cache_budget"], int),
+        "{cache_budget} is a Compression, which has a policy of its own; leave out {cache_policy}.",
+    ),
+    Row(
+        lambda c: c.has("cache_budget") and c.has("draft", "small"),
+        "{cache_budget} forgets what drafts and second models read; leave out one or the other.",
+    ),
+    Row(
+        lambda c: c.has("cache_budget") and (c.laws.refresh_every > 1 or c.by_surprisals),
+        "{cache_budget} forgets tokens that this control goes by; leave it out, or choose another control.",
+    ),
+    Row(
+        lambda c: c.splits and c.chooses,
+        "This control chooses blocks, and the policy of {cache_budget} has heads keep different numbers of them; take "
+        "latent, or another control.",
+    ),
+    Row(
+        lambda c: c.room is not None and c.length is not None and c.room >= c.length,
+        "{cache_budget} keeps {case.room} tokens and {max_model_len} is {case.length}, so that nothing would ever be "
+        "left out; lower {cache_budget}, or leave it out.",
+    ),
+    Row(
+        lambda c: (
+            c.laws.budget is not None and c.given.get("prefill_batch", c.laws.budget.segment) < c.laws.budget.segment
+        ),
+        "{prefill_batch} is {case.given[prefill_batch]}, and this control reads segments of {case.laws.budget.segment} "
+        "tokens whole; leave {prefill_batch} out, or raise it.",
+    ),
+)
+"""The first row that clashes is told."""
+
+
+def check(case: Case, *, for_one_call: bool = False) -> None:
+    """Raise UsageError, one sentence, where settings and laws do not go together."""
+    for row in TABLE:
+        if not (for_one_call and row.idle) and row.clash(case):
+            raise UsageError(row.told(case, str), on_command_line=row.told(case, flag))
+
+
+def flag(name: str) -> str:
+    """Return the command line's name of a setting."""
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,194 @@
+"""What goes with what: every row of the table is met, and no setting that is taken does nothing."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from small_model import LENGTH, MODEL
+
+from et_jax import evaluate, generate
+from et_jax.control.budget import ConstantBudget
+from et_jax.control.compression import named
+from et_jax.control.contribution import token_nll
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.control.select import ActiveSet, Quest
+from et_jax.control.switch import AsPrinted
+from et_jax.decode import compat
+from et_jax.decode.state import DecoderConfig
+from et_jax.errors import UsageError
+from et_jax.serve.config import EngineConfig
+from et_jax.serve.sizing import beside, decoder_config
+from et_jax.types import replace
+
+OTHER = dataclasses.replace(MODEL, num_layers=1, num_heads=2, num_kv_heads=1)
+LAW = ConstantBudget(tokens=16, segment=16, dense_until=16)
+SETS_TOLERANCE = Controller(law=lambda signals, state: replace(state, tolerance=0.1 * signals.entropy))
+SETS_HEAT = Controller(law=lambda signals, state: replace(state, temperature=0.1 + signals.entropy))
+
+
+def sized(**settings: Any) -> DecoderConfig:
+    """The configuration of the decoder of a small model, and of a smaller one where two are named."""
+    given = EngineConfig(**{"page_size": 4, "backend": "xla"} | settings)
+    small = None if given.second_model is None else OTHER
+    return decoder_config(given, MODEL, jnp.float32, small=small)
+
+
+TURNS = {"control": "ead", "small": "bundled-small"}
+REFUSED = [
+    ({"draft": "bundled-small", "control": "ead"}, "draft is for one model, and this control has two take turns;"),
+    ({"draft": "lookup", "control": "ead_guarded"}, "draft is for one model, and this control has two take turns;"),
+    ({"draft": "lookup", **TURNS}, "draft is for one model, and this control has two take turns;"),
+    ({"draft": "lookup", "small": "bundled-small"}, "draft is for one model, and small for two that take turns;"),
+    ({"draft": "lookup", "control": "paper"}, "draft guesses tokens ahead, and under this control one token decides"),
+    ({"draft": "bundled-small", "control": "guarded"}, "draft guesses tokens ahead"),
+    ({"draft": "lookup", "control": SETS_TOLERANCE}, "draft guesses tokens ahead"),
+    ({"draft": "lookup", "control": Controller(selector=Quest(2), refresh_every=4)}, "draft guesses tokens ahead"),
+    ({"draft_tokens": 8}, "draft_tokens is for drafts; set draft to lookup, or to a smaller model."),
+    ({"draft_length": "acceptance"}, "draft_length is for drafts; set draft to lookup, or to a smaller model."),
+    ({"control": "ead"}, "This control switches between two models; name the other one by small."),
+    ({**TURNS, "control": Controller(switch=AsPrinted(1.0), budget=LAW)}, "This control has a prefill budget and swi"),
+    ({**TURNS, "control": Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll))}, "This control switches"),
+    ({"small": "bundled-small"}, "small is for two models that take turns; set control to ead or ead_guarded."),
+    ({"lazy_prefill": True}, "lazy_prefill is for two models that take turns; set control to ead or ead_guarded."),
+    ({"audit": True}, "audit is for two models that take turns, and for prompts read in part; set control to ead, "),
+    ({"cache_policy": "latent"}, "cache_policy says what a cache_budget keeps; set that too, to a number of tokens."),
+    (
+        {"cache_policy": "latent", "cache_budget": named("latent", 36)},
+        "cache_budget is a Compression, which has a poli",
+    ),
+    ({"cache_budget": 36, "draft": "lookup"}, "cache_budget forgets what drafts and second models read;"),
+    ({"cache_budget": 36, **TURNS}, "cache_budget forgets what drafts and second models read;"),
+    ({"cache_budget": 36, "control": Controller(selector=Quest(2), refresh_every=2)}, "cache_budget forgets tokens"),
+    ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget forgets tokens that"),
+    ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control chooses blocks, and the pol"),
+    ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
+    ({"cache_budget": 36, "max_model_len": 36}, "cache_budget keeps 36 tokens and max_model_len is 36"),
+    ({"cache_budget": 36, "cache_policy": "adakv"}, "cache_budget keeps 72 tokens and max_model_len is 64"),
+    (
+        {"prefill_batch": 64, "control": "entropyinfer"},
+        "prefill_batch is 64, and this control reads segments of 512 to",
+    ),
+]
+
+
+def told_of(settings: dict[str, Any]) -> UsageError:
+    with pytest.raises(UsageError) as refused:
+        sized(**settings)
+    return refused.value
+
+
+def test_every_row_refuses_in_one_sentence(monkeypatch):
+    unmet = set(compat.TABLE)
+    told = compat.Row.told
+
+    def met(row, case, spelled):
+        unmet.discard(row)
+        return told(row, case, spelled)
+
+    monkeypatch.setattr(compat.Row, "told", met)
+    for settings, sentence in REFUSED:
+        refused = told_of(settings)
+        assert str(refused).startswith(sentence), (settings, str(refused))
+        assert str(refused).endswith(".") and "\n" not in str(refused) and "{" not in str(refused)
+        assert refused.on_command_line == str(refused) or "--" in refused.on_command_line
+    assert not unmet
+
+
+def test_a_control_for_one_call_meets_the_same_table_but_may_leave_idle_what_serves_others():
+    drafting = {"page_size": 4, "backend": "xla", "draft": "bundled-small"}
+    for control, sentence in (
+        ("ead", "^draft is for one model"),
+        ("paper", "^draft guesses"),
+        (SETS_TOLERANCE, "^dra"),
+    ):
+        settings = EngineConfig(**drafting)
+        laws = preset(control) if isinstance(control, str) else control
+        with pytest.raises(UsageError, match=sentence):
+            beside(settings, sized(**drafting), laws, OTHER)
+    turning = {"page_size": 4, "backend": "xla", "lazy_prefill": True, "audit": True} | TURNS
+    alone = beside(EngineConfig(**turning), sized(**turning), Controller(), OTHER)
+    assert alone.small is None and not alone.lazy and not alone.audit
+    kept = {"page_size": 4, "backend": "xla", "cache_budget": 36}
+    with pytest.raises(UsageError, match=r"^cache_budget forgets tokens"):
+        beside(EngineConfig(**kept), sized(**kept), Controller(selector=Quest(2), refresh_every=2), None)
+
+
+def test_a_law_of_ones_own_is_drafted_for_unless_it_sets_what_the_next_token_reads():
+    assert sized(draft="lookup", control=SETS_HEAT).draft is not None
+    EngineConfig(draft="lookup", control=SETS_TOLERANCE)  # whose shapes are not known before the model is
+
+
+ONE_OF_EACH = {
+    "page_size": [8],
+    "max_model_len": [48],
+    "num_pages": [40],
+    "max_num_seqs": [5],
+    "max_resident_seqs": [9],
+    "prefill_batch": [16],
+    "control": ["paper", "certified", "ead", "entropyinfer", Controller(budget=LAW)],
+    "draft": ["lookup", "bundled-small"],
+    "draft_tokens": [3],
+    "draft_length": ["entropy", "fixed"],
+    "small": ["bundled-small"],
+    "lazy_prefill": [True],
+    "audit": [True],
+    "tell_reads": [True],
+    "cache_budget": [40, named("random", 40)],
+    "cache_policy": ["snapkv", "streaming", "pyramidkv"],
+}
+
+
+def shaped(settings: dict[str, Any]) -> DecoderConfig | None:
+    try:
+        return sized(**settings)
+    except UsageError as error:
+        assert "\n" not in str(error)
+        return None
+
+
+@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_whatever_is_taken_together_has_an_effect(most):
+    """Some settings: where a decoder is made of them, it is another one without any of them, or there is none."""
+    choices = [(name, one) for name, some in ONE_OF_EACH.items() for one in some]
+    made: dict[frozenset[int], DecoderConfig | None] = {}
+    for count in range(most + 1):
+        for chosen in itertools.combinations(range(len(choices)), count):
+            settings = dict(choices[i] for i in chosen)
+            if len(settings) < count:
+                continue
+            made[frozenset(chosen)] = found = shaped(settings)
+            for i in chosen if found is not None else ():
+                assert made[frozenset(chosen) - {i}] != found, f"{choices[i][0]} does nothing beside {settings}"
+
+
+def test_the_command_line_says_it_in_flags(capfd, tmp_path):
+    output = tmp_path / "out.jsonl"
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    cases = {
+        "--draft lookup --control paper": "--draft guesses tokens ahead, and under this control one token decides",
+        "--draft bundled-small --control ead": "--draft is for one model, and this control has two take turns",
+        "--draft-tokens 4": "--draft-tokens is for drafts; set --draft to lookup, or to a smaller model.",
+        "--draft-length fixed": "--draft-length is for drafts; set --draft to lookup, or to a smaller model.",
+        "--control ead": "This control switches between two models; name the other one by --small.",
+        "--small bundled-small": "--small is for two models that take turns; set --control to ead or ead_guarded.",
+        "--lazy-prefill": "--lazy-prefill is for two models that take turns; set --control to ead or ead_guarded.",
+        "--audit --control certified": "--audit is for two models that take turns, and for prompts read in part;",
+        "--cache-policy latent": "--cache-policy says what a --cache-budget keeps; set that too",
+        "--cache-budget 64 --draft lookup": "--cache-budget forgets what drafts and second models read;",
+        "--cache-budget 64 --cache-policy adakv --control certified": "This control chooses blocks, and the policy of",
+    }
+    for given, sentence in cases.items():
+        for command, start in (
+            (generate, ["--prompt", "a"]),
+            (generate, ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]),
+            (evaluate, ["--task", "passkey"]),
+        ):
+            if command is evaluate and "draft" in given:
+                continue
+            assert command.main([*start, *given.split()]) == 2
+            said = capfd.readouterr().err
+            assert said.startswith(f"error: {sentence}") and said.count("\n") == 1, said
+    assert not output.exists()

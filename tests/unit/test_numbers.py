@@ -1,0 +1,191 @@
+"""Numbers that callers give: every field and every flag that takes one, found by looking, against every kind of number.
+
+Each is taken, as one that 32 bits hold, or refused in a sentence.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import math
+import pkgutil
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import config
+
+import et_jax.control
+from et_jax import evaluate, generate
+from et_jax.cli import command
+from et_jax.control import budget, clock, guards, priority, select, smoothing, temperature_rules, tolerance
+from et_jax.control.base import as_value, chain
+from et_jax.control.compression import Compression
+from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.presets import NAMES, SETTINGS, knobs_of, preset
+from et_jax.control.settings import _names, adjusted
+from et_jax.errors import UsageError
+from et_jax.serve import engine
+from et_jax.serve.config import EngineConfig
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.types import Number
+
+HOSTILE = [
+    *(10**18, -(10**18), 10**400, -(10**400), 10**5000, 2**31, 2**63, 0, -1, True, False),
+    *(math.nan, math.inf, -math.inf, 1e308, -1e308, 3.4e38, 3e-39, 1e-400, 5e-324, 0.5, 1j),
+    *("5", b"1", None, [1], Decimal(1), Decimal("NaN"), Fraction(1, 2), Fraction(10**400), object()),
+    *(np.int64(5), np.uint64(2**64 - 1), np.float32(1.5), np.float64("nan"), np.bool_(True), np.complex64(1)),
+    *(np.longdouble(1.5), jnp.float32(1), jnp.int32(3), jnp.float32(jnp.nan), jnp.array([1])),
+]
+PARAMS = SamplingParams()
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Without the run-time type checks of the test run, which would answer before the code does."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+def made(make: Callable[[], Any], kind: type[ValueError], what: str) -> Any:
+    """What is made, or None where that is refused in a sentence."""
+    try:
+        return make()
+    except kind as error:
+        assert 0 < len(str(error)) < 300 and "\n" not in str(error) and "Exceeds" not in str(error), what
+        return None
+    except Exception as error:
+        raise AssertionError(f"{what} ends in {type(error).__name__}") from error
+
+
+def shown(value: Any) -> str:
+    return f"{type(value).__name__} {value if not isinstance(value, int) or abs(value) < 2**64 else '...'}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rest"),
+    [
+        (EngineConfig, {}),
+        (SamplingParams, {}),
+        (GenerationRequest, {"prompt": "a", "params": PARAMS}),
+    ],
+)
+def test_every_field_of_what_is_asked_for(kind, rest):
+    for field in dataclasses.fields(kind):
+        for value in HOSTILE:
+            what = f"{kind.__name__}.{field.name} = {shown(value)}"
+            found = made(lambda f=field, v=value: kind(**rest | {f.name: v}), UsageError, what)
+            number = None if found is None else getattr(found, field.name)
+            assert not isinstance(number, float) or abs(number) <= 3.4e38, what
+
+
+def test_every_knob_of_every_preset_and_every_number_of_a_request():
+    for name in NAMES:
+        laws = preset(name)
+        for knob in SETTINGS:
+            for value in HOSTILE:
+                made(lambda n=name, k=knob, v=value: preset(n, **{k: v}), UsageError, f"{name}: {knob} {shown(value)}")
+        for number in _names(laws) | set(knobs_of(name)):
+            for value in (10**18, -(10**400), -1, 0, 1e-400, 3.4e38, math.inf, True, Fraction(1, 2)):
+                control = made(
+                    lambda n=number, v=value: GenerationRequest(prompt="a", params=PARAMS, control={n: v}),
+                    UsageError,
+                    f"control {number} {shown(value)}",
+                )
+                if control is not None and control.control:
+                    made(lambda c=control, laws=laws: adjusted(laws, c.control), UsageError, f"{name}: {number}")
+
+
+EXAMPLES = [
+    Compression(budget=64),
+    as_value(len),
+    clock.Beside(clock.FallClock(), "other"),
+    chain(smoothing.EmaEntropy(), clock.FallClock()),
+    guards.Clipped(smoothing.EmaEntropy(), "entropy", 0.0, 1.0),
+    guards.Floored(smoothing.EmaEntropy(), 0.5),
+    guards.NeverAboveStart(smoothing.EmaEntropy(), "temperature"),
+    guards.RateLimited(smoothing.EmaEntropy(), "entropy", 0.5),
+    guards.Saturation(smoothing.EmaEntropy(), "entropy", 0.0, 1.0),
+    guards.Stability(smoothing.EmaEntropy(), 0.1),
+    priority.Aged(priority.FCFS(), 1.0, 0.1),
+    select.Guarded(select.Dense()),
+    select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy()),
+    select.MaskSelector(len),
+    select.Quest(3),
+    temperature_rules.CoolOnly(temperature_rules.Newton(2.0)),
+    tolerance.Shuffled(np.zeros((2, 3))),
+    budget.CertifiedBudget(),
+]
+"""Values of the classes that cannot be made of one number each."""
+
+
+def values() -> Iterator[Any]:
+    """Yield a value of every dataclass of the laws that holds a number."""
+    examples = {type(one): one for one in EXAMPLES}
+    for module in pkgutil.iter_modules(et_jax.control.__path__):
+        loaded = importlib.import_module(f"et_jax.control.{module.name}")
+        for _, kind in inspect.getmembers(loaded, dataclasses.is_dataclass):
+            if not isinstance(kind, type) or kind.__module__ != loaded.__name__ or not hasattr(kind, "__post_init__"):
+                continue
+            asked = [f for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory]
+            others = [f.name for f in asked if f.type not in (float, Number)]
+            assert kind in examples or not others, f"add a {kind.__name__} to EXAMPLES, for its {others}"
+            yield examples.pop(kind, None) or kind(**{f.name: 0.5 for f in asked})
+    assert not examples
+
+
+def test_every_number_of_every_law():
+    for one in values():
+        for field in dataclasses.fields(one):
+            counts = field.init and isinstance(getattr(one, field.name), int | float)
+            for value in HOSTILE if counts else []:
+                what = f"{type(one).__name__}.{field.name} = {shown(value)}"
+                found = made(lambda o=one, f=field, v=value: dataclasses.replace(o, **{f.name: v}), ValueError, what)
+                number = None if found is None else getattr(found, field.name)
+                if type(number) in (int, float):
+                    most = 2**31 - 1 if type(number) is int else np.finfo(np.float32).max
+                    assert abs(number) <= most or math.isinf(number), what
+
+
+def stand_in(name: str = "bundled", *, progress: Any = None, **settings: Any) -> None:
+    EngineConfig(name=name, **settings)
+    raise UsageError("loaded.")
+
+
+ENOUGH = {
+    "--tau": ["--control", "ead", "--small", "bundled-small"],
+    "--prefill-budget": ["--control", "entropyinfer"],
+    "--draft-tokens": ["--draft", "lookup"],
+    **{flag: ["--control", "certified"] for flag in ("--target-entropy", "--tolerance", "--min-blocks", "--window")},
+}
+"""What a flag goes with."""
+
+
+@pytest.mark.parametrize("of", [generate, evaluate])
+def test_every_flag_that_takes_a_number(of, monkeypatch, capfd):
+    monkeypatch.setattr(engine, "load", stand_in)
+    start = ["-p", "a"] if of is generate else ["--task", "passkey"]
+    flags = [one.option_strings[0] for one in of.parser()._actions if one.type in (int, float)]
+    assert len(flags) >= 10
+    for flag in flags:
+        for value in (
+            "1" + "0" * 18,
+            "-1" + "0" * 18,
+            "1" + "0" * 400,
+            "1" * 5000,
+            "nan",
+            "inf",
+            "-inf",
+            "1e-400",
+            "1e308",
+        ):
+            try:
+                code = of.main([*start, *ENOUGH.get(flag, []), f"{flag}={value}"])
+            except SystemExit as ended:  # argparse knows that it is no number of the kind
+                code = ended.code
+            said = capfd.readouterr().err.splitlines()[-1]
+            assert code == command.USAGE and "error: " in said and len(said) < 6000, (flag, value[:9], said[:300])
