@@ -154,6 +154,9 @@ def _small() -> str:
     return str(folder(SMALL))
 
 
+SLOW = {"bfloat16", "window", "own", "surprisals", "adaptive, lookup"}
+"""Those that are tried with `-m slow` alone: what they add to another row is little."""
+
 CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "plain": Capability,
     "bfloat16": lambda: Capability(settings={"dtype": "bfloat16"}),

@@ -1,7 +1,7 @@
 """One tiny model and one decoder for each row of the table, shared by all laws."""
 
 import pytest
-from capabilities import CAPABILITIES
+from capabilities import CAPABILITIES, SLOW
 from served import Served, hurried
 
 
@@ -16,7 +16,10 @@ def _compiled_in_a_hurry():
         yield
 
 
-@pytest.fixture(scope="session", params=CAPABILITIES)
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CAPABILITIES],
+)
 def served(request):
     """Every capability in turn."""
     with hurried():
