@@ -15,6 +15,8 @@ from et_jax.errors import UsageError
 
 FAILED, USAGE = 1, 2  # exit codes; that of a signal is 128 and its number, as shells say it
 READER_GONE = 141  # which is that of SIGPIPE
+_NO_THREAD = "can't start new thread"  # Python's words, where processes or memory are bounded
+_THREADS = "The system starts no more threads; end other programs, or raise `ulimit -u` or `ulimit -v`."
 _SHORTAGE = "No memory is left for this; free some, or ask for less at once. What was written so far is kept."
 
 
@@ -32,9 +34,9 @@ def run(
     try:
         return _run(parser, command, arguments, texts)
     except RuntimeError as error:
-        if "can't start new thread" not in str(error):
+        if _NO_THREAD not in str(error):
             raise
-        print("error: the system starts no more threads; end other programs, or raise `ulimit -u`.", file=sys.stderr)
+        print(f"error: {_THREADS}", file=sys.stderr)
         return FAILED
 
 
@@ -64,7 +66,7 @@ def _run(
             print(f"\n{signals.said}", file=sys.stderr)
             return 128 + signal.SIGINT
         except (MemoryError, RuntimeError) as error:
-            if not is_shortage(error):
+            if not is_shortage(error) or _NO_THREAD in str(error):
                 raise
         except OSError as error:
             if _is_reader_gone(error):
@@ -78,7 +80,7 @@ def _run(
 
 def is_shortage(error: BaseException) -> bool:
     """Return whether memory, or a thread, was refused: by Python, or in the words of JAX's runtime."""
-    words = "RESOURCE_EXHAUSTED", "Out of memory", "can't start new thread"
+    words = "RESOURCE_EXHAUSTED", "Out of memory", _NO_THREAD
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 

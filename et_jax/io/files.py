@@ -16,6 +16,7 @@ from et_jax.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 def expanded(path: str | Path) -> Path:
     """Return a path with the home that it begins with in full, if it does.
 
@@ -28,7 +29,6 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise UsageError(f"{path} begins with a home that is not known; set HOME, or name the path in full.") from error
-
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:

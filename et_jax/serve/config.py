@@ -190,7 +190,8 @@ def _count(name: str, value: Any) -> int:
 
 def _choice(name: str, value: Any, choices: Collection[str | None]) -> str:
     if not isinstance(value, str) or value not in choices:
-        raise UsageError(f"{name} is {values.shown(value)}; choose one of {', '.join(map(str, choices))}.")
+        none = " or None" if None in choices else ""
+        raise UsageError(f"{name} is {values.shown(value)}; choose one of {', '.join(filter(None, choices))}{none}.")
     return str(value)
 
 

@@ -1,5 +1,7 @@
 """One tiny model and one decoder for each row of the table, shared by all laws."""
 
+import functools
+
 import pytest
 from capabilities import CAPABILITIES, SLOW
 from served import Served, hurried
@@ -22,5 +24,11 @@ def _compiled_in_a_hurry():
 )
 def served(request):
     """Every capability in turn."""
+    return _made(request.param)
+
+
+@functools.cache
+def _made(name: str) -> Served:
+    """A row, made once: between two laws pytest may ask for others."""
     with hurried():
-        return Served(CAPABILITIES[request.param]())
+        return Served(CAPABILITIES[name]())

@@ -33,4 +33,4 @@ def test_the_examples_of_laws_run() -> None:
 
 def test_the_commands_are_those_that_every_change_must_pass() -> None:
     commands = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert commands[1].strip() == (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1]
+    assert commands[1].strip() in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()

@@ -56,7 +56,10 @@ def test_a_system_without_another_thread_is_told(monkeypatch, capfd) -> None:
         assert command.run(argparse.ArgumentParser, lambda *_: 0, [], texts=()) == command.FAILED
     assert command.run(argparse.ArgumentParser, none, [], texts=()) == command.FAILED
     lines = capfd.readouterr().err.splitlines()
-    assert lines == ["error: the system starts no more threads; end other programs, or raise `ulimit -u`."] * 2
+    assert (
+        lines
+        == ["error: The system starts no more threads; end other programs, or raise `ulimit -u` or `ulimit -v`."] * 2
+    )
 
 
 @needs_full
