@@ -39,7 +39,7 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
 from et_jax.serve.sizing import beside, check_measured
 from et_jax.serve.streams import serve
-from et_jax.serve.use import Use, check_untraced
+from et_jax.serve.use import Use, check_untraced, untraced
 from et_jax.text import Tokenizer
 from et_jax.types import replace
 
@@ -56,6 +56,7 @@ Prompts = Prompt | Iterable[Prompt]
 """One prompt or several; arrays of ids are lists of ids, an array of two axes is several prompts."""
 
 
+@untraced
 @own_settings()
 def load(
     name: str | Path | Any = "bundled",
@@ -139,7 +140,6 @@ def load(
         raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
     platform()  # before anything asks for a device
     tell = progress or (lambda _: None)
-    check_untraced()
     own = given.keys() - {"progress", "config", "tokenizer"}
     if is_module(name):
         settings = EngineConfig(**{key: given[key] for key in own} | {"name": type(name).__name__})
@@ -412,13 +412,13 @@ class Model:
         ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
         yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled)
 
+    @untraced
     @own_settings()
     def replicas(self, control: Control | None = None) -> Replicas:
         """Return what serves under controllers of a structure, made and warmed up when first asked for.
 
         Others that are idle are dropped.
         """
-        check_untraced()
         own = self.decoder(control)
         wanted = _structure(own.config)
         with self._lock:

@@ -1,11 +1,17 @@
 """Whether a model may be used here and now."""
 
+import functools
 import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
 
 from et_jax.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Use:
@@ -37,6 +43,17 @@ class Use:
                 f"The model {self._name} was loaded before this process was forked, and its threads are not here; load "
                 'it in each process, or start processes by multiprocessing.get_context("spawn").'
             )
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs `check_untraced` first, before any setting of JAX is touched."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_untraced()
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def check_untraced() -> None:
