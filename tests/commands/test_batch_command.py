@@ -199,15 +199,19 @@ def test_a_name_too_long_for_its_manifest_is_refused(
 
 
 @pytest.mark.parametrize(
-    "shortage",
+    ("shortage", "told"),
     [
-        MemoryError(),
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes."),
-        RuntimeError("can't start new thread"),
+        (MemoryError(), "No memory is left"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes."),
+            "No memory is left",
+        ),
+        (RuntimeError("can't start new thread"), "The system starts no more threads"),
     ],
 )
-def test_a_shortage_of_memory_is_a_sentence_and_loses_no_row(
+def test_a_shortage_is_a_sentence_and_loses_no_row(
     shortage: Exception,
+    told: str,
     files: list[str],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -221,7 +225,7 @@ def test_a_shortage_of_memory_is_a_sentence_and_loses_no_row(
                 yield answer
 
     monkeypatch.setattr(engine, "load", lambda *_, **__: Exhausted())
-    assert "No memory is left" in complaint(capfd, *files)
+    assert told in complaint(capfd, *files)
     kept = (tmp_path / "out.jsonl").read_bytes()
     assert len(kept.splitlines()) == 1
     monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
