@@ -64,13 +64,25 @@ _here = _Here()
 def own_settings() -> Iterator[None]:
     """Use the package's settings of JAX in this thread, and no mesh; also a decorator. Within itself it does nothing.
 
-    It is for the host: JAX sets no mesh while it traces.
+    Raises UsageError within `jax.grad` or `jax.vmap` under a mesh, which JAX takes away from neither.
     """
     if _here.inside:
         yield
     else:
-        with _settings(), jax.set_mesh(None):
+        with _no_mesh(), _settings():
             yield
+
+
+def _no_mesh() -> contextlib.AbstractContextManager[Any]:
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    try:
+        return jax.set_mesh(None)
+    except ValueError as error:
+        raise UsageError(
+            "A model cannot be loaded or used within jax.grad or jax.vmap under a mesh (jax.set_mesh); do it outside of "
+            "either."
+        ) from error
 
 
 @contextlib.contextmanager
