@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -17,7 +18,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 
-LAWS, SLOW = (Path(__file__).parent / name for name in ("laws", "slow"))
+SLOW = Path(__file__).parent / "slow"
 WEEK = 7 * 24 * 3600.0
 
 
@@ -44,16 +45,24 @@ def pytest_sessionstart() -> None:
     scope.SETTINGS["numpy_dtype_promotion"] = "strict"
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in `slow`, and let each test file, and each capability with all its laws, stay in one process."""
+    """Mark what lies in `slow`."""
     for item in items:
         if item.path.is_relative_to(SLOW):
             item.add_marker(pytest.mark.slow)
-        together = item.path
-        if item.path.is_relative_to(LAWS):
-            together = item.callspec.params["served"]  # pyright: ignore[reportAttributeAccessIssue]
-        item.add_marker(pytest.mark.xdist_group(name=str(together)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let each test file, and each capability with all its laws, stay in one process: it makes its models once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            return test[test.index("[") :] if file.startswith("tests/laws/") else file
+
+    return Together(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 @pytest.fixture(scope="module", autouse=True)

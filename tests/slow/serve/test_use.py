@@ -171,7 +171,10 @@ def test_a_model_within_a_traced_function_is_refused_and_where_there_are_numbers
 
         served(function)(jnp.float32(1))
         assert [one.token_ids for one in got] == [one.token_ids for one in expected]
-        with jax.set_mesh(mesh), pytest.raises(UsageError, match=r"^A model .* under a mesh \(jax.set_mesh\); do it .*"):
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(UsageError, match=r"^A model .* under a mesh \(jax.set_mesh\); do it .*"),
+        ):
             served(function)(jnp.float32(1))
 
 
