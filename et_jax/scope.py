@@ -80,8 +80,7 @@ def _no_mesh() -> contextlib.AbstractContextManager[Any]:
         return jax.set_mesh(None)
     except ValueError as error:
         raise UsageError(
-            "A model cannot be loaded or used within jax.grad or jax.vmap under a mesh (jax.set_mesh); do it outside of "
-            "either."
+            "A model cannot be loaded or used within jax.grad or jax.vmap under a mesh (jax.set_mesh); do it outside."
         ) from error
 
 

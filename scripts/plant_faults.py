@@ -3,9 +3,10 @@
     python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test file enters, by running them
     python scripts/plant_faults.py run [--only WORD] [--jobs 2] [PYTEST ARGUMENTS]
 
-`run` gives every fault to the test files that enter the function it is in, the quickest first, until one of them
-fails; what runs in a process of its own enters nothing, so commands come last. PYTEST ARGUMENTS choose the tests of
-either, such as `-m slow`. Results are added to benchmarks/results/faults.json by the name of the run (`--name`).
+`run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
+quickest, until a test fails; what runs in a process of its own enters nothing, so commands come last. PYTEST ARGUMENTS
+choose the tests of either, such as `-m slow`. Results are added to benchmarks/results/faults.json by the name of the
+run (`--name`).
 """
 
 import argparse
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests/faults/faults.toml"
 RESULTS = ROOT / "benchmarks/results/faults.json"
 COMMANDS = "tests/commands"  # what they run is in processes of their own
-SECONDS = 600  # for all tests of one file: a fault may hang them
+SECONDS = 1200  # for all tests of one fault
 
 
 def faults() -> list[dict[str, str]]:
@@ -80,8 +81,8 @@ def read_map(folder: Path) -> tuple[dict[tuple[str, str], set[str]], dict[str, f
 
 
 def tests_of(fault: dict[str, str], entered: dict, seconds: dict[str, float]) -> list[str]:
-    """Return the test files that could see a fault, the quickest first, commands last."""
-    name = function_of(fault)
+    """Return the test files that could see a fault: those named for its module, then the quickest, commands last."""
+    name, module = function_of(fault), Path(fault["file"]).stem
     found = {
         test
         for (file, function), tests in entered.items()
@@ -89,35 +90,32 @@ def tests_of(fault: dict[str, str], entered: dict, seconds: dict[str, float]) ->
         for test in tests
     }
     found |= {test for test in seconds if test.startswith(COMMANDS)}
-    return sorted(found, key=lambda test: (test.startswith(COMMANDS), seconds[test]))
+    return sorted(found, key=lambda test: (test.startswith(COMMANDS), module not in Path(test).stem, seconds[test]))
 
 
 def seen_by(fault: dict[str, str], tree: Path, tests: list[str], arguments: list[str]) -> str | None:
-    """Return the first test that fails with a fault in the copy `tree`, None where none does."""
+    """Return the first test that fails, or never ends, with a fault in the copy `tree`; None where none does."""
     place, source = tree / fault["file"], (ROOT / fault["file"]).read_text(encoding="utf-8")
     place.write_text(source.replace(fault["old"], fault["new"]), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "--no-header", "--tb=no", "--timeout=200"]
     try:
-        for test in tests:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "--timeout=200"]
-            try:
-                done = subprocess.run(
-                    [*command, test, *arguments],
-                    cwd=tree,
-                    env=os.environ | {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")},
-                    capture_output=True,
-                    text=True,
-                    timeout=SECONDS,
-                )
-            except subprocess.TimeoutExpired:
-                return f"{test} (hangs)"
-            if done.returncode not in (0, 5):  # 5: nothing of this file is chosen
-                failed = [
-                    line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
-                ]
-                return failed[0] if failed else f"{test} (ends with {done.returncode})"
+        done = subprocess.run(
+            [*command, *tests, *arguments],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
         return None
     finally:
         place.write_text(source, encoding="utf-8")
+    if done.returncode in (0, 5):  # 5: no test is chosen
+        return None
+    begun = [line.split(" ")[0] for line in done.stdout.splitlines() if line.startswith("tests/")]
+    ended = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return ended[0] if ended else f"{begun[-1] if begun else 'pytest itself'} (ends with {done.returncode})"
 
 
 def run(args: argparse.Namespace, arguments: list[str]) -> None:
