@@ -41,7 +41,7 @@ SETTINGS = (
     {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2},
     {"presence_penalty": 0.5, "frequency_penalty": 0.2},
 )
-MANY = (2, 3, 4, 5, 8, 10, 16, 17, 18, 32, 33, 36, 64, 72, 80, 128, 144)
+MANY = (2, 3, 5, 17, 18, 36, 144)  # over borders at which XLA multiplies and adds in another way
 
 
 @functools.cache
@@ -105,16 +105,14 @@ def check(model, dtype, control: str, counts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("model", "dtype", "control"),
-    [(WIDE, jnp.float32, "off"), (SLIDING, jnp.bfloat16, "certified")],
+    [
+        (WIDE, jnp.float32, "off"),
+        (LONE, jnp.bfloat16, "quest"),
+        (LONE, jnp.float32, "adaptive"),
+        (SLIDING, jnp.float32, "paper"),
+        (SLIDING, jnp.bfloat16, "certified"),
+    ],
 )
-def test_a_row_among_few_has_the_bits_of_a_row_among_many(model, dtype, control):
-    check(model, dtype, control, (2, 18))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("control", LAWS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("model", [WIDE, SLIDING, LONE])
 def test_a_row_has_the_same_bits_among_any_number(model, dtype, control):
     check(model, dtype, control, MANY)
 
