@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 _probe = Primitive("traced")
 """An operation without operands that touches no device: JAX calls it, or traces it."""
 _probe.def_impl(lambda: None)
-_probe.def_abstract_eval(lambda: jax.core.ShapedArray((), np.int32))
+_probe.def_abstract_eval(lambda: ShapedArray((), np.int32))
 mlir.register_lowering(
     _probe, mlir.lower_fun(lambda: np.int32(0), multiple_results=False)
 )  # a shard_map's trace runs it
