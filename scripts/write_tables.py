@@ -1,11 +1,11 @@
 """Write the tables of the documents anew from benchmarks/results, measuring first if asked to.
 
-    python scripts/write_tables.py [--measure --trace TRACE --case MODEL TEXT --case MODEL TEXT ...]
+    python scripts/write_tables.py [--measure --trace TRACE ... --case MODEL TEXT --case MODEL TEXT ...]
 
 Between the two lines `<!-- NAME: begin -->` and `<!-- NAME: end -->` a document belongs to this script. With
 `--measure` every measuring script runs on the given models and texts (see `measure_bounds.py`) and on the recorded
-arrivals of TRACE (see `measure_scheduling.py`), and draws its pictures; what they cost is timed, so nothing else should
-run.
+arrivals of the traces (see `measure_scheduling.py`, where the first model is one that ends its texts itself), and draws
+its pictures; what they cost is timed, so nothing else should run.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure anew before writing")
     parser.add_argument("--case", nargs=2, action="append", default=[], metavar=("MODEL", "TEXT"))
-    parser.add_argument("--trace", help="recorded arrivals")
+    parser.add_argument("--trace", nargs="+", default=[], help="recorded arrivals")
     args = parser.parse_args()
     if args.measure != bool(args.case) or args.measure != bool(args.trace):
         parser.error(
@@ -122,7 +122,7 @@ def main() -> int:
             ("measure_prefill", "--text", args.case[0][1]),
             ("measure_compression", "--text", args.case[0][1]),
             ("measure_free_running",),
-            ("measure_scheduling", "--trace", args.trace),
+            ("measure_scheduling", "--trace", *args.trace, "--own", *args.case[0]),
             ("bench_throughput",),
             ("bench_overhead",),
             ("bench_selection",),

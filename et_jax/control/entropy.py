@@ -91,6 +91,17 @@ def log_normaliser(m: Moments, temperature: Float[Array, "*b"] | float = 1.0) ->
     return m.peak / temperature + jnp.log(m.s0)
 
 
+def log_probabilities(
+    logits: Float[Array, "*b v"], m: Moments, temperature: Float[Array, "*b"] | float = 1.0
+) -> Float[Array, "*b v"]:
+    """Return log softmax(logits / temperature), in nats, from the moments at that temperature.
+
+    Taken from the peak, so that rounding does not grow with what all logits have in common.
+    """
+    heat = jnp.asarray(temperature, jnp.float32)[..., None]
+    return (logits.astype(jnp.float32) - m.peak[..., None]) / heat - jnp.log(m.s0)[..., None]
+
+
 def surprisal(logits: Float[Array, "*r v"], token: Int[Array, "*r"]) -> Float[Array, "*r"]:
     """Return -log p of each row's token, in nats, under the logits that came before it."""
     logit = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
@@ -114,29 +125,48 @@ def exact(m: Moments) -> Estimate:
     return Estimate(entropy=h, low=h, high=h)
 
 
-def top_k(log_prob: Float[Array, "*b k"], num_tokens: int) -> Estimate:
+def top_k(log_prob: Float[Array, "*b k"], num_tokens: int, error: Float[Array, "*b"] | float = 0.0) -> Estimate:
     """Return the entropy of the k likeliest tokens renormalised, H^(k) = -sum p~ log p~, in nats.
 
-    `log_prob` holds their log-probabilities under the whole vocabulary of `num_tokens`, in any order.
-    Never above the true entropy but for rounding: the renormalised tokens majorise the whole. Source:
+    `log_prob` holds their log-probabilities under the whole vocabulary of `num_tokens`, in any order, each off by
+    at most `error` nats and the rounding of its dtype. Never above the true entropy but for rounding: the
+    renormalised tokens majorise the whole. Raises ValueError for more log-probabilities than tokens. Source:
     Entropic-Time Inference, section 2.1.
     """
     p = jnp.exp(log_prob.astype(jnp.float32))
     low, high = _interval(log_prob, num_tokens)
     truncated = total(entr(p / total(p)[..., None]))
-    return _widened(truncated, low, high, log_prob.shape[-1], num_tokens)
+    return _widened(truncated, low, high, log_prob, num_tokens, error)
 
 
-def tail_corrected(log_prob: Float[Array, "*b k"], num_tokens: int, upper_share: Number = 1.0) -> Estimate:
+def tail_corrected(
+    log_prob: Float[Array, "*b k"],
+    num_tokens: int,
+    upper_share: Number = 1.0,
+    error: Float[Array, "*b"] | float = 0.0,
+) -> Estimate:
     """Return low + `upper_share` * (high - low) of the interval that the k likeliest tokens allow, in nats.
 
     Share 1 is the paper's H_UB = P_k H^(k) + h_b(eps) + eps log(V - k), the tail spread evenly: cautious,
     for pruning. It is never below H^(k), so the larger of the two is H_UB again. Share 1/2 errs least
-    either way, for control. Source: Entropic-Time Inference, section 2.1, whose lower bound and choice
-    between the bounds are not legible; the sharp lower bound of `_interval` stands in.
+    either way, for control. The rest is as in `top_k`. Source: Entropic-Time Inference, section 2.1, whose lower
+    bound and choice between the bounds are not legible; the sharp lower bound of `_interval` stands in.
     """
     low, high = _interval(log_prob, num_tokens)
-    return _widened(low + upper_share * (high - low), low, high, log_prob.shape[-1], num_tokens)
+    return _widened(low + upper_share * (high - low), low, high, log_prob, num_tokens, error)
+
+
+def normaliser_error(m: Moments, log_prob: Float[Array, "*b v"]) -> Float[Array, "*b"]:
+    """Return what each log-probability may be off by, in nats, because its normaliser and its logit were rounded.
+
+    A log-probability is the difference of a logit and of log sum e^z, each off by half an eps of its size, at most
+    |peak| + log V: twice each, with what the logit was divided by a temperature and the logarithm taken. A sum of V
+    exponentials, each off by their arguments' eps, at most log V in the mean, adds the rounding of its additions
+    (`_additions`). The temperature of the moments is at least 1, or `log_prob` taken from the peak
+    (`log_probabilities`).
+    """
+    num_tokens = log_prob.shape[-1]
+    return _eps(log_prob) * (2 * jnp.abs(m.peak) + 2 * math.log(num_tokens) + 2) + _U * _additions(num_tokens)
 
 
 def _interval(log_prob: Float[Array, "*b k"], num_tokens: int) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
@@ -161,20 +191,44 @@ def _interval(log_prob: Float[Array, "*b k"], num_tokens: int) -> tuple[Float[Ar
     return jnp.minimum(head + tail * least, high), high
 
 
-def _widened(
-    estimate: Float[Array, "*b"], low: Float[Array, "*b"], high: Float[Array, "*b"], k: int, num_tokens: int
-) -> Estimate:
-    """Return the estimate with the ends of its interval moved apart by what float32 may have cost them.
+_U = 2.0**-24
+"""The most by which float32 rounds, as a share."""
 
-    With u = 2^-24 the sum of k probabilities, each from a rounded log-probability and a rounded
-    exponential, is off by at most error = (k + 3 + log k) u, and so is the tail's mass. A tail of mass t
-    among V tokens adds at most entr(t) + t log V, which an error in t moves by at most error (log V + 1 -
-    log error), where t is small. The listed tokens' own sum, at most log k, is off by at most error (3 +
-    log k). 1.2e-4 nats for 64 of 128k tokens.
+
+def _eps(x: Float[Array, "..."]) -> float:
+    """Return twice the most by which the dtype, or float32 where it is finer, rounds, as a share."""
+    return max(float(jnp.finfo(x.dtype).eps), 2 * _U)
+
+
+def _additions(count: int) -> int:
+    """Return how many additions a term goes through in a sum of positive ones, at most: XLA sums in runs of 32."""
+    return min(count, 32 * math.ceil(math.log(max(count, 2), 32)))
+
+
+def _widened(
+    estimate: Float[Array, "*b"],
+    low: Float[Array, "*b"],
+    high: Float[Array, "*b"],
+    log_prob: Float[Array, "*b k"],
+    num_tokens: int,
+    error: Float[Array, "*b"] | float,
+) -> Estimate:
+    """Return the estimate with the ends of its interval moved apart by what rounding may have cost them.
+
+    A probability p = e^l is off, as a share, by `error`, by eps |l| of its dtype, and by a few u = 2^-24 of the
+    exponential. Summed over the listed tokens, and over a tail of tokens no likelier than they, |l| comes to at most
+    `high`: masses are off by at most e = error + eps (high + 2) + (additions + 4) u. A mass of m among V tokens adds
+    at most m (log V - log m) of entropy, so an error of e in the tail's moves an end by at most e (log V + max(1,
+    -log e)); errors e_i of p_i move -sum p log p by at most sum e_i (|l_i| + 1), and so by e (log V + 3). No entropy
+    is below 0 or above log V.
     """
-    error = (k + 3 + math.log(k)) * 2.0**-24
-    margin = error * (math.log(max(num_tokens - k, 1)) + math.log(k) + 4 - math.log(error))
-    return Estimate(entropy=estimate, low=jnp.maximum(low - margin, 0.0), high=high + margin)
+    k = log_prob.shape[-1]
+    most = math.log(num_tokens)
+    off = error + _eps(log_prob) * (high + 2) + (_additions(k) + 4) * _U
+    margin = off * (2 * most + 3 + jnp.maximum(1.0, -jnp.log(off)))
+    return Estimate(
+        entropy=estimate, low=jnp.maximum(low - margin, 0.0), high=jnp.minimum(high + margin, most * (1 + 4 * _U))
+    )
 
 
 Estimator = Callable[[Float[Array, "*b v"], Moments], Estimate]
@@ -196,7 +250,7 @@ class TopKEstimator:
     k: int = static(default=64)
 
     def __call__(self, log_prob: Float[Array, "*b v"], m: Moments) -> Estimate:
-        return top_k(_likeliest(log_prob, self.k), log_prob.shape[-1])
+        return top_k(_likeliest(log_prob, self.k), log_prob.shape[-1], normaliser_error(m, log_prob))
 
 
 @value
@@ -207,7 +261,8 @@ class TailCorrectedEstimator:
     upper_share: Number = 1.0
 
     def __call__(self, log_prob: Float[Array, "*b v"], m: Moments) -> Estimate:
-        return tail_corrected(_likeliest(log_prob, self.k), log_prob.shape[-1], self.upper_share)
+        listed, error = _likeliest(log_prob, self.k), normaliser_error(m, log_prob)
+        return tail_corrected(listed, log_prob.shape[-1], self.upper_share, error)
 
 
 def _likeliest(log_prob: Float[Array, "*b v"], k: int) -> Float[Array, "*b k"]:

@@ -148,7 +148,7 @@ def measure(
     raw = entropy.moments(logits)
     at = config.calibration.temperature
     calibrated = raw if at == 1.0 else entropy.moments(logits, at)
-    log_prob = logits / at - entropy.log_normaliser(calibrated, at)[:, None]
+    log_prob = entropy.log_probabilities(logits, calibrated, at)
     estimate = rows.take(state.laws).estimator(log_prob, calibrated)
     generated = rows.take(state.generated) + 1
     ran, looked = rows.run.astype(jnp.int32), stats.num_entropies > 0

@@ -307,13 +307,22 @@ def throughput(rows: Sequence[Case]) -> str:
 
 
 def scheduling(cases: Sequence[Case]) -> str:
-    """Return the figures of every priority rule, for each load."""
+    """Return the figures of every priority rule, and what some come to over others, for each model, trace and load."""
     header = ["rule", "mean latency", "median", "99th percentile", "first token", "tokens/step", "nats at half time"]
     header += ["nats/MB", "longest wait", "bound"]
-    return "\n\n".join(
-        f"{case['load']:g} times the tokens that fit:\n\n{table(header, [list(row.values()) for row in case['rows']])}"
-        for case in cases
-    )
+    ratio_header = ["rule", "over", "mean latency", "median", "first token", "nats/MB"]
+    parts = []
+    for case in cases:
+        ratios = [
+            (ratio["rule"], ratio["over"], *map(_with_interval, list(ratio.values())[2:])) for ratio in case["ratios"]
+        ]
+        parts += [
+            f"{case['load']:g} times the tokens that fit; model {case['model']}, arrivals of {case['trace']}, lengths "
+            f"{case['lengths']}: {case['mean_tokens']:.0f} tokens, deviation {case['variation']:.2f} of that:",
+            table(header, [list(row.values()) for row in case["rows"]]),
+            table(ratio_header, ratios),
+        ]
+    return "\n\n".join(parts)
 
 
 def switching(lines: Sequence[Case], questions: int) -> str:

@@ -74,6 +74,15 @@ def test_orders(signals, state):
     assert np.all((short > 0) & (short <= 1))
 
 
+def test_least_attained_serves_the_fewest_tokens_first(signals, state):
+    """Whatever is still allowed and however late it came; even where counts are large and differ by one."""
+    generated = np.array([5, 0, 3, 4_000, 3_999])
+    rows = signals(generated=generated, arrival=np.array([0, 4, 3, 1, 2]), remaining=np.array([1, 9, 900, 2, 7]))
+    score = jax.vmap(priority.LeastAttained())(rows, state(shape=(5,)))
+    np.testing.assert_array_equal(np.argsort(-score), np.argsort(generated))
+    assert np.all((score > 0) & (score <= 1))
+
+
 SLOTS = 7
 
 
