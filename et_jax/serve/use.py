@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
