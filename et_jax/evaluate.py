@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from et_jax.io.files import check_writable, replace_file, replace_picture
 from et_jax.io.texts import read_text
 from et_jax.io.values import whole
 from et_jax.models.bundled import named_folder
+from et_jax.serve.completions import share_of_bytes
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
 from et_jax.tasks.generators import NUM_PAIRS, TASKS, example
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 LOSS = "loss"  # the task that asks nothing
 _SHARES = {
     "share_read": "read",
+    "share_bytes": "bytes",
     "prompt_share_read": "prompt",
     "prompt_mass_kept": "mass",
     "share_held": "held",
@@ -67,8 +70,9 @@ class Answer:
     """What a model made of an example.
 
     `length` is of tokens asked for, or of a file's longest example. `share_read` is of the blocks held, over the tokens
-    of the answer. Of the prompt `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all
-    tokens `share_held` were in the cache at the end; of one model's words `share_agreed` were the likeliest to the
+    of the answer, `share_bytes` of their bytes, with those that were looked at to choose. Of the prompt
+    `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all tokens `share_held` were in the
+    cache at the end; of one model's words `share_agreed` were the likeliest to the
     other. These are None where they were not measured, or are no matter.
     """
 
@@ -77,6 +81,7 @@ class Answer:
     text: str
     right: bool
     share_read: float
+    share_bytes: float | None = None
     prompt_share_read: float | None = None
     prompt_mass_kept: float | None = None
     share_held: float | None = None
@@ -167,8 +172,11 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
 
 def _shares(completion: "Completion") -> dict[str, float | None]:
     """The shares of an answer."""
-    told, trace, prompt = {}, completion.trace, completion.prompt_read
+    told: dict[str, float | None] = {}
+    trace, prompt = completion.trace, completion.prompt_read
     told["share_read"] = sum(row.blocks_read for row in trace) / max(sum(row.blocks_held for row in trace), 1)
+    if math.isfinite(moved := share_of_bytes(trace)):
+        told["share_bytes"] = moved
     if prompt is not None and prompt.blocks_held:
         told["prompt_share_read"] = prompt.blocks_read / prompt.blocks_held
         told["prompt_mass_kept"] = prompt.mass_kept

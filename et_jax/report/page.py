@@ -17,7 +17,7 @@ from et_jax.io import html, values
 from et_jax.io.files import check_writable, replace_file
 from et_jax.io.known import known, known_or_none, mean, told
 from et_jax.report.figures import Figure, of_completion
-from et_jax.serve.completions import Completion, TokenTrace, checked_completion
+from et_jax.serve.completions import Completion, TokenTrace, checked_completion, share_of_bytes
 
 _LARGEST_EXP = 700.0  # of which the exponential is a float
 _PROMPT = 20_000  # characters of a prompt that are shown: its beginning and its end
@@ -203,6 +203,8 @@ def facts_of(completion: Completion) -> dict[str, str]:
         "temperature": " to ".join(told(one, ".3g") for one in sorted({min(warm), max(warm)})),
         "blocks read": f"{sum(row.blocks_read for row in rows) / sum(row.blocks_held for row in rows):.1%}",
     }
+    if math.isfinite(moved := share_of_bytes(rows)):
+        facts["bytes moved of the cache"] = f"{moved:.1%}"
     if (kept := min(known(row.kept_mass for row in rows), default=1.0)) < 1:
         facts["attention mass kept"] = f"at least {kept:.3f}"
     if completion.prompt_read is not None and completion.prompt_read.blocks_held:
@@ -236,7 +238,7 @@ def _tokens(rows: Sequence[TokenTrace], decode: Decode | None) -> dict[str, Any]
     if any(row.kept_mass < 1 for row in rows):
         columns["attention mass kept"] = [_figure(row.kept_mass) for row in rows]
     if any(row.attention_entropy is not None for row in rows):
-        columns["attention entropy (nats)"] = [_figure(row.attention_entropy) for row in rows]
+        columns["attention entropy (0 to 1)"] = [_figure(row.attention_entropy) for row in rows]
     if any(row.drafted or row.accepted for row in rows):
         columns["draft"] = ["accepted" if row.accepted else None for row in rows]
     if any(row.by_small is not None for row in rows):

@@ -23,7 +23,9 @@ class TokenTrace:
     """One token, and the state of affairs when it was sampled.
 
     `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
-    the one it was sampled at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads.
+    the one it was sampled at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads; `share_bytes`
+    is what that moved, with the summaries and codes that were looked at to choose, over the bytes of all blocks held:
+    above 1 where choosing costs more than it saves, None where two models take turns.
     `attention_entropy` and the least of it are as in `Signals`, None where no layer chose blocks.
     `entropic_time` (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own
     blocks and summaries, and the weights divided by the sequences that its step brought a token, so it
@@ -53,6 +55,7 @@ class TokenTrace:
     flops: float
     attention_entropy: float | None = None
     least_attention_entropy: float | None = None
+    share_bytes: float | None = None
     guard_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     drafted: int = 0
     accepted: bool = False
@@ -273,6 +276,7 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
         "mean_entropy": _mean([row.entropy for row in rows]),
         "mean_surprisal": _mean([row.surprisal for row in rows]),
         "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows if row.blocks_held]),
+        "mean_share_bytes": _mean(row.share_bytes for row in rows),
         "least_mass_kept": min(known(row.kept_mass for row in rows), default=None),
         "mean_attention_entropy": _mean(row.attention_entropy for row in rows),
         "temperature_range": _range([row.temperature for row in rows]),
@@ -289,6 +293,15 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
+def share_of_bytes(rows: Sequence[TokenTrace]) -> float:
+    """Return the bytes of the cache moved for some tokens, over those of all blocks held; NaN where none is known."""
+    known_rows = [row for row in rows if row.share_bytes is not None]
+    return ratio(
+        sum((row.share_bytes or 0.0) * row.blocks_held for row in known_rows),
+        sum(row.blocks_held for row in known_rows),
+    )
+
+
 def figures(completions: Sequence[Completion]) -> str:
     """Return what entropy, cost and control came to, for a person to read; of completions with a token."""
     rows = [row for completion in completions for row in completion.trace]
@@ -302,7 +315,9 @@ def figures(completions: Sequence[Completion]) -> str:
     held = sum(row.blocks_held for row in rows)
     if (read := sum(row.blocks_read for row in rows)) < held:
         kept = min(known(row.kept_mass for row in rows), default=math.nan)
-        said.append(f"read {100 * read / held:.0f}% of blocks, kept at least {told(kept, '.3f')}")
+        moved = share_of_bytes(rows)
+        share = f", {100 * moved:.0f}% of bytes" if math.isfinite(moved) else ""
+        said.append(f"read {100 * read / held:.0f}% of blocks{share}, kept at least {told(kept, '.3f')}")
     prompts = [one.prompt_read for one in completions if one.prompt_read is not None]
     if there := sum(one.blocks_held for one in prompts):
         said.append(f"{100 * sum(one.blocks_read for one in prompts) / there:.0f}% of blocks read of the prompt")

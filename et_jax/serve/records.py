@@ -95,11 +95,14 @@ class Burst:
             wasted += (drafted - accepted) * cost.token_flops(self._num_multiplied, 0, 1, 1)
             wasted += cost.selection_flops(wasted_looks, model.group_size, model.head_dim, codes)
         small_bytes, small_flops = self._small(first, position, slot, length, num_produced)
+        held = signals.pages_held[step][slot] * heads
+        moved = read * self._traffic.block + looked * self._traffic.summary
         return self._told(
             step,
             slot,
             asked,
-            blocks_held=signals.pages_held[step][slot] * heads,
+            blocks_held=held,
+            share_bytes=moved / (held * self._traffic.block),
             cost=cost.charged_bytes(self._traffic, num_produced, read + wasted_read, looked + wasted_looks)
             + small_bytes,
             flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim)

@@ -33,6 +33,7 @@ def test_a_completion_body() -> None:
         "mean_entropy": 1.0,
         "mean_surprisal": 0.25,
         "mean_share_read": 0.5,
+        "mean_share_bytes": None,
         "least_mass_kept": 0.9,
         "mean_attention_entropy": None,
         "temperature_range": [0.5, 0.5],
