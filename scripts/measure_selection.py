@@ -35,7 +35,7 @@ from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.select import AnySelector
 from et_jax.control.smoothing import EmaEntropy
-from et_jax.control.view import BlockView
+from et_jax.control.view import BlockView, coded_mass, greater_mass, last_mass, mass
 from et_jax.decode import slots
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import request
@@ -76,6 +76,10 @@ class Case:
     residual: bool = False
 
 
+def _active(named: contribution.Contribution, alpha: select.Alpha, look_every: int | None = None) -> Case:
+    return Case(selector=select.ActiveSet(named, alpha, look_every), most=1e-7, least=1e3)
+
+
 SELECTORS = {
     "sinks and window": Case(
         selector=lambda view: select.SinksWindow(16, view.tolerance * view.length)(view),
@@ -87,13 +91,16 @@ SELECTORS = {
     "quest, residual": Case(selector=_quest_share, most=1.0, least=0.0, by_log=False, residual=True),
     "top_mass": Case(selector=select.TopMass(), most=1e-6, least=1.0),
     "top_mass, residual": Case(selector=select.TopMass(), most=1e-6, least=1.0, residual=True),
-    "paper, mass": Case(selector=select.ActiveSet(contribution.mass), most=1e-7, least=1.0),
-    "paper, influence": Case(selector=select.ActiveSet(contribution.influence), most=1e-7, least=10.0),
-    "paper, relative influence": Case(
-        selector=select.ActiveSet(contribution.relative_influence), most=1e-7, least=10.0
-    ),
-    "paper, value_gauss": Case(selector=select.ActiveSet(contribution.value_gauss), most=1e-7, least=1e3),
-    "paper, token_nll": Case(selector=select.ActiveSet(contribution.token_nll), most=1e-7, least=10.0),
+    "paper, mass": _active(contribution.mass, mass),
+    "paper, mass, codes": _active(contribution.mass, coded_mass),
+    "paper, mass, greater": _active(contribution.mass, greater_mass, 64),
+    "paper, influence": _active(contribution.influence, mass),
+    "paper, relative influence": _active(contribution.relative_influence, mass),
+    "paper, relative influence, codes": _active(contribution.relative_influence, coded_mass),
+    "paper, relative influence, last": _active(contribution.relative_influence, last_mass, 64),
+    "paper, relative influence, greater": _active(contribution.relative_influence, greater_mass, 64),
+    "paper, value_gauss": _active(contribution.value_gauss, mass),
+    "paper, token_nll": _active(contribution.token_nll, mass),
     "certified, int8": Case(selector=select.Certified(select.coded_bounds), most=1e-6, least=0.999),
     "certified, int8, residual": Case(
         selector=select.Certified(select.coded_bounds), most=1e-6, least=0.999, residual=True
@@ -101,7 +108,7 @@ SELECTORS = {
     "certified, chord": Case(selector=select.Certified(select.chord_bounds), most=1e-6, least=0.999),
     "certified, box": Case(selector=select.Certified(select.box_bounds), most=1e-6, least=0.999),
 }
-CONTROLLED = ("top_mass", "certified, int8", "paper, relative influence")
+CONTROLLED = ("top_mass", "certified, int8", "paper, relative influence", "paper, relative influence, greater")
 
 
 @pytree
@@ -202,9 +209,8 @@ class Bench:
         if key not in self.programs:
             self.programs[key] = jax.jit(scores)
         laws = slot_laws(config)
-        state = replace(self.started, laws=laws)
-        if law is not None:
-            state = replace(state, control=jax.vmap(lambda own: fresh_control(config, own, jnp.float32(0)))(laws))
+        control = jax.vmap(lambda own: fresh_control(config, own, jnp.float32(0)))(laws)
+        state = replace(self.started, laws=laws, control=control)
         given = jnp.broadcast_to(jnp.asarray(0.0 if given is None else given, jnp.float32), self.forced.shape)
         return jax.device_get(self.programs[key](self.model.params, state, self.dense, self.forced, given))
 

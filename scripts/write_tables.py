@@ -39,6 +39,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "tolerances": ("selection.json", lambda found: tables.tolerances(found["cases"])),
     "attention_entropy": ("attention_entropy.json", lambda found: tables.arms(found["cases"])),
     "free_running": ("free_running.json", lambda found: tables.free_running(found["tasks"])),
+    "pruning": ("pruning.json", lambda found: tables.pruning(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
@@ -122,6 +123,7 @@ def main() -> int:
             ("measure_prefill", "--text", args.case[0][1]),
             ("measure_compression", "--text", args.case[0][1]),
             ("measure_free_running",),
+            ("measure_pruning",),
             ("measure_scheduling", "--trace", *args.trace, "--own", *args.case[0]),
             ("bench_throughput",),
             ("bench_overhead",),

@@ -120,8 +120,9 @@ class ControlState:
     `entropy` is filtered, in nats; `entropic_time` in nats; `total_cost` in bytes, nominal; `surprisal_cap`
     in nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
     since the last token. `block_mask` packs, 32 to a word, the blocks each layer and KV head read last
-    (see `unpack_blocks`). `notes` is what laws keep for themselves from token to token, each under one name. `prompt`
-    is how the prompt is read, up to the first token; None without a budget.
+    (see `unpack_blocks`). `block_mass` is the share of attention mass that each query head had on each block when that
+    was last read, 1 before; None unless a selector goes by it. `notes` is what laws keep for themselves from token to
+    token, each under one name. `prompt` is how the prompt is read, up to the first token; None without a budget.
 
     A temperature must be finite and at least 0, the entropic time finite, the other numbers not NaN: a law
     that breaks this ends its sequence with an error that names the field.
@@ -138,6 +139,7 @@ class ControlState:
     block_mask: UInt32[Array, "*b l k n32"]
     notes: dict[str, Any]
     prompt: PromptNotes | None = None
+    block_mass: Float[Array, "*b l h n"] | None = None
 
 
 def unpack_blocks(block_mask: UInt32[Array, "*b n32"]) -> Bool[Array, "*b n"]:

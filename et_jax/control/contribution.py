@@ -1,8 +1,9 @@
 """What a block contributes to the output: readings of E_b = sum_{i in b} alpha_i s(v_i), made without reading it.
 
-s is the surprisal "associated with the value vector", which the paper does not define; each function
-here is one thing it may stand for. All weigh by the estimated attention mass of a block, which takes its
-keys for their mean. Source: Entropic-Time Inference, section 3.2.
+s is the surprisal "associated with the value vector", which the paper does not define; each function here is one thing
+it may stand for. alpha is attention's own share of mass in the paper; what stands for it before a block is read is a
+choice of its own (`select.ActiveSet.alpha`), and the one that decides whether pruning keeps the answers. Source:
+Entropic-Time Inference, section 3.2.
 """
 
 from collections.abc import Callable
@@ -11,31 +12,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from et_jax.control.view import BlockView, held_values, likeliest_log_mass, needing
-from et_jax.control.view import mass as mass
 from et_jax.sums import length, softmax, total
 
-Contribution = Callable[[BlockView], Float[Array, "g n"]]
-"""An estimate of E_b for each query head and block. `view.mass` is E_b with surprisal 1."""
+Contribution = Callable[[BlockView, Float[Array, "g n"]], Float[Array, "g n"]]
+"""E_b for each query head and block, given the share of attention mass that is thought to be in each."""
 
 
-def influence(view: BlockView) -> Float[Array, "g n"]:
+def mass(view: BlockView, share: Float[Array, "g n"]) -> Float[Array, "g n"]:
+    """Return E_b with surprisal 1: the share itself."""
+    return share
+
+
+def influence(view: BlockView, share: Float[Array, "g n"]) -> Float[Array, "g n"]:
     """Return how far the output would move without the block: a_b / (1 - a_b) |v_b - o|, in units of the values.
 
-    Exact where a_b is the block's mass, v_b its own output and o the whole output; here the estimated
-    mass, the mean value and the mean of those. Infinite for a block that holds all the mass.
+    Exact where a_b is the block's mass, v_b its own output and o the whole output; here the share, the mean value and
+    the mean of those. Infinite for a block that holds all the mass.
     """
-    return _influence(view)[0]
+    return _influence(view, share)[0]
 
 
-def relative_influence(view: BlockView) -> Float[Array, "g n"]:
+def relative_influence(view: BlockView, share: Float[Array, "g n"]) -> Float[Array, "g n"]:
     """Return `influence` in units of |o|, the estimated output's length: one theta for every layer and model."""
-    moved, length = _influence(view)
+    moved, length = _influence(view, share)
     return moved / jnp.maximum(length, jnp.finfo(jnp.float32).tiny)[:, None]
 
 
-def _influence(view: BlockView) -> tuple[Float[Array, "g n"], Float[Array, " g"]]:
+def _influence(view: BlockView, share: Float[Array, "g n"]) -> tuple[Float[Array, "g n"], Float[Array, " g"]]:
     """How far the output would move without each block, and its length."""
-    share, value = mass(view), held_values(view)
+    value = held_values(view)
     out = jnp.matmul(share, value)
     apart = length(value[None] - out[:, None])
     rest = 1.0 - share
@@ -43,8 +48,8 @@ def _influence(view: BlockView) -> tuple[Float[Array, "g n"], Float[Array, " g"]
     return moved, length(out)
 
 
-def value_gauss(view: BlockView) -> Float[Array, "g n"]:
-    """Return mass times 1/2 sum_c (v_c - mu_c)^2 / s_c^2, in nats: the surprisal of a block's mean value.
+def value_gauss(view: BlockView, share: Float[Array, "g n"]) -> Float[Array, "g n"]:
+    """Return the share times 1/2 sum_c (v_c - mu_c)^2 / s_c^2, in nats: the surprisal of a block's mean value.
 
     Under a normal fitted, channel by channel, to the mean values of the blocks held; what values differ
     within a block is not stored and not counted.
@@ -55,18 +60,18 @@ def value_gauss(view: BlockView) -> Float[Array, "g n"]:
     apart = value - total(weight * value, 0)
     variance = total(weight * apart * apart, 0)
     ratio = apart * apart / jnp.maximum(variance, jnp.finfo(jnp.float32).tiny)
-    return mass(view) * (0.5 * total(ratio))
+    return share * (0.5 * total(ratio))
 
 
 @needing("surprisals")
-def token_nll(view: BlockView) -> Float[Array, "g n"]:
-    """Return mass times the mean of -log p(x_i | x_<i) of the block's tokens, in nats.
+def token_nll(view: BlockView, share: Float[Array, "g n"]) -> Float[Array, "g n"]:
+    """Return the share times the mean of -log p(x_i | x_<i) of the block's tokens, in nats.
 
     The cache must keep surprisals, and the prompt then passes through the language-model head.
     """
     if view.mean_surprisal is None:
         raise ValueError("token_nll: this view has no surprisals; a selector that reads them says so by `needing`.")
-    return mass(view) * view.mean_surprisal
+    return share * view.mean_surprisal
 
 
 def squared_error(view: BlockView) -> Float[Array, "g n"]:

@@ -26,6 +26,7 @@ _BIT = math.log(2)
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
 _FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as uncertain
+_LOOK_EVERY = 64  # tokens, of which one reads all
 
 
 def preset(
@@ -133,7 +134,7 @@ def _budget(tokens: int) -> EntropyBudget:
 def _paper(
     target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 0
 ) -> Controller:
-    active = select.ActiveSet(relative_influence)
+    active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
     return Controller(
         estimator=TailCorrectedEstimator(),
         law=_chained(*_thermostat(target_entropy), _threshold(tolerance)),
@@ -145,7 +146,7 @@ def _paper(
 def _guarded(
     target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 64
 ) -> Controller:
-    active = select.ActiveSet(relative_influence)
+    active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
     return Controller(
         law=_chained(*_cooling(target_entropy), _threshold(tolerance)),
         selector=select.Guarded(active, window=window, min_blocks=min_blocks),

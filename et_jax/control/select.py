@@ -15,6 +15,7 @@ from et_jax.control.view import (
     Need,
     estimated_log_mass,
     exact_at_tail,
+    greater_mass,
     likeliest_log_mass,
     mass,
     needing,
@@ -29,12 +30,14 @@ from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, val
 class Selection:
     """The blocks to read, and what is thought of each block's attention mass: logs, per query head, in nats.
 
-    `upper` is certain, and None where the selector knows no bound; `estimate` is a guess.
+    `upper` is certain, and None where the selector knows no bound; `estimate` is a guess: at e^(q . key) summed over a
+    block, or, where it is of `shares`, at its share of all the mass.
     """
 
     opened: Bool[Array, "*b n"]
     estimate: Float[Array, "*b g n"]
     upper: Float[Array, "*b g n"] | None
+    shares: bool = static(default=False)
 
 
 SUMMARIES: frozenset[Need] = frozenset({"summaries"})
@@ -78,8 +81,12 @@ def selection(selector: Selector, view: BlockView) -> Selection:
         opened=one_like(jnp.zeros(blocks, bool), chosen.opened, f"{said} opens"),
         estimate=one_like(of_heads, chosen.estimate, f"{said} estimates"),
         upper=None if chosen.upper is None else one_like(of_heads, chosen.upper, f"{said} bounds"),
+        shares=chosen.shares,
     )
 
+
+Alpha = Callable[[BlockView], Float[Array, "g n"]]
+"""What stands for the share of attention mass that each query head has in each block."""
 
 Mask = Callable[[BlockView], Bool[Array, " n"]]
 AnySelector = Selector | Mask
@@ -203,7 +210,8 @@ class Guarded(Selector):
         chosen = self.selector.choose(view)
         opened = (chosen.opened | _ends(view, self.sinks, self.window)) & (view.num_tokens > 0)
         if self.min_blocks is not None:
-            likely = jnp.max(log_softmax(estimated_log_mass(view)), axis=0)
+            log_mass = chosen.estimate if chosen.shares else estimated_log_mass(view)
+            likely = jnp.max(log_softmax(log_mass), axis=0)
             opened |= _most(jnp.where(opened, jnp.inf, likely), self.min_blocks, view)
         return replace(chosen, opened=opened)
 
@@ -292,24 +300,36 @@ def fewest(view: BlockView, price: Float[Array, "g n"]) -> Bool[Array, " n"]:
 
 
 @value
-class ActiveSet(_Opens):
+class ActiveSet(Selector):
     """The blocks with E_b > theta for some query head, theta = `tolerance`: the active set as printed.
 
     `contribution` chooses what stands in for the surprisal in E_b = sum_{i in b} alpha_i s(v_i), and so
-    the unit of theta. theta 0 opens everything. Source: Entropic-Time Inference, section 3.2.
+    the unit of theta; `alpha` what stands in for attention's share of mass: `view.greater_mass` of what blocks last had
+    and what their mean keys promise, `view.coded_mass` by 8-bit keys, which are read for it, or either half of the
+    first, of which `view.mass`, mean keys alone, loses answers. theta 0 opens everything, and so does every
+    `look_every`-th token: what is last known of long ago is known anew. Source: Entropic-Time Inference, section 3.2.
     """
 
     contribution: Contribution = static(default=influence)
+    alpha: Alpha = static(default=greater_mass)
+    look_every: MaybeCount = None
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the contribution needs, and the summaries."""
-        return SUMMARIES | needs_of(self.contribution)
+        """What the contribution and alpha need, and the summaries."""
+        return SUMMARIES | needs_of(self.contribution) | needs_of(self.alpha)
 
-    def opened(self, view: BlockView) -> Bool[Array, " n"]:
-        """Return the blocks above the threshold."""
-        tolerance = view.head_tolerance
-        return jnp.any(self.contribution(view) > tolerance[:, None], axis=0) | jnp.any(tolerance <= 0)
+    def choose(self, view: BlockView) -> Selection:
+        """Return the blocks above the threshold, and alpha, or the best guess at masses where codes allow a better."""
+        tolerance, share = view.head_tolerance, self.alpha(view)
+        opened = jnp.any(self.contribution(view, share) > tolerance[:, None], axis=0) | jnp.any(tolerance <= 0)
+        if self.look_every is not None:
+            opened |= view.length % self.look_every == 0
+        if "masses" not in needs_of(self.alpha):
+            return Selection(opened=opened, estimate=likeliest_log_mass(view), upper=None)
+        assert view.last_mass is not None
+        log_share = jnp.log(jnp.maximum(view.last_mass, jnp.finfo(jnp.float32).tiny))
+        return Selection(opened=opened, estimate=log_share, upper=None, shares=True)
 
 
 MassBounds = Callable[[BlockView], bounds.Interval]

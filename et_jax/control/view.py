@@ -10,9 +10,10 @@ from et_jax.control.bounds import Interval
 from et_jax.sums import log_softmax, softmax, total
 from et_jax.types import pytree, replace
 
-Need = Literal["summaries", "codes", "surprisals", "sensitivity"]
-"""What a selector may look at: boxes and means of blocks, 8-bit keys and the tokens' surprisals, which cost bytes, and
-how sensitive the model is to each of its heads, which must have been measured."""
+Need = Literal["summaries", "codes", "masses", "surprisals", "sensitivity"]
+"""What a selector may look at: boxes and means of blocks, 8-bit keys, the last attention mass of each block and the
+tokens' surprisals, which cost bytes, and how sensitive the model is to each of its heads, which must have been
+measured."""
 
 F = TypeVar("F", bound=Callable)
 
@@ -21,8 +22,8 @@ def needing(*needs: Need) -> Callable[[F], F]:
     """Return a decorator that says what a function of a `BlockView` reads beside the summaries.
 
     The cache keeps exactly what the selectors of its layers need: "codes" is what `BlockView.coded` is
-    made of, "surprisals" what `mean_surprisal` is made of. "sensitivity" is kept beside the model
-    (`models.calibration`).
+    made of, "surprisals" what `mean_surprisal` is made of. "masses" are kept with the control state, "sensitivity"
+    beside the model (`models.calibration`).
     """
     unknown = set(needs) - set(get_args(Need))
     if unknown:
@@ -53,10 +54,11 @@ class BlockView:
     `head_tolerance` that of each query head, the same unless a rule of heads sets them apart. The block that
     the sequence ends in is always read: `tail_log_mass` is the log of its attention mass, from its keys
     themselves. `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
-    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats. `sensitivity` is what
-    an error of length 1 in each head's output costs, in nats of divergence, times the model's number of query heads:
-    over the tolerance, one head's part is a share of its own. Each of the three is None unless the selector needs it
-    (see `needing`). A selector sees one view; `*b` is many at once.
+    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats. `last_mass` is the
+    share of attention mass that a block had when it was last read, 1 where that never was. `sensitivity` is what an
+    error of length 1 in each head's output costs, in nats of divergence, times the model's number of query heads: over
+    the tolerance, one head's part is a share of its own. Each of the four is None unless the selector needs it (see
+    `needing`). A selector sees one view; `*b` is many at once.
     """
 
     query: Float[Array, "*b g d"]
@@ -76,6 +78,7 @@ class BlockView:
     coded: Interval | None = None
     mean_surprisal: Float[Array, "*b n"] | None = None
     sensitivity: Float[Array, "*b g"] | None = None
+    last_mass: Float[Array, "*b g n"] | None = None
 
 
 def tolerating(view: BlockView, tolerance: Float[Array, ""]) -> BlockView:
@@ -127,8 +130,39 @@ def attention_entropy(log_mass: Float[Array, "*b n"], held: Bool[Array, "*#b n"]
 
 
 def mass(view: BlockView) -> Float[Array, "g n"]:
-    """Return the estimated share of attention mass in each block, in [0, 1]."""
+    """Return the estimated share of attention mass in each block, in [0, 1], its keys taken for their mean."""
     return softmax(estimated_log_mass(view))
+
+
+@needing("codes")
+def coded_mass(view: BlockView) -> Float[Array, "g n"]:
+    """Return the share of attention mass in each block by 8-bit copies of its keys: nearly the truth."""
+    if view.coded is None:
+        raise ValueError("coded_mass: this view has no key codes; a selector that reads them says so by `needing`.")
+    return softmax(likeliest_log_mass(view))
+
+
+@needing("masses")
+def last_mass(view: BlockView) -> Float[Array, "g n"]:
+    """Return the share of attention mass that each block, or the one before it, had when last read: no key is needed.
+
+    A head that copies moves on with the text, so what lies on a block may lie on the next one by the next token. A
+    block that was never read has 1, one that is not read keeps what it had.
+    """
+    if view.last_mass is None:
+        raise ValueError("last_mass: this view has no last masses; a selector that reads them says so by `needing`.")
+    before = jnp.pad(view.last_mass[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(view.num_tokens > 0, jnp.maximum(view.last_mass, before), 0.0)
+
+
+@needing("masses")
+def greater_mass(view: BlockView) -> Float[Array, "g n"]:
+    """Return the greater of `mass` and `last_mass`: neither alone sees both what turns up and what stands out.
+
+    Mean keys tell of every block at every token, but little of one key among many; the last mass tells of that, but
+    not where attention goes next.
+    """
+    return jnp.maximum(mass(view), last_mass(view))
 
 
 def held_values(view: BlockView) -> Float[Array, "n d"]:

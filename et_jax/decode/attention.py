@@ -22,8 +22,10 @@ from et_jax.decode.selection import (
     Blocks,
     blocks_of,
     held_blocks,
+    in_units_read,
     least_share_read,
     select,
+    shares_after,
     trace_scores,
     with_residual,
 )
@@ -45,7 +47,8 @@ class ReadStats:
     looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
     `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
     token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
-    `block_masks` holds each layer's packed mask.
+    `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
+    selectors go by it (None elsewhere).
     """
 
     blocks_read: Int[Array, " b"]
@@ -55,6 +58,7 @@ class ReadStats:
     num_entropies: Float[Array, " b"]
     least_entropy: Float[Array, " b"]
     block_masks: tuple[UInt32[Array, "b k n32"], ...]
+    block_masses: tuple[Float[Array, "b h n"] | None, ...] = ()
 
     @property
     def reads(self) -> Int[Array, "b l k"]:
@@ -82,6 +86,8 @@ class ReadRow:
     sees those up to its own. `selectors` are those of every layer, their numbers with a row each. `at[i, j]` is the
     row of the j-th token of the i-th slot, where there is none its first row; None says that no two rows share a slot.
     `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds all.
+    `block_mass` is what share each query head had on each block when that was last read; None where no selector goes
+    by it.
     """
 
     table: Int[Array, "b n"]
@@ -95,6 +101,7 @@ class ReadRow:
     selectors: tuple[Selector, ...]
     at: Int[Array, "s t"] | None = None
     skipped: Int[Array, "b l k"] | None = None
+    block_mass: Float[Array, "b l h n"] | None = None
 
 
 def no_reads(batch: int) -> ReadStats:
@@ -118,6 +125,7 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: LayerCarry) -> tuple[Array, LayerCarry]:
         reads_all = row.selectors[layer].reads_all
+        mass = None if row.block_mass is None else row.block_mass[:, layer]
         at = row.at if reading.reads_together(layer, not reads_all) else None
         faulty = None
         if at is not None:  # a row before it in its slot meets a value with weight 0, and 0 * NaN is NaN
@@ -139,8 +147,15 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
         else:
             grouped = _grouped(queries, reading, layer)
             chosen = _choose(reading, layer, grouped, cache, blocks, row)
-            out, log_read = read_chosen(reading, layer, queries, cached, row.table, chosen.opened, lengths, at)
+            out, log_read, block_lse = read_chosen(
+                reading, layer, queries, cached, row.table, chosen.opened, lengths, at
+            )
             log_read = log_read.reshape(grouped.shape[:3])
+            if chosen.shares:
+                chosen = in_units_read(chosen, blocks, log_read)
+            if mass is not None:
+                known = shares_after(chosen, blocks, block_lse.reshape(*grouped.shape[:3], -1)).reshape(mass.shape)
+                mass = known if reading.refresh_every == 1 else jnp.where(row.fresh[:, None, None], known, mass)
             if reading.residual:
                 assert cached.summary is not None  # `select` has looked at it
                 d = reading.model.head_dim
@@ -161,6 +176,7 @@ def decode_attend(reading: ReadPolicy, row: ReadRow) -> Attend:
                     row.fresh, jnp.minimum(stats.least_entropy, jnp.min(entropy, axis=(1, 2))), stats.least_entropy
                 ),
             )
+        stats = replace(stats, block_masses=(*stats.block_masses, mass))
         if faulty is not None:
             out = jnp.where(faulty[:, None, None], jnp.nan, out)
         return out[:, None], LayerCarry(cache=cache, stats=stats)
@@ -240,7 +256,8 @@ def _choose(
 
     def choose() -> Selection:
         selector, backend = row.selectors[layer], reading.scores_backend
-        return select(selector, query, cache, layer, blocks, row.tolerance, backend, reading.sensitivity)
+        mass = None if row.block_mass is None else row.block_mass[:, layer]
+        return select(selector, query, cache, layer, blocks, row.tolerance, backend, reading.sensitivity, mass)
 
     if reading.refresh_every == 1:
         return choose()

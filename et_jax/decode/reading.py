@@ -86,8 +86,11 @@ def read_chosen(
     opened: Bool[Array, "r k n"],
     lengths: Int[Array, " r"],
     at: Int[Array, "s t"] | None,
-) -> tuple[Float[Array, "r h d"], Float[Array, "r h"]]:
-    """Return attention to each row's `opened` blocks, and the log-sum-exp of their scores. `at` as in `read_all`."""
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h"], Float[Array, "r h m"]]:
+    """Return attention to each row's `opened` blocks, and the log-sum-exp of their scores: of all, and of each listed.
+
+    `at` as in `read_all`; blocks are listed in ascending order.
+    """
     readers = None
     if at is None:
         listed, counts = list_blocks(opened)
@@ -97,7 +100,7 @@ def read_chosen(
         by_block = jnp.sum(jnp.where(opened[at], bits[:, None, None], 0), axis=1)
         readers = jnp.take_along_axis(by_block, listed, axis=2)
     out, block_lse = _read(reading, layer, queries, cached, table, listed, counts, lengths, at, readers)
-    return out, log_sum_exp(block_lse)
+    return out, log_sum_exp(block_lse), block_lse
 
 
 def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:

@@ -18,7 +18,7 @@ from et_jax.control.view import BlockView
 from et_jax.decode.cache import KVCache, LayerCache, PageSummary, empty, summarise
 from et_jax.models.config import ModelShape
 from et_jax.pallas.block_scores import block_scores, code_scores
-from et_jax.sums import log_sum_exp, total
+from et_jax.sums import log_sum_exp, softmax, total
 from et_jax.types import Table, pytree, replace
 
 
@@ -76,13 +76,17 @@ def select(
     tolerance: Float[Array, " b"],
     backend: str,
     sensitivity: Table | None = None,
+    last_mass: Float[Array, "b h n"] | None = None,
 ) -> Selection:
     """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
 
     The selector's numbers have a row each. `query` is float32 and scaled. `backend` names the kernels that score
-    the blocks. `sensitivity` is that of every head of the model, "l k g" (see `models.calibration`).
+    the blocks. `sensitivity` is that of every head of the model, "l k g" (see `models.calibration`), `last_mass` what
+    was last known of every block.
     """
     view = view_of(query, cache, layer, blocks, tolerance, backend)
+    if last_mass is not None:
+        view = replace(view, last_mass=last_mass.reshape(*query.shape[:3], -1))
     if sensitivity is not None:
         of_layer = jnp.asarray(sensitivity.array[layer] * sensitivity.array.size, jnp.float32)
         view = replace(view, sensitivity=jnp.broadcast_to(of_layer, query.shape[:3]))
@@ -229,6 +233,30 @@ def least_share_read(chosen: Selection, blocks: Blocks, log_read: Float[Array, "
     read = chosen.opened | ~blocks.readable[:, None]
     each = jax.vmap(jax.vmap(bounds.certain_share))(thought, read, log_read)
     return jnp.min(each, axis=(1, 2))
+
+
+def in_units_read(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Selection:
+    """Return a selection whose guess, of shares, is made one at the sums of e^(q . key): what is unread had its share.
+
+    Half of the mass at most is taken for unread.
+    """
+    unread = (blocks.readable[:, None] & ~chosen.opened)[:, :, None]
+    left = jnp.minimum(total(jnp.where(unread, jnp.exp(chosen.estimate), 0.0)), 0.5)
+    whole = log_read - jnp.log1p(-left)
+    return replace(chosen, estimate=chosen.estimate + whole[..., None], shares=False)
+
+
+def shares_after(chosen: Selection, blocks: Blocks, block_lse: Float[Array, "b k g n"]) -> Float[Array, "b k g n"]:
+    """Return each block's share of attention mass, 1 where there is none to read.
+
+    That of the blocks read is from their keys, whose log-sum-exps are `block_lse`, in ascending order of the blocks;
+    that of the others as it was guessed.
+    """
+    opened, readable = chosen.opened[:, :, None], blocks.readable[:, None, None]
+    place = jnp.maximum(jnp.cumsum(opened, axis=-1, dtype=jnp.int32) - 1, 0)
+    read = jnp.take_along_axis(block_lse, jnp.broadcast_to(place, block_lse.shape), axis=-1)
+    log_mass = jnp.where(opened, read, chosen.estimate)
+    return jnp.where(readable, softmax(jnp.where(readable, log_mass, jnp.finfo(jnp.float32).min)), 1.0)
 
 
 def with_residual(

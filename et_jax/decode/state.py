@@ -27,7 +27,7 @@ from et_jax.decode.reading import ReadPolicy
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
-from et_jax.types import pytree
+from et_jax.types import pytree, replace
 
 Keep = Literal["codes", "surprisals", "logits"]
 """What a state may hold beyond what selectors need: 8-bit keys, every token's surprisal, every slot's last logits."""
@@ -131,10 +131,10 @@ class DecoderConfig:
         """Whether what a token's step observes decides what the next token reads.
 
         True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
-        selectors that go by surprisals.
+        selectors that go by surprisals or by the last masses.
         """
         by_law = law_steers(self.controller, _mask_shape(self), partial(fresh_prompt, self))
-        return by_law or self.controller.refresh_every > 1 or "surprisals" in self.keeps
+        return by_law or self.controller.refresh_every > 1 or bool(self.keeps & {"surprisals", "masses"})
 
     @property
     def keeps_text(self) -> bool:
@@ -163,6 +163,11 @@ class DecoderConfig:
         boxes = "codes" in needed or self.controller.budget is not None
         surprisals = "surprisals" in needed
         return needed | ({"summaries"} if boxes else set()) | ({"logits"} if surprisals else set())
+
+    @property
+    def by_mass_of(self) -> int:
+        """The query heads of a KV head whose last masses choose its blocks; 0 where something else chooses them."""
+        return self.model.group_size if "masses" in self.keeps else 0
 
     @property
     def scoring(self) -> tuple[str, tuple[str, ...]]:
@@ -332,7 +337,11 @@ def slot_laws(config: DecoderConfig) -> Controller:
 
 def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Array, ""]) -> ControlState:
     """Return the control state of one sequence under `laws` before its first token."""
-    return _fresh(laws, temperature, _mask_shape(config), fresh_prompt(config))
+    fresh = _fresh(laws, temperature, _mask_shape(config), fresh_prompt(config))
+    if "masses" not in config.keeps:
+        return fresh
+    shape = config.model.num_layers, config.model.num_heads, config.blocks_per_slot
+    return replace(fresh, block_mass=jnp.ones(shape, jnp.float32))
 
 
 def _mask_shape(config: DecoderConfig) -> tuple[int, int, int]:

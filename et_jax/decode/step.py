@@ -34,7 +34,7 @@ def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[De
     state, chosen = choose(config, state)
     table, rows = reserve(config, state, chosen)
     model = of_model(params)
-    moved = traffic(model, state.cache)
+    moved = traffic(model, state.cache, config.by_mass_of)
     state = replace(state, table=table)
     if config.draft is None:
         logits, memory = extend(config, model, state, rows, rows.place + 1)
@@ -113,6 +113,7 @@ def extend(
         selectors=rows.take(state.laws).selectors(config.model.num_layers),
         at=at,
         skipped=None if held is None or held.skipped is None else rows.take(held.skipped),
+        block_mass=control.block_mass,
     )
     cache = state.cache
     if cache.surprisal is not None:
@@ -191,14 +192,20 @@ def extend_drafted(
     return cache, logits, stats, at
 
 
-def traffic(params: ModelWeights, cache: kv.KVCache) -> cost.Traffic:
-    """Return the bytes of what a step may read."""
+def traffic(params: ModelWeights, cache: kv.KVCache, by_mass_of: int = 0) -> cost.Traffic:
+    """Return the bytes of what a step may read.
+
+    Where blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, of a summary the means are
+    read, and of each head's mass one number is read and one written.
+    """
     layer = cache.layers[0]
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
+    if by_mass_of and layer.summary is not None and layer.key_codes is None:
+        summary = cost.num_bytes(layer.summary.mean) // num_blocks + 2 * 4 * by_mass_of
+    else:
+        summary = cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks
     return cost.Traffic(
-        weights=cost.num_bytes(params),
-        block=cost.num_bytes(layer.pages) // num_blocks,
-        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks,
+        weights=cost.num_bytes(params), block=cost.num_bytes(layer.pages) // num_blocks, summary=summary
     )
 
 

@@ -37,7 +37,9 @@ def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[De
     table, rows = reserve(config, state, chosen)
     state = replace(state, table=table)
     state, logits, stats, spent = read(config, params, state, rows, speaker)
-    signals, raw = measure(config, traffic(of_model(params), state.cache), state, rows, logits, stats)
+    signals, raw = measure(
+        config, traffic(of_model(params), state.cache, config.by_mass_of), state, rows, logits, stats
+    )
     signals = replace(signals, cost=_nominal(config, params, state, signals.cost, rows, speaker))
     before, certainty = rows.take(switch), entropy.entropy(raw)
     laws = rows.take(state.laws)
@@ -78,11 +80,13 @@ def read(
     assert state.text is not None and state.held is not None and state.model_held is not None
     assert state.small is not None and state.spent is not None
     pages, text = rows.take(state.table.pages), rows.take(state.text)
-    masks, none = rows.take(state.control.block_mask), no_reads(rows.token.shape[0])
+    control, none = rows.take(state.control), no_reads(rows.token.shape[0])
+    layers = range(config.model.num_layers)
     whole = replace(
         none,
         blocks_read=jnp.where(rows.run, _small_blocks(config, rows), 0),
-        block_masks=tuple(masks[:, i] for i in range(masks.shape[1])),
+        block_masks=tuple(control.block_mask[:, i] for i in layers),
+        block_masses=tuple(None if control.block_mass is None else control.block_mass[:, i] for i in layers),
     )
 
     def caught_up(policy, weights: ModelWeights, cache: KVCache, held: Int[Array, " r"]) -> tuple:

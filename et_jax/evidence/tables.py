@@ -94,6 +94,21 @@ def free_running(tasks: Sequence[Case]) -> str:
     return table(["task", "tolerance by", "all read", *[f"{share:.0%} read" for share in shares]], lines)
 
 
+def pruning(cases: Sequence[Case]) -> str:
+    """Return right answers, blocks and bytes by task, length and way of pruning; a star where fewer than by chance."""
+    parts = []
+    for length in dict.fromkeys(case["length"] for case in cases):
+        own = [case for case in cases if case["length"] == length]
+        header = ["E_b > theta", *[f"{case['task']} ({case['dense']}/{case['questions']})" for case in own]]
+        lines = []
+        for index, arm in enumerate(line["arm"] for line in own[0]["arms"]):
+            found = [case["arms"][index] for case in own]
+            cells = [f"{_right(one)}, {one['share_read']:.0%}, {one['share_bytes']:.0%}" for one in found]
+            lines.append([arm, *cells])
+        parts.append(f"{length} tokens:\n\n{table(header, lines)}")
+    return "\n\n".join(parts)
+
+
 def _right(line: Case) -> str | None:
     if "missed" in line:
         return None

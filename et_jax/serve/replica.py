@@ -83,7 +83,7 @@ class Replica:
         self._batched_tokens = settings.max_num_batched_tokens
         params = of_model(weights)
         self._traffic, self._num_multiplied = (
-            traffic(params, self.device.state.cache),
+            traffic(params, self.device.state.cache, self.config.by_mass_of),
             num_multiplied(self.config.model),
         )
         self._both = None

@@ -23,6 +23,7 @@ from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.view import mass
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.models.checkpoint import write_hugging_face
@@ -117,7 +118,7 @@ def own_controller() -> Controller:
 
 
 def by_surprisals() -> Controller:
-    selector = select.ActiveSet(contribution.token_nll)
+    selector = select.ActiveSet(contribution.token_nll, mass)
     return Controller(law=chain(EmaEntropy(), tolerance.Constant(2.0)), selector=selector)
 
 

@@ -27,6 +27,7 @@ from et_jax.control import bounds, contribution, select, tolerance
 from et_jax.control.base import chain, unpack_blocks
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.view import mass
 from et_jax.decode import decoder as decoding
 from et_jax.decode import selection
 from et_jax.models.transformer import initialise
@@ -204,7 +205,7 @@ def test_the_first_layers_may_read_everything():
 
 def test_the_surprisal_of_every_token_is_kept_with_its_page():
     """Three chunks of prompt, sixteen tokens written, and a fork: all as the dense model says."""
-    d = made(selector=select.ActiveSet(contribution.token_nll), share=1e-9)
+    d = made(selector=select.ActiveSet(contribution.token_nll, mass), share=1e-9)
     state, written, _, _ = walk(d, TOKENS)
     tokens = TOKENS + written
     logits, _ = dense(weights(), MODEL, tokens)
@@ -222,15 +223,37 @@ def test_the_surprisal_of_every_token_is_kept_with_its_page():
 
 
 def test_the_papers_reading_by_token_surprisal_opens_what_its_formula_says():
-    d = made(selector=select.ActiveSet(contribution.token_nll), share=0.5)
+    d = made(selector=select.ActiveSet(contribution.token_nll, mass), share=0.5)
     _, _, _, masks = walk(d, TOKENS, steps=4)
     assert 0 < masks[..., : len(TOKENS) // PAGE].mean() < 1
+
+
+def test_the_last_mass_of_every_block_is_attentions_own():
+    """One head, which reads all: a block's share is what the dense model passes over if it reads the others alone."""
+    model = dataclasses.replace(NARROW, num_layers=1, windows=(None,), num_kv_heads=1, num_heads=1)
+    d = made(model=model, selector=select.ActiveSet(contribution.relative_influence, look_every=1))
+    drawn = initialise(model, jax.random.key(1), jnp.float32)
+    params = jax.tree.map(lambda x: x * jnp.float32(8 if x.ndim > 1 else 1), drawn)
+    state = start(d, params, d.empty(), SLOT, TOKENS, temperature=0.0, limit=16)
+    tokens = list(TOKENS)
+    for _ in range(5):
+        at = len(tokens) - 1
+        state, output = d.step(params, state)
+        share = np.asarray(state.control.block_mass[SLOT, 0, 0])
+        for block in range(at // PAGE):  # the dense model always reads the newest token itself
+            others = [j for j in range(at + 1) if j // PAGE != block]
+            reads = {at: others}
+            _, kept = dense(params, model, tokens, lambda _, i, reads=reads: reads.get(i, range(i + 1)))
+            np.testing.assert_allclose(share[block], 1.0 - kept[at], atol=1e-5)
+        np.testing.assert_allclose(share[: at // PAGE + 1].sum(), 1.0, rtol=1e-5)
+        assert np.all(share[at // PAGE + 1 :] == 1.0)
+        tokens.append(int(output.token[SLOT]))
 
 
 def test_what_a_selector_reads_and_does_not_say_that_it_needs_is_named():
     for selector, wanted in (
         (select.Certified(lambda view: select.coded_bounds(view)), "coded_bounds: .* by `needing`"),
-        (select.ActiveSet(lambda view: contribution.token_nll(view)), "token_nll: .* by `needing`"),
+        (select.ActiveSet(lambda view, share: contribution.token_nll(view, share), mass), "token_nll: .* by `needing`"),
     ):
         with pytest.raises(ValueError, match=wanted):
             jax.eval_shape(made(selector=selector).step, weights(), jax.eval_shape(made(selector=selector).empty))

@@ -12,6 +12,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.tolerance import Constant
+from et_jax.control.view import mass
 from et_jax.decode import decoder as decoding
 from et_jax.evidence import forced
 from et_jax.models.calibration import Calibration
@@ -27,7 +28,7 @@ ARMS = {
     "certified": (CODED, 0.2, False),
     "per head": (select.PerHead(CODED, AttentionEntropy()), 0.1, True),
     "top mass": (select.TopMass(), 0.1, False),
-    "influence": (select.ActiveSet(contribution.relative_influence), 0.2, True),
+    "influence": (select.ActiveSet(contribution.relative_influence, mass), 0.2, True),
     "expected error": (select.ExpectedError(), 0.01, True),
 }
 

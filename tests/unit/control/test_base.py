@@ -46,7 +46,11 @@ def signals(**given) -> Signals:
 
 def control(law: Law | None = None, **given) -> ControlState:
     """The state of a new sequence, all zeros but for what is given, as `law` starts it."""
-    numbers = [f.name for f in dataclasses.fields(ControlState) if f.name not in ("block_mask", "notes", "prompt")]
+    numbers = [
+        f.name
+        for f in dataclasses.fields(ControlState)
+        if f.name not in ("block_mask", "notes", "prompt", "block_mass")
+    ]
     fields = {n: jnp.asarray(given.get(n, 0), jnp.int32 if n in INTEGERS else jnp.float32) for n in numbers}
     state = ControlState(**fields, block_mask=jnp.zeros((1, 1, 1), jnp.uint32), notes={})
     return state if law is None else law.init(state)

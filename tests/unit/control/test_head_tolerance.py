@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from et_jax.control import contribution, select
 from et_jax.control.bounds import Interval
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.view import attention_entropy, likeliest_log_mass
+from et_jax.control.view import attention_entropy, likeliest_log_mass, mass
 from et_jax.types import replace
 
 FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
@@ -68,7 +68,7 @@ SELECTORS = {
     "certified": select.Certified(),
     "certified box": select.Certified(select.box_bounds),
     "top_mass": select.TopMass(),
-    "paper": select.ActiveSet(contribution.mass),
+    "paper": select.ActiveSet(contribution.mass, mass),
 }
 RULE = AttentionEntropy(slope=4.0)
 adaptive = {name: jax.jit(select.PerHead(selector, RULE)) for name, selector in SELECTORS.items()}

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import bounds, contribution, select
+from et_jax.control.view import last_mass, mass
 from et_jax.types import Count, replace, value
 
 FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them
@@ -24,9 +25,9 @@ PROPORTIONAL = {
     "top_mass": select.TopMass(),
     "certified": select.Certified(),
     "certified box": select.Certified(select.box_bounds),
-    "paper influence": select.ActiveSet(),
-    "paper mass": select.ActiveSet(contribution.mass),
-    "paper value_gauss": select.ActiveSet(contribution.value_gauss),
+    "paper influence": select.ActiveSet(alpha=mass),
+    "paper mass": select.ActiveSet(contribution.mass, mass),
+    "paper value_gauss": select.ActiveSet(contribution.value_gauss, mass),
 }
 compiled = {name: jax.jit(selector) for name, selector in PROPORTIONAL.items()}
 
@@ -98,7 +99,7 @@ def test_influence_of_single_tokens_is_how_far_the_output_moves_without_them(blo
     key, value = b.key[held, 0].astype(np.float64), b.value[held, 0].astype(np.float64)
     weight = np.exp(np.asarray(b.view.query, np.float64) @ key.T)
     out = weight @ value / weight.sum(-1, keepdims=True)
-    got = np.asarray(contribution.influence(b.view))
+    got = np.asarray(contribution.influence(b.view, mass(b.view)))
     assert np.all(got[:, ~held] == 0)
     for block in range(held.sum()):
         rest = weight.copy()
@@ -188,7 +189,7 @@ def test_dense_reads_all_guarded_or_not(blocks):
 def test_token_nll_weighs_what_is_stored_by_the_mass(blocks):
     b = blocks(7)
     stored = np.linspace(0.5, 5, NUM_BLOCKS)
-    got = contribution.token_nll(replace(b.view, mean_surprisal=jnp.asarray(stored, jnp.float32)))
+    got = contribution.token_nll(replace(b.view, mean_surprisal=jnp.asarray(stored, jnp.float32)), mass(b.view))
     np.testing.assert_allclose(got, centroid_shares(b) * stored, rtol=1e-4, atol=1e-6)
 
 
@@ -221,3 +222,50 @@ def test_the_numbers_of_a_mask_are_leaves():
     one, other = (select.as_selector(_Before(end)) for end in (4, 8))
     assert jax.tree.leaves(one) == [4] and one != other
     assert jax.tree.structure(one) == jax.tree.structure(other)
+
+
+def lasting(view, share, length=None):
+    """The view of a sequence whose blocks had these shares of mass when they were last read."""
+    view = replace(view, last_mass=jnp.asarray(share, jnp.float32))
+    return view if length is None else replace(view, length=jnp.asarray(length, jnp.int32))
+
+
+@many
+@given(seed=st.integers(0, 100_000), theta=st.floats(1e-3, 0.8))
+def test_a_block_is_read_by_the_mass_that_it_or_the_one_before_it_had(blocks, seed, theta):
+    b = blocks(seed, tolerance=theta)
+    share = np.random.default_rng(seed).dirichlet(np.full(NUM_BLOCKS, 0.3), b.view.query.shape[0])
+    chosen = LASTING(lasting(b.view, share))
+    moved = np.maximum(share, np.concatenate([np.zeros_like(share[:, :1]), share[:, :-1]], axis=1))
+    sure = (np.abs(moved - theta) > 1e-6).all(axis=0)
+    np.testing.assert_array_equal(np.asarray(chosen.opened)[sure], ((moved > theta).any(axis=0) & held_of(b))[sure])
+    np.testing.assert_allclose(np.exp(np.asarray(chosen.estimate)), share, rtol=1e-5, atol=1e-30)
+    assert chosen.shares
+    either = np.maximum(moved, centroid_shares(b))
+    sure = (np.abs(either - theta) > 1e-4).all(axis=0)
+    opened = np.asarray(GREATER(lasting(b.view, share)).opened)
+    np.testing.assert_array_equal(opened[sure], ((either > theta).any(axis=0) & held_of(b))[sure])
+
+
+def test_what_was_never_read_is_read_and_every_so_many_tokens_all_is(blocks):
+    view = blocks(5, tolerance=0.9).view
+    everything = np.asarray(view.num_tokens) > 0
+    never = np.ones((view.query.shape[0], NUM_BLOCKS))
+    np.testing.assert_array_equal(np.asarray(LASTING(lasting(view, never)).opened)[everything], True)
+    for length, looks in ((7, False), (8, True), (9, False), (16, True)):
+        opened = np.asarray(LOOKING(lasting(view, 0.01 * never, length)).opened)
+        assert opened[everything].all() if looks else not opened.any()
+
+
+def test_a_minimum_is_filled_by_the_last_masses_where_a_selector_goes_by_them(blocks):
+    view = blocks(11, tolerance=0.9).view
+    held = int((np.asarray(view.num_tokens) > 0).sum())
+    share = np.full((view.query.shape[0], NUM_BLOCKS), 1e-3)
+    share[0, held // 2] = 0.5
+    guarded = select.Guarded(select.ActiveSet(contribution.mass, last_mass), sinks=0, window=0, min_blocks=1)
+    np.testing.assert_array_equal(np.flatnonzero(guarded(lasting(view, share))), [held // 2])
+
+
+LASTING = jax.jit(select.ActiveSet(contribution.mass, last_mass).choose)
+GREATER = jax.jit(select.ActiveSet(contribution.mass).choose)
+LOOKING = jax.jit(select.ActiveSet(contribution.mass, last_mass, look_every=8).choose)

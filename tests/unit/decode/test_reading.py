@@ -52,7 +52,7 @@ def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
     given = arguments(layer)
     apart = read_chosen(POLICY, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), None)
     together = read_chosen(POLICY, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), jnp.asarray(AT))
-    for one, other in zip(together, apart, strict=True):
+    for one, other in zip(together[:2], apart[:2], strict=True):
         close(one, other)
     dense = read_all(POLICY, *given, jnp.asarray(LENGTHS), None)
     assert np.abs(dense - apart[0]).max() > 0.1  # so it matters which blocks are read
