@@ -81,7 +81,7 @@ def measure(model: Model, tasks: list[str], length: int, samples: int, seed: int
                 "arm": name,
                 "right": sum(right),
                 "share_read": float(np.mean([answer.share_read for answer in answers])),
-                "share_bytes": float(np.mean([answer.share_bytes for answer in answers])),
+                "share_bytes": float(np.mean([answer.share_bytes or 0.0 for answer in answers])),
                 "p": paired.p_of_losses(own, right),
             }
             case["arms"].append(line)

@@ -239,6 +239,7 @@ def test_the_last_mass_of_every_block_is_attentions_own():
     for _ in range(5):
         at = len(tokens) - 1
         state, output = d.step(params, state)
+        assert state.control.block_mass is not None
         share = np.asarray(state.control.block_mass[SLOT, 0, 0])
         for block in range(at // PAGE):  # the dense model always reads the newest token itself
             others = [j for j in range(at + 1) if j // PAGE != block]

@@ -2,7 +2,7 @@
 
 from scripts_here import script
 
-from et_jax.control import view
+from et_jax.control import select, view
 from et_jax.control.presets import preset
 from et_jax.types import replace
 
@@ -13,6 +13,7 @@ def test_presets_stand_among_what_is_compared_and_differ_from_it_in_alpha():
     for name in ("paper", "guarded"):
         served = preset(name)
         assert controls[f"{name}, the greater of last masses and mean keys"] == served
+        assert isinstance(served.selector, select.Guarded)
         active = served.selector.selector
         by_codes = replace(active, alpha=view.coded_mass, look_every=None)
         expected = replace(served, selector=replace(served.selector, selector=by_codes))
