@@ -109,6 +109,13 @@ def pruning(cases: Sequence[Case]) -> str:
     return "\n\n".join(parts)
 
 
+def pruning_cost(cases: Sequence[Case]) -> str:
+    """Return milliseconds a step, over reading everything, and the shares read, by length and way of pruning."""
+    keys = ("control", "milliseconds", "over_off", "share_read", "share_bytes")
+    lines = [[case["length"], *(row[key] for key in keys)] for case in cases for row in case["rows"]]
+    return table(["tokens", "way", "ms a step", "over off", "blocks read", "bytes moved"], lines)
+
+
 def _right(line: Case) -> str | None:
     if "missed" in line:
         return None
