@@ -193,8 +193,8 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_an_hour_of_recorded_traffic_leaves_memory_flat(shared):
-    """The lengths of 12,031 requests, scaled down: all answered, pages back, memory as after the first tenth."""
+def test_recorded_traffic_leaves_memory_flat(shared):
+    """The lengths of 3,000 requests, scaled down: all answered, pages back, memory as after the first third."""
     trace = shared / "traces/mooncake/conversation_trace.jsonl.gz"
     if not trace.exists():
         pytest.skip(f"{trace} is absent")
@@ -203,22 +203,22 @@ def test_an_hour_of_recorded_traffic_leaves_memory_flat(shared):
 
     def arrivals():
         with gzip.open(trace, "rt") as file:
-            for number, row in enumerate(map(json.loads, file)):
+            for number, row in enumerate(itertools.islice(map(json.loads, file), 3000)):
                 length = min(200, max(1, row["input_length"] // 200))
                 start = row["hash_ids"][1] % 7 if len(row["hash_ids"]) > 1 else 0
                 params = SamplingParams(max_tokens=max(1, row["output_length"] // 100), seed=number, ignore_eos=True)
                 yield GenerationRequest(prompt=tuple(tokens[start : start + length]), params=params)
 
-    answered, overtaken, bytes_at_a_tenth = set(), 0, 0
+    answered, overtaken, bytes_at_a_third = set(), 0, 0
     for index, completion in busy.as_completed(arrivals()):
         assert completion.finish_reason == "length" and index not in answered
         overtaken = max(overtaken, len(answered) - index)
         answered.add(index)
-        if len(answered) == 1200:
-            bytes_at_a_tenth = resident_bytes()
-    assert len(answered) == 12031
-    assert resident_bytes() < bytes_at_a_tenth * 1.05
-    assert overtaken < 500 and busy.metrics.preemptions > 100 and busy.metrics.programs_compiled_late == 0
+        if len(answered) == 1000:
+            bytes_at_a_third = resident_bytes()
+    assert len(answered) == 3000
+    assert resident_bytes() < bytes_at_a_third * 1.05
+    assert overtaken < 500 and busy.metrics.preemptions > 30 and busy.metrics.programs_compiled_late == 0
     for replica in busy.replicas().replicas:
         replica.forget_prefixes()
         assert int(replica.device.state.table.num_free) == busy.decoder_config.num_pages - 1 == replica.pool.num_free
