@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.control import select, tolerance, view
+from et_jax.control import clock, priority, select, tolerance, view
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
@@ -54,7 +54,7 @@ def pruned(name: str, alpha: select.Alpha) -> Controller:
 def controls() -> dict[str, Controller]:
     """Return what is compared, by name."""
     found = {f"{name}, {by}": pruned(name, alpha) for by, alpha in ALPHAS.items() for name in ("paper", "guarded")}
-    constant = chain(tolerance.Constant(THETA))
+    constant = chain(clock.FallClock(), priority.EntropyDrift(), tolerance.Constant(THETA))
     return found | {f"constant, {by}": replace(pruned("paper", alpha), law=constant) for by, alpha in ALPHAS.items()}
 
 
