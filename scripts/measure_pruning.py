@@ -30,12 +30,14 @@ from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
 
 DEPTHS = 5
+PARTS = ("boxes", "last masses")  # of the alpha that presets take
 THETA = 0.05  # the presets' own, where the model is certain
 ALPHAS = {
     "mean keys": view.mass,
     "8-bit keys": view.coded_mass,
+    "boxes": view.box_mass,
     "last masses": view.last_mass,
-    "the greater of last masses and mean keys": view.greater_mass,
+    "the greater of last masses and boxes": view.greater_mass,
 }
 
 
@@ -53,9 +55,11 @@ def pruned(name: str, alpha: select.Alpha) -> Controller:
 
 def controls() -> dict[str, Controller]:
     """Return what is compared, by name."""
-    found = {f"{name}, {by}": pruned(name, alpha) for by, alpha in ALPHAS.items() for name in ("paper", "guarded")}
+    found = {f"paper, {by}": pruned("paper", alpha) for by, alpha in ALPHAS.items()}
+    found |= {f"guarded, {by}": pruned("guarded", alpha) for by, alpha in ALPHAS.items() if by not in PARTS}
     constant = chain(clock.FallClock(), priority.EntropyDrift(), tolerance.Constant(THETA))
-    return found | {f"constant, {by}": replace(pruned("paper", alpha), law=constant) for by, alpha in ALPHAS.items()}
+    kept = ("8-bit keys", "the greater of last masses and boxes")
+    return found | {f"constant, {by}": replace(pruned("paper", ALPHAS[by]), law=constant) for by in kept}
 
 
 def measure(model: Model, tasks: list[str], length: int, samples: int, seed: int) -> list[dict[str, Any]]:

@@ -305,9 +305,9 @@ class ActiveSet(Selector):
 
     `contribution` chooses what stands in for the surprisal in E_b = sum_{i in b} alpha_i s(v_i), and so
     the unit of theta; `alpha` what stands in for attention's share of mass: `view.greater_mass` of what blocks last had
-    and what their mean keys promise, `view.coded_mass` by 8-bit keys, which are read for it, or either half of the
-    first, of which `view.mass`, mean keys alone, loses answers. theta 0 opens everything, and so does every
-    `look_every`-th token: what is last known of long ago is known anew. Source: Entropic-Time Inference, section 3.2.
+    and what their boxes promise, `view.coded_mass` by 8-bit keys, which are read for it, or `view.mass` by mean keys,
+    which loses answers. theta 0 opens everything, and so does every `look_every`-th token: what is last known of long
+    ago is known anew. Source: Entropic-Time Inference, section 3.2.
     """
 
     contribution: Contribution = static(default=influence)

@@ -155,14 +155,26 @@ def last_mass(view: BlockView) -> Float[Array, "g n"]:
     return jnp.where(view.num_tokens > 0, jnp.maximum(view.last_mass, before), 0.0)
 
 
+def box_mass(view: BlockView) -> Float[Array, "g n"]:
+    """Return the share of attention mass in each block, if one key more is half way from their mean to the box's end.
+
+        Z_b ~ n e^m + e^{(m + h)/2},  m = q . mean key, h the greatest score that the box of the keys allows
+
+    By mean keys alone one key among many does not show; the box says that there may be one, and far too much of it.
+    Source: the box is Quest's (Tang et al. 2024), half way a choice of this package.
+    """
+    one = jnp.where(view.num_tokens > 0, 0.5 * (view.middle + view.score.high), jnp.finfo(jnp.float32).min)
+    return softmax(exact_at_tail(view, jnp.logaddexp(estimated_log_mass(view), one)))
+
+
 @needing("masses")
 def greater_mass(view: BlockView) -> Float[Array, "g n"]:
-    """Return the greater of `mass` and `last_mass`: neither alone sees both what turns up and what stands out.
+    """Return the greater of `box_mass` and `last_mass`: neither alone sees both what turns up and what stands out.
 
-    Mean keys tell of every block at every token, but little of one key among many; the last mass tells of that, but
-    not where attention goes next.
+    Means and boxes tell of every block at every token, roughly; the last mass tells more, but not where attention goes
+    next.
     """
-    return jnp.maximum(mass(view), last_mass(view))
+    return jnp.maximum(box_mass(view), last_mass(view))
 
 
 def held_values(view: BlockView) -> Float[Array, "n d"]:

@@ -195,17 +195,15 @@ def extend_drafted(
 def traffic(params: ModelWeights, cache: kv.KVCache, by_mass_of: int = 0) -> cost.Traffic:
     """Return the bytes of what a step may read.
 
-    Where blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, of a summary the means are
-    read, and of each head's mass one number is read and one written.
+    Where blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, one number of each is read, and
+    one written.
     """
     layer = cache.layers[0]
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
-    if by_mass_of and layer.summary is not None and layer.key_codes is None:
-        summary = cost.num_bytes(layer.summary.mean) // num_blocks + 2 * 4 * by_mass_of
-    else:
-        summary = cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks
     return cost.Traffic(
-        weights=cost.num_bytes(params), block=cost.num_bytes(layer.pages) // num_blocks, summary=summary
+        weights=cost.num_bytes(params),
+        block=cost.num_bytes(layer.pages) // num_blocks,
+        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
     )
 
 
