@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests/faults/faults.toml"
 RESULTS = ROOT / "benchmarks/results/faults.json"
 COMMANDS = "tests/commands"  # what they run is in processes of their own
+LAWS = "tests/laws"
 SECONDS = 1200  # for all tests of one fault
 
 
@@ -89,6 +90,8 @@ def tests_of(fault: dict[str, str], entered: dict, seconds: dict[str, float]) ->
         if file == fault["file"] and (name is None or function == name or function.startswith(f"{name}."))
         for test in tests
     }
+    if any(test.startswith(LAWS) for test in found):  # the first law of a model traces it for all
+        found |= {test for test in seconds if test.startswith(LAWS)}
     found |= {test for test in seconds if test.startswith(COMMANDS)}
     return sorted(found, key=lambda test: (test.startswith(COMMANDS), module not in Path(test).stem, seconds[test]))
 

@@ -20,6 +20,7 @@ def run(document: str) -> None:
         exec(compile(block, document, "exec"), names)
 
 
+@pytest.mark.slow
 def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(blocks("README.md")) >= 4
     run("README.md")

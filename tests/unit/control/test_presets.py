@@ -98,7 +98,7 @@ def test_the_paper_preset_takes_its_entropy_from_the_likeliest_tokens():
     rough, exact = signals_of("paper", tolerance=0.0), signals_of("guarded", tolerance=0.0)
     assert (rough.entropy >= exact.entropy - 1e-4).all() and (rough.entropy > exact.entropy + 1e-3).any()
     assert (rough.entropy_low <= exact.entropy + 1e-4).all()
-    np.testing.assert_allclose(rough.entropy, rough.entropy_high, atol=2e-4)  # but for what the end allows for rounding
+    np.testing.assert_allclose(rough.entropy, rough.entropy_high, atol=5e-4)  # but for what the end allows for rounding
 
 
 def test_a_small_vocabulary_is_listed_whole():

@@ -21,7 +21,7 @@ def rows(cls, **given):
     size = len(next(iter(given.values())))
     plain = {f.name: np.zeros(size, np.int32 if f.name in WHOLE else np.float32) for f in dataclasses.fields(cls)}
     if cls is ControlState:
-        plain |= {"prompt": None, "notes": {}, "block_mask": np.zeros((size, 1, 1, 1), np.uint32)}
+        plain |= {"prompt": None, "block_mass": None, "notes": {}, "block_mask": np.zeros((size, 1, 1, 1), np.uint32)}
     return cls(**jax.tree.map(jnp.asarray, plain | given))
 
 
