@@ -1,12 +1,12 @@
 """Which tests see a fault: put those of tests/faults/faults.toml into a copy of the code, one at a time.
 
     python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test file enters, by running them
-    python scripts/plant_faults.py run [--only WORD] [--jobs 2] [PYTEST ARGUMENTS]
+    python scripts/plant_faults.py run [--only FOLDER] [--jobs 2] [PYTEST ARGUMENTS]
 
 `run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
 quickest, until a test fails; what runs in a process of its own enters nothing, so commands come last. PYTEST ARGUMENTS
 choose the tests of either, such as `-m slow`. Results are added to benchmarks/results/faults.json by the name of the
-run (`--name`).
+run (`--name`); a fault that has one there is not tried again.
 """
 
 import argparse
@@ -122,9 +122,12 @@ def seen_by(fault: dict[str, str], tree: Path, tests: list[str], arguments: list
 
 
 def run(args: argparse.Namespace, arguments: list[str]) -> None:
-    """Try every fault, print who saw it, and keep that."""
+    """Try every fault that has no result of this name yet, print who saw it, and keep each result as it comes."""
     entered, seconds = read_map(args.map)
-    chosen = [one for one in faults() if not args.only or args.only in one["file"] + one["what"]]
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    rows = kept.setdefault(args.name, [])
+    tried = {(row["file"], row["what"]) for row in rows}
+    chosen = [one for one in faults() if (one["file"], one["what"]) not in tried and args.only in one["file"]]
     trees: queue.Queue[Path] = queue.Queue()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.jobs):
@@ -145,18 +148,16 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
             return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(tests)}
 
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as workers:
-            rows = list(workers.map(one, chosen))
-    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    before = {(row["file"], row["what"]): row for row in kept.get(args.name, [])}
-    kept[args.name] = list((before | {(row["file"], row["what"]): row for row in rows}).values())
-    RESULTS.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            for done in concurrent.futures.as_completed([workers.submit(one, fault) for fault in chosen]):
+                rows.append(done.result())
+                RESULTS.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     print(f"{sum(row['seen_by'] is not None for row in rows)} of {len(rows)} faults seen")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["map", "run"])
-    parser.add_argument("--only", default="", help="faults with this word in their file or description")
+    parser.add_argument("--only", default="", help="faults in files with this in their name")
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time (default: 2)")
     parser.add_argument("--name", default="short", help="what the results are called (default: short)")
     parser.add_argument("--map", type=Path, default=ROOT / "runs/entered", help="where the map is kept")
