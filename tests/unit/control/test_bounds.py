@@ -210,3 +210,24 @@ def test_certified_selection_opens_no_more_than_it_must(blocks, bound):
                     wanted |= row >= cut * (1 - 1e-5)
                     break
         np.testing.assert_array_equal(opened & held, wanted & held)
+
+
+@many
+@given(seed=st.integers(0, 100_000))
+def test_the_bound_on_the_error_of_mean_values_is_its_formula(seed):
+    """Guesses lie anywhere between the two bounds of a mass, nearer to either."""
+    rng = np.random.default_rng(seed)
+    low = rng.normal(size=(2, 6))
+    high = low + rng.uniform(0, 3, size=low.shape)
+    guess = low + (high - low) * rng.uniform(size=low.shape)
+    apart, radius, opened = rng.uniform(size=low.shape), rng.uniform(size=6), rng.uniform(size=6) < 0.4
+    log_opened = rng.normal(size=2)
+    doubt = np.maximum(np.exp(high) - np.exp(guess), np.exp(guess) - np.exp(low))
+    wrong = np.where(opened, 0.0, np.exp(high) * radius + doubt * apart).sum(-1)
+    expected = wrong / (np.exp(log_opened) + np.where(opened, 0.0, np.exp(low)).sum(-1))
+    numbers = [jnp.asarray(x, jnp.float32) for x in (low, high, guess, log_opened, apart, radius)]
+    low, high, guess, log_opened, apart, radius = numbers
+    got = bounds.residual_error(
+        bounds.Interval(low=low, high=high), guess, jnp.asarray(opened), log_opened, apart, radius
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
