@@ -17,8 +17,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "--control",
         default="off",
         help="off (default), paper, guarded, certified, adaptive, ead, ead_guarded or entropyinfer: which laws run the "
-        "decoder; "
-        "paper and guarded, at their defaults, lose what stands far back in a prompt (docs/control.md)",
+        "decoder",
     )
     control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
     control.add_argument(

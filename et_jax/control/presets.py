@@ -50,8 +50,8 @@ def preset(
     expected error, from the same copies and the model's measured sensitivity to each head, which
     `scripts/calibrate.py` measures, and lets the rest count as its mean value.
 
-    "paper" and "guarded", at their defaults, lose what stands far back in a prompt: of 40 passkeys in 2048
-    tokens they find 4 and 17, where "off" and "certified" find all.
+    "paper" and "guarded" score no keys: alpha of E_b is what a block had when it was last read, or what its box
+    promises (`view.greater_mass`). `scripts/measure_pruning.py` says which answers that keeps.
 
     "ead" is Entropy Adaptive Decoding as printed: of two models the small one speaks while the mean entropy of
     the last five predictions is at most `tau`, in nats, by default the paper's 0.25 bits; "ead_guarded" is the same

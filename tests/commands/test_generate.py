@@ -9,14 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-from et_jax import evaluate, generate
 from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
 from et_jax.generate import main
@@ -311,12 +309,6 @@ take = display.Report.take
 display.Report.take = lambda *a: (time.sleep(0.1), take(*a))[1]
 sys.exit(generate.main(sys.argv[1:]))
 """
-
-
-@pytest.mark.parametrize("module", [generate, evaluate])
-def test_help_warns_of_presets_that_forget(module: Any) -> None:
-    said = " ".join(module.parser().format_help().split())
-    assert "paper and guarded, at their defaults, lose what stands far back in a prompt" in said
 
 
 def test_help_needs_no_jax() -> None:
