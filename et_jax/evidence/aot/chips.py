@@ -129,6 +129,17 @@ DECODINGS = (
         for name, model in (("llama3_8b", LLAMA3_8B), ("qwen3_8b", QWEN3_8B))
     ),
     Decoding(
+        name="last masses",
+        model=LLAMA3_8B,
+        num_slots=16,
+        max_length=32768,
+        prefill_batch=512,
+        control="paper",
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v6e", "H200"),
+    ),
+    Decoding(
         name="compressed",
         model=LLAMA3_8B,
         num_slots=16,
