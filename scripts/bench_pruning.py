@@ -33,9 +33,8 @@ from et_jax.serve.engine import Model, load
 
 CONTROLS: dict[str, Controller] = {
     "off": preset("off"),
-    **{f"{name}, {by}": pruned(name, alpha) for by, alpha in ALPHAS.items() for name in ("paper", "guarded")},
-    "certified": preset("certified"),
-    "adaptive": preset("adaptive"),
+    **{f"paper, {by}": pruned("paper", alpha) for by, alpha in ALPHAS.items()},
+    **{name: preset(name) for name in ("guarded", "certified", "adaptive")},
 }
 
 
