@@ -40,6 +40,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention_entropy": ("attention_entropy.json", lambda found: tables.arms(found["cases"])),
     "free_running": ("free_running.json", lambda found: tables.free_running(found["tasks"])),
     "pruning": ("pruning.json", lambda found: tables.pruning(found["cases"])),
+    "pruning_cost": ("pruning_cost.json", lambda found: tables.pruning_cost(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
@@ -126,6 +127,7 @@ def main() -> int:
             ("measure_pruning",),
             ("measure_scheduling", "--trace", *args.trace, "--own", *args.case[0]),
             ("bench_throughput",),
+            ("bench_pruning", args.case[0][1]),
             ("bench_overhead",),
             ("bench_selection",),
             ("bench_sampling",),
