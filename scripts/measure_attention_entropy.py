@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from et_jax.control import select
+from et_jax.control import contribution, select
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.view import BlockView, held_values, likeliest_log_mass, needing
+from et_jax.control.view import BlockView, coded_mass, held_values, likeliest_log_mass, needing
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, forced, paired
 from et_jax.evidence.held_out import rows
@@ -209,9 +209,11 @@ def arms(bench: Bench, rule: AttentionEntropy, residual: float) -> dict[str, Ser
         **tokens,
         "constant, read again": opening(CERTIFIED, redone=True),
         "constant, not proved": opening(select.MaskSelector(unproved)),
-        "mass above a threshold": opening(select.ActiveSet(mass)),
-        "change above a threshold": opening(select.ActiveSet(change)),
-        "change by sensitivity": opening(select.ActiveSet(sensitive_change)),
+        "mass above a threshold": opening(select.ActiveSet(contribution.mass, coded_mass)),
+        "change above a threshold": opening(select.ActiveSet(lambda view, _: change(view), coded_mass)),
+        "change by sensitivity": opening(
+            select.ActiveSet(needing("sensitivity")(lambda view, _: sensitive_change(view)), coded_mass)
+        ),
     }
     if residual:
         least = select.ExpectedError()

@@ -1,5 +1,6 @@
 """Which blocks of the cache a query reads."""
 
+import inspect
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -313,6 +314,15 @@ class ActiveSet(Selector):
     contribution: Contribution = static(default=influence)
     alpha: Alpha = static(default=greater_mass)
     look_every: MaybeCount = None
+
+    def __post_init__(self) -> None:
+        for name, wanted in (("contribution", ("a view", "the share of mass in each block")), ("alpha", ("a view",))):
+            try:
+                inspect.signature(getattr(self, name)).bind(*wanted)
+            except (TypeError, ValueError):
+                raise ValueError(f"ActiveSet: {name} must be a function of {' and '.join(wanted)}") from None
+        if isinstance(self.look_every, int) and self.look_every < 1:
+            raise ValueError(f"ActiveSet: look_every is {self.look_every}; it must be at least 1, or None for never")
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -278,6 +278,23 @@ def test_a_minimum_is_filled_by_the_last_masses_where_a_selector_goes_by_them(bl
     np.testing.assert_array_equal(np.flatnonzero(guarded(lasting(view, share))), [held // 2])
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"look_every": 0}, "look_every is 0; it must be at least 1, or None"),
+        ({"look_every": -1}, "look_every is -1"),
+        ({"alpha": lambda view, share: share}, "alpha must be a function of a view"),
+        (
+            {"contribution": lambda view: view.middle},
+            "must be a function of a view and the share of mass in each block",
+        ),
+    ],
+)
+def test_what_an_active_set_cannot_use_is_told(given, told):
+    with pytest.raises(ValueError, match=told):
+        select.ActiveSet(**given)
+
+
 LASTING = jax.jit(select.ActiveSet(contribution.mass, last_mass).choose)
 GREATER = jax.jit(select.ActiveSet(contribution.mass).choose)
 LOOKING = jax.jit(select.ActiveSet(contribution.mass, last_mass, look_every=8).choose)
