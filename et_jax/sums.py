@@ -29,7 +29,7 @@ def _(axis: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
 
 
 def _halved(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    x = jax.lax.optimization_barrier(x)  # or a product may or may not be rounded before it is added
+    x = rounded(x)
     cut = partial(jax.lax.slice_in_dim, x, axis=axis)
     size = x.shape[axis]
     half = 1 << (size.bit_length() - 1)
@@ -39,6 +39,11 @@ def _halved(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
         half //= 2
         x = jax.lax.slice_in_dim(x, 0, half, axis=axis) + jax.lax.slice_in_dim(x, half, 2 * half, axis=axis)
     return jnp.squeeze(x, axis)
+
+
+def rounded(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Return `x` as float32 holds it: a product or difference that is fused into what follows may not be rounded."""
+    return jax.lax.optimization_barrier(x)
 
 
 def log_sum_exp(x: Float[Array, "*b n"]) -> Float[Array, "*b"]:
@@ -56,7 +61,7 @@ def log_softmax(x: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
 
 def softmax(x: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
     """Return softmax over the last axis."""
-    weight = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
+    weight = jnp.exp(rounded(x - jnp.max(x, axis=-1, keepdims=True)))
     return weight / total(weight)[..., None]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jaxtyping import Array, Float, Int
 
-from et_jax.sums import total
+from et_jax.sums import rounded, total
 from et_jax.types import Number, pytree, static, value
 
 HEAT = (1e-30, 1e37)
@@ -186,9 +186,9 @@ def _interval(log_prob: Float[Array, "*b k"], num_tokens: int) -> tuple[Float[Ar
     num_tail = max(num_tokens - k, 1)
     share = jnp.clip(jnp.min(p, axis=-1) / jnp.maximum(tail, jnp.finfo(jnp.float32).tiny), 1.0 / num_tail, 1.0)
     full = jnp.floor(1.0 / share)
-    least = full * entr(share) + entr(jnp.maximum(1.0 - full * share, 0.0))
-    high = head + tail * jnp.log(jnp.float32(num_tail))
-    return jnp.minimum(head + tail * least, high), high
+    least = rounded(full * entr(share)) + entr(jnp.maximum(1.0 - rounded(full * share), 0.0))
+    high = head + rounded(tail * jnp.log(jnp.float32(num_tail)))
+    return jnp.minimum(head + rounded(tail * least), high), high
 
 
 _U = 2.0**-24
@@ -225,7 +225,7 @@ def _widened(
     k = log_prob.shape[-1]
     most = math.log(num_tokens)
     off = error + _eps(log_prob) * (high + 2) + (_additions(k) + 4) * _U
-    margin = off * (2 * most + 3 + jnp.maximum(1.0, -jnp.log(off)))
+    margin = rounded(off * (2 * most + 3 + jnp.maximum(1.0, -jnp.log(off))))
     return Estimate(
         entropy=estimate, low=jnp.maximum(low - margin, 0.0), high=jnp.minimum(high + margin, most * (1 + 4 * _U))
     )

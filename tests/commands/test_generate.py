@@ -162,7 +162,7 @@ def test_control_by_name_and_by_knob_is_reported(
     assert set(after["guard_rates"]) == {"stability", "temperature_saturation"}
     assert after["temperature_range"][0] < after["temperature_range"][1] == 1
     assert after["nats_per_byte"] == pytest.approx(after["entropic_time"] / after["cost_bytes"])
-    for part in ("of blocks, kept at least", "temperature_saturation", "stability"):
+    for part in ("% of blocks, ", "% of bytes, kept at least", "temperature_saturation", "stability"):
         assert part in guarded[2] and part not in off[2]
 
 

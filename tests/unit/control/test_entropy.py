@@ -316,3 +316,19 @@ def test_log_probabilities_are_those_of_softmax_at_any_temperature_and_offset():
     for temperature in (0.5, 1.0, 2.0):
         got = e.log_probabilities(jnp.asarray(z), e.moments(jnp.asarray(z), temperature), temperature)
         np.testing.assert_allclose(got, log_softmax(z, temperature), rtol=1e-6, atol=2e-6)
+
+
+def test_an_interval_has_the_same_bits_however_many_are_measured():
+    logits = 2 * jax.random.normal(jax.random.key(0), (144, 500))
+
+    @jax.jit
+    def estimates(z):
+        m = e.moments(z)
+        log_prob = e.log_probabilities(z, m)
+        return [estimator(log_prob, m) for estimator in (e.TopKEstimator(), e.TailCorrectedEstimator())]
+
+    among = estimates(logits)
+    for rows in (2, 17, 36):
+        for alone, whole in zip(estimates(logits[:rows]), among, strict=True):
+            for name in ("entropy", "low", "high"):
+                np.testing.assert_array_equal(getattr(alone, name), getattr(whole, name)[:rows], err_msg=name)
