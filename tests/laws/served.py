@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from capabilities import Capability
 
+from et_jax.decode.request import request
 from et_jax.serve.completions import Completion
+from et_jax.serve.device import Device
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace
@@ -50,6 +52,11 @@ class Served:
         other._decoders = model._decoders
         return other
 
+    def device(self) -> Device:
+        """What a replica that has served nothing does on its device."""
+        [replica] = self.anew().replicas().replicas
+        return replica.device
+
     def _asked(self) -> list[GenerationRequest]:
         """Prompts around the borders of pages and chunks, some of which begin alike, and settings of every kind."""
         lengths = [1, 17, 18, 33, 32, 41, 50, 5]
@@ -70,6 +77,21 @@ class Served:
             )
             for number, (length, kind) in enumerate(zip(lengths, kinds, strict=True))
         ]
+
+
+def begun(served, slots: int = 2) -> Device:
+    """A greedy sequence and others that are sampled, in the first slots, some steps on their way."""
+    device = served.device()
+    chunk = device.config.chunk
+    for slot, length in enumerate((11, 19, 8, 15)[:slots]):
+        prompt = served.tokens[slot : slot + length]
+        for at in range(0, length - 1, chunk):
+            end = min(at + chunk, length - 1)
+            device.prefill([(slot, prompt[at:end])], ends=[slot] if end == length - 1 else [])
+        device.insert(slot, request(device.config, prompt, limit=30, seed=slot, temperature=float(slot)))
+    device.decode(5, until_end=False)
+    assert all(granted.all() for granted in device.promises)
+    return device
 
 
 def bits(done: list[Completion]) -> list:

@@ -14,9 +14,9 @@ def test_every_text_has_the_bits_it_has_alone(served):
     alone = bits(served.alone)
     for way, settings in WAYS.items():
         busy = served.anew(**settings)
-        for turn in range(2):  # the second finds the pages of the first
+        kept = settings.get("prefix_cache", True) and served.capability.keeps_prefixes
+        for turn in range(1 + kept):  # the second finds the pages of the first
             assert bits(busy.generate(served.requests)) == alone, (way, turn)
         metrics = busy.metrics
         assert (metrics.preemptions > 3) == ("preempt_every" in settings), way
-        kept = settings.get("prefix_cache", True) and served.capability.keeps_prefixes
         assert (metrics.cached_prompt_tokens > 0) == kept, way

@@ -2,33 +2,16 @@
 
 import jax
 import numpy as np
-from served import same_bits
+from served import begun, same_bits
 
 from et_jax.decode import snapshots
-from et_jax.decode.request import request
-from et_jax.serve.device import Device
-
-
-def begun(served) -> Device:
-    """A greedy and a sampled sequence, in slots 0 and 1, some steps on their way."""
-    device = Device(served.model._weights, served.model.decoder())
-    chunk = device.config.chunk
-    for slot, length in enumerate((11, 19)):
-        prompt = served.tokens[slot : slot + length]
-        for at in range(0, length - 1, chunk):
-            end = min(at + chunk, length - 1)
-            device.prefill([(slot, prompt[at:end])], ends=[slot] if end == length - 1 else [])
-        device.insert(slot, request(device.config, prompt, limit=30, seed=slot, temperature=float(slot)))
-    device.decode(5, until_end=False)
-    assert all(granted.all() for granted in device.promises)
-    return device
 
 
 def test_a_state_from_disk_goes_on_as_it_would_have(served, tmp_path):
     device = begun(served)
     snapshots.save(tmp_path / "state", device.state)
     output, ran = device.decode(12, until_end=False)
-    other = Device(served.model._weights, served.model.decoder())
+    other = served.device()
     other.state = jax.device_put(snapshots.restore(tmp_path / "state", other.state), other._where)
     again, _ = other.decode(12, until_end=False)
     assert same_bits((device.state, output), (other.state, again))

@@ -263,7 +263,7 @@ def log_probs(z):
 estimates = [jax.jit(make(k).__call__) for k in LISTED for make in (e.TopKEstimator, e.TailCorrectedEstimator)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     size=st.sampled_from([2, 300, 32_000, 152_064]),
     shape=st.sampled_from(list(SHAPES)),
