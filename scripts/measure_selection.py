@@ -5,13 +5,14 @@
 Rows of held-out text at full context are prefilled but for the last tokens (at most 256, at most half), which pass one
 by one through the decoder's own step. Each selector's one setting is bisected until it reads the wanted share of
 blocks; the same tokens then give the KL divergence from dense decoding, how often the likeliest token is the same, and
-the loss. The dense run keeps a cache of its own, so what pruning does to later keys and values counts.
+the loss. The dense run keeps a cache of its own, so what pruning does to later keys and values counts. Bytes moved are
+those of the blocks read and of what was looked at to choose, in a bfloat16 cache that keeps what the selector needs.
 
-The second table spends one amount of reading in several ways: at a tolerance that entropy sets, at a constant one
-bisected to the same reading, and at the first one's tolerances shuffled over the tokens (mean of several seeds). Only
-if the first beats both has entropy chosen well. The tolerance falls from the greatest to the least, `spread` times
-above and below the middle, between the 20th and the 80th percentile of the text's own entropies; "reversed", where a
-law allows it, spends the most where entropy is highest, against the paper's idea.
+The second table spends one amount of reading, and so of bytes, in several ways: at a tolerance that entropy sets, at a
+constant one bisected to the same reading, and at the first one's tolerances shuffled over the tokens (mean of several
+seeds). Only if the first beats both has entropy chosen well. The tolerance falls from the greatest to the least,
+`spread` times above and below the middle, between the 20th and the 80th percentile of the text's own entropies;
+"reversed", where a law allows it, spends the most where entropy is highest, against the paper's idea.
 
 The first and the newest block are always read. A tar archive gives the works held out from the bundled model's
 training, any other file its stories.
@@ -40,7 +41,7 @@ from et_jax.decode import slots
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import request
 from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, slot_laws
-from et_jax.decode.step import step
+from et_jax.decode.step import step, traffic
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import rows
@@ -137,6 +138,18 @@ class Bench:
         forced = jnp.asarray(tokens[:, self.prefilled + 1 :].T)  # the token that follows each, "t b"
         self.forced = forced
         self.dense = jax.jit(partial(self._logits, config))(model.params, self.started, forced)
+
+    def share_looked_at(self, name: str) -> float:
+        """Return the bytes that choosing looks at, over those of all keys and values, where a cache is served.
+
+        Such a cache is in bfloat16, and keeps what this selector needs alone.
+        """
+        config = dataclasses.replace(
+            self.config(SELECTORS[name], EmaEntropy()), cache_dtype=jnp.bfloat16, keep=frozenset()
+        )
+        cache = jax.eval_shape(partial(empty, config)).cache
+        bytes_of = traffic(self.model.params, cache, config.by_mass_of)
+        return bytes_of.summary / bytes_of.block
 
     def config(self, case: Case, law: Any) -> DecoderConfig:
         """Return a decoder of this model, which keeps all that any selector needs, and the logits."""
@@ -250,9 +263,11 @@ def compare_selectors(bench: Bench, dense_loss: float) -> list[dict[str, Any]]:
     """Return every selector's figures at every share of blocks read."""
     lines = []
     for name in SELECTORS:
+        looked = bench.share_looked_at(name)
         for share in SHARES:
             setting, score = bench.at_share(name, share)
-            lines.append({"selector": name, "wanted": share, "setting": setting} | summary(score, dense_loss))
+            found = {"selector": name, "wanted": share, "setting": setting, "share_looked_at": looked}
+            lines.append(found | summary(score, dense_loss))
             print(".", end="", file=sys.stderr, flush=True)
     return lines
 
@@ -265,6 +280,7 @@ def compare_tolerances(bench: Bench, entropies: np.ndarray, dense_loss: float, s
     low, high = (float(x) for x in np.percentile(entropies, [20, 80]))
     lines = []
     for name in CONTROLLED:
+        looked = bench.share_looked_at(name)
         middle, _ = bench.at_share(name, share)
         for spread in SPREADS:
             least, greatest = middle / spread, min(middle * spread, 0.999)
@@ -284,7 +300,7 @@ def compare_tolerances(bench: Bench, entropies: np.ndarray, dense_loss: float, s
             for way, score in found.items():
                 apart = driven.divergence.mean(axis=0) - score.divergence.mean(axis=0)
                 lines.append(
-                    {"selector": name, "spread": spread, "tolerance": way}
+                    {"selector": name, "spread": spread, "tolerance": way, "share_looked_at": looked}
                     | summary(score, dense_loss)
                     | {"difference": float(apart.mean()), "error": float(apart.std(ddof=1) / np.sqrt(len(apart)))}
                 )

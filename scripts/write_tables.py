@@ -40,6 +40,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "attention_entropy": ("attention_entropy.json", lambda found: tables.arms(found["cases"])),
     "free_running": ("free_running.json", lambda found: tables.free_running(found["tasks"])),
     "pruning": ("pruning.json", lambda found: tables.pruning(found["cases"])),
+    "codes": ("codes.json", lambda found: tables.codes(found["lines"])),
     "pruning_cost": ("pruning_cost.json", lambda found: tables.pruning_cost(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {

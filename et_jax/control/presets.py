@@ -64,8 +64,8 @@ def preset(
 
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's.
     `tolerance` is what may be left unread: under "certified" a share of attention mass that no head passes,
-    under "adaptive" an expected divergence in nats a token; else theta where the model is certain, the relative
-    change of a head's output that a block must promise to be read.
+    under "adaptive" an expected error, in nats a token to an order of magnitude; else theta where the model is
+    certain, the relative change of a head's output that a block must promise to be read.
     `min_blocks` are read at least, and the last `window` tokens always.
 
     Raises UsageError for an unknown name, a value out of range, or a knob that the named one does not have.

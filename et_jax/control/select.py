@@ -408,13 +408,14 @@ _ERROR_NEEDS: frozenset[Need] = frozenset({"codes", "sensitivity"})
 
 @value
 class ExpectedError(Selector):
-    """The fewest blocks that leave an expected divergence of at most the tolerance, in nats a token.
+    """The fewest blocks that leave an expected error of at most the tolerance, nats a token to an order of magnitude.
 
     Where unread blocks count as their mean value (`Controller.residual`), a head's output errs by the square of
     `contribution.squared_error` for each of them, and the next token's distribution by that times the model's
     sensitivity to the head, which `scripts/calibrate.py` measures. Every query head of the model spends an
-    equal share of the tolerance, on the blocks of least error, the tail aside. An expectation, not a proof; the masses
-    it speaks of are bounded for certain. Ties open together; tolerance 0 opens everything.
+    equal share of the tolerance, on the blocks of least error, the tail aside. Errors are taken for independent; where
+    they point the same way they add up, and the divergence is many times the tolerance (measured in docs/control.md).
+    The masses it speaks of are bounded for certain. Ties open together; tolerance 0 opens everything.
     """
 
     slack: Number = 1e-3

@@ -109,6 +109,19 @@ def pruning(cases: Sequence[Case]) -> str:
     return "\n\n".join(parts)
 
 
+def codes(found: Sequence[Case]) -> str:
+    """Return right answers, blocks and bytes by task, selector and kind of codes; a star where fewer than by chance."""
+    tasks = {line["task"]: f"{line['task']} ({line['dense']}/{line['questions']})" for line in found}
+    by = {(line["selector"], line["codes"], line["task"]): line for line in found}
+    rows = list(dict.fromkeys((line["selector"], line["codes"]) for line in found))
+
+    def cell(line: Case) -> str:
+        return f"{_right(line)}, {line['share_read']:.0%}, {line['share_bytes']:.0%}"
+
+    lines = [[selector, kind, *(cell(by[selector, kind, task]) for task in tasks)] for selector, kind in sorted(rows)]
+    return table(["chosen by", "codes", *tasks.values()], lines)
+
+
 def pruning_cost(cases: Sequence[Case]) -> str:
     """Return milliseconds a step, over reading everything, and the shares read, by length and way of pruning."""
     keys = ("control", "milliseconds", "over_off", "share_read", "share_bytes")
@@ -162,20 +175,22 @@ def _selectors(case: Case) -> str:
             line = by[name, share]
             off = "" if abs(line["share_read"] - share) < 0.02 else f" (reads {line['share_read']:.0%})"
             cells += [f"{line['divergence']:.3g}{off}", f"{line['agreement']:.1%}"]
-        lines.append([name, *cells])
-    return table(["selector", *head], lines)
+        lines.append([name, f"{by[name, shares[0]]['share_looked_at']:.0%}", *cells])
+    return table(["selector", "bytes to choose", *head], lines)
 
 
 def tolerances(cases: Sequence[Case]) -> str:
-    """Return quality by what sets the tolerance, for each model."""
+    """Return quality by what sets the tolerance, for each model; bytes are over those of everything held."""
     keys = ("share_read", "divergence", "divergence_worst_5_percent", "agreement", "loss_added")
-    head = ["read", "KL", "KL, worst 5%", "same token", "loss added", "entropy's KL less this"]
+    head = ["bytes", "read", "KL", "KL, worst 5%", "same token", "loss added", "entropy's KL less this"]
     parts = []
     for case in cases:
         lines = []
         for line in case["tolerances"]:
             apart = None if line["tolerance"] == "entropy" else f"{line['difference']:.2g} ± {line['error']:.1g}"
-            lines.append([line["selector"], line["spread"], line["tolerance"], *[line[key] for key in keys], apart])
+            moved = line["share_read"] + line["share_looked_at"]
+            named = [line["selector"], line["spread"], line["tolerance"], moved]
+            lines.append([*named, *[line[key] for key in keys], apart])
         parts.append(f"{case['model']}:\n\n{table(['selector', 'spread', 'tolerance set by', *head], lines)}")
     return "\n\n".join(parts)
 

@@ -1,0 +1,135 @@
+"""How fine must the copies of keys be that blocks are chosen by? Answers against bytes, with coarser codes and fewer.
+
+    python scripts/measure_codes.py
+
+Codes of 8 bits are rounded to those of 4 or of 2 as they are written, which is exact: 255 is 15 times 17, and 3 times
+85. "half" keeps 8 bits of every second frequency of the rotary embedding and of the other channels the block's mean
+alone, which its summary has. Blocks are chosen by preset `adaptive` and by one constant threshold on E_b (preset
+`paper` with alpha by codes). Bytes moved are those of the blocks read, the summaries and the codes, over those of all
+keys and values. `p` is the chance of so many losses against gains, next to reading everything, by a fair coin.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measure_pruning import THETA, pruned
+
+from et_jax.control import clock, priority, tolerance, view
+from et_jax.control.base import chain
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.decode import cache
+from et_jax.errors import UsageError
+from et_jax.evaluate import counter, evaluate, grid
+from et_jax.evidence import arguments, paired, tables
+from et_jax.evidence.results import RESULTS, write
+from et_jax.serve.engine import load
+from et_jax.tasks.generators import TASKS
+from et_jax.types import replace
+
+DEPTHS = 5
+TASKS_ASKED = ("passkey", "multi_needle", "tracing", "copying")  # those that pruning by mean keys loses
+Encode = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def coarser(step: int) -> Encode:
+    """Return an encoding whose codes are every `step`-th of the 256."""
+    written = cache.encode
+
+    def encode(key: jax.Array, key_box: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        code = written(key, key_box, num_tokens).astype(jnp.float32) + 128.0
+        return (step * jnp.round(code / step) - 128.0).astype(jnp.int8)
+
+    return encode
+
+
+def half() -> Encode:
+    """Return an encoding that keeps every second frequency, and of the other channels the mean of the block's codes."""
+    written = cache.encode
+
+    def encode(key: jax.Array, key_box: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        code = written(key, key_box, num_tokens).astype(jnp.float32).reshape(key.shape)
+        held = (jnp.arange(key.shape[-2]) < num_tokens[..., None])[None, ..., None]
+        count = jnp.maximum(num_tokens, 1).astype(jnp.float32)[None, ..., None, None]
+        mean = jnp.sum(jnp.where(held, code, 0.0), axis=-2, keepdims=True) / count
+        kept = jnp.arange(key.shape[-1]) % 2 == 0  # the halves of a pair are d/2 apart, which is even
+        code = jnp.where(held, jnp.where(kept, code, jnp.round(mean)), 0.0)
+        return code.astype(jnp.int8).reshape(*key.shape[:-2], -1)
+
+    return encode
+
+
+CODES: dict[str, tuple[Callable[[], Encode], float]] = {
+    "8 bits": (lambda: cache.encode, 1.0),
+    "4 bits": (lambda: coarser(17), 0.5),
+    "2 bits": (lambda: coarser(85), 0.25),
+    "8 bits, half": (half, 0.5),
+}
+"""Encodings, and their bytes over those of 8 bits."""
+
+
+def controls() -> dict[str, Controller]:
+    """Return what chooses by codes, by name."""
+    constant = chain(clock.FallClock(), priority.EntropyDrift(), tolerance.Constant(THETA))
+    return {"adaptive": preset("adaptive"), "constant theta": replace(pruned("paper", view.coded_mass), law=constant)}
+
+
+def measure(codes: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return right answers and what was read and moved, by selector and task, with codes of one kind."""
+    make, size = CODES[codes]
+    lines = []
+    jax.clear_caches()
+    with mock.patch.object(cache, "encode", make()):
+        model = load(args.model)
+        codes_over_block = 1 / (2 * model.decoder_config.cache_dtype.itemsize)  # a byte a channel of the keys
+        for name, control in controls().items():
+            for task in args.task or TASKS_ASKED:
+                asked = grid(counter(model), [task], [args.length], depths=DEPTHS, samples=args.samples, seed=args.seed)
+                dense = [answer.right for answer in evaluate(model, asked, control="off")]
+                answers = evaluate(model, asked, control=control)
+                right = [answer.right for answer in answers]
+                line = {
+                    "codes": codes,
+                    "selector": name,
+                    "task": task,
+                    "questions": len(asked),
+                    "dense": sum(dense),
+                    "right": sum(right),
+                    "share_read": float(np.mean([answer.share_read for answer in answers])),
+                    "share_bytes": float(np.mean([answer.share_bytes or 0.0 for answer in answers]))
+                    - (1 - size) * codes_over_block,
+                    "p": paired.p_of_losses(dense, right),
+                }
+                lines.append(line)
+                print(*line.values(), file=sys.stderr, flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: four)")
+    parser.add_argument("--length", type=arguments.count(), default=2048)
+    parser.add_argument(
+        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
+    )
+    parser.add_argument("--seed", type=arguments.count(0), default=0)
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "codes.json")
+    args = parser.parse_args()
+    try:
+        lines = [line for codes in CODES for line in measure(codes, args)]
+    except UsageError as error:
+        sys.exit(f"measure_codes: {error}")
+    print(tables.codes(lines))
+    settings = {name: getattr(args, name) for name in ("model", "length", "samples", "seed")}
+    write(args.output, "scripts/measure_codes.py", settings, lines=lines)
+
+
+if __name__ == "__main__":
+    main()
