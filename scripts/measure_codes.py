@@ -87,7 +87,9 @@ def measure(codes: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     jax.clear_caches()
     with mock.patch.object(cache, "encode", make()):
         model = load(args.model)
-        codes_over_block = 1 / (2 * model.decoder_config.cache_dtype.itemsize)  # a byte a channel of the keys
+        codes_over_block = 1 / (
+            2 * jnp.dtype(model.decoder_config.cache_dtype).itemsize
+        )  # a byte a channel of the keys
         for name, control in controls().items():
             for task in args.task or TASKS_ASKED:
                 asked = grid(counter(model), [task], [args.length], depths=DEPTHS, samples=args.samples, seed=args.seed)

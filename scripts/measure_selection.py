@@ -259,10 +259,10 @@ def summary(score: Score, dense_loss: float) -> dict[str, float]:
     }
 
 
-def compare_selectors(bench: Bench, dense_loss: float) -> list[dict[str, Any]]:
-    """Return every selector's figures at every share of blocks read."""
+def compare_selectors(bench: Bench, names: list[str], dense_loss: float) -> list[dict[str, Any]]:
+    """Return the selectors' figures at every share of blocks read."""
     lines = []
-    for name in SELECTORS:
+    for name in names:
         looked = bench.share_looked_at(name)
         for share in SHARES:
             setting, score = bench.at_share(name, share)
@@ -324,7 +324,7 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
         "dense_loss": loss,
         "dense_divergence": float(dense.divergence.mean()),
         "mean_entropy": float(dense.entropy.mean()),
-        "selectors": compare_selectors(bench, loss),
+        "selectors": compare_selectors(bench, args.selector or list(SELECTORS), loss),
         "tolerances": compare_tolerances(bench, dense.entropy, loss, 0.5),
     }
 
@@ -332,6 +332,9 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser.add_argument(
+        "--selector", action="append", choices=list(SELECTORS), help="of the first table, repeatable (default: all)"
+    )
     parser.add_argument("--page-size", type=arguments.count(), default=16)
     parser.add_argument("--rows", type=arguments.count(), default=8, help="rows of text at full context (default 8)")
     parser.add_argument("--output", type=arguments.output, default=RESULTS / "selection.json")
