@@ -49,6 +49,7 @@ _SHARES = {
     "prompt_share_read": "prompt",
     "prompt_mass_kept": "mass",
     "share_held": "held",
+    "share_by_model": "by the model",
     "share_agreed": "agreed",
 }
 """Shares of an answer, and the names of their columns."""
@@ -72,8 +73,9 @@ class Answer:
     `length` is of tokens asked for, or of a file's longest example. `share_read` is of the blocks held, over the tokens
     of the answer, `share_bytes` of their bytes, with those that were looked at to choose. Of the prompt
     `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all tokens `share_held` were in the
-    cache at the end; of one model's words `share_agreed` were the likeliest to the
-    other. These are None where they were not measured, or are no matter.
+    cache at the end. Of two models that take turns the large one said `share_by_model` of the answer, and
+    `share_agreed` of one's words were the likeliest to the other. These are None where they were not measured, or are
+    no matter.
     """
 
     example: Example
@@ -85,6 +87,7 @@ class Answer:
     prompt_share_read: float | None = None
     prompt_mass_kept: float | None = None
     share_held: float | None = None
+    share_by_model: float | None = None
     share_agreed: float | None = None
 
 
@@ -182,6 +185,8 @@ def _shares(completion: "Completion") -> dict[str, float | None]:
         told["prompt_mass_kept"] = prompt.mass_kept
     if completion.tokens_left_out:
         told["share_held"] = completion.tokens_cached / (completion.tokens_cached + completion.tokens_left_out)
+    if turns := [not row.by_small for row in trace if row.by_small is not None]:
+        told["share_by_model"] = sum(turns) / len(turns)
     if audited := sum(row.audited for row in trace):
         told["share_agreed"] = sum(row.agreed for row in trace) / audited
     return told

@@ -8,8 +8,10 @@ ten tokens, "position" gives it the first words. Lossless drafting stands at the
 
 On texts of `--tokens` tokens at temperature 0.7, quality is agreement, the share of tokens which the model itself would
 have said there (its race has the same noise), and the mean log-probability it gives them, in nats. On the tasks it is
-right answers, greedy. What it takes is bytes of weights and caches and FLOPs of decoding, over those of the model
-alone: of one text at a time, and of eight side by side.
+right answers, greedy, beside those of a coin that gives the model the share of the words that it has in these answers:
+shares on tasks are not those on texts. What it takes is bytes of weights and caches and FLOPs of decoding, over those
+of the model alone: of one text at a time, and of eight side by side. Of either model's own texts the share of windows
+is told whose mean entropy is at most the paper's bound.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from et_jax.types import Number, replace, value
 BITS = (99.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.25)  # bounds as the paper gives them
 TEMPERATURE = 0.7
 RUN = 10  # tokens between two coins, the paper's least run
+WINDOW, BOUND = 5, 0.25 * math.log(2)  # tokens whose mean the paper holds against its bound, in nats
 
 
 class _Counting(Switch):
@@ -113,6 +116,19 @@ def agreement(
     return same, likely
 
 
+def certain_windows(said: list[Completion]) -> float:
+    """Return the share of windows in which the paper's small model would speak."""
+    means = [np.convolve([row.entropy for row in one.trace], np.full(WINDOW, 1 / WINDOW), mode="valid") for one in said]
+    return float(np.mean(np.concatenate(means) <= BOUND))
+
+
+def on_tasks(model: Model, asked: list[tuple[int, Example]], control: Controller | None) -> dict[str, Any]:
+    """Return right answers, and the large model's share of their words; None where nobody takes turns."""
+    answers = evaluate(model, asked, control=control)
+    shares = [answer.share_by_model for answer in answers if answer.share_by_model is not None]
+    return {"right": sum(answer.right for answer in answers), "task_share": float(np.mean(shares)) if shares else None}
+
+
 def measure(
     models: dict[str, Model],
     single: dict[str, Model],
@@ -147,7 +163,6 @@ def measure(
             base.setdefault(field, sum_of)
         rows = [row for one in said for row in one.trace]
         spoken = [not row.by_small for row in rows if row.by_small is not None]
-        answers = evaluate(model, asked, control=control)
         found = {
             "speaker": name,
             "bits": bits,
@@ -155,7 +170,8 @@ def measure(
             "agreement": [float(same.mean()), *paired.interval(same)],
             "log_probability": [float(likely.mean()), *paired.interval(likely)],
             **{field: sum_of / base[field] for field, sum_of in taken.items()},
-            "right": sum(answer.right for answer in answers),
+            "certain_windows": certain_windows(said),
+            **on_tasks(model, asked, control),
         }
         lines.append(found)
         print(found, flush=True)
@@ -173,6 +189,11 @@ def measure(
     for bits, share in zip(BITS, shares, strict=True):
         line("position", "both", bits, Controller(switch=ByPosition(share * length)))
     line("the model, drafted for", "drafted")
+    for found in lines:
+        if found["speaker"] in ("as printed", "guarded"):
+            tossed = on_tasks(models["both"], asked, Controller(switch=ByCoin(found["task_share"])))
+            found["by_coin"] = tossed
+            print(found["speaker"], found["bits"], found["task_share"], found["right"], *tossed.values(), flush=True)
     return lines
 
 

@@ -365,7 +365,7 @@ def scheduling(cases: Sequence[Case]) -> str:
 def switching(lines: Sequence[Case], questions: int) -> str:
     """Return what either of two models and every way of taking turns comes to, over the model alone."""
     taken = ("cost_alone", "cost_of_eight", "flops_alone")
-    told = ("agreement", "log p, nats", "tasks right", "bytes", "bytes, of eight", "FLOPs")
+    told = ("agreement", "log p, nats", "tasks right", "by a coin", "bytes", "bytes, of eight", "FLOPs")
     header = ("who speaks", "bound, bits (nats)", "the model's share", *told)
     rows = [
         (
@@ -374,12 +374,22 @@ def switching(lines: Sequence[Case], questions: int) -> str:
             f"{100 * line['share']:.0f}%",
             _with_interval(line["agreement"]),
             _with_interval(line["log_probability"]),
-            f"{line['right']} of {questions}",
+            f"{line['right']} of {questions}{_share_on_tasks(line)}",
+            f"{line['by_coin']['right']}{_share_on_tasks(line['by_coin'])}" if "by_coin" in line else None,
             *(f"{line[field]:.2f}" for field in taken),
         )
         for line in lines
     ]
-    return table(header, rows)
+    large, small = (100 * line["certain_windows"] for line in lines[:2])
+    return (
+        f"{table(header, rows)}\n\nOf the windows of five tokens {large:.2g}% have a mean entropy of at most 0.25 bits "
+        f"where the model speaks alone, and {small:.2g}% where the small one does."
+    )
+
+
+def _share_on_tasks(line: Case) -> str:
+    """The model's share of the words of answers."""
+    return "" if line["task_share"] is None else f", {line['task_share']:.0%}"
 
 
 def prefill(cases: Sequence[Case]) -> str:
