@@ -4,8 +4,8 @@
     python scripts/plant_faults.py run [--only FOLDER] [--jobs 2] [PYTEST ARGUMENTS]
 
 `run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
-quickest, until a test fails; what runs in a process of its own enters nothing, so commands come last. PYTEST ARGUMENTS
-choose the tests of either, such as `-m slow`. Results are added to benchmarks/results/faults.json by the name of the
+quickest, until a test fails; what runs in a process of its own enters nothing, so commands come last, and are asked
+about the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to benchmarks/results/faults.json by the name of the
 run (`--name`); a fault that has one there is not tried again.
 """
 
@@ -30,6 +30,7 @@ FAULTS = ROOT / "tests/faults/faults.toml"
 RESULTS = ROOT / "benchmarks/results/faults.json"
 COMMANDS = "tests/commands"  # what they run is in processes of their own
 LAWS = "tests/laws"
+INNER = ("control", "decode", "models")  # commands are not asked about these: they would take minutes, and see little
 SECONDS = 1200  # for all tests of one fault
 
 
@@ -92,7 +93,8 @@ def tests_of(fault: dict[str, str], entered: dict, seconds: dict[str, float]) ->
     }
     if any(test.startswith(LAWS) for test in found):  # the first law of a model traces it for all
         found |= {test for test in seconds if test.startswith(LAWS)}
-    found |= {test for test in seconds if test.startswith(COMMANDS)}
+    commands = {test for test in seconds if test.startswith(COMMANDS)}
+    found = found - commands if Path(fault["file"]).parent.name in INNER else found | commands
     return sorted(found, key=lambda test: (test.startswith(COMMANDS), module not in Path(test).stem, seconds[test]))
 
 
