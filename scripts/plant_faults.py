@@ -5,8 +5,8 @@
 
 `run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
 quickest, until a test fails; what runs in a process of its own enters nothing, so commands come last, and are asked
-about the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to benchmarks/results/faults.json by the name of the
-run (`--name`); a fault that has one there is not tried again.
+about the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to
+benchmarks/results/faults.json by the name of the run (`--name`); a fault that has one there is not tried again.
 """
 
 import argparse
