@@ -12,8 +12,8 @@ The arms: a constant number of blocks; EntropyInfer's budgets, sound ("entropy")
 away ("entropy, printed"), with all heads given the largest of their layer ("entropy, shared"), and with a layer's
 budgets shuffled over its heads ("entropy, shuffled"); budgets in proportion to a head's entropy rather than to how it
 changes ("level", and shuffled likewise); the fewest blocks that hold a mass ("mass"); the newest blocks and the first
-("recent"); and blocks chosen by chance ("random"). As printed, with its floor at the budget itself, EntropyInfer is
-told apart: for each size what it reads and gives beside the constant budget of that; and so is what certificates read.
+("recent"); and blocks chosen by chance ("random"). Apart is told what certificates read; EntropyInfer as printed, with
+its floor at the budget itself, is measured by `measure_printed_budgets.py`.
 Then questions are asked, whose prompts are read by a constant number of blocks, by entropy and by mass, at the sizes
 found on the text: right answers beside those of dense reading, the last segment of every prompt dense.
 """
@@ -60,7 +60,6 @@ PART = 4  # rows at a time
 DEPTHS = 5
 ASKED = (0.25, 0.0625)  # shares at which questions are asked
 LEFT = (0.05, 0.5, 0.95)
-SIZES = (64, 128, 256, 512)  # tokens, of the budgets as printed
 
 
 class Bench:
@@ -97,14 +96,14 @@ class Bench:
         """A budget that leaves nothing out."""
         return ConstantBudget(segment=self.segment, dense_until=self.given.shape[1])
 
-    def at_share(self, make: Callable[[float], Budget], share: float) -> tuple[float, Reading]:
-        """Return the setting at which an arm reads this share, and what it gives of all rows there."""
+    def at_share(self, make: Callable[[float], Budget], share: float, within: float = 0.01) -> tuple[float, Reading]:
+        """Return the setting at which an arm reads this share, to a part of it, and what it gives of all rows there."""
 
         def spend(setting: float) -> tuple[float, Reading]:
             found = self.run(make(setting), FEW)
             return float(found.read.sum() / found.held.sum()), found
 
-        setting, _ = paired.matched(spend, share, 1e-6, 1e4, within=0.01)
+        setting, _ = paired.matched(spend, share, 1e-6, 1e4, within=within)
         return setting, self.run(make(setting), len(self.given))
 
 
@@ -198,24 +197,6 @@ def rigid(bench: Bench) -> list[dict[str, Any]]:
     return lines
 
 
-def as_printed(bench: Bench) -> list[dict[str, Any]]:
-    """Return what EntropyInfer reads and gives as printed, beside the constant budget of the same size."""
-    lines = []
-    for tokens in SIZES:
-        made = {
-            "constant": ConstantBudget(tokens=tokens, **bench.settings()),
-            "printed": EntropyBudget(tokens=tokens, printed=True, **bench.settings()),
-            "released": EntropyBudget(tokens=tokens, printed=True, shared=True, **bench.settings()),
-        }
-        constant = None
-        for name, budget in made.items():
-            found = bench.run(budget, len(bench.given))
-            constant = found if constant is None else constant
-            lines.append({"tokens": tokens, "arm": name} | line(found, constant))
-            print(*lines[-1].values(), flush=True)
-    return lines
-
-
 def questions(model: Model, bench: Bench, lines: list[dict[str, Any]], samples: int) -> list[dict[str, Any]]:
     """Return right answers of every task, where prompts are read densely, and by the budgets at their sizes on text."""
     length, common = bench.given.shape[1], bench.settings()
@@ -258,10 +239,10 @@ def main() -> None:
         bench = Bench(model, args.text, args.rows, args.segment)
     except UsageError as error:
         sys.exit(f"measure_prefill: {error}")
-    found, printed = measure(bench), as_printed(bench)
+    found = measure(bench)
     answers = questions(model, bench, found, args.samples)
     dense = bench.run(bench.dense, len(bench.given))
-    print(tables.prefill_budgets(found, printed, answers))
+    print(tables.prefill_budgets(found, answers))
     settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "segment": args.segment}
     settings |= {"samples": args.samples}
     settings |= {"page_size": bench.page_size, "dense_loss": float(dense.loss.mean())}
@@ -270,7 +251,6 @@ def main() -> None:
         "scripts/measure_prefill.py",
         settings,
         arms=found,
-        as_printed=printed,
         questions=answers,
         rigid=rigid(bench),
         certified=certified(bench),

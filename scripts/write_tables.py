@@ -62,8 +62,9 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prefill": ("prefill.json", lambda found: tables.prefill(found["cases"])),
     "prefill_budgets": (
         "prefill_budgets.json",
-        lambda found: tables.prefill_budgets(found["arms"], found["as_printed"], found["questions"]),
+        lambda found: tables.prefill_budgets(found["arms"], found["questions"]),
     ),
+    "printed_budgets": ("printed_budgets.json", lambda found: tables.printed_budgets(found["lines"])),
     "compression": (
         "compression.json",
         lambda found: tables.compression(*(found[part] for part in ("policies", "waits", "questions", "reranked"))),
@@ -125,9 +126,11 @@ def main() -> int:
             ("measure_acceptance", *named),
             ("measure_switching", "--text", args.case[0][1]),
             ("measure_prefill", "--text", args.case[0][1]),
+            ("measure_printed_budgets", "--text", args.case[0][1]),
             ("measure_compression", "--text", args.case[0][1]),
             ("measure_free_running",),
             ("measure_pruning",),
+            ("measure_codes",),
             ("measure_scheduling", "--trace", *args.trace, "--own", *args.case[0]),
             ("bench_throughput",),
             ("bench_pruning", args.case[0][1]),

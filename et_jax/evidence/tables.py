@@ -398,8 +398,8 @@ def prefill(cases: Sequence[Case]) -> str:
     return table(header, [[case["read"], *case["attention"].values(), *case["prefill"].values()] for case in cases])
 
 
-def prefill_budgets(lines: Sequence[Case], printed: Sequence[Case], questions: Sequence[Case]) -> str:
-    """Return what each budget saves of a constant one's divergence, by share read; as printed; right answers."""
+def prefill_budgets(lines: Sequence[Case], questions: Sequence[Case]) -> str:
+    """Return what each budget saves of a constant one's divergence, by share read; right answers."""
     by_arm: dict[str, dict[float, Case]] = {}
     for line in lines:
         by_arm.setdefault(line["arm"], {})[line["share"]] = line
@@ -408,12 +408,19 @@ def prefill_budgets(lines: Sequence[Case], printed: Sequence[Case], questions: S
         ["budget", *[f"{share:.3g} read" for share in shares]],
         [[arm, *[_saving(found.get(share)) for share in shares]] for arm, found in by_arm.items()],
     )
+    return f"{whole}\n\n{_answers(questions)}"
+
+
+def printed_budgets(lines: Sequence[Case]) -> str:
+    """Return what EntropyInfer's budgets save of the divergence of constant ones, of one size and at equal blocks."""
     keys = ("tokens", "arm", "share_read", "divergence", "loss")
-    sizes = table(
-        ["tokens", "budget", "share read", "KL", "loss", "saves"],
-        [[*[line[key] for key in keys], _saving(line)] for line in printed],
-    )
-    return f"{whole}\n\n{sizes}\n\n{_answers(questions)}"
+    rows = []
+    for line in lines:
+        equal = None
+        if "equal" in line:
+            equal = f"{_saving({'saving': line['saving_at_equal']})}; it reads {line['equal']['share_read']:.3g}"
+        rows.append([*[line[key] for key in keys], _saving(line), equal])
+    return table(["B_0", "budget", "share read", "KL", "loss", "saves", "over a constant that reads as much"], rows)
 
 
 def compression(

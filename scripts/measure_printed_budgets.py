@@ -1,0 +1,68 @@
+"""EntropyInfer's budgets as printed, and as its code has them, beside constant ones: of one size, and at equal blocks.
+
+    python scripts/measure_printed_budgets.py --text novels.tar.xz
+
+Rows of held-out text are read as `measure_prefill.py` reads them. As printed a head's budget begins at B_0 tokens and
+never falls below; its entropy can only add blocks. "released" is the same with the largest budget of a layer for all of
+its heads, as the code has it. Told are the share of blocks read, the KL divergence from dense reading with its 95%
+interval from resampling rows, and what is saved of that of a constant budget: of the same B_0, which reads less, and of
+the size at which it reads as many blocks.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from measure_prefill import BASELINE, Bench, arms, line
+
+from et_jax.control.budget import ConstantBudget, EntropyBudget
+from et_jax.errors import UsageError
+from et_jax.evidence import arguments, tables
+from et_jax.evidence.results import RESULTS, write
+from et_jax.serve.engine import load
+
+SIZES = (64, 128, 256, 512)  # B_0, tokens
+WITHIN = 0.04  # of the share read: a constant budget is of whole blocks
+
+
+def measure(bench: Bench) -> list[dict[str, Any]]:
+    """Return a line per size and budget."""
+    lines = []
+    for tokens in SIZES:
+        constant = bench.run(ConstantBudget(tokens=tokens, **bench.settings()), len(bench.given))
+        lines.append({"tokens": tokens, "arm": BASELINE} | line(constant, constant))
+        print(*lines[-1].values(), flush=True)
+        for name, shared in (("printed", False), ("released", True)):
+            budget = EntropyBudget(tokens=tokens, printed=True, shared=shared, **bench.settings())
+            found = bench.run(budget, len(bench.given))
+            entry = {"tokens": tokens, "arm": name} | line(found, constant)
+            setting, equal = bench.at_share(arms(bench)[BASELINE], entry["share_read"], within=WITHIN)
+            at_equal = line(found, equal)["saving"]
+            lines.append(entry | {"equal": {"setting": setting} | line(equal, equal), "saving_at_equal": at_equal})
+            print(*lines[-1].values(), flush=True)
+    return lines
+
+
+def main() -> None:
+    """Parse the arguments, measure, print a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--text", type=Path, required=True, help="an archive of works, or a file of stories")
+    parser.add_argument("--rows", type=arguments.count(), default=40, help="rows of full context (default 40)")
+    parser.add_argument("--segment", type=arguments.count(), default=64, help="tokens of a segment (default 64)")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "printed_budgets.json")
+    args = parser.parse_args()
+    try:
+        model = load(args.model, dtype="float32", max_num_seqs=4)
+        bench = Bench(model, args.text, args.rows, args.segment)
+    except UsageError as error:
+        sys.exit(f"measure_printed_budgets: {error}")
+    lines = measure(bench)
+    print(tables.printed_budgets(lines))
+    settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "segment": args.segment}
+    write(args.output, "scripts/measure_printed_budgets.py", settings, lines=lines)
+
+
+if __name__ == "__main__":
+    main()
