@@ -9,6 +9,7 @@ import numpy as np
 from capabilities import Capability
 
 from et_jax.decode.request import request
+from et_jax.decode.sampling import plain
 from et_jax.serve.completions import Completion
 from et_jax.serve.device import Device
 from et_jax.serve.engine import Model
@@ -114,9 +115,12 @@ def same_bits(one, other) -> bool:
 
 
 def assert_balanced(model: Model) -> None:
-    """Nothing runs or waits, and every page is back once no prefix is kept."""
+    """Nothing runs or waits, what was asked for is forgotten, and every page is back once no prefix is kept."""
     for replica in model.replicas().replicas:
         assert replica.idle and not replica.broken
+        state = replica.device.state
+        assert not state.active.any() and not state.length.any()
+        assert same_bits(state.sampling, plain(state.active.shape))
         table = jax.device_get(replica.device.state.table)
         assert not table.num_blocks.any() and (table.references > 0).sum() == replica.pool.num_kept
         replica.forget_prefixes()

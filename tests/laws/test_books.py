@@ -21,5 +21,8 @@ def test_figures_add_up(served):
     if capability.drafts:
         assert sum(row.accepted for row in rows) <= sum(row.drafted for row in rows)
         assert model.metrics.accepted_tokens == sum(row.accepted for row in rows)
+        limits = [asked.params.max_tokens for asked in served.requests for _ in range(asked.params.n)]
+        for one, limit in zip(done, limits, strict=True):
+            assert all(at + 1 + row.drafted <= limit for at, row in enumerate(one.trace))
     if capability.certifies is not None:
         assert all(row.kept_mass >= 1 - capability.certifies for row in rows)
