@@ -32,6 +32,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from et_jax.control import contribution, select
+from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.view import BlockView, coded_mass, held_values, likeliest_log_mass, needing
 from et_jax.errors import UsageError
@@ -216,7 +217,7 @@ def arms(bench: Bench, rule: AttentionEntropy, residual: float) -> dict[str, Ser
         ),
     }
     if residual:
-        least = select.ExpectedError()
+        least = ExpectedError()
         found |= {
             "expected error": opening(least),
             "expected error, heads alike": opening(least, insensitive=True),

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from et_jax.control.view import BlockView, held_values, likeliest_log_mass, needing
-from et_jax.sums import length, softmax, total
+from et_jax.control.view import BlockView, held_values, needing
+from et_jax.sums import length, total
 
 Contribution = Callable[[BlockView, Float[Array, "g n"]], Float[Array, "g n"]]
 """E_b for each query head and block, given the share of attention mass that is thought to be in each."""
@@ -72,22 +72,3 @@ def token_nll(view: BlockView, share: Float[Array, "g n"]) -> Float[Array, "g n"
     if view.mean_surprisal is None:
         raise ValueError("token_nll: this view has no surprisals; a selector that reads them says so by `needing`.")
     return share * view.mean_surprisal
-
-
-def squared_error(view: BlockView) -> Float[Array, "g n"]:
-    """Return the squared error to expect of the output where a block's mean value stands for it: units of the values.
-
-    A block of n keys with mass a and weights w within errs by a |sum_i (w_i - 1/n) v_i|. Values that know nothing
-    of the weights and lie r from their mean make that a^2 r^2 sum_i (w_i - 1/n)^2, and
-
-        sum_i (w_i - 1/n)^2 ~ 2 J / n,  J = log Z - log n - q . mean key = KL(even || w) >= 0
-
-    for weights that are nearly even; it is below 1 for all. J is what Jensen's inequality leaves open, and known
-    before a key is read. r is the greatest distance of a value, Z the likeliest mass.
-    """
-    log_mass = likeliest_log_mass(view)
-    count = jnp.maximum(view.num_tokens, 1).astype(jnp.float32)
-    gap = jnp.maximum(log_mass - jnp.log(count) - view.middle, 0.0)
-    uneven = jnp.minimum(2.0 * gap / count, 1.0)
-    far = jnp.where(view.num_tokens > 0, view.value_radius, 0.0)
-    return jnp.square(softmax(log_mass) * far) * jnp.where(view.num_tokens > 0, uneven, 0.0)

@@ -10,6 +10,7 @@ from et_jax.control.budget import EntropyBudget
 from et_jax.control.contribution import relative_influence
 from et_jax.control.controller import Controller
 from et_jax.control.entropy import TailCorrectedEstimator
+from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import AsPrinted, Hysteresis
@@ -164,7 +165,7 @@ def _certified(
 def _adaptive(
     target_entropy: float | None = None, tolerance: float = 1e-4, min_blocks: int = 3, window: int = 64
 ) -> Controller:
-    return _by_mean_values(select.ExpectedError(), target_entropy, tolerance, min_blocks, window)
+    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window)
 
 
 def _by_mean_values(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from et_jax.control import bounds
 from et_jax.control.base import as_value, described, name_of, one_like
 from et_jax.control.bisect import above_threshold
-from et_jax.control.contribution import Contribution, influence, squared_error
+from et_jax.control.contribution import Contribution, influence
 from et_jax.control.head_tolerance import HeadRule
 from et_jax.control.view import (
     BlockView,
@@ -401,34 +401,3 @@ class Certified(Selector):
 
         opened = jnp.any(above_threshold(log.high, allowed), axis=0) | ends | jnp.any(eps <= 0)
         return Selection(opened=opened, estimate=0.5 * (log.low + log.high), upper=log.high + slack)
-
-
-_ERROR_NEEDS: frozenset[Need] = frozenset({"codes", "sensitivity"})
-
-
-@value
-class ExpectedError(Selector):
-    """The fewest blocks that leave an expected error of at most the tolerance, nats a token to an order of magnitude.
-
-    Where unread blocks count as their mean value (`Controller.residual`), a head's output errs by the square of
-    `contribution.squared_error` for each of them, and the next token's distribution by that times the model's
-    sensitivity to the head, which `scripts/calibrate.py` measures. Every query head of the model spends an
-    equal share of the tolerance, on the blocks of least error, the tail aside. Errors are taken for independent; where
-    they point the same way they add up, and the divergence is many times the tolerance (measured in docs/control.md).
-    The masses it speaks of are bounded for certain. Ties open together; tolerance 0 opens everything.
-    """
-
-    slack: Number = 1e-3
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """8-bit keys and the model's sensitivity."""
-        return SUMMARIES | _ERROR_NEEDS
-
-    def choose(self, view: BlockView) -> Selection:
-        """Return the blocks of the greatest expected error."""
-        if view.coded is None or view.sensitivity is None:
-            raise ValueError("ExpectedError: this view has no key codes, or no sensitivity of its heads.")
-        opened = fewest(view, view.sensitivity[:, None] * squared_error(view))
-        upper = exact_at_tail(view, view.coded.high) + self.slack
-        return Selection(opened=opened, estimate=likeliest_log_mass(view), upper=upper)

@@ -9,6 +9,7 @@ from small_model import LENGTH, MODEL, PAGE, configuration, prompt, start, weigh
 from et_jax.control import contribution, select
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
+from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.tolerance import Constant
@@ -29,7 +30,7 @@ ARMS = {
     "per head": (select.PerHead(CODED, AttentionEntropy()), 0.1, True),
     "top mass": (select.TopMass(), 0.1, False),
     "influence": (select.ActiveSet(contribution.relative_influence, mass), 0.2, True),
-    "expected error": (select.ExpectedError(), 0.01, True),
+    "expected error": (ExpectedError(), 0.01, True),
 }
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from et_jax.control.bounds import Interval
-from et_jax.control.contribution import squared_error
+from et_jax.control.expected_error import ExpectedError, squared_error
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.select import ExpectedError, PerHead
+from et_jax.control.select import PerHead
 from et_jax.types import replace
 
 FAMILIES = ("random", "ties", "corners", "needle", "single")  # as the fixture `blocks` draws them

@@ -1,0 +1,58 @@
+"""What it costs to let blocks count as their mean values, and the fewest blocks that cost too much."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from et_jax.control.select import SUMMARIES, Selection, Selector, fewest
+from et_jax.control.view import BlockView, Need, exact_at_tail, likeliest_log_mass
+from et_jax.sums import softmax
+from et_jax.types import Number, value
+
+_NEEDS: frozenset[Need] = frozenset({"codes", "sensitivity"})
+
+
+def squared_error(view: BlockView) -> Float[Array, "g n"]:
+    """Return the squared error to expect of the output where a block's mean value stands for it: units of the values.
+
+    A block of n keys with mass a and weights w within errs by a |sum_i (w_i - 1/n) v_i|. Values that know nothing
+    of the weights and lie r from their mean make that a^2 r^2 sum_i (w_i - 1/n)^2, and
+
+        sum_i (w_i - 1/n)^2 ~ 2 J / n,  J = log Z - log n - q . mean key = KL(even || w) >= 0
+
+    for weights that are nearly even; it is below 1 for all. J is what Jensen's inequality leaves open, and known
+    before a key is read. r is the greatest distance of a value, Z the likeliest mass.
+    """
+    log_mass = likeliest_log_mass(view)
+    count = jnp.maximum(view.num_tokens, 1).astype(jnp.float32)
+    gap = jnp.maximum(log_mass - jnp.log(count) - view.middle, 0.0)
+    uneven = jnp.minimum(2.0 * gap / count, 1.0)
+    far = jnp.where(view.num_tokens > 0, view.value_radius, 0.0)
+    return jnp.square(softmax(log_mass) * far) * jnp.where(view.num_tokens > 0, uneven, 0.0)
+
+
+@value
+class ExpectedError(Selector):
+    """The fewest blocks that leave an expected error of at most the tolerance, nats a token to an order of magnitude.
+
+    Where unread blocks count as their mean value (`Controller.residual`), a head's output errs by the square of
+    `squared_error` for each of them, and the next token's distribution by that times the model's
+    sensitivity to the head, which `scripts/calibrate.py` measures. Every query head of the model spends an
+    equal share of the tolerance, on the blocks of least error, the tail aside. Errors are taken for independent; where
+    they point the same way they add up, and the divergence is many times the tolerance (measured in docs/control.md).
+    The masses it speaks of are bounded for certain. Ties open together; tolerance 0 opens everything.
+    """
+
+    slack: Number = 1e-3
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """8-bit keys and the model's sensitivity."""
+        return SUMMARIES | _NEEDS
+
+    def choose(self, view: BlockView) -> Selection:
+        """Return the blocks of the greatest expected error."""
+        if view.coded is None or view.sensitivity is None:
+            raise ValueError("ExpectedError: this view has no key codes, or no sensitivity of its heads.")
+        opened = fewest(view, view.sensitivity[:, None] * squared_error(view))
+        upper = exact_at_tail(view, view.coded.high) + self.slack
+        return Selection(opened=opened, estimate=likeliest_log_mass(view), upper=upper)
