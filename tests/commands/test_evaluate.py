@@ -37,7 +37,8 @@ class Reader:
         self.calls.append((list(prompts), settings))
         counts = {"blocks_held": 8, "audited": 2}
         trace = [
-            row(1, blocks_read=read, agreed=read // 2 - 1, share_bytes=read / 8 + 0.1, **counts) for read in (6, 2)
+            row(1, blocks_read=read, agreed=read // 2 - 1, share_bytes=read / 8 + 0.1, by_small=small, **counts)
+            for read, small in ((6, False), (2, True))
         ]
         told = {"prompt_read": self.prompt_read, "tokens_cached": 30, "tokens_left_out": 90, "trace": trace}
         return [SimpleNamespace(text=self.known.get(prompt, " no idea"), **told) for prompt in prompts]
@@ -71,6 +72,7 @@ def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
     assert all(answer.right == (answer.example.prompt in known) for answer in answers)
     assert {answer.share_read for answer in answers} == {0.5}
     assert [answer.share_bytes for answer in answers] == pytest.approx([0.6] * len(answers))
+    assert {answer.share_by_model for answer in answers} == {0.5}
     rows = {(one["task"], one["length"], one["depth"]): one for one in evaluate.summary(answers)}
     assert len(rows) == 12
     assert all(one["accuracy"] == (key[0] == "passkey" and key[2] == 0.5) for key, one in rows.items())
