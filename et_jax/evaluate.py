@@ -49,7 +49,7 @@ _SHARES = {
     "prompt_share_read": "prompt",
     "prompt_mass_kept": "mass",
     "share_held": "held",
-    "share_by_model": "by the model",
+    "share_by_model": "model",
     "share_agreed": "agreed",
 }
 """Shares of an answer, and the names of their columns."""

@@ -38,7 +38,7 @@ class Reader:
         counts = {"blocks_held": 8, "audited": 2}
         trace = [
             row(1, blocks_read=read, agreed=read // 2 - 1, share_bytes=read / 8 + 0.1, by_small=small, **counts)
-            for read, small in ((6, False), (2, True))
+            for read, small in ((6, False), (2, False))
         ]
         told = {"prompt_read": self.prompt_read, "tokens_cached": 30, "tokens_left_out": 90, "trace": trace}
         return [SimpleNamespace(text=self.known.get(prompt, " no idea"), **told) for prompt in prompts]
@@ -72,7 +72,7 @@ def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
     assert all(answer.right == (answer.example.prompt in known) for answer in answers)
     assert {answer.share_read for answer in answers} == {0.5}
     assert [answer.share_bytes for answer in answers] == pytest.approx([0.6] * len(answers))
-    assert {answer.share_by_model for answer in answers} == {0.5}
+    assert {answer.share_by_model for answer in answers} == {1.0}
     rows = {(one["task"], one["length"], one["depth"]): one for one in evaluate.summary(answers)}
     assert len(rows) == 12
     assert all(one["accuracy"] == (key[0] == "passkey" and key[2] == 0.5) for key, one in rows.items())
@@ -86,9 +86,21 @@ def test_a_notebook_shows_answers_as_a_table(asked):
     known = {one.prompt: one.answer for _, one in asked if one.task == "passkey" and one.depth == 0.5}
     answers = evaluate.evaluate(Reader(known), asked)
     rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", answers._repr_html_())]
-    assert rows[0] == ["task", "length", "right", "read", "bytes", "held", "agreed", "at 0.00", "at 0.50", "at 1.00"]
-    assert rows[1] == ["single_key", "200", "0 of 6", "0.5", "0.6", "0.25", "0.5", "0", "0", "0"]
-    assert rows[4] == ["passkey", "400", "2 of 6", "0.5", "0.6", "0.25", "0.5", "0", "1", "0"]
+    assert rows[0] == [
+        "task",
+        "length",
+        "right",
+        "read",
+        "bytes",
+        "held",
+        "model",
+        "agreed",
+        "at 0.00",
+        "at 0.50",
+        "at 1.00",
+    ]
+    assert rows[1] == ["single_key", "200", "0 of 6", "0.5", "0.6", "0.25", "1", "0.5", "0", "0", "0"]
+    assert rows[4] == ["passkey", "400", "2 of 6", "0.5", "0.6", "0.25", "1", "0.5", "0", "1", "0"]
     assert len(rows) == 5 and evaluate.Answers()._repr_html_().count("<tr>") == 1
 
 
@@ -97,10 +109,10 @@ def test_what_was_left_out_is_told_where_there_is_something(asked):
     reader.prompt_read = PromptRead(blocks_read=3.0, blocks_held=12.0, mass_kept=0.9)
     answers = evaluate.evaluate(reader, asked)
     [header, *lines] = evaluate.table(answers).splitlines()
-    assert header.split()[4:10] == ["read", "bytes", "prompt", "mass", "held", "agreed"]
-    assert all(line.split()[4:10] == ["50%", "60%", "25%", "90%", "25%", "50%"] for line in lines)
+    assert header.split()[4:11] == ["read", "bytes", "prompt", "mass", "held", "model", "agreed"]
+    assert all(line.split()[4:11] == ["50%", "60%", "25%", "90%", "25%", "100%", "50%"] for line in lines)
     reader.prompt_read = PromptRead(blocks_read=0.0, blocks_held=0.0, mass_kept=None)
-    assert evaluate.table(evaluate.evaluate(reader, asked)).split()[4:8] == ["read", "bytes", "held", "agreed"]
+    assert evaluate.table(evaluate.evaluate(reader, asked)).split()[4:9] == ["read", "bytes", "held", "model", "agreed"]
 
 
 def test_a_model_is_asked_greedily_for_one_token_more_than_the_answer_has(asked):
