@@ -9,6 +9,7 @@ from test_tokenizer import MISTRAL, byte_fallback, byte_level, configure
 from et_jax.batch.tasks import Defaults, Entry, read_task
 from et_jax.serve.requests import SamplingParams
 from et_jax.text import load_tokenizer
+from et_jax.text.masked import Masked
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}{% endfor %}"
@@ -116,3 +117,10 @@ def test_a_batch_says_which(folder, allowed, ends):
 def test_a_prompt_is_read_with_its_special_tokens(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_ids[0] in tokenizer.encode("a</s>b")
+
+
+def test_of_special_texts_that_begin_alike_the_longest_is_masked():
+    masked = Masked([{"role": "user", "content": "<s><s>!x"}], ["<s>", "<s>!", "<s>!x", ""])
+    assert masked.texts == ["<s>", "<s>!x"]
+    parts = masked.parts(masked.messages[0]["content"])
+    assert [text for text, replaced in parts if replaced] == ["<s>", "<s>!x"]
