@@ -2,6 +2,7 @@
 
     python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test file enters, by running them
     python scripts/plant_faults.py run [--only FOLDER] [--jobs 2] [PYTEST ARGUMENTS]
+    python scripts/plant_faults.py run --name slow --unseen-by short --map runs/entered_slow -m slow
 
 `run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
 quickest, until a test fails; what runs in a process of its own enters nothing, so commands come last, and are asked
@@ -130,6 +131,9 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
     rows = kept.setdefault(args.name, [])
     tried = {(row["file"], row["what"]) for row in rows}
     chosen = [one for one in faults() if (one["file"], one["what"]) not in tried and args.only in one["file"]]
+    if args.unseen_by:
+        unseen = {(row["file"], row["what"]) for row in kept[args.unseen_by] if row["seen_by"] is None}
+        chosen = [one for one in chosen if (one["file"], one["what"]) in unseen]
     trees: queue.Queue[Path] = queue.Queue()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.jobs):
@@ -160,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["map", "run"])
     parser.add_argument("--only", default="", help="faults in files with this in their name")
+    parser.add_argument("--unseen-by", help="faults that the run of this name did not see")
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time (default: 2)")
     parser.add_argument("--name", default="short", help="what the results are called (default: short)")
     parser.add_argument("--map", type=Path, default=ROOT / "runs/entered", help="where the map is kept")
