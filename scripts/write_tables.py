@@ -37,8 +37,6 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "temperature": ("temperature.json", lambda found: tables.temperature(found["models"], TARGET)),
     "selectors": ("selection.json", lambda found: tables.selectors(found["cases"])),
     "tolerances": ("selection.json", lambda found: tables.tolerances(found["cases"])),
-    "selectors_long": ("selection_long.json", lambda found: tables.selectors(found["cases"])),
-    "tolerances_long": ("selection_long.json", lambda found: tables.tolerances(found["cases"])),
     "attention_entropy": ("attention_entropy.json", lambda found: tables.arms(found["cases"])),
     "free_running": ("free_running.json", lambda found: tables.free_running(found["tasks"])),
     "pruning": ("pruning.json", lambda found: tables.pruning(found["cases"])),
