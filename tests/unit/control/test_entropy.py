@@ -265,14 +265,13 @@ estimates = [jax.jit(make(k).__call__) for k in LISTED for make in (e.TopKEstima
 
 @settings(max_examples=25, deadline=None)
 @given(
-    size=st.sampled_from([2, 300, 32_000, 152_064]),
+    size=st.sampled_from([2, 152_064]),
     shape=st.sampled_from(list(SHAPES)),
     scale=st.floats(0.0, 15.0),
     offset=st.sampled_from([0.0]) | st.floats(-1e4, 1e4),
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
     seed=st.integers(0, 100),
 )
-@example(size=32_000, shape="one above the rest", scale=5.0, offset=0.0, dtype=jnp.float32, seed=0)
 @example(size=152_064, shape="one above the rest", scale=5.0, offset=1e4, dtype=jnp.float32, seed=0)
 @example(size=131_072, shape="one above the rest", scale=3.0, offset=3e3, dtype=jnp.float32, seed=0)
 @example(size=152_064, shape="falling", scale=10.0, offset=0.0, dtype=jnp.bfloat16, seed=0)
