@@ -75,3 +75,12 @@ def test_the_chance_of_as_many_losses_is_a_coins(dense, found, chance):
 def test_a_saving_is_shown_in_percent():
     told = Saving(share=0.256, low=-0.1, high=0.4, visible=0.3)._repr_html_()
     assert re.findall("<td>(.*?)</td>", told) == ["25.6%", "-10.0%", "40.0%", "30.0%"]
+
+
+def test_a_saving_and_its_interval_are_of_sums():
+    """Rows of which half lose all of little, and half nothing of much: no share of rows but of what is lost."""
+    baseline = np.tile([1.0, 1000.0], 50)
+    arm = np.tile([0.0, 1000.0], 50)
+    found = saving(arm, baseline)
+    assert found.low <= found.share <= found.high < 0.01
+    assert found.share == pytest.approx(1 / 1001)
