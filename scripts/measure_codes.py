@@ -18,10 +18,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure_pruning import THETA, pruned
+from measure_pruning import controls as ways_of_pruning
 
-from et_jax.control import clock, priority, tolerance, view
-from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode import cache
@@ -31,7 +29,6 @@ from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import load
 from et_jax.tasks.generators import TASKS
-from et_jax.types import replace
 
 DEPTHS = 5
 TASKS_ASKED = ("passkey", "multi_needle", "tracing", "copying")  # those that pruning by mean keys loses
@@ -76,8 +73,7 @@ CODES: dict[str, tuple[Callable[[], Encode], float]] = {
 
 def controls() -> dict[str, Controller]:
     """Return what chooses by codes, by name."""
-    constant = chain(clock.FallClock(), priority.EntropyDrift(), tolerance.Constant(THETA))
-    return {"adaptive": preset("adaptive"), "constant theta": replace(pruned("paper", view.coded_mass), law=constant)}
+    return {"adaptive": preset("adaptive"), "constant theta": ways_of_pruning()["constant, 8-bit keys"]}
 
 
 def measure(codes: str, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -132,6 +132,8 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
     tried = {(row["file"], row["what"]) for row in rows}
     chosen = [one for one in faults() if (one["file"], one["what"]) not in tried and args.only in one["file"]]
     if args.unseen_by:
+        if args.unseen_by not in kept:
+            sys.exit(f"{RESULTS} has no run named {args.unseen_by!r}; it has {', '.join(kept)}.")
         unseen = {(row["file"], row["what"]) for row in kept[args.unseen_by] if row["seen_by"] is None}
         chosen = [one for one in chosen if (one["file"], one["what"]) in unseen]
     trees: queue.Queue[Path] = queue.Queue()
