@@ -62,15 +62,18 @@ def mixture(count: int, tokenizer, seed: int = 0) -> list[GenerationRequest]:
 
 
 def balanced(monkeypatch, replica) -> list[int]:
-    """Have the replica's count of free pages compared with the device's after every round; return how many so far."""
-    rounds, advance = [0], replica.advance
+    """Have the replica's count of free pages compared with the device's after every round; return how many so far.
 
-    def advance_and_compare():
-        advance()
+    A round holds the replica's lock; once it is let go, the next round may have donated the state that is asked.
+    """
+    rounds, one_round = [0], replica._round
+
+    def round_and_compare():
+        one_round()
         rounds[0] += 1
         assert replica.pool.num_free == int(replica.device.state.table.num_free)
 
-    monkeypatch.setattr(replica, "advance", advance_and_compare)
+    monkeypatch.setattr(replica, "_round", round_and_compare)
     return rounds
 
 
