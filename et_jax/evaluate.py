@@ -368,7 +368,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
     report: list[dict[str, Any]] = []
     for length in lengths:
         chosen = rows(ids, opening[0] if opening else None, length, args.samples)
-        losses = position_losses(decoder, model.params, chosen)
+        losses = position_losses(decoder, model.weights, chosen)
         mean = float(losses.mean())
         report.append({"length": length, "nats_per_token": mean, "nats_per_byte": mean / bytes_per_token})
         report[-1]["by_position"] = [

@@ -58,7 +58,7 @@ def grown(d: Decoder, params: Params, lengths: list[int]) -> tuple[dict[int, Dec
             seconds.append(time.perf_counter() - began)
             shift, point = length - room, how.point(1, length - room, room)
         ahead = min(x for x in (point, *lengths) if x is not None and x > length)
-        state, output, ran = d.decode(params, state, min(ahead - length, config.max_steps))
+        state, output, ran = d.decode((params,), state, min(ahead - length, config.max_steps))
         if output.refused.any():
             raise RuntimeError(f"no pages for a text of {length} tokens")
         length += int(ran)
@@ -73,7 +73,7 @@ def timed(d: Decoder, params: Params, state: DecodeState, steps: int) -> float:
     """Return the milliseconds of a step, of so many."""
     start = jax.block_until_ready(snapshot(state))
     began = time.perf_counter()
-    jax.block_until_ready(d.decode(params, start, steps))
+    jax.block_until_ready(d.decode((params,), start, steps))
     return 1e3 * (time.perf_counter() - began) / steps
 
 

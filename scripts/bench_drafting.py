@@ -124,7 +124,7 @@ def begun(d: Decoder, params: Params, batch: int, guesses: Int[np.ndarray, "b n"
     for slot in range(batch):
         ids = np.random.default_rng(slot).integers(1, SMOLLM_135M.vocab_size, PROMPT).tolist()
         for rows in calls(d.config, slot, ids[:-1]):
-            state, _ = d.prefill(params, state, *rows)
+            state, _ = d.prefill((params,), state, *rows)
         state = d.insert(state, slot, request(d.config, ids, limit=LENGTH - 1, seed=slot))
     if guesses is not None:
         assert state.text is not None
@@ -139,7 +139,7 @@ def written(
     """Return the seconds that all texts take, and the texts."""
     state = jax.block_until_ready(begun(d, params, batch, guesses))
     began = time.perf_counter()
-    _, output, ran = jax.block_until_ready(d.decode(params, state, LENGTH))
+    _, output, ran = jax.block_until_ready(d.decode((params,), state, LENGTH))
     seconds = time.perf_counter() - began
     token, produced = (
         np.asarray(x)[: int(ran)].reshape(-1, d.config.num_slots) for x in (output.token, output.produced)

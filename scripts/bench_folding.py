@@ -21,7 +21,7 @@ from jaxtyping import Array
 from et_jax.decode.draft import Drafts, laid_out
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecoderConfig, DecodeState
-from et_jax.decode.step import extend
+from et_jax.decode.step import extend_rows
 from et_jax.evidence import arguments
 from et_jax.evidence.results import RESULTS, table, write
 from et_jax.evidence.shapes import SMOLLM_135M
@@ -55,13 +55,14 @@ def loop(way: str, config: DecoderConfig, most: int, params: Params, state: Deco
         whole, end, at = laid_out(rows, drafts, 2 + most)
 
     def step(_: Array, carry: tuple) -> tuple:
-        cache, total = carry
+        plants, total = carry
         token = whole.token + (total > 1e30).astype(jnp.int32)  # the next step waits for this one
         shared = at if way == "folded" else None
-        logits, memory = extend(config, params, replace(state, cache=cache), replace(whole, token=token), end, shared)
-        return memory.cache, total + jnp.max(logits)
+        before = replace(state, plants=plants)
+        after, logits, _stats = extend_rows(config, (params,), before, replace(whole, token=token), end, shared)
+        return after.plants, total + jnp.max(logits)
 
-    return jax.lax.fori_loop(0, steps, step, (state.cache, jnp.float32(0.0)))[1]
+    return jax.lax.fori_loop(0, steps, step, (state.plants, jnp.float32(0.0)))[1]
 
 
 def measured(model: ModelConfig, dtype: str, context: int, rows: int, rounds: int, steps: int) -> dict[str, Any]:

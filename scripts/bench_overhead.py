@@ -104,7 +104,7 @@ def measure(batch: int, args: argparse.Namespace) -> dict[str, Any]:
     }
     times: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
     for turn in range(args.rounds + 1):
-        spent = {"step": _decode_seconds(steps, params, begin())}
+        spent = {"step": _decode_seconds(steps, (params,), begin())}
         for name, loop in loops.items():
             spent[name] = _seconds(loop, args.repeats)
         if turn:  # the first compiles
@@ -116,10 +116,10 @@ def measure(batch: int, args: argparse.Namespace) -> dict[str, Any]:
     return {"batch": batch, "median_us": medians, "median_share": shares | {"together": float(np.median(total))}}
 
 
-def _decode_seconds(steps: Callable, params: Params, state: Any) -> float:
+def _decode_seconds(steps: Callable, weights: tuple[Params], state: Any) -> float:
     state = jax.block_until_ready(state)
     began = time.perf_counter()
-    _, _, ran = jax.block_until_ready(steps(params, state, jnp.int32(STEPS)))
+    _, _, ran = jax.block_until_ready(steps(weights, state, jnp.int32(STEPS)))
     return (time.perf_counter() - began) / int(ran)
 
 

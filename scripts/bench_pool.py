@@ -27,14 +27,14 @@ def measure(model_name: str, pools: list[int], rounds: int, steps: int) -> list[
         model = load(model_name, num_pages=num_pages, max_num_seqs=2)
         d = model.decoder()
         state = d.insert(d.empty(), 0, request(d.config, [1], limit=model.max_model_len - 1))
-        program = d.step.lower(model.params, state).compile()
+        program = d.step.lower(model.weights, state).compile()
         cases.append((model, program, state))
     times: list[list[float]] = [[] for _ in cases]
     for _ in range(rounds):
         for i, (model, program, state) in enumerate(cases):
             began = time.perf_counter()
             for _ in range(steps):
-                state, output = program(model.params, state)
+                state, output = program(model.weights, state)
             jax.block_until_ready(output.token)
             times[i].append((time.perf_counter() - began) / steps * 1e3)
             cases[i] = (model, program, state)
@@ -44,7 +44,7 @@ def measure(model_name: str, pools: list[int], rounds: int, steps: int) -> list[
         rows.append(
             {
                 "num_pages": int(state.table.references.shape[0]),
-                "pool_bytes": cost.num_bytes(state.cache),
+                "pool_bytes": cost.num_bytes(state.plants[0].cache),
                 "temporary_bytes": memory.temp_size_in_bytes,
                 "aliased_bytes": memory.alias_size_in_bytes,
                 "median_ms": float(np.median(taken)),

@@ -20,19 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from et_jax.control.budget import Budget, ConstantBudget, begun, greatest
+from et_jax.control.budget import Budget, ConstantBudget, PromptNotes, begun, greatest
 from et_jax.control.segment import Segment
 from et_jax.decode import cache as kv
-from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
-from et_jax.decode.reading import ReadPolicy
+from et_jax.decode.budgeted import Budgeted
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.extend import attend, extend
+from et_jax.decode.plant import Plant, PlantState
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.shapes import LLAMA_3_8B
-from et_jax.models.transformer import Params, forward, initialise
+from et_jax.models.transformer import Params, initialise
 from et_jax.pallas.backend import pick
-from et_jax.types import static, value
+from et_jax.types import replace, static, value
 
 EVERY = 8  # segments of which one is timed
+
+Carry = tuple[PlantState, PromptNotes]
 
 
 @value
@@ -68,44 +72,48 @@ def cases(segment: int, heads: int, layers: int) -> dict[str, Budget]:
 
 
 def prefilled(
-    policy: ReadPolicy, budget: Budget, params: Params, carry: PromptCarry, tokens: Array, start: Array
-) -> tuple[PromptCarry, Array]:
+    plant: Plant, budget: Budget, params: Params, carry: Carry, tokens: Array, start: Array
+) -> tuple[Carry, Array]:
     """Return the cache after a segment, and its last logits."""
-    rows = _rows(policy, tokens.shape[1], start)
-    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    found, carry = forward(params, policy.model, tokens, positions, budgeted_attend(policy, budget, rows), carry)
-    return carry, found[:, -1]
+    state, notes = carry
+    reader = Budgeted(budget=budget, last=jnp.zeros(1, bool), notes=notes)
+    found, state, notes = extend(plant, params, state, _chunk(plant, tokens, start), reader)
+    return (state, notes), found[:, -1]
 
 
 def attended(
-    policy: ReadPolicy, budget: Budget, carry: PromptCarry, qkv: tuple[Array, Array, Array], start: Array
-) -> tuple[PromptCarry, Array]:
+    plant: Plant, budget: Budget, carry: Carry, qkv: tuple[Array, Array, Array], start: Array
+) -> tuple[Carry, Array]:
     """Return the cache after a segment of one layer, and what its attention gives."""
-    rows = _rows(policy, qkv[0].shape[1], start)
-    out, carry = budgeted_attend(policy, budget, rows)(0, *qkv, carry)
-    return carry, out
+    state, notes = carry
+    reader = Budgeted(budget=budget, last=jnp.zeros(1, bool), notes=notes)
+    chunk = _chunk(plant, jnp.zeros(qkv[0].shape[:2], jnp.int32), start)
+    out, (cache, notes) = attend(plant, chunk, reader, 0, *qkv, (state.cache, notes))
+    return (replace(state, cache=cache), notes), out
 
 
-def _rows(policy: ReadPolicy, segment: int, start: Array) -> PromptRow:
-    blocks = policy.model.max_positions // policy.page_size
+def _chunk(plant: Plant, tokens: Array, start: Array) -> Chunk:
+    blocks = plant.model.max_positions // plant.page_size
     zero = jnp.zeros(1, jnp.int32)
-    return PromptRow(
+    return Chunk(
         slot=zero,
         table=1 + jnp.arange(blocks, dtype=jnp.int32)[None],
+        token=tokens,
+        position=zero + start,
         start=zero + start,
-        count=zero + segment,
-        end=zero + start + segment,
-        last=jnp.zeros(1, bool),
+        count=zero + tokens.shape[1],
+        end=zero + start + tokens.shape[1],
     )
 
 
-def empty(policy: ReadPolicy, budget: Budget, dtype: str) -> PromptCarry:
+def empty(plant: Plant, budget: Budget, dtype: str) -> Carry:
     """Return a cache of zeros and blank notes."""
-    c = policy.model
-    blocks = c.max_positions // policy.page_size
-    cache = kv.empty(c.num_layers, c.num_kv_heads, c.head_dim, blocks + 1, policy.page_size, dtype)
+    c = plant.model
+    blocks = c.max_positions // plant.page_size
+    cache = kv.empty(c.num_layers, c.num_kv_heads, c.head_dim, blocks + 1, plant.page_size, dtype)
     notes = begun(budget, c.num_layers, c.num_kv_heads, probed=False)
-    return PromptCarry(cache=cache, notes=jax.tree.map(lambda x: x[None], notes))
+    state = PlantState(cache=cache, num_cached=jnp.zeros(1, jnp.int32))
+    return state, jax.tree.map(lambda x: x[None], notes)
 
 
 def timed(run: Any, *given: Any) -> tuple[float, Any]:
@@ -134,15 +142,15 @@ def main() -> None:
         max_positions=args.tokens,
         vocab_size=1024,
     )
-    policy = ReadPolicy(model=model, page_size=args.page_size, backend=pick(), scores_backend=pick())
+    plant = Plant(model=model, page_size=args.page_size, backend=pick(), scores_backend=pick())
     made = cases(args.segment, model.num_kv_heads, model.num_layers)
     starts = range(0, args.tokens, args.segment)
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(1, args.segment, heads, model.head_dim) for heads in (model.num_heads, *[model.num_kv_heads] * 2)]
     qkv = tuple(jax.random.normal(key, shape, args.dtype) for key, shape in zip(keys, shapes, strict=True))
 
-    one = {name: jax.jit(partial(attended, policy, budget), donate_argnums=0) for name, budget in made.items()}
-    carries = {name: empty(policy, budget, args.dtype) for name, budget in made.items()}
+    one = {name: jax.jit(partial(attended, plant, budget), donate_argnums=0) for name, budget in made.items()}
+    carries = {name: empty(plant, budget, args.dtype) for name, budget in made.items()}
     for name, run in one.items():  # compiles, and fills the cache
         for start in starts:
             carries[name], _ = run(carries[name], qkv, jnp.int32(start))
@@ -159,13 +167,13 @@ def main() -> None:
 
     params = initialise(model, jax.random.key(1), jnp.dtype(args.dtype))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 1024, (1, args.segment)), jnp.int32)
-    whole = {name: jax.jit(partial(prefilled, policy, budget), donate_argnums=1) for name, budget in made.items()}
+    whole = {name: jax.jit(partial(prefilled, plant, budget), donate_argnums=1) for name, budget in made.items()}
     seconds = {name: [] for name in made}
     for name, run in whole.items():
-        run(params, empty(policy, made[name], args.dtype), tokens, jnp.int32(0))
+        run(params, empty(plant, made[name], args.dtype), tokens, jnp.int32(0))
     for _ in range(args.prefills):
         for name, run in whole.items():
-            carry, spent = empty(policy, made[name], args.dtype), 0.0
+            carry, spent = empty(plant, made[name], args.dtype), 0.0
             for start in starts:
                 took, (carry, _) = timed(run, params, carry, tokens, jnp.int32(start))
                 spent += took

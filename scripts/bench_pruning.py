@@ -44,21 +44,21 @@ def started(model: Model, control: Controller, texts: np.ndarray, steps: int) ->
     state = d.empty()
     for slot, text in enumerate(texts.tolist()):
         for chunk in calls(d.config, slot, text[:-1]):
-            state, _ = d.prefill(model.params, state, *chunk)
+            state, _ = d.prefill(model.weights, state, *chunk)
         state = d.insert(state, slot, request(d.config, text, limit=2 * steps + 2, temperature=0.0))
-    state, _, _ = d.decode(model.params, state, 1)
+    state, _, _ = d.decode(model.weights, state, 1)
 
     def timed() -> float:
         own = jax.block_until_ready(snapshot(state))
         begun = time.perf_counter()
-        jax.block_until_ready(d.decode(model.params, own, steps))
+        jax.block_until_ready(d.decode(model.weights, own, steps))
         return 1e3 * (time.perf_counter() - begun) / steps
 
-    _, output, _ = d.decode(model.params, snapshot(state), steps)
+    _, output, _ = d.decode(model.weights, snapshot(state), steps)
     signals = jax.device_get(output.signals)
     read, looked = (getattr(signals, name)[:steps].sum() for name in ("blocks_read", "summaries_read"))
     held = signals.pages_held[:steps].sum() * model.config.num_layers * model.config.num_kv_heads
-    moved = traffic(model.params, state.cache, d.config.by_mass_of)
+    moved = traffic(model.params, state.plants[0].cache, d.config.by_mass_of)
     share = (read * moved.block + looked * moved.summary) / (held * moved.block)
     return timed, {"share_read": float(read / held), "share_bytes": float(share)}
 

@@ -191,11 +191,11 @@ def measure_step(model: Model, rows: int, rounds: int) -> dict[str, Any]:
         config = whole_context(model.config, rows, model.decoder_config.cache_dtype, max_steps=STEPS)
         begin = jax.jit(partial(filled, config, CONTEXT, 0.0 if name == "greedy" else 0.8))
         with mock.patch.object(sampling, "sample_token", token):
-            steps = jax.jit(partial(decode, config)).lower(model.params, begin(), jnp.int32(STEPS)).compile()
+            steps = jax.jit(partial(decode, config)).lower(model.weights, begin(), jnp.int32(STEPS)).compile()
 
         def run(begin: Callable = begin, steps: Callable = steps) -> float:
             state = jax.block_until_ready(begin())
-            return seconds(lambda: steps(model.params, state, jnp.int32(STEPS)), STEPS)
+            return seconds(lambda: steps(model.weights, state, jnp.int32(STEPS)), STEPS)
 
         runs[name] = run
     return {"rows": rows, "milliseconds": in_turns(runs, rounds)}

@@ -31,7 +31,7 @@ import numpy as np
 
 from et_jax.control.budget import Budget, CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
 from et_jax.control.controller import Controller
-from et_jax.decode.reading import ReadPolicy
+from et_jax.decode.plant import Plant
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate, grid
 from et_jax.evidence import arguments, paired, tables
@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, model: Model, text: Path, count: int, segment: int) -> None:
         self.config, self.params, self.segment = model.config, model.params, segment
         self.page_size = model.decoder_config.page_size
-        self.policy = ReadPolicy(model=self.config, page_size=self.page_size, backend="xla", scores_backend="xla")
+        self.plant = Plant(model=self.config, page_size=self.page_size, backend="xla", scores_backend="xla")
         tokens = rows(model, text, count, self.config.max_positions)
         length = (tokens.shape[1] - 1) // segment * segment
         self.given = jnp.asarray(tokens[:, :length])
@@ -84,8 +84,8 @@ class Bench:
         parts = []
         for at in range(0, count, PART):
             given, following = self.given[at : at + PART], self.following[at : at + PART]
-            dense = logits_of(self.policy, self.params, self.dense, given, segment=self.segment)[0]
-            got = logits_of(self.policy, self.params, budget, given, segment=self.segment)
+            dense = logits_of(self.plant, self.params, self.dense, given, segment=self.segment)[0]
+            got = logits_of(self.plant, self.params, budget, given, segment=self.segment)
             parts.append(jax.device_get(_compared(dense, got, following)))
         whole = jax.tree.map(lambda *each: np.concatenate(each), *parts)
         cut = slice(self.dense_until, None)
@@ -181,7 +181,7 @@ def rigid(bench: Bench) -> list[dict[str, Any]]:
         kept = []
         for at in range(0, len(bench.given), PART):
             given = bench.given[at : at + PART]
-            kept.append(jax.device_get(logits_of(bench.policy, bench.params, budget, given, segment=bench.segment)[3]))
+            kept.append(jax.device_get(logits_of(bench.plant, bench.params, budget, given, segment=bench.segment)[3]))
         whole = jax.tree.map(lambda *each: np.concatenate(each), *kept)
         sparse = slice(1, None)  # layers
         final, waited = whole.notes.rigid[:, sparse], whole.rigid_for[:, sparse]

@@ -137,7 +137,7 @@ class Bench:
         self.started = jax.jit(lambda: self._start(config))()
         forced = jnp.asarray(tokens[:, self.prefilled + 1 :].T)  # the token that follows each, "t b"
         self.forced = forced
-        self.dense = jax.jit(partial(self._logits, config))(model.params, self.started, forced)
+        self.dense = jax.jit(partial(self._logits, config))(model.weights, self.started, forced)
 
     def share_looked_at(self, name: str) -> float:
         """Return the bytes that choosing looks at, over those of all keys and values, where a cache is served.
@@ -147,7 +147,7 @@ class Bench:
         config = dataclasses.replace(
             self.config(SELECTORS[name], EmaEntropy()), cache_dtype=jnp.bfloat16, keep=frozenset()
         )
-        cache = jax.eval_shape(partial(empty, config)).cache
+        cache = jax.eval_shape(partial(empty, config)).plants[0].cache
         bytes_of = traffic(self.model.params, cache, config.by_mass_of)
         return bytes_of.summary / bytes_of.block
 
@@ -180,14 +180,14 @@ class Bench:
         for slot, row in enumerate(self.tokens.tolist()):
             prompt = row[: self.prefilled + 1]
             [rows] = chunks.calls(config, slot, prompt[:-1])
-            state, _ = prefill(config, self.model.params, state, *rows)
+            state, _ = prefill(config, self.model.weights, state, *rows)
             asked = request(config, prompt, limit=2**30, temperature=0.0, arrival=slot)
             state = slots.insert(config, state, jnp.int32(slot), asked)
         return state
 
-    def _logits(self, config: DecoderConfig, params: Any, state: DecodeState, forced: jax.Array) -> jax.Array:
+    def _logits(self, config: DecoderConfig, weights: Any, state: DecodeState, forced: jax.Array) -> jax.Array:
         def advance(state: DecodeState, token: jax.Array) -> tuple[DecodeState, Any]:
-            state, _ = step(config, params, state)
+            state, _ = step(config, weights, state)
             return replace(state, token=token), state.logits
 
         return jax.lax.scan(advance, state, forced)[1]
@@ -196,13 +196,13 @@ class Bench:
         """Return the scores of a selector under a law of tolerance, or at a given tolerance, one for each token."""
         config = self.config(SELECTORS[name], law or EmaEntropy())
 
-        def scores(params: Any, state: DecodeState, dense: jax.Array, forced: jax.Array, given: jax.Array) -> Score:
+        def scores(weights: Any, state: DecodeState, dense: jax.Array, forced: jax.Array, given: jax.Array) -> Score:
             def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Score]:
                 token, truth, tolerance_ = at
                 if law is None:
                     state = replace(state, control=replace(state.control, tolerance=tolerance_))
                 before = state.control.tolerance
-                state, _ = step(config, params, state)
+                state, _ = step(config, weights, state)
                 true, got = jax.nn.log_softmax(truth), jax.nn.log_softmax(state.logits)
                 held = -(-state.length // self.page_size) * config.model.num_layers * config.model.num_kv_heads
                 score = Score(
@@ -225,7 +225,7 @@ class Bench:
         control = jax.vmap(lambda own: fresh_control(config, own, jnp.float32(0)))(laws)
         state = replace(self.started, laws=laws, control=control)
         given = jnp.broadcast_to(jnp.asarray(0.0 if given is None else given, jnp.float32), self.forced.shape)
-        return jax.device_get(self.programs[key](self.model.params, state, self.dense, self.forced, given))
+        return jax.device_get(self.programs[key](self.model.weights, state, self.dense, self.forced, given))
 
     def at_share(self, name: str, share: float) -> tuple[float, Score]:
         """Return the setting at which a selector reads a share of the blocks, and its scores there."""

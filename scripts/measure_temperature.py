@@ -91,13 +91,13 @@ def run(model: Model, case: Case, prompts: np.ndarray, num_tokens: int, seed: in
     state = decoder.empty()
     for slot, prompt in enumerate(prompts):
         for call in chunks.calls(decoder.config, slot, prompt[:-1].tolist()):
-            state, _ = decoder.prefill(model.params, state, *call)
+            state, _ = decoder.prefill(model.weights, state, *call)
         asked = request(decoder.config, prompt.tolist(), limit=num_tokens, temperature=1.0, seed=seed, index=slot)
         state = decoder.insert(state, slot, asked)
     bursts = []
     for _ in range(-(-num_tokens // decoder.config.max_steps)):
-        state, outputs, ran = decoder.decode(model.params, state, decoder.config.max_steps)
-        bursts.append(jax.tree.map(lambda x, ran=int(ran): np.asarray(x)[:ran], outputs))
+        state, outputs, ran = decoder.decode(model.weights, state, decoder.config.max_steps)
+        bursts.append(jax.tree.map(lambda x, ran=int(ran): np.asarray(x)[:ran, 0], outputs))
     output = jax.tree.map(lambda *leaves: np.concatenate(leaves), *bursts)
     names = ("tempered_entropy", "tempered_varentropy", "truncated_entropy", "surprisal")
     shown = {name: getattr(output.signals, name) for name in names}

@@ -24,10 +24,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from et_jax.decode import cache
-from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads
+from et_jax.decode import cache as kv
+from et_jax.decode.cache import KVCache
+from et_jax.decode.extend import with_layer
+from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecoderConfig, DecodeState
-from et_jax.decode.step import step
+from et_jax.decode.step import extend_rows, step
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments
 from et_jax.evidence.shapes import SMOLLM_135M
@@ -41,11 +43,10 @@ from et_jax.types import replace
 def without_attention(write: bool, table: Array, length: Array, run: Array) -> Attend:
     """Return an `attend` that reads nothing and may write; keys and values flow on, lest XLA drop their products."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache) -> tuple[Array, KVCache]:
         if write:
-            layers = list(memory.cache.layers)
-            layers[layer] = cache.write(layers[layer], k, v, table, length, run.astype(jnp.int32))
-            memory = replace(memory, cache=replace(memory.cache, layers=tuple(layers)))
+            cached = kv.write(memory.layers[layer], k, v, table, length, run.astype(jnp.int32))
+            memory = with_layer(memory, layer, cached)
         return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), memory
 
     return attend
@@ -54,30 +55,21 @@ def without_attention(write: bool, table: Array, length: Array, run: Array) -> A
 def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState) -> DecodeState:
     """Return the state after one step of a kind; what would be dead code there is kept alive."""
     if kind == "step":
-        return step(config, params, state)[0]
+        return step(config, (params,), state)[0]
     if kind == "weight products":
         return replace(state, token=products(params, state.token))
-    table, length, run = state.table.pages, state.length, state.active
-    attend = without_attention(kind == "+ cache write", table, length, run)
+    length, run = state.length, state.active
     if kind == "+ attention":
-        row = ReadRow(
-            table=table,
-            length=length,
-            end=length + 1,
-            run=run,
-            tolerance=state.control.tolerance,
-            fresh=run,
-            block_mask=state.control.block_mask,
-            kept_mass=state.signals.kept_mass,
-            selectors=state.laws.selectors(config.model.num_layers),
-        )
-        attend = decode_attend(config.read_policy, row)
-    memory = LayerCarry(cache=state.cache, stats=no_reads(config.batch))
-    logits, memory = forward(params, config.model, state.token[:, None], length[:, None], attend, memory)
-    if memory.stats.block_masks:
-        masks = jnp.stack(memory.stats.block_masks, axis=1)
-        state = replace(state, control=replace(state.control, block_mask=masks))
-    return replace(state, token=some_token(logits[:, 0]), length=length + 1, cache=memory.cache)
+        rows = Rows(slot=None, token=state.token, position=length, run=run)
+        after, logits, stats = extend_rows(config, (params,), state, rows, length + 1)
+        masks = jnp.stack(stats.block_masks, axis=1)
+        after = replace(after, control=replace(after.control, block_mask=masks))
+        return replace(after, token=some_token(logits), length=length + 1)
+    own, asked = state.plants[0], (state.token[:, None], length[:, None])
+    attend = without_attention(kind == "+ cache write", state.table.pages, length, run)
+    logits, cache = forward(params, config.model, *asked, attend, own.cache)
+    after = state.with_plant(0, replace(own, cache=cache))
+    return replace(after, token=some_token(logits[:, 0]), length=length + 1)
 
 
 def products(params: Params, token: Array) -> Array:

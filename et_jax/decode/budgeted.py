@@ -8,15 +8,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from et_jax.control.budget import Budget, PromptNotes
 from et_jax.control.segment import Segment, interval, observed
-from et_jax.decode.attention import with_layer
-from et_jax.decode.cache import KVCache, LayerCache, write
-from et_jax.decode.reading import ReadPolicy, list_blocks
+from et_jax.decode.cache import KVCache, LayerCache
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.plant import Plant
+from et_jax.decode.reading import list_blocks
 from et_jax.decode.selection import held_blocks
-from et_jax.models.transformer import Attend
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.sums import log_sum_exp, total
@@ -24,67 +24,59 @@ from et_jax.types import pytree, replace
 
 
 @pytree
-class PromptRow:
-    """What is known of each row: `count` tokens of a prompt from position `start` on, in `slot`, whose pages are given.
+class Budgeted:
+    """Reads of each row, a segment of a prompt, what a budget chooses; rows that are `last` end their prompt.
 
-    Rows of one slot stand in order; it holds `end` tokens once all are written. `last` rows end their prompt.
+    Its `notes` are those of every slot.
     """
 
-    slot: Int[Array, " r"]
-    table: Int[Array, "r n"]
-    start: Int[Array, " r"]
-    count: Int[Array, " r"]
-    end: Int[Array, " r"]
+    budget: Budget
     last: Bool[Array, " r"]
-
-
-@pytree
-class PromptCarry:
-    """The cache on its way through the layers, and every slot's notes."""
-
-    cache: KVCache
     notes: PromptNotes
 
+    def begun(self, num_rows: int) -> PromptNotes:
+        """Return the notes so far."""
+        return self.notes
 
-def budgeted_attend(reading: ReadPolicy, budget: Budget, rows: PromptRow) -> Attend:
-    """Return the `attend` of segments of prompts, of which the budget chooses what they read."""
-    page_size, num_heads = reading.page_size, reading.model.num_kv_heads
-    num_blocks = held_blocks(rows.start + rows.count, page_size)
-    block = jnp.arange(rows.table.shape[1], dtype=jnp.int32)
-    held = (block < num_blocks[:, None]) & (rows.count > 0)[:, None]
-    own = held & (block >= (rows.start // page_size)[:, None])
-    whole = rows.last | (rows.start < budget.dense_until)
+    def together(self, plant: Plant, layer: int) -> bool:
+        """Return that rows are read one by one."""
+        return False
 
-    def attend(layer: int, q: Array, k: Array, v: Array, memory: PromptCarry) -> tuple[Array, PromptCarry]:
-        cached = write(memory.cache.layers[layer], k, v, rows.table, rows.start, rows.count, rows.end)
-        cache, notes = with_layer(memory.cache, layer, cached), memory.notes
-        read = partial(
+    def read(
+        self, plant: Plant, layer: int, q: Float[Array, "r t h d"], cache: KVCache, chunk: Chunk, notes: PromptNotes
+    ) -> tuple[Float[Array, "r t h d"], PromptNotes]:
+        """Return attention to the blocks chosen, and the notes with them."""
+        budget, page_size, cached = self.budget, plant.page_size, cache.layers[layer]
+        num_blocks = held_blocks(chunk.start + chunk.count, page_size)
+        block = jnp.arange(chunk.table.shape[1], dtype=jnp.int32)
+        held = (block < num_blocks[:, None]) & (chunk.count > 0)[:, None]
+        own = held & (block >= (chunk.start // page_size)[:, None])
+        whole = self.last | (chunk.start < budget.dense_until)
+        attend = partial(
             paged_prefill,
             q,
             cached.pages,
-            rows.table,
-            rows.start,
-            softmax=reading.softmax(layer),
-            backend=reading.backend,
+            chunk.table,
+            chunk.start,
+            softmax=plant.softmax(layer),
+            backend=plant.backend,
         )
-        held_by_heads = jnp.broadcast_to(held[:, None], (len(held), num_heads, held.shape[1]))
-        if layer < budget.dense_layers or reading.model.windows[layer] is not None:
-            return read()[0], PromptCarry(cache=cache, notes=_note(notes, rows, held_by_heads, held_by_heads))
-        opened, notes = _choose(reading, budget, rows, layer, q, cached, held & ~own, notes)
+        held_by_heads = jnp.broadcast_to(held[:, None], (len(held), plant.model.num_kv_heads, held.shape[1]))
+        if layer < budget.dense_layers or plant.model.windows[layer] is not None:
+            return attend()[0], _note(notes, chunk, held_by_heads, held_by_heads)
+        opened, notes = _choose(plant, budget, chunk, layer, q, cached, held & ~own, notes)
         opened = jnp.where(whole[:, None, None], held[:, None], opened | own[:, None])
         blocks, counts = list_blocks(opened)
-        notes = _note(notes, rows, opened, held_by_heads)
+        notes = _note(notes, chunk, opened, held_by_heads)
         if notes.mass is not None:
-            notes = _probe(notes, reading, rows, layer, q, cached, opened, ~whole & (rows.count > 0))
-        return read(blocks=blocks, counts=counts)[0], PromptCarry(cache=cache, notes=notes)
-
-    return attend
+            notes = _probe(notes, plant, chunk, layer, q, cached, opened, ~whole & (chunk.count > 0))
+        return attend(blocks=blocks, counts=counts)[0], notes
 
 
 def _choose(
-    reading: ReadPolicy,
+    plant: Plant,
     budget: Budget,
-    rows: PromptRow,
+    chunk: Chunk,
     layer: int,
     q: Float[Array, "r t h d"],
     cached: LayerCache,
@@ -93,17 +85,17 @@ def _choose(
 ) -> tuple[Bool[Array, "r k n"], PromptNotes]:
     """The blocks before each row that its queries read, row by row, for a slot's rows follow on each other."""
     assert cached.summary is not None
-    (r, t, _, d), scale = q.shape, reading.softmax(layer).scale
-    grouped = q.astype(jnp.float32).reshape(r, t, reading.model.num_kv_heads, -1, d)
-    box = cached.summary.key_box[:, rows.table].swapaxes(0, 1).astype(jnp.float32)
+    (r, t, _, d), scale = q.shape, plant.softmax(layer).scale
+    grouped = q.astype(jnp.float32).reshape(r, t, plant.model.num_kv_heads, -1, d)
+    box = cached.summary.key_box[:, chunk.table].swapaxes(0, 1).astype(jnp.float32)
     # what no row may see can hold anything, and 0 * NaN is NaN
     box = jnp.where(visible[:, None, :, None], box, 0.0)
     low, high = box[..., :d], box[..., d : 2 * d]
-    real = jnp.arange(t) < rows.count[:, None]
+    real = jnp.arange(t) < chunk.count[:, None]
     score = jax.vmap(observed)(grouped, real, low, high) * scale
     bounds = None
     if budget.needs_interval:
-        bounds = jax.vmap(partial(interval, group=reading.page_size))(grouped * scale, real, low, high)
+        bounds = jax.vmap(partial(interval, group=plant.page_size))(grouped * scale, real, low, high)
 
     def one(every: PromptNotes, row: tuple) -> tuple[PromptNotes, Bool[Array, "k n"]]:
         slot, start, count, visible, score, bounds = row
@@ -113,7 +105,7 @@ def _choose(
             interval=bounds,
             index=start // t,
             layer=layer,
-            block_size=reading.page_size,
+            block_size=plant.page_size,
             scale=scale,
         )
         opened, kept = budget.choose(segment, jax.tree.map(lambda x: x[slot, layer], every.kept))
@@ -121,24 +113,24 @@ def _choose(
         put = jax.tree.map(lambda old, new: old.at[place, layer].set(new, mode="drop"), every.kept, kept)
         return replace(every, kept=put), opened
 
-    after, opened = jax.lax.scan(one, notes, (rows.slot, rows.start, rows.count, visible, score, bounds))
+    after, opened = jax.lax.scan(one, notes, (chunk.slot, chunk.start, chunk.count, visible, score, bounds))
     return opened, after
 
 
-def _note(notes: PromptNotes, rows: PromptRow, opened: Bool[Array, "r k n"], held: Bool[Array, "r k n"]) -> PromptNotes:
+def _note(notes: PromptNotes, chunk: Chunk, opened: Bool[Array, "r k n"], held: Bool[Array, "r k n"]) -> PromptNotes:
     """The notes with what the rows read."""
     read, there = (jnp.sum(x, axis=(1, 2), dtype=jnp.int32).astype(jnp.float32) for x in (opened, held))
     return replace(
         notes,
-        blocks_read=notes.blocks_read.at[rows.slot].add(read),
-        blocks_held=notes.blocks_held.at[rows.slot].add(there),
+        blocks_read=notes.blocks_read.at[chunk.slot].add(read),
+        blocks_held=notes.blocks_held.at[chunk.slot].add(there),
     )
 
 
 def _probe(
     notes: PromptNotes,
-    reading: ReadPolicy,
-    rows: PromptRow,
+    plant: Plant,
+    chunk: Chunk,
     layer: int,
     q: Float[Array, "r t h d"],
     cached: LayerCache,
@@ -146,19 +138,19 @@ def _probe(
     asked: Bool[Array, " r"],
 ) -> PromptNotes:
     """The notes with the share of its attention that the last query of the rows `asked` has on the blocks opened."""
-    newest = jnp.take_along_axis(q, jnp.maximum(rows.count - 1, 0)[:, None, None, None], axis=1)[:, 0]
-    length = jnp.where(asked, rows.start + rows.count, 0)
-    there = jnp.arange(opened.shape[2]) < held_blocks(length, reading.page_size)[:, None, None]
+    newest = jnp.take_along_axis(q, jnp.maximum(chunk.count - 1, 0)[:, None, None, None], axis=1)[:, 0]
+    length = jnp.where(asked, chunk.start + chunk.count, 0)
+    there = jnp.arange(opened.shape[2]) < held_blocks(length, plant.page_size)[:, None, None]
     blocks, counts = list_blocks(jnp.broadcast_to(there, opened.shape))
     _, mass = paged_attention(
         newest,
         cached.pages,
-        rows.table,
+        chunk.table,
         blocks,
         counts,
         length,
-        softmax=reading.softmax(layer),
-        backend=reading.backend,
+        softmax=plant.softmax(layer),
+        backend=plant.backend,
     )
     by_head = jnp.repeat(opened, mass.shape[1] // opened.shape[1], axis=1)
     kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
@@ -167,6 +159,6 @@ def _probe(
     assert notes.mass is not None and notes.num_probes is not None
     return replace(
         notes,
-        mass=notes.mass.at[rows.slot].add(share),
-        num_probes=notes.num_probes.at[rows.slot].add(num),
+        mass=notes.mass.at[chunk.slot].add(share),
+        num_probes=notes.num_probes.at[chunk.slot].add(num),
     )

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from et_jax.control import compression
 from et_jax.control.compression import Entries
+from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, queries
 from et_jax.decode.state import DecoderConfig, DecodeState
@@ -24,8 +25,8 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     are given back first: those that others hold too stay with them, and it takes others. When a sequence is due
     `Compression.point` says. Raises ValueError for a decoder that never compresses.
     """
-    held, layout = state.compressed, config.layout
-    if held is None or layout is None:
+    own, layout = state.plants[MODEL], config.layout
+    if own.shift is None or layout is None:
         raise ValueError("compression: got None, wanted what this decoder is to keep")
     if layout.region >= config.blocks_per_slot:  # no sequence outgrows it
         return state, jnp.ones((), bool)
@@ -36,17 +37,19 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     done = granted[slot] & grown
 
     layers, skipped = _kept_of_all(config, state, slot)
-    num_pages = state.cache.layers[0].pages.shape[1]
+    num_pages = own.cache.layers[0].pages.shape[1]
     into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool where nothing is done
-    shift = jnp.where(done, state.length[slot] - room, held.shift[slot])
-    compressed = replace(held, shift=held.shift.at[slot].set(shift))
-    if held.skipped is not None:
-        first = jnp.where(done, jnp.stack(skipped), held.skipped[slot])
-        compressed = replace(compressed, skipped=held.skipped.at[slot].set(first))
+    shift = jnp.where(done, state.length[slot] - room, own.shift[slot])
+    own = replace(
+        own,
+        cache=kv.put_pages(own.cache, into, kv.KVCache(layers=layers, surprisal=None)),
+        shift=own.shift.at[slot].set(shift),
+    )
+    if own.skipped is not None:
+        first = jnp.where(done, jnp.stack(skipped), own.skipped[slot])
+        own = replace(own, skipped=own.skipped.at[slot].set(first))
     return replace(
-        state,
-        cache=kv.put_pages(state.cache, into, kv.KVCache(layers=layers, surprisal=None)),
-        compressed=compressed,
+        state.with_plant(MODEL, own),
         table=jax.tree.map(lambda new, old: jnp.where(done, new, old), table, state.table),
     ), granted[slot] | ~grown
 
@@ -79,16 +82,16 @@ def _kept(
 
     All that is cached of the slot stands in its first `num_blocks`.
     """
-    how, layout, held = config.compression, config.layout, state.compressed
-    assert how is not None and layout is not None and held is not None
-    size, d, cached = config.page_size, config.model.head_dim, state.cache.layers[layer]
+    how, layout, own = config.compression, config.layout, state.plants[MODEL]
+    assert how is not None and layout is not None and own.shift is not None
+    size, d, cached = config.page_size, config.model.head_dim, own.cache.layers[layer]
     k, _, _, e = cached.pages.shape
     token = cached.pages[:, state.table.pages[slot, :num_blocks]].reshape(k, -1, e)  # in the order of places
-    skips = jnp.zeros(k, jnp.int32) if held.skipped is None else held.skipped[slot, layer]
+    skips = jnp.zeros(k, jnp.int32) if own.skipped is None else own.skipped[slot, layer]
     last = at = None
-    if held.queries is not None:
-        last = held.queries[slot, layer]
-        at = queries.places(state.length[slot], held.shift[slot], last.shape[0])
+    if own.queries is not None:
+        last = own.queries[slot, layer]
+        at = queries.places(state.length[slot], own.shift[slot], last.shape[0])
     count = state.num_cached[slot]
     entries = Entries(keys=token[..., :d], first=skips * size, count=count, queries=last, at=at, layer=layer)
     place = compression.kept(entries, how, layout, size)

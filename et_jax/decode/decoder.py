@@ -17,24 +17,17 @@ from jaxtyping import Array, Bool, Int
 
 from et_jax.decode import slots
 from et_jax.decode.compress import compress
+from et_jax.decode.plant import Weights
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
-from et_jax.decode.small import Weights
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput, empty
-from et_jax.decode.step import step as step_of_one
-from et_jax.decode.switched import step as step_of_two
+from et_jax.decode.step import step
 from et_jax.scope import within
-
-
-def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
-    """Advance the sequences served: by one model, or by either of two where the controller has a switch."""
-    run = step_of_one if config.controller.switch is None else step_of_two
-    return run(config, params, state)
 
 
 def decode(
     config: DecoderConfig,
-    params: Weights,
+    weights: Weights,
     state: DecodeState,
     num_steps: Int[Array, ""],
     until_end: Bool[Array, ""] | bool = False,
@@ -44,7 +37,7 @@ def decode(
     With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting
     for. Returns the outputs stacked over `max_steps`, of which the returned number were run.
     """
-    _, shapes = jax.eval_shape(partial(step, config), params, state)
+    _, shapes = jax.eval_shape(partial(step, config), weights, state)
     outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
     num_steps = jnp.minimum(num_steps, config.max_steps)
 
@@ -54,7 +47,7 @@ def decode(
 
     def advance(carry: tuple) -> tuple:
         i, state, outputs, _ = carry
-        state, output = step(config, params, state)
+        state, output = step(config, weights, state)
         outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
         return i + 1, state, outputs, jnp.any(output.finished | (output.fault > 0))
 

@@ -26,8 +26,8 @@ From the first that is below 0 on there is no guess.
 class Drafting:
     """How a decoder drafts: up to `most` tokens of a sequence in a step, which `drafter` guesses from its text.
 
-    Where `drafter` is None the decoder's small model writes them (`decode.small`). `length` decides how many of those.
-    Steps of `widths` different numbers of rows are compiled, and the least that holds what was drafted is run.
+    Where `drafter` is None the decoder's small model writes them (`decode.drafter`). `length` decides how many of
+    those. Steps of `widths` different numbers of rows are compiled, and the least that holds what was drafted is run.
     """
 
     most: int = 8

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.decode.rows import Rows
-from et_jax.models.transformer import Attend
+from et_jax.decode.chunk import Chunk
 from et_jax.types import pytree
 
 Seen = tuple[Float[Array, "r i h d"], ...]
@@ -23,15 +22,9 @@ class Watch:
     position: Int[Array, "r i"]
     stored: Bool[Array, "r i"]
 
-    def attend(self, attend: Attend) -> Attend:
-        """Return `attend` with a pair for its memory: its own, and the `Seen` of the layers so far."""
-
-        def watching(layer: int, q: Array, k: Array, v: Array, memory: tuple) -> tuple[Array, tuple]:
-            inner, seen = memory
-            out, inner = attend(layer, q, k, v, inner)
-            return out, (inner, (*seen, jnp.take_along_axis(q, self.token[:, :, None, None], axis=1)))
-
-        return watching
+    def seen(self, q: Float[Array, "r t h d"]) -> Float[Array, "r i h d"]:
+        """Return a layer's queries of these tokens."""
+        return jnp.take_along_axis(q, self.token[:, :, None, None], axis=1)
 
     def store(self, queries: Float[Array, "b l w h d"], seen: Seen) -> Float[Array, "b l w h d"]:
         """Return the queries of every slot with those that were seen; the one at position p stands at p mod w."""
@@ -42,28 +35,12 @@ class Watch:
         return queries.at[row, :, self.position % window].set(new, mode="drop")
 
 
-def of_step(rows: Rows) -> Watch:
-    """Return the watch on a step: the one token of every row that runs."""
-    token = jnp.zeros((len(rows.token), 1), jnp.int32)
-    return Watch(slot=rows.slot, token=token, position=rows.position[:, None], stored=rows.run[:, None])
-
-
-def of_prefill(
-    slot: Int[Array, " r"],
-    start: Int[Array, " r"],
-    count: Int[Array, " r"],
-    end: Int[Array, " r"],
-    window: int,
-    length: int,
-) -> Watch:
-    """Return the watch on a prefill of chunks: the last `window` tokens of every slot, up to its `end`.
-
-    A row holds `count` tokens of at most `length`, from position `start` on.
-    """
-    token = count[:, None] - 1 - jnp.arange(min(window, length), dtype=jnp.int32)
-    position = start[:, None] + token
-    stored = (token >= 0) & (position >= end[:, None] - window)
-    return Watch(slot=slot, token=jnp.maximum(token, 0), position=position, stored=stored)
+def of_chunk(chunk: Chunk, window: int) -> Watch:
+    """Return the watch on a chunk: the last `window` tokens of every slot, up to its end."""
+    token = chunk.count[:, None] - 1 - jnp.arange(min(window, chunk.token.shape[1]), dtype=jnp.int32)
+    stored = (token >= 0) & (chunk.start[:, None] + token >= chunk.end[:, None] - window)
+    position = chunk.position[:, None] + token
+    return Watch(slot=chunk.slot, token=jnp.maximum(token, 0), position=position, stored=stored)
 
 
 def places(length: Int[Array, ""], shift: Int[Array, ""], window: int) -> Int[Array, " w"]:

@@ -1,50 +1,18 @@
 """Reading the cache in a step: each row's blocks as a list, and where rows of one slot are read together, as theirs."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.decode.cache import LayerCache
+from et_jax.decode.plant import Plant
 from et_jax.decode.selection import first_block, held_blocks
-from et_jax.models.config import ModelShape
-from et_jax.pallas.paged_attention.api import paged_attention, shares_lists, shares_pages
-from et_jax.pallas.softmax import Softmax
+from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.sums import log_sum_exp
-from et_jax.types import Table
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadPolicy:
-    """How attention reads the cache: the model's shape, the page size, the backend.
-
-    `scores_backend` names the kernels that score blocks. Blocks are chosen anew every `refresh_every`
-    tokens. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where
-    it has been measured.
-    """
-
-    model: ModelShape
-    page_size: int
-    backend: str
-    scores_backend: str
-    refresh_every: int = 1
-    residual: bool = False
-    sensitivity: Table | None = None
-
-    def softmax(self, layer: int) -> Softmax:
-        """Return the softmax of a layer."""
-        return Softmax(scale=self.model.head_dim**-0.5, window=self.model.windows[layer])
-
-    def reads_together(self, layer: int, chosen: bool) -> bool:
-        """Return whether a layer's pages are read once for all rows of a slot, their blocks `chosen` by each or not."""
-        if chosen or self.model.windows[layer] is not None:  # then the lists of a slot's rows differ
-            return shares_lists(self.backend)
-        return shares_pages(self.backend, self.model.group_size)
 
 
 def read_all(
-    reading: ReadPolicy,
+    plant: Plant,
     layer: int,
     queries: Float[Array, "r h d"],
     cached: LayerCache,
@@ -55,10 +23,10 @@ def read_all(
 ) -> Float[Array, "r h d"]:
     """Return attention to every block within the layer's window.
 
-    `at` tells which rows are read together, as `ReadRow` has it; None is none of them. Each KV head reads on from its
+    `at` tells which rows are read together, as `Chunk` has it; None is none of them. Each KV head reads on from its
     `skipped` blocks; rows that are read together skip none.
     """
-    window, page_size = reading.model.windows[layer], reading.page_size
+    window, page_size = plant.model.windows[layer], plant.page_size
     longest = shortest = lengths
     rows = 1
     if at is not None:
@@ -71,14 +39,14 @@ def read_all(
         first = jnp.minimum(jnp.maximum(first, skipped), held)
     listed = jnp.minimum(first[..., None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
     listed, counts = (
-        jnp.broadcast_to(x, (len(x), reading.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)
+        jnp.broadcast_to(x, (len(x), plant.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)
     )
-    out, _ = _read(reading, layer, queries, cached, table, listed, counts, lengths, at)
+    out, _ = _read(plant, layer, queries, cached, table, listed, counts, lengths, at)
     return out
 
 
 def read_chosen(
-    reading: ReadPolicy,
+    plant: Plant,
     layer: int,
     queries: Float[Array, "r h d"],
     cached: LayerCache,
@@ -99,7 +67,7 @@ def read_chosen(
         bits = jnp.left_shift(1, jnp.arange(at.shape[1], dtype=jnp.int32))
         by_block = jnp.sum(jnp.where(opened[at], bits[:, None, None], 0), axis=1)
         readers = jnp.take_along_axis(by_block, listed, axis=2)
-    out, block_lse = _read(reading, layer, queries, cached, table, listed, counts, lengths, at, readers)
+    out, block_lse = _read(plant, layer, queries, cached, table, listed, counts, lengths, at, readers)
     return out, log_sum_exp(block_lse), block_lse
 
 
@@ -112,7 +80,7 @@ def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Ar
 
 
 def _read(
-    reading: ReadPolicy,
+    plant: Plant,
     layer: int,
     queries: Float[Array, "r h d"],
     cached: LayerCache,
@@ -134,10 +102,10 @@ def _read(
         listed,
         counts,
         lengths,
-        softmax=reading.softmax(layer),
+        softmax=plant.softmax(layer),
         rows_per_slot=rows_per_slot,
         readers=readers,
-        backend=reading.backend,
+        backend=plant.backend,
     )
     if at is None:
         return found

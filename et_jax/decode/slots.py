@@ -13,17 +13,18 @@ from jaxtyping import Array, Bool, Int
 from et_jax.control import draft
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, sampling
+from et_jax.decode.plant import PlantState
 from et_jax.decode.request import Request
 from et_jax.decode.sampling import TokenCounts
-from et_jax.decode.state import Compressed, DecoderConfig, DecodeState, blank_signals, fresh_control
+from et_jax.decode.state import DecoderConfig, DecodeState, blank_signals, fresh_control
 from et_jax.types import replace
 
 T = TypeVar("T")
 SlotRow = dict[str, Any]
 """All that a state knows of one slot but its pages, by the names of `DecodeState`."""
 
-Pages = tuple[kv.KVCache, kv.KVCache | None]
-"""Some pages of the model's cache, and those of the same numbers of the small model's."""
+Pages = tuple[kv.KVCache, ...]
+"""Some pages of every plant's cache, of the same numbers."""
 
 
 def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
@@ -66,10 +67,8 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         state,
         active=state.active.at[slot].set(False),
         length=state.length.at[slot].set(0),
-        held=None if state.held is None else state.held.at[slot].set(0),
-        model_held=None if state.model_held is None else state.model_held.at[slot].set(0),
+        plants=tuple(plant.emptied(slot) for plant in state.plants),
         logprobs=state.logprobs.at[slot].set(False),
-        compressed=None if state.compressed is None else _never_compressed(state.compressed, slot),
         sampling=jax.tree.map(lambda x, y: x.at[slot].set(y), state.sampling, sampling.plain(())),
         table=pages.release(state.table, slot),
     )
@@ -99,7 +98,7 @@ def fork(
     def row(x: Array) -> Array:
         return x[source]
 
-    forked = replace(copied, **jax.tree.map(row, _rows(state)))
+    forked = _with_rows(copied, jax.tree.map(row, _rows(state)))
     split = sampling.fold_key(jax.tree.map(lambda x: x[slot], state.sampling), into).key
     keys = forked.sampling.key.at[into].set(jnp.where(granted, split, forked.sampling.key[into]))
     return replace(
@@ -114,14 +113,12 @@ def share(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], coun
 
     Where queries are stored, `Compression.fresh_tokens` of the prompt must be left to be computed.
     """
-    page_size = state.cache.layers[0].pages.shape[2]
-    seen = count * page_size
+    seen = count * state.plants[0].cache.layers[0].pages.shape[2]
     return replace(
         state,
         table=pages.share(state.table, slot, held, count),
         length=state.length.at[slot].set(seen),
-        held=None if state.held is None else state.held.at[slot].set(seen),
-        model_held=None if state.model_held is None else state.model_held.at[slot].set(seen),
+        plants=tuple(replace(plant, num_cached=plant.num_cached.at[slot].set(seen)) for plant in state.plants),
     )
 
 
@@ -153,8 +150,8 @@ def write_row(
     Its pages are reserved, and hold what it wrote only after `write_pages`.
     """
     here = jnp.arange(config.num_slots) == slot
-    compressed = row["compressed"]
-    num_cached = row["length"] if compressed is None else row["length"] - compressed.shift
+    shift = row["plants"][0]["shift"]
+    num_cached = row["length"] if shift is None else row["length"] - shift
     blocks = -(-num_cached // config.page_size)
     table, granted = pages.reserve(state.table, jnp.where(here, blocks, 0), config.blocks_per_slot)
     granted = granted[slot]
@@ -162,7 +159,7 @@ def write_row(
     def put(old: Array, new: Array) -> Array:
         return old.at[slot].set(jnp.where(granted, new, old[slot]))
 
-    return replace(state, **jax.tree.map(put, _rows(state), row), table=table), granted
+    return replace(_with_rows(state, jax.tree.map(put, _rows(state), row)), table=table), granted
 
 
 def write_pages(
@@ -172,35 +169,30 @@ def write_pages(
     return _with_pages(state, _blocks(config, state, slot, first, beyond=config.num_pages), taken)
 
 
-def _never_compressed(held: Compressed, slot: Int[Array, ""]) -> Compressed:
-    """What is known of compression, with nothing left out of `slot`."""
-    skipped = held.skipped
-    return replace(
-        held,
-        shift=held.shift.at[slot].set(0),
-        skipped=None if skipped is None else skipped.at[slot].set(0),
-    )
-
-
 def _rows(state: DecodeState) -> SlotRow:
-    """The fields of a state that lead with the slot."""
-    names = (field.name for field in dataclasses.fields(state))
-    return {name: getattr(state, name) for name in names if name not in ("table", "cache", "small")}
+    """The fields of a state that lead with the slot, those of every plant by their names too."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "table"}
+    own = [field.name for field in dataclasses.fields(PlantState) if field.name != "cache"]
+    return fields | {"plants": [{name: getattr(plant, name) for name in own} for plant in state.plants]}
+
+
+def _with_rows(state: DecodeState, rows: SlotRow) -> DecodeState:
+    """The state with other fields that lead with the slot."""
+    plants = tuple(replace(plant, **own) for plant, own in zip(state.plants, rows["plants"], strict=True))
+    return replace(state, **rows | {"plants": plants})
 
 
 def _taken(state: DecodeState, listed: Int[Array, " m"]) -> Pages:
     """A copy of the listed pages, of every model."""
-    return kv.take_pages(state.cache, listed), None if state.small is None else kv.take_pages(state.small, listed)
+    return tuple(kv.take_pages(plant.cache, listed) for plant in state.plants)
 
 
 def _with_pages(state: DecodeState, listed: Int[Array, " m"], taken: Pages) -> DecodeState:
     """The state with the pages of `taken` over the listed ones."""
-    model, beside = taken
-    small = state.small
-    if small is not None:
-        assert beside is not None
-        small = kv.put_pages(small, listed, beside)
-    return replace(state, cache=kv.put_pages(state.cache, listed, model), small=small)
+    both = zip(state.plants, taken, strict=True)
+    return replace(
+        state, plants=tuple(replace(plant, cache=kv.put_pages(plant.cache, listed, own)) for plant, own in both)
+    )
 
 
 def _blocks(

@@ -18,12 +18,12 @@ from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftState
 from et_jax.control.draft import started as drafting_started
 from et_jax.control.select import Selector
-from et_jax.control.switch import SwitchState
+from et_jax.control.switch import MODEL, SwitchState
 from et_jax.decode import cache as kv
 from et_jax.decode import compat, pages
-from et_jax.decode.attention import scoring_backend, serving_backend
+from et_jax.decode.backends import scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting
-from et_jax.decode.reading import ReadPolicy
+from et_jax.decode.plant import Plant, PlantState
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
@@ -181,25 +181,14 @@ class DecoderConfig:
         return self.controller.selectors(self.model.num_layers)
 
     @property
-    def read_policy(self) -> ReadPolicy:
-        """How attention reads the cache."""
-        control = self.controller
-        return ReadPolicy(
-            model=self.model,
-            page_size=self.page_size,
-            backend=self.backend,
-            scores_backend=self.scoring[0],
-            refresh_every=control.refresh_every,
-            residual=control.residual,
-            sensitivity=self.calibration.sensitivity,
-        )
-
-    @property
-    def small_policy(self) -> ReadPolicy:
-        """How attention of the small model reads its cache: all of it, by the best kernels from `backend` on."""
-        assert self.small is not None
-        backend = serving_backend(self.small, self.page_size, self.cache_dtype, self.backend)[0]
-        return ReadPolicy(model=self.small, page_size=self.page_size, backend=backend, scores_backend=backend)
+    def plants(self) -> tuple[Plant, ...]:
+        """The model, and the small one beside it, each with the best kernels from `backend` on."""
+        size, dtype = self.page_size, self.cache_dtype
+        model = Plant(model=self.model, page_size=size, backend=self.backend, scores_backend=self.scoring[0])
+        if self.small is None:
+            return (model,)
+        backend = serving_backend(self.small, size, dtype, self.backend)[0]
+        return model, Plant(model=self.small, page_size=size, backend=backend, scores_backend=backend)
 
 
 @pytree
@@ -217,21 +206,6 @@ class Spent:
 
 
 @pytree
-class Compressed:
-    """What the compression of caches must know of every slot.
-
-    A token's place in the cache is its position less `shift`, the tokens that were left out before it. `skipped` counts
-    the blocks at the beginning that hold nothing of a KV head, None where all heads keep as many. `queries` are the
-    last of each sequence, rotated, that of position p at place p mod w, None where none are ranked by: those of tokens
-    that were computed in the slot, not shared with another.
-    """
-
-    shift: Int[Array, " b"]
-    skipped: Int[Array, "b l k"] | None
-    queries: Float[Array, "b l w h d"] | None
-
-
-@pytree
 class DecodeState:
     """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
 
@@ -239,10 +213,9 @@ class DecodeState:
     tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
-    `draft` how its drafts fare; both are None where nothing is drafted. `small` is the cache of the small model, whose
-    pages are those of `table` too, and `held` the tokens of each text that it has seen; None where there is none. Where
-    either model may speak, `switch` says who does, `model_held` counts what the model itself has seen, and `spent` what
-    both did since the last token. `compressed` is None where caches are never compressed.
+    `draft` how its drafts fare; both are None where nothing is drafted. `plants` are what the models hold, whose pages
+    are those of `table`: the model whose text it is, and the small one where there is one. Where they take turns,
+    `switch` says which of them is active, and `spent` what both did since the last token.
     """
 
     token: Int[Array, " b"]
@@ -258,23 +231,24 @@ class DecodeState:
     counts: TokenCounts | None
     text: Int[Array, "b n"] | None
     draft: DraftState | None
-    held: Int[Array, " b"] | None
     switch: SwitchState | None
-    model_held: Int[Array, " b"] | None
     spent: Spent | None
-    compressed: Compressed | None
     laws: Controller
     signals: Signals
     logits: Float[Array, "b v"] | None
     control: ControlState
     table: pages.PageTable
-    cache: kv.KVCache
-    small: kv.KVCache | None
+    plants: tuple[PlantState, ...]
 
     @property
     def num_cached(self) -> Int[Array, " b"]:
-        """Tokens in the cache of each slot: of its text so far, less those that compression left out."""
-        return self.length if self.compressed is None else self.length - self.compressed.shift
+        """Tokens that the pages of each slot hold: of its text so far, less those that compression left out."""
+        shift = self.plants[MODEL].shift
+        return self.length if shift is None else self.length - shift
+
+    def with_plant(self, index: int, plant: PlantState) -> "DecodeState":
+        """Return the state with another plant's state in the place of one."""
+        return replace(self, plants=(*self.plants[:index], plant, *self.plants[index + 1 :]))
 
 
 @pytree
@@ -427,9 +401,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         counts=counts if config.penalties else None,
         text=integers(b, config.max_length) if config.keeps_text else None,
         draft=None if config.draft is None else drafting_started(config.draft.length, integers(b)),
-        held=None if config.small is None else integers(b),
         switch=None if switch is None else jax.vmap(lambda one: one.started())(laws.switch),
-        model_held=None if switch is None else integers(b),
         spent=None
         if switch is None
         else Spent(
@@ -438,34 +410,19 @@ def empty(config: DecoderConfig) -> DecodeState:
             audited=integers(b) if config.audit else None,
             agreed=integers(b) if config.audit else None,
         ),
-        compressed=_compressed(config),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,
         control=jax.vmap(partial(fresh_control, config))(laws, numbers()),
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
-        cache=_cache(config, config.model, keeps),
-        small=None if config.small is None else _cache(config, config.small, frozenset()),
+        plants=tuple(_plant(config, index, plant.model) for index, plant in enumerate(config.plants)),
     )
 
 
-def _compressed(config: DecoderConfig) -> Compressed | None:
-    """What is known of slots that were never compressed."""
-    how, model, b = config.compression, config.model, config.num_slots
-    if how is None:
-        return None
-    heads = model.num_layers, model.num_kv_heads
-    last = model.num_layers, how.window, model.num_heads, model.head_dim
-    return Compressed(
-        shift=jnp.zeros(b, jnp.int32),
-        skipped=jnp.zeros((b, *heads), jnp.int32) if how.policy.splits else None,
-        queries=jnp.zeros((b, *last), config.cache_dtype) if how.policy.reads_queries else None,
-    )
-
-
-def _cache(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> kv.KVCache:
-    """The empty cache of a model, every page of the table a page of it."""
-    return kv.empty(
+def _plant(config: DecoderConfig, index: int, model: ModelShape) -> PlantState:
+    """A plant that holds nothing. What selectors need, and compression, is kept of the model's own cache alone."""
+    how, keeps, b = config.compression, config.keeps if index == MODEL else frozenset(), config.num_slots
+    cache = kv.empty(
         model.num_layers,
         model.num_kv_heads,
         model.head_dim,
@@ -475,4 +432,15 @@ def _cache(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> k
         summaries="summaries" in keeps,
         key_codes="codes" in keeps,
         surprisals="surprisals" in keeps,
+    )
+    state = PlantState(cache=cache, num_cached=jnp.zeros(b, jnp.int32))
+    if how is None or index != MODEL:
+        return state
+    heads = model.num_layers, model.num_kv_heads
+    last = model.num_layers, how.window, model.num_heads, model.head_dim
+    return replace(
+        state,
+        shift=jnp.zeros(b, jnp.int32),
+        skipped=jnp.zeros((b, *heads), jnp.int32) if how.policy.splits else None,
+        queries=jnp.zeros((b, *last), config.cache_dtype) if how.policy.reads_queries else None,
     )

@@ -1,5 +1,7 @@
 """One step: choose, reserve, propose, extend, verify; a sequence gains a token, or several where drafts hold."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -7,45 +9,53 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import entropy
 from et_jax.control.base import ControlState, Signals, name_of, one_like
 from et_jax.control.controller import Controller
+from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
-from et_jax.decode import cost, pages, queries, small
+from et_jax.decode import cost, drafter, pages, turns
 from et_jax.decode import draft as drafting
-from et_jax.decode.attention import LayerCarry, ReadRow, ReadStats, decode_attend, no_reads
+from et_jax.decode.chunk import of_rows
 from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.extend import extend
 from et_jax.decode.once import where_asked
+from et_jax.decode.plant import PlantState, Weights, check_weights, traffic
+from et_jax.decode.readers import ReadStats, Selected
 from et_jax.decode.rows import Rows, at_slots
-from et_jax.decode.small import Weights, of_model
-from et_jax.decode.state import Compressed, DecoderConfig, DecodeState, StepOutput
+from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
 from et_jax.decode.verify import advance, verify
-from et_jax.models.model import ModelWeights, forward
 from et_jax.types import replace
 
 # Cells of the grid of slots and their tokens for each row that there is: more, and rows are read one by one.
 _MOST_CELLS = 3
 
 
-def step(config: DecoderConfig, params: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
     """Advance the sequences served by one token, or by several where drafts are accepted.
 
     choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: no token, and its
-    clock, key and control are unchanged. Under `config.draft` the output leads with the positions after the
-    newest token: what the first holds is a step without drafts.
+    clock, key and control are unchanged. The output leads with the tokens of the step: one or, under `config.draft`,
+    as many as may be accepted; what the first holds is a step without drafts. Where two models take turns, a step is
+    that of one of them, for the sequences in which it is active.
     """
-    state, chosen = choose(config, state)
+    check_weights(weights, len(config.plants))
+    active = turns.active(state)
+    state, chosen = choose(config, state, turns.ready(state, active))
     table, rows = reserve(config, state, chosen)
-    model = of_model(params)
-    moved = traffic(model, state.cache, config.by_mass_of)
     state = replace(state, table=table)
-    if config.draft is None:
-        logits, memory = extend(config, model, state, rows, rows.place + 1)
-        state = replace(state, cache=memory.cache, compressed=_compressed(state, memory))
-        after, output, _ = advance(config, moved, state, rows, logits, memory.stats, True)
-        return after, output
-    state, count = reserve_drafts(config, config.draft, state, rows)
-    state, drafts = propose(config, config.draft, params, state, rows, count)
-    cache, logits, stats, at = extend_drafted(config, config.draft, model, state, rows, drafts)
-    state = replace(state, cache=cache)
-    return verify(config, config.draft, moved, state, rows, drafts, logits, stats, at)
+    price = partial(_price, config, _traffic(config, weights, state), active)
+    if config.draft is not None:
+        state, count = reserve_drafts(config, config.draft, state, rows)
+        state, drafts = propose(config, config.draft, weights, state, rows, count)
+        state, logits, stats, at = extend_drafted(config, config.draft, weights, state, rows, drafts)
+        after, outputs = verify(config, config.draft, price, state, rows, drafts, logits, stats, at)
+    else:
+        if active is None:
+            state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
+        else:
+            state, logits, stats = turns.extend_active(config, weights, state, rows, active, extend_rows)
+        after, output, _ = advance(config, price, state, rows, logits, stats, True)
+        outputs = jax.tree.map(lambda x: x[None], output)
+    refused = rows.spread(config.num_slots, chosen.run & ~rows.run)
+    return after, replace(outputs, refused=outputs.refused.at[0].set(refused))
 
 
 @jax.named_scope("choose")
@@ -73,7 +83,7 @@ def choose(
         score = jnp.where(runnable, jnp.maximum(score, jnp.finfo(score.dtype).min), -jnp.inf)
         slot = jax.lax.top_k(score, config.batch)[1]
     token, position, active = at_slots(slot, (state.token, state.length, runnable))
-    shift = None if state.compressed is None else at_slots(slot, state.compressed.shift)
+    shift = at_slots(slot, state.plants[MODEL].shift)
     rows = Rows(slot=slot, token=token, position=position, run=active, shift=shift)
     return replace(state, control=replace(state.control, priority=priority)), rows
 
@@ -87,47 +97,38 @@ def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[page
 
 
 @jax.named_scope("extend")
-def extend(
+def extend_rows(
     config: DecoderConfig,
-    params: ModelWeights,
+    weights: Weights,
     state: DecodeState,
     rows: Rows,
     end: Int[Array, " r"],
     at: Int[Array, "s t"] | None = None,
-) -> tuple[Float[Array, "r v"], LayerCarry]:
-    """Write the rows' tokens into the cache and read it: the logits of what comes next, and what was read.
+) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
+    """Have the model read the rows' tokens as the laws say: the logits of what comes next, and what was read.
 
-    A row's slot holds `end` tokens once all rows are written, of which the row sees those up to its own. `at` says
-    which rows share a slot, None that no two do.
+    A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`.
     """
-    control, held = rows.take(state.control), state.compressed
-    row = ReadRow(
-        table=rows.take(state.table.pages),
-        length=rows.place,
-        end=end,
-        run=rows.run,
+    own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
+    chunk = of_rows(rows, rows.take(state.table.pages), end, at)
+    if own.cache.surprisal is not None:
+        surprisal = jnp.where(rows.position == 0, 0.0, entropy.surprisal(rows.take(state.logits), rows.token))
+        cache = kv.write_surprisal(own.cache, surprisal[:, None], chunk.table, chunk.start, chunk.count)
+        own = replace(own, cache=cache)
+    reader = Selected(
         tolerance=control.tolerance,
-        fresh=rows.take(state.generated) % config.controller.refresh_every == 0,
+        fresh=rows.take(state.generated) % laws.refresh_every == 0,
         block_mask=control.block_mask,
         kept_mass=rows.take(state.signals.kept_mass),
         selectors=rows.take(state.laws).selectors(config.model.num_layers),
-        at=at,
-        skipped=None if held is None or held.skipped is None else rows.take(held.skipped),
+        skipped=None if own.skipped is None else rows.take(own.skipped),
         block_mass=control.block_mass,
+        refresh_every=laws.refresh_every,
+        residual=laws.residual,
+        sensitivity=config.calibration.sensitivity,
     )
-    cache = state.cache
-    if cache.surprisal is not None:
-        surprisal = jnp.where(rows.position == 0, 0.0, entropy.surprisal(rows.take(state.logits), rows.token))
-        cache = kv.write_surprisal(cache, surprisal[:, None], row.table, row.length, row.run.astype(jnp.int32))
-    attend = decode_attend(config.read_policy, row)
-    memory = LayerCarry(cache=cache, stats=no_reads(rows.token.shape[0]))
-    asked = rows.token[:, None], rows.position[:, None]
-    if held is None or held.queries is None:
-        logits, memory = forward(params, config.model, *asked, attend, memory)
-        return logits[:, 0], memory
-    watch = queries.of_step(rows)
-    logits, (memory, seen) = forward(params, config.model, *asked, watch.attend(attend), (memory, ()))
-    return logits[:, 0], replace(memory, queries=watch.store(held.queries, seen))
+    logits, own, stats = extend(config.plants[MODEL], weights[MODEL], own, chunk, reader)
+    return state.with_plant(MODEL, own), logits[:, 0], stats
 
 
 @jax.named_scope("reserve")
@@ -148,11 +149,11 @@ def reserve_drafts(
 
 
 def propose(
-    config: DecoderConfig, how: Drafting, params: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
+    config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
 ) -> tuple[DecodeState, Drafts]:
     """Guess the `count` tokens that follow the newest one of every row, or as many of them as there is a guess at."""
     if how.drafter is None:
-        return small.draft(config, how, small.of_small(params), state, rows, count)
+        return drafter.draft(config, how, weights, state, rows, count)
     assert state.text is not None
     token = how.drafter(rows.take(state.text), rows.position, how.most)
     guessed = jnp.sum(jnp.cumprod(token >= 0, axis=1), axis=1, dtype=jnp.int32)
@@ -160,57 +161,54 @@ def propose(
 
 
 def extend_drafted(
-    config: DecoderConfig, how: Drafting, params: ModelWeights, state: DecodeState, rows: Rows, drafts: Drafts
-) -> tuple[kv.KVCache, Float[Array, "w v"], ReadStats, Int[Array, "r t1"]]:
+    config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, drafts: Drafts
+) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Int[Array, "r t1"]]:
     """Extend by the rows and their drafts, in the least number of rows that holds them.
 
-    Returns the cache, logits and stats of every row, and which of them each token of a row is.
+    Returns the state, logits and stats of every row, and which of them each token of a row is.
     """
     widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
     needed = config.batch + jnp.sum(drafts.count)
 
-    def run(cache: kv.KVCache, rows: Rows) -> tuple[Float[Array, "w v"], LayerCarry]:
+    def run(own: PlantState, rows: Rows) -> tuple[PlantState, tuple[Float[Array, "w v"], ReadStats]]:
         width = len(rows.token)
         shared = at if config.batch < width and at.size <= _MOST_CELLS * width else None
-        return extend(config, params, replace(state, cache=cache), rows, end[:width], shared)
+        before = state.with_plant(MODEL, own)
+        after, logits, stats = extend_rows(config, weights, before, rows, end[:width], shared)
+        return after.plants[MODEL], (logits, stats)
 
-    logits, memory = jax.eval_shape(lambda: run(state.cache, whole))
-    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (logits, memory.stats))
-    carry = state.cache, blank
+    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole))
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    carry = state.plants[MODEL], blank
 
     def fill(carry: tuple, rows: Rows) -> tuple:
-        cache, wide = carry
-        logits, memory = run(cache, rows)
-        found = logits, memory.stats
-        return memory.cache, jax.tree.map(lambda old, new: old.at[: len(new)].set(new), wide, found)
+        own, wide = carry
+        own, found = run(own, rows)
+        return own, jax.tree.map(lambda old, new: old.at[: len(new)].set(new), wide, found)
 
     for width, narrower in zip(widths, (0, *widths), strict=False):
         some = jax.tree.map(lambda x, width=width: x[:width], whole)
         carry = where_asked((needed <= width) & (needed > narrower), fill, carry, some)
-    cache, (logits, stats) = carry
-    return cache, logits, stats, at
+    own, (logits, stats) = carry
+    return state.with_plant(MODEL, own), logits, stats, at
 
 
-def traffic(params: ModelWeights, cache: kv.KVCache, by_mass_of: int = 0) -> cost.Traffic:
-    """Return the bytes of what a step may read.
-
-    Where blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, one number of each is read, and
-    one written.
-    """
-    layer = cache.layers[0]
-    num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
-    return cost.Traffic(
-        weights=cost.num_bytes(params),
-        block=cost.num_bytes(layer.pages) // num_blocks,
-        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
-    )
+def _traffic(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[cost.Traffic, ...]:
+    """What a step of each plant may read; masses are kept of the model's own blocks alone."""
+    kept = (config.by_mass_of, *[0] * (len(state.plants) - 1))
+    each = zip(weights, state.plants, kept, strict=True)
+    return tuple(traffic(own, plant.cache, by_mass_of) for own, plant, by_mass_of in each)
 
 
-def _compressed(state: DecodeState, memory: LayerCarry) -> Compressed | None:
-    """What compression knows, with the queries of this step."""
-    held = state.compressed
-    return held if held is None or memory.queries is None else replace(held, queries=memory.queries)
+def _price(
+    config: DecoderConfig, moved: tuple[cost.Traffic, ...], active: Int[Array, ""] | None, stats: ReadStats
+) -> Float[Array, " r"]:
+    """What a token costs in the eyes of the laws: that of the active model, by its own sizes."""
+    nominal = [cost.nominal_bytes(one, config.batch, stats.blocks_read, stats.summaries_read) for one in moved]
+    if active is None:
+        return nominal[MODEL]
+    return jnp.stack(nominal)[active]
 
 
 def _priority(laws: Controller, signals: Signals, control: ControlState) -> Float[Array, ""]:

@@ -1,5 +1,6 @@
 """From logits to committed tokens: measure, sample, control, commit, one position of every row after the other."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,14 +11,18 @@ from et_jax.control import draft as lengths
 from et_jax.control import entropy, guards
 from et_jax.control.base import ControlState, Signals, updated
 from et_jax.control.controller import Controller
-from et_jax.decode import cost, faults, pages, sampling
-from et_jax.decode.attention import ReadStats
+from et_jax.control.switch import SMALL
+from et_jax.decode import faults, pages, sampling, turns
 from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.readers import ReadStats
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import Sampled, sample
 from et_jax.decode.sampling import Sampling
 from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
 from et_jax.types import pytree, replace
+
+Price = Callable[[ReadStats], Float[Array, " r"]]
+"""What reading costs in the eyes of the laws, in bytes."""
 
 
 @pytree
@@ -35,7 +40,7 @@ class Verdict:
 
 def advance(
     config: DecoderConfig,
-    moved: cost.Traffic,
+    price: Price,
     state: DecodeState,
     rows: Rows,
     logits: Float[Array, "r v"],
@@ -44,19 +49,33 @@ def advance(
 ) -> tuple[DecodeState, StepOutput, Verdict]:
     """Sample a token for every row that runs, and put what became of it into its slot.
 
-    In the `first` advance of a step waits are counted, and rows that do not run are refused.
+    In the `first` advance of a step waits are counted. Where two models take turns, a row whose switch makes the other
+    one active before its token is sampled gets none.
     """
-    signals, raw = measure(config, moved, state, rows, logits, stats)
+    signals, raw = measure(config, price, state, rows, logits, stats)
     sampled = sample(state, rows, logits, signals, raw)
     verdict = control(state, rows, sampled, raw, stats)
+    switch = state.switch
+    if switch is not None:
+        before, laws, certainty = rows.take(switch), rows.take(state.laws), entropy.entropy(raw)
+        turned = jax.vmap(turns.before_token)(laws, before, certainty)
+        deferred = rows.run & (turned.speaker != before.speaker)
+        verdict = replace(verdict, produced=verdict.produced & ~deferred, finished=verdict.finished & ~deferred)
+        went_on = rows.put_where(verdict.produced, switch, jax.vmap(turns.after_token)(laws, before, certainty))
+        switch = rows.put_where(deferred, went_on, turned)
     after = commit(state, rows, logits, sampled, verdict, first)
-    return after, report(config, state, after, rows, logits, raw, sampled, verdict, stats, first), verdict
+    output = report(config, after, rows, logits, raw, sampled, verdict, stats, rows.take(state.logprobs))
+    if state.switch is not None:
+        by_small = output.produced & (state.switch.speaker == SMALL)
+        after, output = replace(after, switch=switch), replace(output, by_small=by_small, spent=state.spent)
+        after = replace(after, spent=jax.tree.map(partial(_cleared, output.produced), state.spent))
+    return after, output, verdict
 
 
 def verify(
     config: DecoderConfig,
     drafting: Drafting,
-    moved: cost.Traffic,
+    price: Price,
     state: DecodeState,
     rows: Rows,
     drafts: Drafts,
@@ -70,16 +89,15 @@ def verify(
     drafts. Returns the outputs stacked over positions; rows that went on no further hold nothing there. Pages of
     rejected tokens are given back.
     """
-    cache, last = state.cache, drafting.most
-    # what no position changes stays out
-    light = replace(state, cache=replace(cache, layers=(), surprisal=None), small=None)
+    last = drafting.most
+    light = replace(state, plants=())  # what no position changes stays out
     start_rows, num_rows = rows, rows.token.shape[0]
 
     def one(i: Int[Array, ""], state: DecodeState, going: Bool[Array, " r"]) -> tuple:
         here = at[:, i]
         rows = replace(start_rows, position=start_rows.position + i, run=going)
         given, read = jax.tree.map(lambda x: x[here], (logits, stats))
-        return advance(config, moved, state, rows, given, read, i == 0)
+        return advance(config, price, state, rows, given, read, i == 0)
 
     shapes = jax.eval_shape(one, jnp.int32(0), light, rows.run)[1]
     outputs = jax.tree.map(lambda x: jnp.zeros((last + 1, *x.shape), x.dtype), shapes)
@@ -117,10 +135,8 @@ def verify(
     surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - held, 0))
     return replace(
         after,
-        cache=cache,
-        small=state.small,
-        # of what was drafted, the small model goes on from what stands
-        held=None if after.held is None else jnp.minimum(after.held, after.length),
+        # of what was drafted, every model goes on from what stands
+        plants=tuple(replace(plant, num_cached=jnp.minimum(plant.num_cached, after.length)) for plant in state.plants),
         draft=rows.put(after.draft, draft),
         table=pages.truncate(after.table, surplus, most),
     ), outputs
@@ -138,7 +154,7 @@ def _wasted(
 @jax.named_scope("measure")
 def measure(
     config: DecoderConfig,
-    moved: cost.Traffic,
+    price: Price,
     state: DecodeState,
     rows: Rows,
     logits: Float[Array, "r v"],
@@ -164,7 +180,7 @@ def measure(
         least_attention_entropy=jnp.where(looked, stats.least_entropy, jnp.nan),
         blocks_read=stats.blocks_read,
         summaries_read=stats.summaries_read,
-        cost=cost.nominal_bytes(moved, config.batch, stats.blocks_read, stats.summaries_read),
+        cost=price(stats),
         length=rows.position + ran,
         generated=generated,
         remaining=rows.take(state.limit) - generated,
@@ -237,7 +253,6 @@ def commit(
 
 def report(
     config: DecoderConfig,
-    before: DecodeState,
     after: DecodeState,
     rows: Rows,
     logits: Float[Array, "r v"],
@@ -245,21 +260,20 @@ def report(
     sampled: Sampled,
     verdict: Verdict,
     stats: ReadStats,
-    first: Bool[Array, ""] | bool,
+    logprobs: Bool[Array, " r"],
 ) -> StepOutput:
-    """Return what the step did, slot by slot."""
-    refused = rows.take(before.active) & ~rows.run & first
-    top = _alternatives(config, logits, rows.run & rows.take(before.logprobs))
+    """Return what the step did, slot by slot; rows with `logprobs` ask for alternatives of their tokens."""
+    top = _alternatives(config, logits, rows.run & logprobs)
     if top is not None:
         top = rows.spread(config.num_slots, (top[0] - entropy.log_normaliser(raw)[:, None], top[1]))
-    told = (verdict.produced, verdict.finished, verdict.fault, refused, sampled.temperature)
-    produced, finished, fault, refused, temperature = rows.spread(config.num_slots, told)
+    told = (verdict.produced, verdict.finished, verdict.fault, sampled.temperature)
+    produced, finished, fault, temperature = rows.spread(config.num_slots, told)
     return StepOutput(
         token=after.token,
         produced=produced,
         finished=finished,
         fault=fault,
-        refused=refused,
+        refused=jnp.zeros_like(produced),
         temperature=temperature,
         entropic_time=after.control.entropic_time,
         total_cost=after.control.total_cost,
@@ -290,6 +304,11 @@ def _alternatives(
 
 def _after_token(laws: Controller, signals: Signals, control: ControlState) -> ControlState:
     return updated(laws.law, signals, control)
+
+
+def _cleared(produced: Bool[Array, " b"], spent: Array) -> Array:
+    """What was spent, nothing where a token came of it."""
+    return jnp.where(produced.reshape(-1, *[1] * (spent.ndim - 1)), 0, spent)
 
 
 def _cold(settings: Sampling, control: ControlState) -> ControlState:

@@ -22,9 +22,11 @@ from et_jax.control.budget import (
 )
 from et_jax.control.segment import Segment, block_entropy
 from et_jax.decode import cache as kv
-from et_jax.decode.budgeted import PromptCarry, PromptRow, budgeted_attend
-from et_jax.decode.reading import ReadPolicy
-from et_jax.models.transformer import Params, forward
+from et_jax.decode.budgeted import Budgeted
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.extend import extend
+from et_jax.decode.plant import Plant, PlantState
+from et_jax.models.transformer import Params
 from et_jax.types import Number, pytree, replace, static, value
 
 
@@ -155,44 +157,44 @@ class Reading:
     held: Float[Array, " r"]
 
 
-@partial(jax.jit, static_argnames=("policy", "segment"))
+@partial(jax.jit, static_argnames=("plant", "segment"))
 def logits_of(
-    policy: ReadPolicy, params: Params, budget: Budget, tokens: Int[Array, "r u"], *, segment: int
+    plant: Plant, params: Params, budget: Budget, tokens: Int[Array, "r u"], *, segment: int
 ) -> tuple[Float[Array, "r u v"], Float[Array, " r"], Float[Array, " r"], Any]:
     """Return the log-probabilities after every token of rows of whole segments, and of each row blocks read and held.
 
     Last comes what the budget kept of every layer. No segment is taken for the last.
     """
-    (r, u), c = tokens.shape, policy.model
-    blocks = u // policy.page_size
-    cache = kv.empty(c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, policy.page_size, params.embedding.dtype)
+    (r, u), c = tokens.shape, plant.model
+    blocks = u // plant.page_size
+    cache = kv.empty(c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, plant.page_size, params.embedding.dtype)
     table = 1 + jnp.arange(r * blocks, dtype=jnp.int32).reshape(r, blocks)
     fresh = begun(budget, c.num_layers, c.num_kv_heads, probed=False)
     notes = jax.tree.map(lambda x: jnp.broadcast_to(x, (r, *x.shape)), fresh)
 
-    def one(memory: PromptCarry, given: tuple[Array, Array]) -> tuple[PromptCarry, Array]:
-        part, at = given
+    def one(carry: tuple, given: tuple[Array, Array]) -> tuple[tuple, Array]:
+        (state, notes), (part, at) = carry, given
         start = jnp.full(r, at, jnp.int32)
         count = jnp.full(r, segment, jnp.int32)
-        rows = PromptRow(
+        chunk = Chunk(
             slot=jnp.arange(r, dtype=jnp.int32),
             table=table,
+            token=part,
+            position=start,
             start=start,
             count=count,
             end=start + count,
-            last=jnp.zeros(r, bool),
         )
-        positions = start[:, None] + jnp.arange(segment, dtype=jnp.int32)
-        found, memory = forward(params, c, part, positions, budgeted_attend(policy, budget, rows), memory)
-        return memory, jax.nn.log_softmax(found)
+        reader = Budgeted(budget=budget, last=jnp.zeros(r, bool), notes=notes)
+        found, *after = extend(plant, params, state, chunk, reader)
+        return tuple(after), jax.nn.log_softmax(found)
 
     parts = tokens.reshape(r, -1, segment).swapaxes(0, 1)
     starts = jnp.arange(parts.shape[0], dtype=jnp.int32) * segment
-    memory, found = jax.lax.scan(one, PromptCarry(cache=cache, notes=notes), (parts, starts))
-    read, held = (
-        x - _always_read(policy, budget, u, segment) for x in (memory.notes.blocks_read, memory.notes.blocks_held)
-    )
-    return found.swapaxes(0, 1).reshape(r, u, -1), read, held, memory.notes.kept
+    begin = PlantState(cache=cache, num_cached=jnp.zeros(r, jnp.int32)), notes
+    (_, notes), found = jax.lax.scan(one, begin, (parts, starts))
+    read, held = (x - _always_read(plant, budget, u, segment) for x in (notes.blocks_read, notes.blocks_held))
+    return found.swapaxes(0, 1).reshape(r, u, -1), read, held, notes.kept
 
 
 def compared(
@@ -210,12 +212,12 @@ def compared(
     )
 
 
-def _always_read(policy: ReadPolicy, budget: Budget, length: int, segment: int) -> int:
+def _always_read(plant: Plant, budget: Budget, length: int, segment: int) -> int:
     """The blocks of a row that every arm reads: dense layers, dense segments, and those that hold a segment itself."""
-    own, layers = segment // policy.page_size, policy.model.num_layers
-    whole = [(start // policy.page_size + own, start < budget.dense_until) for start in range(0, length, segment)]
+    own, layers = segment // plant.page_size, plant.model.num_layers
+    whole = [(start // plant.page_size + own, start < budget.dense_until) for start in range(0, length, segment)]
     sparse_layers = layers - min(budget.dense_layers, layers)
     dense = (layers - sparse_layers) * sum(held for held, _ in whole)
-    return policy.model.num_kv_heads * (
+    return plant.model.num_kv_heads * (
         dense + sparse_layers * sum(held if all_read else own for held, all_read in whole)
     )

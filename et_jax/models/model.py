@@ -67,8 +67,8 @@ def token_numbers(model: ModelShape) -> int:
     return 3 * _built_in(model).intermediate_size + 6 * _built_in(model).hidden_size
 
 
-def device_of(weights: ModelWeights) -> Any:
-    """Return the device that weights are on. Raises ValueError where they are on several."""
+def device_of(weights: ModelWeights | tuple[ModelWeights, ...]) -> Any:
+    """Return the device that weights, of one model or more, are on. Raises ValueError where they are on several."""
     [device] = {device for leaf in jax.tree.leaves(weights) for device in leaf.devices()}
     return device
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from et_jax.decode.decoder import Decoder
+from et_jax.decode.plant import Weights
 from et_jax.decode.request import Request, request
 from et_jax.decode.slots import Pages, SlotRow
-from et_jax.decode.small import Weights, of_model
 from et_jax.decode.state import DecodeState, StepOutput
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
@@ -27,7 +27,7 @@ class Device:
 
     def __init__(self, weights: Weights, decoder: Decoder) -> None:
         self.weights, self.decoder, self.config = weights, decoder, decoder.config
-        self._where = device_of(of_model(weights))
+        self._where = device_of(weights)
         with jax.default_device(self._where):  # where there is room for it
             self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
         self.promises: list[jax.Array] = []

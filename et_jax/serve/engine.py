@@ -15,9 +15,9 @@ import jax
 from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
 from et_jax.decode import cost
-from et_jax.decode.attention import serving_backend
+from et_jax.decode.backends import serving_backend
 from et_jax.decode.decoder import Decoder, decoder
-from et_jax.decode.small import Weights, of_model
+from et_jax.decode.plant import Weights
 from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io import values
@@ -220,9 +220,11 @@ class Model:
     @property
     def params(self) -> ModelWeights:
         """The weights of the model, without those of a small one beside it."""
-        return of_model(self._held())
+        return self.weights[0]
 
-    def _held(self) -> Weights:
+    @property
+    def weights(self) -> Weights:
+        """The weights of every model that the decoder runs, which its functions are given."""
         weights = self._weights
         if weights is None:
             raise self._use.refusal
@@ -442,8 +444,8 @@ class Model:
 
     def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
         """A replica, on the devices in turn, beginning where the weights are."""
-        weights = self._held()
-        home = device_of(of_model(weights))
+        weights = self.weights
+        home = device_of(weights)
         devices = [home, *(device for device in jax.local_devices() if device != home)]
         return Replica(
             jax.device_put(weights, devices[number % len(devices)]),

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from et_jax.decode.small import Pair, Weights
+from et_jax.decode.plant import Weights
 from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
@@ -117,9 +117,9 @@ def _both(
 ) -> Weights:
     """The weights of the model, and those of the small one in the folder `beside`, if there is one."""
     if beside is None:
-        return weights
+        return (weights,)
     tell(f"loading {settings.second_model}, the small model")
-    return Pair(model=weights, small=load_checkpoint(beside, jnp.dtype(dtype).name)[1])
+    return weights, load_checkpoint(beside, jnp.dtype(dtype).name)[1]
 
 
 def _check_second(

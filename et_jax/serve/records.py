@@ -26,26 +26,24 @@ class StepRow:
 class Burst:
     """The first `num_steps` steps of an `output` of numpy arrays stacked over steps, as Python numbers.
 
-    Where tokens are drafted each step is stacked over positions too. `traffic` is what a step may read;
-    `num_multiplied` weights meet every token; `both` are what the model and a small one beside it take.
+    Each step is stacked over its tokens too. `traffic` is what a step may read, `costs` what each of the decoder's
+    models takes.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
         traffic: cost.Traffic,
-        num_multiplied: int,
+        costs: tuple[cost.Model, ...],
         output: StepOutput,
         num_steps: int,
-        both: tuple[cost.Model, cost.Model] | None = None,
     ) -> None:
-        self._config, self._traffic, self._num_multiplied, self._both = config, traffic, num_multiplied, both
+        self._config, self._traffic, self._costs = config, traffic, costs
+        self._num_multiplied = costs[0].num_multiplied
         cut = jax.tree.map(lambda x: np.asarray(x[:num_steps]), output)
-        told = np.ones((num_steps, 1), bool)
-        if config.draft is not None:  # most positions hold nothing
-            told = np.any(cut.produced | (cut.fault > 0), axis=-1)
-            told[:, 0] = True
-            cut = jax.tree.map(lambda x: x[told], cut)
+        told = np.any(cut.produced | (cut.fault > 0), axis=-1)
+        told[:, 0] = True
+        cut = jax.tree.map(lambda x: x[told], cut)  # most positions of drafts hold nothing
         self._places: list[list[int]] = np.where(told, np.cumsum(told).reshape(told.shape) - 1, -1).tolist()
         self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)  # all at once
 
@@ -116,17 +114,14 @@ class Burst:
     def _trace_switched(self, step: int, position: int, slot: int, asked: int) -> TokenTrace:
         """The record of a token of either model; what both did since the last token is charged to it."""
         config, output, at = self._config, self._output, self._places[step][position]
-        assert self._both is not None and config.small is not None
         length, by_small = output.signals.length[at][slot], output.by_small[at][slot]
         moved, flops = 0.0, 0.0
         for model, tokens, passes in zip(
-            self._both, output.spent.tokens[at][slot], output.spent.passes[at][slot], strict=True
+            self._costs, output.spent.tokens[at][slot], output.spent.passes[at][slot], strict=True
         ):
             moved += passes * model.weights + model.cached_bytes(-(-tokens // config.chunk), length)
             flops += model.flops(tokens, length)
-        shape = config.small if by_small else config.model
-        heads = shape.num_layers * shape.num_kv_heads
-        held = -(-length // config.page_size) * heads
+        held = -(-length // config.page_size) * self._costs[by_small].heads
         told = {"blocks_held": held, "cost": moved, "flops": flops, "by_small": by_small}
         if config.audit:
             told |= {name: getattr(output.spent, name)[at][slot] for name in ("audited", "agreed")}
@@ -161,9 +156,9 @@ class Burst:
 
     def _small(self, first: int, position: int, slot: int, length: int, num_produced: int) -> tuple[float, float]:
         """The bytes and FLOPs of the small model: its weights shared by all tokens, the rest with a slot's first."""
-        if self._both is None:
+        if len(self._costs) == 1:
             return 0.0, 0.0
-        output, (_, small) = self._output, self._both
+        output, (_, small) = self._output, self._costs
         passes = max(output.small_passes[first])
         tokens = 0 if position else output.small_tokens[first][slot]
         shared = passes * small.weights / num_produced

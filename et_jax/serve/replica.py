@@ -13,10 +13,8 @@ import numpy as np
 
 from et_jax.decode import cost, faults
 from et_jax.decode.decoder import Decoder
-from et_jax.decode.small import Weights, costs, of_model, of_small
+from et_jax.decode.plant import Weights, costs, traffic
 from et_jax.decode.state import DecoderConfig
-from et_jax.decode.step import traffic
-from et_jax.models.model import num_multiplied
 from et_jax.scope import own_settings
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled
@@ -81,15 +79,9 @@ class Replica:
         self.burst_seconds = _BURST_SECONDS
         self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
-        params = of_model(weights)
-        self._traffic, self._num_multiplied = (
-            traffic(params, self.device.state.cache, self.config.by_mass_of),
-            num_multiplied(self.config.model),
-        )
-        self._both = None
-        if self.config.small is not None:
-            dtype = self.config.cache_dtype
-            self._both = costs(self.config.model, params, dtype), costs(self.config.small, of_small(weights), dtype)
+        self._traffic = traffic(weights[0], self.device.state.plants[0].cache, self.config.by_mass_of)
+        each = zip(self.config.plants, weights, strict=True)
+        self._costs = tuple(costs(plant, own, self.config.cache_dtype) for plant, own in each)
         self._rounds = 0
         self._steps = 1
         queue.join(self.slots)
@@ -360,7 +352,7 @@ class Replica:
             per_step = (time.perf_counter() - began) / max(ran, 1)
             self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
         self.metrics.steps += ran
-        burst = Burst(self.config, self._traffic, self._num_multiplied, output, ran, self._both)
+        burst = Burst(self.config, self._traffic, self._costs, output, ran)
         for step in range(ran):
             num_produced = burst.num_produced(step, self._with(Status.RUNNING))
             for position in range(burst.num_positions(step)):
@@ -384,7 +376,7 @@ class Replica:
         if self.config.controller.switch is not None:  # a sequence that waits for the other model pays for it later
             return
         num_idle = self.config.batch - num_served
-        self.metrics.idle_flops += num_idle * cost.token_flops(self._num_multiplied, 0, 1, 1)
+        self.metrics.idle_flops += num_idle * cost.token_flops(self._costs[0].num_multiplied, 0, 1, 1)
         self.metrics.idle_cost += 0.0 if num_served else float(self._traffic.weights)
 
     def _take(self, slot: int, sequence: Sequence, row: StepRow) -> None:

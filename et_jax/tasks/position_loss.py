@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Integer
 
 from et_jax.decode.decoder import Decoder
+from et_jax.decode.plant import Weights
 from et_jax.decode.request import request
 from et_jax.errors import UsageError
 from et_jax.scope import own_settings
@@ -29,7 +29,7 @@ def rows(ids: Sequence[int], first: int | None, length: int, count: int) -> Inte
 
 
 @own_settings()
-def position_losses(decoder: Decoder, params: Any, tokens: Integer[np.ndarray, "b t"]) -> Float[np.ndarray, "b u"]:
+def position_losses(decoder: Decoder, weights: Weights, tokens: Integer[np.ndarray, "b t"]) -> Float[np.ndarray, "b u"]:
     """Return -log p of every token but the first of each row given those before it, nats.
 
     Every token passes one by one through the decoder's own step, so that its selector chooses what is
@@ -41,11 +41,11 @@ def position_losses(decoder: Decoder, params: Any, tokens: Integer[np.ndarray, "
     for begin in range(0, len(tokens), slots):
         some = tokens[begin : begin + slots]
         padded = np.concatenate([some, np.repeat(some[-1:], slots - len(some), axis=0)])
-        parts.append(_losses(decoder, params, padded)[: len(some)])
+        parts.append(_losses(decoder, weights, padded)[: len(some)])
     return np.concatenate(parts)
 
 
-def _losses(decoder: Decoder, params: Any, tokens: np.ndarray) -> np.ndarray:
+def _losses(decoder: Decoder, weights: Weights, tokens: np.ndarray) -> np.ndarray:
     state = decoder.empty()
     for slot, row in enumerate(tokens):
         asked = request(decoder.config, [int(row[0])], limit=2**30, temperature=0.0, arrival=slot)
@@ -54,7 +54,7 @@ def _losses(decoder: Decoder, params: Any, tokens: np.ndarray) -> np.ndarray:
     for num_cached, column in enumerate(tokens.T[1:]):
         for slot in range(len(tokens)) if num_cached in due else ():
             state, _ = decoder.compress(state, slot)
-        state, output = decoder.step(params, state)
+        state, output = decoder.step(weights, state)
         if not output.produced.all():
             raise ValueError("decoder: got a pool without pages for all rows, wanted one that holds them whole")
         if state.logits is None:

@@ -16,7 +16,7 @@ def reopened(
     other = engine.Model(
         replace(model.settings, **{"prefix_cache": True, "preempt_every": 0, "replicas": 1} | settings),
         config=config or model.decoder_config,
-        weights=params or model.params,
+        weights=model.weights if params is None else (params,),
         tokenizer=model.tokenizer,
     )
     if config is None:

@@ -84,11 +84,16 @@ def request(
     )
 
 
+def given(params) -> tuple:
+    """The weights of a decoder's models, where there is one too."""
+    return params if isinstance(params, tuple) else (params,)
+
+
 def fill(d, params, state, slot: int, tokens: list[int]):
     """Write a prompt but for its last token, chunk by chunk."""
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, granted = d.prefill(params, state, *pack(d.config, [(slot, part)]))
+        state, granted = d.prefill(given(params), state, *pack(d.config, [(slot, part)]))
         assert granted.all()
     return state
 
@@ -99,10 +104,10 @@ def start(d, params, state, slot: int, tokens: list[int], **asked):
 
 
 def run(d, params, state, steps: int = 32):
-    """Decode, and return the state and each slot's rows of the output, those produced."""
-    state, output, ran = d.decode(params, state, steps)
+    """Decode, and return the state and each slot's rows of the output of steps of one token, those produced."""
+    state, output, ran = d.decode(given(params), state, steps)
     host = jax.tree.map(
-        lambda x: np.asarray(x[: int(ran)].astype(jnp.float32) if x.dtype == jnp.bfloat16 else x), output
+        lambda x: np.asarray(x[: int(ran), 0].astype(jnp.float32) if x.dtype == jnp.bfloat16 else x[:, 0]), output
     )
     rows = {}
     for slot in range(d.config.num_slots):

@@ -46,7 +46,7 @@ class Served:
         other = Model(
             replace(model.settings, **changed),
             config=model.decoder_config,
-            weights=model._weights,
+            weights=model.weights,
             small=model._small,
             tokenizer=model.tokenizer,
         )

@@ -79,12 +79,12 @@ def tokens(model) -> list[int]:
     d, prompt = model.decoder(), model.tokenizer.encode("It was in the spring")
     state = d.empty()
     for rows in calls(d.config, 0, prompt[:-1]):
-        state, _ = d.prefill(model.params, state, *rows)
+        state, _ = d.prefill(model.weights, state, *rows)
     state = d.insert(state, 0, request(d.config, prompt, limit=6, seed=3))
-    state, outputs, ran = d.decode(model.params, snapshot(state), 8)
+    state, outputs, ran = d.decode(model.weights, snapshot(state), 8)
     with own_settings():
         assert int(ran) == 6
-        return np.asarray(outputs.token)[:6, 0].tolist()
+        return np.asarray(outputs.token)[:6, 0, 0].tolist()
 
 
 @pytest.fixture(scope="module")

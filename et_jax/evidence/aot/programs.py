@@ -250,7 +250,6 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.control.compression import named
     from et_jax.control.presets import preset
     from et_jax.decode.draft import Drafting
-    from et_jax.decode.small import Pair
     from et_jax.decode.state import DecoderConfig
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
@@ -292,7 +291,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         compression=None if budget is None else named("latent", budget, every=budget // 4),
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
-    specs = describe(model) if small is None else Pair(model=describe(model), small=describe(small))
+    specs = tuple(describe(one) for one in (model, small) if one is not None)
     params = jax.tree.map(lambda spec: on_device(spec, device, jnp.bfloat16), specs)
     return function_program(function, config, params, device)
 
@@ -304,7 +303,7 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
     """
     import jax
 
-    from et_jax.decode.attention import serving_backend
+    from et_jax.decode.backends import serving_backend
 
     device = device_of(chip)
     plain, _ = configured(run, "xla")
@@ -341,9 +340,8 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
     }
     program, arguments = functions[function]
     jitted = jax.jit(partial(program, config), donate_argnums=0 if arguments[0] is state else 1)
-    pools = (state.cache, state.small)
-    caches = [cache for cache in pools if cache is not None]
-    layers = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for cache in caches for one in cache.layers]
+    pools = tuple(plant.cache for plant in state.plants)
+    layers = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for cache in pools for one in cache.layers]
     return Lowering(
         lower=lambda: lower_for(device, jitted, *arguments),
         pool_bytes=sum(layers),

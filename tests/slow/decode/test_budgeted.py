@@ -40,7 +40,7 @@ def read(d, tokens, slot=0, state=None, params=None):
     """The state once a prompt but for its last token is read."""
     state = d.empty() if state is None else state
     for rows in calls(d.config, slot, tokens[:-1]):
-        state, granted = d.prefill(params or weights(d.config.model), state, *rows)
+        state, granted = d.prefill((params or weights(d.config.model),), state, *rows)
         assert granted.all()
     return state
 
@@ -52,7 +52,7 @@ def noted(state):
 
 def cached(d, state, slot, layer):
     """Keys and values of a slot's tokens, "k t d" each."""
-    pages = np.asarray(state.cache.layers[layer].pages)
+    pages = np.asarray(state.plants[0].cache.layers[layer].pages)
     held = np.asarray(state.table.pages)[slot]
     count, width = int(state.length[slot]), d.config.model.head_dim
     rows = pages[:, held].reshape(pages.shape[0], -1, pages.shape[-1])[:, :count]
@@ -178,7 +178,7 @@ def test_a_prompt_is_read_alone_as_in_company():
     for at in range(0, len(queue), 2):
         both = queue[at : at + 2]
         ends = [slot for slot, _, last in both if last]
-        state, granted = d.prefill(weights(), state, *pack(d.config, [row[:2] for row in both], ends))
+        state, granted = d.prefill((weights(),), state, *pack(d.config, [row[:2] for row in both], ends))
         assert granted.all()
     for layer in range(THREE.num_layers):
         for one, other in zip(cached(d, alone, 1, layer), cached(d, state, 1, layer), strict=True):

@@ -34,7 +34,8 @@ from et_jax.control.select import Certified, Dense, Quest, coded_bounds
 from et_jax.decode import decoder as decoding
 from et_jax.decode import snapshots
 from et_jax.decode.draft import Drafting
-from et_jax.decode.state import Compressed, DecodeState
+from et_jax.decode.plant import PlantState
+from et_jax.decode.state import DecodeState
 from et_jax.models.transformer import forward
 from et_jax.serve.chunks import pack
 
@@ -57,10 +58,16 @@ def room_of(d: decoding.Decoder) -> int:
     return d.config.layout.region * PAGE
 
 
-def known(state: DecodeState) -> Compressed:
+def shift_of(state: DecodeState) -> jax.Array:
+    """How many tokens every slot's cache has left out."""
+    shift = known(state).shift
+    assert shift is not None
+    return shift
+
+
+def known(state: DecodeState) -> PlantState:
     """What the state knows of compression."""
-    assert state.compressed is not None
-    return state.compressed
+    return state.plants[0]
 
 
 def points(d: decoding.Decoder, num_prompt: int, most: int = LENGTH) -> list[int]:
@@ -78,8 +85,8 @@ def step(d, params, state, slots: dict[int, int]):
     for slot, num_prompt in slots.items():
         if int(state.length[slot]) in points(d, num_prompt):
             state, granted = d.compress(state, slot)
-            assert granted and int(state.length[slot] - known(state).shift[slot]) == room_of(d)
-    return d.step(params, state)
+            assert granted and int(state.length[slot] - shift_of(state)[slot]) == room_of(d)
+    return d.step((params,), state)
 
 
 def decoded(d, params, slot: int, tokens: list[int], steps: int, **asked):
@@ -177,7 +184,7 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
     table, skipped = np.asarray(state.table.pages[1]), known(state).skipped
     for layer, head in itertools.product(range(MODEL.num_layers), range(MODEL.num_kv_heads)):
         first = 0 if skipped is None else int(skipped[1, layer, head]) * PAGE
-        pages = np.asarray(state.cache.layers[layer].pages[head, table])
+        pages = np.asarray(state.plants[0].cache.layers[layer].pages[head, table])
         keys = pages.reshape(-1, pages.shape[-1])[first : len(text) - shift, : MODEL.head_dim]
         np.testing.assert_allclose(keys, own[layer][held[layer][head], head], rtol=1e-3, atol=1e-3)
 
@@ -208,7 +215,7 @@ def test_a_window_that_the_budget_holds_sees_all_it_saw():
     _, text, logits = decoded(d, params, 0, TOKENS, 20, temperature=0.0)
     state = start(plain, params, plain.empty(), 0, TOKENS, temperature=0.0, limit=20)
     for number in range(20):
-        state, _ = plain.step(params, state)
+        state, _ = plain.step((params,), state)
         np.testing.assert_allclose(logits[number], np.asarray(state.logits)[0], rtol=1e-5, atol=1e-5)
     assert len(text) == len(TOKENS) + 19
 
@@ -218,19 +225,19 @@ def test_pages_are_given_back_and_memory_stays_flat_for_thousands_of_tokens():
     d = compressing("latent", every, max_length=length, num_pages=POOL)
     params, tokens, room = weights(), TOKENS, BUDGET
     state = start(d, params, d.empty(), 1, tokens, limit=3000, temperature=0.0)
-    state, _, _ = d.decode(params, state, GAP + 1)
+    state, _, _ = d.decode((params,), state, GAP + 1)
     assert int(state.length[1]) == len(tokens) + GAP
     while int(state.generated[1]) < 3000 - every:
         state, granted = d.compress(state, 1)
         assert granted and int(state.table.num_blocks[1]) == room // PAGE
         assert int(state.table.num_free) == POOL - 1 - room // PAGE
-        state, output, ran = d.decode(params, state, every)
+        state, output, ran = d.decode((params,), state, every)
         assert int(ran) == every and not output.refused.any()
         assert int(state.table.num_blocks[1]) == (room + every) // PAGE
     assert int(state.length[1]) > 2900
     state = d.release(state, 1)
     assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
-    assert not known(state).shift.any() and int(state.num_cached.sum()) == 0
+    assert not shift_of(state).any() and int(state.num_cached.sum()) == 0
 
 
 def test_a_prefix_that_others_hold_stays_as_it_was():
@@ -242,14 +249,16 @@ def test_a_prefix_that_others_hold_stays_as_it_was():
     state = d.increment(state, shared, np.int32(6))
     state = d.share(state, 1, shared, np.int32(6))  # 24 tokens, three chunks
     for at in range(24, len(TOKENS) - 1, CHUNK):
-        state, granted = d.prefill(params, state, *pack(d.config, [(1, TOKENS[at : min(at + CHUNK, len(TOKENS) - 1)])]))
+        state, granted = d.prefill(
+            (params,), state, *pack(d.config, [(1, TOKENS[at : min(at + CHUNK, len(TOKENS) - 1)])])
+        )
         assert granted.all()
     state = d.insert(state, 1, request(TOKENS[-1], temperature=0.0, limit=20, control=d.config.controller))
-    before = [np.asarray(layer.pages[:, shared[:6]]) for layer in state.cache.layers]
+    before = [np.asarray(layer.pages[:, shared[:6]]) for layer in state.plants[0].cache.layers]
     state, written = texts_of_steps(d, params, state, {0: len(TOKENS), 1: len(TOKENS)}, 16)
     assert written[0] == written[1] == alone[len(TOKENS) :]
     assert np.asarray(state.table.references)[shared[:6]].tolist() == [1] * 6
-    for pages, layer in zip(before, state.cache.layers, strict=True):
+    for pages, layer in zip(before, state.plants[0].cache.layers, strict=True):
         np.testing.assert_array_equal(pages, layer.pages[:, shared[:6]])
     state = d.release(d.release(state, 0), 1)
     state = d.decrement(state, shared, np.int32(6))
@@ -262,7 +271,7 @@ def texts_of_steps(d, params, state, slots: dict[int, int], steps: int):
     for _ in range(steps):
         state, output = step(d, params, state, slots)
         for slot in slots:
-            if output.produced[slot]:
+            if output.produced[0, slot]:
                 written[slot].append(int(state.token[slot]))
     return state, written
 
@@ -272,7 +281,7 @@ def test_where_pages_are_short_nothing_changes():
     d, params = compressing("latent", num_pages=13), weights()  # twelve pages
     tokens = prompt(13, 45)
     state = start(d, params, d.empty(), 0, tokens, limit=19)
-    state, _, _ = d.decode(params, state, 4)  # 48 tokens, twelve full pages
+    state, _, _ = d.decode((params,), state, 4)  # 48 tokens, twelve full pages
     state, granted = d.fork(state, 0, 1)
     assert granted and int(state.table.num_free) == 0
     before = jax.tree.map(np.asarray, state)
@@ -323,7 +332,7 @@ def test_a_compressed_sequence_comes_back_from_a_disk(name, tmp_path):
     d, params = compressing(name, 8), weights()
     state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
     state, _ = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
-    assert int(known(state).shift[0]) > 0
+    assert int(shift_of(state)[0]) > 0
     snapshots.save(tmp_path / "state", state)
     undisturbed = texts_of_steps(d, params, state, {0: len(TOKENS)}, 13)[1]
     again = snapshots.restore(tmp_path / "state", jax.eval_shape(d.empty))
@@ -335,7 +344,7 @@ def test_a_fork_of_a_compressed_sequence_writes_what_its_source_does():
     state = start(d, params, d.empty(), 0, TOKENS, temperature=0.0, limit=20)
     state, _ = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
     state, granted = d.fork(state, 0, 1)
-    assert granted and int(known(state).shift[1]) == int(known(state).shift[0]) > 0
+    assert granted and int(shift_of(state)[1]) == int(shift_of(state)[0]) > 0
     state, written = texts_of_steps(d, params, state, {0: len(TOKENS), 1: len(TOKENS)}, 10)
     assert written[0] == written[1] and len(written[0]) == 10
     state = d.release(d.release(state, 0), 1)
@@ -347,9 +356,9 @@ def test_a_released_slot_starts_anew():
     fresh = texts_of_steps(d, params, start(d, params, d.empty(), 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1]
     state = start(d, params, d.empty(), 0, prompt(17, 44), limit=19)
     state, _ = texts_of_steps(d, params, state, {0: 44}, 10)
-    assert known(state).shift[0] > 0 and np.any(known(state).skipped)
+    assert shift_of(state)[0] > 0 and np.any(known(state).skipped)
     state = d.release(state, 0)
-    assert not np.any(known(state).shift) and not np.any(known(state).skipped)
+    assert not np.any(shift_of(state)) and not np.any(known(state).skipped)
     assert texts_of_steps(d, params, start(d, params, state, 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1] == fresh
 
 
@@ -361,7 +370,7 @@ def test_selectors_see_what_is_kept(selector):
     expected, _, _ = reference("latent", MODEL, params, text, [44, 52], BUDGET)
     np.testing.assert_allclose(logits, expected[len(TOKENS) - 1 :], rtol=1e-3, atol=1e-3)
     table = np.asarray(state.table.pages[1, : BUDGET // PAGE])
-    for layer in state.cache.layers:
+    for layer in state.plants[0].cache.layers:
         keys = np.asarray(layer.pages[:, table])[..., : MODEL.head_dim]
         box = np.asarray(layer.summary.key_box[:, table])[..., : 2 * MODEL.head_dim]
         np.testing.assert_array_equal(box, np.concatenate([keys.min(2), keys.max(2)], axis=-1))
@@ -386,7 +395,7 @@ def test_reads_are_counted_as_they_are():
 def test_a_decoder_that_never_compresses_holds_nothing_for_it():
     d = made("plain")
     state = d.empty()
-    assert state.compressed is None and state.num_cached is state.length
+    assert state.plants[0].shift is None and state.num_cached is state.length
     with pytest.raises(ValueError, match=r"^compression: got None"):
         d.compress(state, 0)
 

@@ -47,11 +47,11 @@ def test_many_steps_on_the_device_are_as_many_single_steps():
             state = start(d, params, state, slot, PROMPTS[slot], seed=slot, limit=limit)
         return state
 
-    together, stacked, ran = d.decode(params, begin(), 5)
+    together, stacked, ran = d.decode((params,), begin(), 5)
     assert int(ran) == 5
     state = begin()
     for i in range(5):
-        state, output = d.step(params, state)
+        state, output = d.step((params,), state)
         close(output, jax.tree.map(lambda x, i=i: x[i], stacked))
     close(state, together)
     assert not any(x[5:].any() for x in jax.tree.leaves(stacked))
@@ -60,9 +60,9 @@ def test_many_steps_on_the_device_are_as_many_single_steps():
 def test_decoding_stops_when_nobody_is_active():
     d, params = made("plain"), weights()
     state = start(d, params, d.empty(), 1, PROMPTS[0], limit=5)
-    state, output, ran = d.decode(params, state, 32)
-    assert int(ran) == 5 and output.finished[:, 1].tolist()[:5] == [False] * 4 + [True]
-    _, _, ran = d.decode(params, state, 32)
+    state, output, ran = d.decode((params,), state, 32)
+    assert int(ran) == 5 and output.finished[:, 0, 1].tolist()[:5] == [False] * 4 + [True]
+    _, _, ran = d.decode((params,), state, 32)
     assert int(ran) == 0
     state = start(d, params, d.empty(), 1, PROMPTS[0], limit=0)
     assert not state.active.any()
@@ -81,7 +81,7 @@ def test_whatever_is_asked_each_function_compiles_once():
         slot = number % 3
         state = d.release(state, slot)
         state = start(d, params, state, slot, prompt(30 + number, 1 + 9 * number), seed=number, **asked)
-        state, _ = d.step(params, state)
+        state, _ = d.step((params,), state)
         state, _ = run(d, params, state, number)
     state, _ = d.fork(d.release(state, 2), 0, 2)
     functions = ("empty", "prefill", "insert", "step", "decode", "release", "fork")
@@ -95,8 +95,8 @@ def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_
         d = decoding.decoder(configuration(model=model, num_pages=num_pages))
         params = jax.eval_shape(functools.partial(initialise, model), jax.random.key(0))
         state = jax.eval_shape(d.empty)
-        memory = d.step.lower(params, state).compile().memory_analysis()
-        size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
+        memory = d.step.lower((params,), state).compile().memory_analysis()
+        size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state.plants[0].cache))
         assert memory.alias_size_in_bytes >= size
         return memory.temp_size_in_bytes, size
 

@@ -23,9 +23,9 @@ from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
 from et_jax.decode import decoder as decoding
 from et_jax.decode.draft import Drafting, Drafts, by_acceptance, laid_out, lookup
+from et_jax.decode.extend import catch_up
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
-from et_jax.decode.small import Pair, catch_up
 from et_jax.models.transformer import initialise
 from et_jax.types import replace
 
@@ -118,8 +118,8 @@ LIMIT = 20
 def given_to(d):
     """The weights that a decoder runs on: a small model of the model's own shape has its weights too."""
     if d.config.small is None:
-        return weights()
-    return Pair(model=weights(), small=weights() if d.config.small == MODEL else other_weights())
+        return (weights(),)
+    return weights(), weights() if d.config.small == MODEL else other_weights()
 
 
 @functools.cache
@@ -136,10 +136,8 @@ def begun(d, params, **asked):
 
 
 def told(output, ran: int) -> dict[int, dict[str, Any]]:
-    """What every slot was brought, token by token, of an output with or without positions."""
-    output = jax.tree.map(lambda x: np.asarray(x)[:ran], output)
-    if output.produced.ndim == 3:
-        output = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), output)
+    """What every slot was brought, token by token."""
+    output = jax.tree.map(lambda x: np.asarray(x)[:ran].reshape(-1, *x.shape[2:]), output)
     kept = {"token": output.token, "finished": output.finished, "temperature": output.temperature}
     kept |= {"time": output.entropic_time, "cost": output.total_cost, "signals": output.signals}
     rows = {}
@@ -257,12 +255,12 @@ def test_the_small_model_reads_a_text_once():
     for control, drafter in (("off", "the model itself"), ("certified", "another model by turns")):
         drafting, small = DRAFTERS[drafter]
         state, _, output, ran = decoded(made(control, drafting, small=small))
-        assert state.held is not None
+        small_cached = state.plants[1].num_cached
         wasted = np.asarray(output.drafted - output.accepted)[:ran, 0]
         told, passes = (np.asarray(x)[:ran, 0] for x in (output.small_tokens, output.small_passes))
         assert (passes[told.sum(axis=-1) == 0] == 0).all() and (passes <= 5 + LENGTH // CHUNK).all()
         for slot, tokens in PROMPTS.items():
-            held, whole = int(state.held[slot]), len(tokens) - 1 + LIMIT
+            held, whole = int(small_cached[slot]), len(tokens) - 1 + LIMIT
             # the last of a draft that fails is not read, and what is read of one that does is read again
             last = np.count_nonzero(wasted[:, slot])
             assert held <= whole
@@ -272,26 +270,27 @@ def test_the_small_model_reads_a_text_once():
 def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
     d = made("certified", BY_TURNS, small=OTHER)
     state, rows, _, _ = decoded(d, num_drafted=0)
-    assert state.held is not None and state.text is not None and state.small is not None
+    small = state.plants[1]
+    assert state.text is not None
     slot = 2
     whole = PROMPTS[slot] + rows[slot]["token"].tolist()
     length = int(state.length[slot])
-    assert int(state.held[slot]) == len(PROMPTS[slot]) - 1 and length == len(whole) - 1
-    cache, held, chunks, _ = catch_up(
-        d.config.small_policy,
+    assert int(small.num_cached[slot]) == len(PROMPTS[slot]) - 1 and length == len(whole) - 1
+    rows = jnp.asarray([slot, 0])
+    after, chunks, _ = catch_up(
+        d.config.plants[1],
         other_weights(),
-        state.small,
-        state.table.pages[jnp.asarray([slot, 0])],
-        state.text[jnp.asarray([slot, 0])],
-        state.held[jnp.asarray([slot, 0])],
+        small,
+        rows,
+        state.table.pages[rows],
+        state.text[rows],
         jnp.asarray([length, 0], jnp.int32),
         CHUNK,
     )
-    assert held.tolist() == [length, int(state.held[0])]
+    assert after.num_cached[rows].tolist() == [length, int(small.num_cached[0])]
     assert int(chunks) == -(-length // CHUNK) - (len(PROMPTS[slot]) - 1) // CHUNK
     fresh = fill(d, given_to(d), d.empty(), slot, whole)
-    assert fresh.small is not None
-    for layer, expected in zip(cache.layers, fresh.small.layers, strict=True):
+    for layer, expected in zip(after.cache.layers, fresh.plants[1].cache.layers, strict=True):
         got, want = (
             np.asarray(pool[:, table[slot]])
             for pool, table in ((layer.pages, state.table.pages), (expected.pages, fresh.table.pages))
@@ -329,8 +328,10 @@ def test_two_models_that_do_not_fit_each_other_are_refused(changes, sentence):
 
 def test_weights_of_one_model_are_refused_where_two_are_wanted():
     d = made("off", BY_MODEL, small=OTHER)
-    with pytest.raises(TypeError, match="params: got the weights of one model, wanted a Pair"):
-        d.step(weights(), d.empty())
+    with pytest.raises(
+        TypeError, match="weights: got those of 1, wanted a tuple with those of each of the decoder's 2 models"
+    ):
+        d.step((weights(),), d.empty())
 
 
 def test_a_request_may_ask_for_no_drafts():
@@ -382,7 +383,7 @@ def test_a_drafted_token_that_the_model_fails_on_changes_no_text():
         return jnp.full((newest.shape[0], most), unused, jnp.int32)
 
     d = made("off", Drafting(most=4, length=FixedLength(), drafter=poison))
-    _, output, ran = d.decode(broken, begun(d, broken), 32)
+    _, output, ran = d.decode((broken,), begun(d, (broken,)), 32)
     assert int(output.drafted.sum()) > 0 and not output.fault.any()
     rows = told(output, int(ran))
     assert all(same_bits(rows[slot], expected[slot]) for slot in PROMPTS)

@@ -13,7 +13,7 @@ def test_a_refused_chunk_changes_nothing():
     state = fill(d, params, d.empty(), 0, prompt(4, 60))
     state = fill(d, params, state, 1, prompt(5, 33))
     before = jax.tree.map(np.asarray, state)
-    state, granted = d.prefill(params, state, *pack(d.config, [(2, range(CHUNK))]))
+    state, granted = d.prefill((params,), state, *pack(d.config, [(2, range(CHUNK))]))
     assert not granted.any() and same_bits(state, before)
 
 
@@ -21,5 +21,5 @@ def test_rows_of_no_tokens_do_nothing():
     d, params = made("plain"), weights()
     state = fill(d, params, d.empty(), 1, prompt(5, 7))
     before = jax.tree.map(np.asarray, state)
-    state, granted = d.prefill(params, state, *pack(d.config, [(1, [])]))
+    state, granted = d.prefill((params,), state, *pack(d.config, [(1, [])]))
     assert granted.all() and same_bits(state, before)

@@ -84,18 +84,19 @@ def after_steps(config, params, state, steps: int = 3):
     """The state, and the last output."""
     advance = jax.jit(functools.partial(step, config))
     for _ in range(steps):
-        state, output = advance(params, state)
+        state, output = advance((params,), state)
     return state, output
 
 
 def of_first(state, output, rows: int):
     """All that the first rows came to, and the pages that these hold."""
     pages = np.concatenate([state.table.pages[row, : state.table.num_blocks[row]] for row in range(rows)])
-    told = {name: x for name, x in vars(state).items() if name not in ("cache", "table")} | {"output": output}
+    output = jax.tree.map(lambda x: x[0], output)  # steps of one token
+    told = {name: x for name, x in vars(state).items() if name not in ("plants", "table")} | {"output": output}
     told = jax.tree_util.tree_leaves_with_path(told)
     # the weights' bytes are shared out among the rows
     of_rows = {jax.tree_util.keystr(path): x[:rows] for path, x in told if "cost" not in jax.tree_util.keystr(path)}
-    return of_rows, jax.tree.map(lambda x: x[:, pages], state.cache.layers)
+    return of_rows, jax.tree.map(lambda x: x[:, pages], state.plants[0].cache.layers)
 
 
 def check(model, dtype, control: str, counts: tuple[int, ...]) -> None:

@@ -54,9 +54,9 @@ def walk(d, tokens: list[int], steps: int = 16):
     state = start(d, weights(), d.empty(), SLOT, tokens, temperature=0.0, limit=steps)
     written, signals, masks = [], [], []
     for _ in range(steps):
-        state, output = d.step(weights(), state)
-        written.append(int(output.token[SLOT]))
-        signals.append(jax.tree.map(lambda x: np.asarray(x[SLOT]), output.signals))
+        state, output = d.step((weights(),), state)
+        written.append(int(output.token[0, SLOT]))
+        signals.append(jax.tree.map(lambda x: np.asarray(x[0, SLOT]), output.signals))
         masks.append(np.asarray(unpack_blocks(state.control.block_mask[SLOT])))
     return state, written, jax.tree.map(lambda *x: np.stack(x), *signals), np.stack(masks)
 
@@ -83,10 +83,10 @@ def test_the_mass_kept_is_at_least_what_is_proved_and_what_was_asked(name):
     state = start(d, params, d.empty(), SLOT, TOKENS, temperature=0.0, limit=16)
     written, kept, masks, read = [], [], [], []
     for _ in range(16):
-        state, output = d.step(params, state)
-        written.append(int(output.token[SLOT]))
-        kept.append(float(output.signals.kept_mass[SLOT]))
-        read.append(int(output.signals.blocks_read[SLOT]))
+        state, output = d.step((params,), state)
+        written.append(int(output.token[0, SLOT]))
+        kept.append(float(output.signals.kept_mass[0, SLOT]))
+        read.append(int(output.signals.blocks_read[0, SLOT]))
         masks.append(np.asarray(unpack_blocks(state.control.block_mask[SLOT])))
     at = len(TOKENS) - 1
     _, truth = dense(params, model, TOKENS + written, reads(np.stack(masks), at))
@@ -214,7 +214,7 @@ def test_the_surprisal_of_every_token_is_kept_with_its_page():
     held = len(tokens) - 1  # the last token is not in the cache yet
 
     def stored(state, slot):
-        return np.asarray(state.cache.surprisal[state.table.pages[slot]]).reshape(-1)[:held]
+        return np.asarray(state.plants[0].cache.surprisal[state.table.pages[slot]]).reshape(-1)[:held]
 
     np.testing.assert_allclose(stored(state, SLOT), truth[:held], atol=2e-4)
     state, granted = d.fork(state, SLOT, 0)
@@ -238,7 +238,7 @@ def test_the_last_mass_of_every_block_is_attentions_own():
     tokens = list(TOKENS)
     for _ in range(5):
         at = len(tokens) - 1
-        state, output = d.step(params, state)
+        state, output = d.step((params,), state)
         assert state.control.block_mass is not None
         share = np.asarray(state.control.block_mass[SLOT, 0, 0])
         for block in range(at // PAGE):  # the dense model always reads the newest token itself
@@ -248,7 +248,7 @@ def test_the_last_mass_of_every_block_is_attentions_own():
             np.testing.assert_allclose(share[block], 1.0 - kept[at], atol=1e-5)
         np.testing.assert_allclose(share[: at // PAGE + 1].sum(), 1.0, rtol=1e-5)
         assert np.all(share[at // PAGE + 1 :] == 1.0)
-        tokens.append(int(output.token[SLOT]))
+        tokens.append(int(output.token[0, SLOT]))
 
 
 def test_what_a_selector_reads_and_does_not_say_that_it_needs_is_named():
@@ -273,7 +273,7 @@ def test_a_certificate_cannot_outlive_its_query():
 def test_codes_count_in_memory_and_in_cost():
     """A page of codes has one byte a channel and token; looking at one costs that and its summary."""
     with_codes, without = made("coded"), made("chord")
-    held = [sum(x.nbytes for x in jax.tree.leaves(d.empty().cache)) for d in (with_codes, without)]
+    held = [sum(x.nbytes for x in jax.tree.leaves(d.empty().plants[0].cache)) for d in (with_codes, without)]
     pages = with_codes.config.num_pages * MODEL.num_kv_heads * MODEL.num_layers
     assert held[0] - held[1] == pages * PAGE * MODEL.head_dim
     _, _, signals, _ = walk(with_codes, TOKENS, steps=2)

@@ -48,12 +48,12 @@ def text_alone(number: int) -> tuple[int, ...]:
     state = d.empty()
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, _ = d.prefill(weights(), state, *pack(d.config, [(0, part)]))
+        state, _ = d.prefill((weights(),), state, *pack(d.config, [(0, part)]))
     state = d.insert(state, 0, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens)))
     text = []
     while bool(state.active[0]):
-        state, output, ran = d.decode(weights(), state, 4)
-        text += np.asarray(output.token)[: int(ran), 0].tolist()
+        state, output, ran = d.decode((weights(),), state, 4)
+        text += np.asarray(output.token)[: int(ran), 0, 0].tolist()
     return tuple(text)
 
 
@@ -91,7 +91,7 @@ class Slots(RuleBasedStateMachine):
         self.prefixes.lock(found)
         for at in range(len(found) * PAGE, len(tokens) - 1, CHUNK):
             part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-            self.state, granted = d.prefill(weights(), self.state, *pack(d.config, [(slot, part)]))
+            self.state, granted = d.prefill((weights(),), self.state, *pack(d.config, [(slot, part)]))
             assert granted
         self.state = d.insert(
             self.state, slot, request(tokens[-1], temperature=0.0, limit=LONGEST - len(tokens), seed=slot)
@@ -106,8 +106,8 @@ class Slots(RuleBasedStateMachine):
     @precondition(lambda self: self.seated)
     @rule(steps=st.integers(1, 4))
     def step(self, steps):
-        self.state, output, ran = self.d.decode(weights(), self.state, steps)
-        token, produced = np.asarray(output.token), np.asarray(output.produced)
+        self.state, output, ran = self.d.decode((weights(),), self.state, steps)
+        token, produced = np.asarray(output.token)[:, 0], np.asarray(output.produced)[:, 0]
         for i in range(int(ran)):
             for slot in self.seated:
                 if produced[i, slot]:
@@ -187,7 +187,7 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def the_null_page_is_never_written(self):
-        for layer in self.state.cache.layers:
+        for layer in self.state.plants[0].cache.layers:
             assert not np.asarray(layer.pages[:, 0]).any()
 
     @invariant()
@@ -208,9 +208,9 @@ def test_a_sequence_swapped_out_and_in_has_every_bit_it_had():
     state = d.empty()
     for at in range(0, len(tokens) - 1, CHUNK):
         part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, _ = d.prefill(weights(), state, *pack(d.config, [(0, part)]))
+        state, _ = d.prefill((weights(),), state, *pack(d.config, [(0, part)]))
     state = d.insert(state, 0, request(tokens[-1], limit=30, seed=3))
-    state, _, _ = d.decode(weights(), state, 3)
+    state, _, _ = d.decode((weights(),), state, 3)
     row = jax.device_get(d.read_row(state, 0))
     pages = jax.device_get(
         [d.read_pages(state, 0, first) for first in range(0, int(state.table.num_blocks[0]), CHUNK // PAGE)]
@@ -231,7 +231,7 @@ def test_a_row_that_does_not_fit_changes_nothing():
     d, tokens = decoder(), PROMPTS[3]
     state = d.empty()
     row = jax.device_get(d.read_row(state, 0)) | {"length": np.int32(LONGEST)}
-    state, _ = d.prefill(weights(), state, *pack(d.config, [(0, tokens[:CHUNK])]))
+    state, _ = d.prefill((weights(),), state, *pack(d.config, [(0, tokens[:CHUNK])]))
     state, _ = d.write_row(state, 1, row)  # eight of thirteen pages
     before = jax.device_get(state)
     state, granted = d.write_row(state, 2, row)
@@ -250,7 +250,7 @@ def test_a_burst_may_stop_when_a_sequence_ends(until_end):
     d = decoder()
     state = d.insert(d.empty(), 0, request(5, limit=2))
     state = d.insert(state, 1, request(6, limit=9))
-    _, _, ran = d.decode(weights(), state, 4, np.bool_(until_end))
+    _, _, ran = d.decode((weights(),), state, 4, np.bool_(until_end))
     assert int(ran) == (2 if until_end else 4)
 
 
@@ -315,7 +315,7 @@ def test_a_fork_shares_pages_has_its_own_future_and_leaves_its_source_alone(move
     assert np.asarray(state.table.references)[pages[0, :full]].tolist() == [2] * full
     if length % PAGE:
         assert pages[2, full] not in (0, pages[0, full])
-        for layer in state.cache.layers:
+        for layer in state.plants[0].cache.layers:
             used = slice(0, length % PAGE)
             np.testing.assert_array_equal(layer.pages[:, pages[2, full], used], layer.pages[:, pages[0, full], used])
             for leaf in jax.tree.leaves(layer.summary):

@@ -204,11 +204,11 @@ def test_a_refused_step_changes_nothing_and_the_text_goes_on_when_a_page_is_free
     state = fill(d, params, state, 0, prompt(4, 60))
     state = fill(d, params, state, 1, prompt(5, 33))
     assert int(state.table.num_free) == 0
-    before, cache = row_of(state, 2), jax.tree.map(np.array, state.cache)
+    before, cache = row_of(state, 2), jax.tree.map(np.array, state.plants[0].cache)
     for wait in (1, 2):
-        state, output = d.step(params, state)
-        assert output.refused.tolist() == [False, False, True] and not output.produced.any()
-        assert same_bits(row_of(state, 2), before) and same_bits(state.cache, cache)
+        state, output = d.step((params,), state)
+        assert output.refused[0].tolist() == [False, False, True] and not output.produced.any()
+        assert same_bits(row_of(state, 2), before) and same_bits(state.plants[0].cache, cache)
         assert int(state.control.wait[2]) == wait
     state = d.release(state, 1)
     state, rows = run(d, params, state)
@@ -227,14 +227,14 @@ def test_logits_that_are_no_numbers_end_their_row_alone():
     for slot in (0, 2):
         state = start(d, broken, state, slot, PROMPTS[slot], seed=slot)
     before = row_of(state, 1)
-    state, output = d.step(broken, state)
-    assert (output.fault > 0).tolist() == [False, True, False] and output.produced.tolist() == [True, False, True]
+    state, output = d.step((broken,), state)
+    assert (output.fault[0] > 0).tolist() == [False, True, False] and output.produced[0].tolist() == [True, False, True]
     assert not state.active[1] and not output.finished.any()
     assert before.pop("active") and before.pop("blocks") == 2
     assert same_bits({name: x for name, x in row_of(state, 1).items() if name in before}, before)
     state, rows = run(d, broken, state)
     for slot in (0, 2):
-        assert [int(output.token[slot]), *texts(rows)[slot]] == expected[slot]
+        assert [int(output.token[0, slot]), *texts(rows)[slot]] == expected[slot]
     state = d.release(state, 1)
     _, rows = run(d, broken, start(d, broken, state, 1, PROMPTS[1], seed=1))
     assert texts(rows)[1] == expected[1]
@@ -264,8 +264,8 @@ def turns(arrivals: list[int], limit: int) -> np.ndarray:
     state = d.empty()
     for slot, arrival in enumerate(arrivals):
         state = start(d, params, state, slot, prompt(20 + slot, 3), limit=limit, arrival=arrival)
-    state, output, ran = d.decode(params, state, 32)
-    return np.asarray(output.produced[: int(ran)])
+    state, output, ran = d.decode((params,), state, 32)
+    return np.asarray(output.produced[: int(ran), 0])
 
 
 def test_first_come_first_served_where_fewer_are_served_than_wait():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PROMPTS, configuration, dense, fill, same_bits, weights
+from small_model import MODEL, PROMPTS, configuration, dense, fill, given, same_bits, weights
 
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
@@ -17,7 +17,6 @@ from et_jax.control.switch import MODEL as LARGE
 from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.decode import decoder as decoding
 from et_jax.decode.request import request
-from et_jax.decode.small import Pair
 from et_jax.models.transformer import initialise
 
 OTHER = dataclasses.replace(MODEL, num_layers=1, num_heads=2, num_kv_heads=1)
@@ -29,9 +28,9 @@ SWITCHES = {
 
 
 @functools.cache
-def pair() -> Pair:
+def pair() -> tuple:
     drawn = initialise(OTHER, jax.random.key(1), jnp.float32)
-    return Pair(model=weights(), small=jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, drawn))
+    return weights(), jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, drawn)
 
 
 @functools.cache
@@ -61,8 +60,8 @@ def spoken(d, params, state, steps=32):
     """Tokens, entropies and, of two models, who spoke, of every slot."""
     outputs = []
     while jnp.any(state.active):
-        state, output, ran = d.decode(params, state, steps)
-        outputs.append(jax.tree.map(lambda x, ran=ran: np.asarray(x)[: int(ran)], output))
+        state, output, ran = d.decode(given(params), state, steps)
+        outputs.append(jax.tree.map(lambda x, ran=ran: np.asarray(x)[: int(ran), 0], output))
     output = jax.tree.map(lambda *x: np.concatenate(x), *outputs)
     rows = {}
     for slot in PROMPTS:
@@ -89,7 +88,7 @@ def by_hand(switch, tokens: list[int]) -> tuple[list[int], list[bool]]:
         since = switch.least
     said, by_small = [], []
     while len(said) < LIMIT:
-        model, params = (OTHER, pair().small) if small else (MODEL, pair().model)
+        model, params = (OTHER, pair()[1]) if small else (MODEL, pair()[0])
         logits = dense(params, model, text)[0][-1]
         p = np.exp(logits - logits.max())
         p /= p.sum()
@@ -126,7 +125,7 @@ def test_two_models_write_what_an_independent_program_does(name):
 @pytest.mark.parametrize("switch", [AsPrinted(math.inf, 3, 2), Hysteresis(math.inf, 0.95, 3, 2)], ids=list(SWITCHES))
 def test_without_a_bound_the_small_model_speaks_alone(switch):
     _, rows, output = both(switch)
-    expected = alone(OTHER, pair().small)
+    expected = alone(OTHER, pair()[1])
     for slot in PROMPTS:
         assert rows[slot][0] == expected[slot][0] and same_bits(rows[slot][1], expected[slot][1])
         assert all(rows[slot][2])
@@ -157,8 +156,8 @@ def test_texts_are_the_same_alone_in_company_and_with_prompts_read_late(name):
         assert rows[slot][0] == together[slot][0] and same_bits(rows[slot][1], together[slot][1])
     late = made(switch, lazy=True)
     state = begun(late, pair())
-    assert state.model_held is not None and state.held is not None
-    assert not state.model_held.any() and state.held.tolist() == [len(PROMPTS[slot]) - 1 for slot in PROMPTS]
+    model, small = (plant.num_cached for plant in state.plants)
+    assert not model.any() and small.tolist() == [len(PROMPTS[slot]) - 1 for slot in PROMPTS]
     _, rows, _ = spoken(late, pair(), state)
     for slot in PROMPTS:
         assert rows[slot][0] == together[slot][0] and rows[slot][2] == together[slot][2]
@@ -183,7 +182,7 @@ def test_a_sequence_swapped_out_and_in_goes_on_as_it_was():
             state = d.write_pages(state, slot, number * d.config.pages_per_swap, taken)
     _, rows, _ = spoken(d, pair(), state)
     for old, new in ((0, 2), (1, 0), (2, 1)):
-        begun_with = np.asarray(first.token)[:9][np.asarray(first.produced)[:9, old], old].tolist()
+        begun_with = np.asarray(first.token)[:9, 0][np.asarray(first.produced)[:9, 0, old], old].tolist()
         assert begun_with + rows[new][0] == expected[old][0]
 
 
@@ -195,8 +194,7 @@ def test_no_sequence_waits_for_ever_and_pages_balance():
     for slot in PROMPTS:
         state = d.release(state, slot)
     assert int(state.table.num_free) == d.config.num_pages - 1
-    assert state.held is not None and state.model_held is not None
-    assert not state.held.any() and not state.model_held.any()
+    assert not any(plant.num_cached.any() for plant in state.plants)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +224,7 @@ def test_whoever_catches_up_says_which_of_the_others_words_were_its_own_too():
         last = max(i for i in range(1, LIMIT) if by_small[i] != by_small[i - 1])
         agreed = 0
         for i in range(last):
-            model, params = (MODEL, pair().model) if by_small[i] else (OTHER, pair().small)
+            model, params = (MODEL, pair()[0]) if by_small[i] else (OTHER, pair()[1])
             agreed += int(np.argmax(dense(params, model, PROMPTS[slot] + said[:i])[0][-1])) == said[i]
         produced = np.asarray(output.produced)[:, slot]
         told = [np.asarray(each)[produced, slot].sum() for each in (output.spent.audited, output.spent.agreed)]

@@ -32,12 +32,12 @@ def read_on(how: Compression, tokens: list[int]) -> np.ndarray:
     """The decoder's log-probabilities after each token from AT on, its prompt AT tokens, then compressed."""
     d = decoding.decoder(configuration(compression=how, keep=frozenset({"logits"})))
     state = start(d, weights(), d.empty(), 1, tokens[:AT], limit=LENGTH)
-    state, _ = d.step(weights(), state)  # the last token of the prompt
+    state, _ = d.step((weights(),), state)  # the last token of the prompt
     state, granted = d.compress(state, 1)
     assert granted
     found = []
     for token in tokens[AT : AT + COUNT]:
-        state, _ = d.step(weights(), replace(state, token=state.token.at[1].set(token)))
+        state, _ = d.step((weights(),), replace(state, token=state.token.at[1].set(token)))
         assert state.logits is not None
         found.append(jax.nn.log_softmax(state.logits[1]))
     return np.stack(found)

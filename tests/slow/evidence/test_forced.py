@@ -48,7 +48,7 @@ def step_by_step(selector, tolerance: float, residual: bool, tokens: list[int]):
     state = start(d, weights(), d.empty(), SLOT, tokens[: START + 1], temperature=0.0, limit=LENGTH)
     logits, signals = [], []
     for token in tokens[START + 1 :]:
-        state, _ = d.step(weights(), state)
+        state, _ = d.step((weights(),), state)
         assert state.logits is not None
         logits.append(np.asarray(jax.nn.log_softmax(state.logits[SLOT])))
         signals.append(jax.tree.map(lambda x: np.asarray(x[SLOT]), state.signals))

@@ -8,7 +8,7 @@ from small_model import MODEL, prompt, weights
 
 from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.control.segment import Segment
-from et_jax.decode.reading import ReadPolicy
+from et_jax.decode.plant import Plant
 from et_jax.evidence.held_out import causal_attend
 from et_jax.evidence.prompt_arms import (
     AtRandom,
@@ -24,13 +24,13 @@ from et_jax.models.transformer import forward
 from et_jax.types import replace
 
 PAGE, SEGMENT, LENGTH = 4, 8, 48
-POLICY = ReadPolicy(model=MODEL, page_size=PAGE, backend="xla", scores_backend="xla")
+PLANT = Plant(model=MODEL, page_size=PAGE, backend="xla", scores_backend="xla")
 COMMON = {"segment": SEGMENT, "dense_layers": 0, "dense_until": 0}
 TOKENS = jnp.asarray([prompt(1, LENGTH), prompt(2, LENGTH)], jnp.int32)
 
 
 def read(budget):
-    return logits_of(POLICY, weights(), budget, TOKENS, segment=SEGMENT)
+    return logits_of(PLANT, weights(), budget, TOKENS, segment=SEGMENT)
 
 
 def segment(number=0, layer=1):

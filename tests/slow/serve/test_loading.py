@@ -61,16 +61,16 @@ def test_logits_are_those_of_the_module_s_own_pass(served):
     d, prompt = model.decoder(keep=frozenset({"logits"})), TOKENIZER.encode(SENTENCE * 2)
     state = d.empty()
     for rows in calls(d.config, 0, prompt[:-1]):
-        state, granted = d.prefill(model.params, state, *rows)
+        state, granted = d.prefill(model.weights, state, *rows)
         assert granted.all()
     found = [state.logits[0]]
     state = d.insert(state, 0, request(d.config, prompt, limit=20, seed=1))
     text = list(prompt)
     for _ in range(12):
-        state, output = d.step(model.params, state)
-        assert output.produced[0]
+        state, output = d.step(model.weights, state)
+        assert output.produced[0, 0]
         found.append(state.logits[0])
-        text.append(int(output.token[0]))
+        text.append(int(output.token[0, 0]))
     assert len(set(text[len(prompt) :])) > 6
     near(np.stack(found), own_logits(module(kind), text)[len(prompt) - 2 : -1])
 
@@ -181,11 +181,11 @@ def test_a_state_comes_back_from_disk(plain, tmp_path):
     d, prompt = plain.decoder(), TOKENIZER.encode(SENTENCE)
     state = d.empty()
     for rows in calls(d.config, 0, prompt[:-1]):
-        state, _ = d.prefill(plain.params, state, *rows)
+        state, _ = d.prefill(plain.weights, state, *rows)
     state = d.insert(state, 0, request(d.config, prompt, limit=20, seed=1))
     snapshots.save(tmp_path / "state", state)
     again = snapshots.restore(tmp_path / "state", jax.eval_shape(d.empty))
-    one, other = (d.decode(plain.params, each, 8)[1].token for each in (state, again))
+    one, other = (d.decode(plain.weights, each, 8)[1].token for each in (state, again))
     np.testing.assert_array_equal(one, other)
 
 

@@ -99,8 +99,8 @@ def test_a_step_is_estimated_from_above_but_not_wildly(vocab_size: int, changes:
     rows = jax.ShapeDtypeStruct((number,), jnp.int32)
     tokens, last = jax.ShapeDtypeStruct((number, config.chunk), jnp.int32), jax.ShapeDtypeStruct((number,), bool)
     programs = [
-        bound.decode.lower(params, state, jnp.int32(1)),  # type: ignore[attr-defined]
-        bound.prefill.lower(params, state, rows, tokens, rows, last),  # type: ignore[attr-defined]
+        bound.decode.lower((params,), state, jnp.int32(1)),  # type: ignore[attr-defined]
+        bound.prefill.lower((params,), state, rows, tokens, rows, last),  # type: ignore[attr-defined]
     ]
     measured = max(program.compile().memory_analysis().temp_size_in_bytes for program in programs)
     assert measured <= step_bytes(config) + 50_000 <= 3 * measured

@@ -55,7 +55,7 @@ def uses(model):
 def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(model):
     before = live()
     with reopened(model, replicas=2) as own:
-        copied = jax.tree.map(jnp.copy, model.params)
+        copied = jax.tree.map(jnp.copy, model.weights)
         own._weights = copied
         del copied
         own.generate(PROMPTS, PARAMS)

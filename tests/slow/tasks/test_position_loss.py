@@ -22,10 +22,10 @@ def bound(selector=None, num_pages=3 * LENGTH // PAGE + 1):
 
 def test_every_token_costs_what_the_dense_model_says():
     tokens = np.array([prompt(number, LENGTH) for number in range(4)])  # more rows than slots
-    found = position_loss.position_losses(bound(), weights(), tokens)
+    found = position_loss.position_losses(bound(), (weights(),), tokens)
     assert found.shape == (4, LENGTH - 1)
     for row, losses in zip(tokens, found, strict=True):
-        logits = np.asarray(dense_logits(MODEL, weights(), row[None]), np.float64)[0]
+        logits = np.asarray(dense_logits(MODEL, (weights(),), row[None]), np.float64)[0]
         normaliser = np.log(np.exp(logits).sum(axis=1))
         wanted = normaliser[:-1] - logits[np.arange(LENGTH - 1), row[1:]]
         np.testing.assert_allclose(losses, wanted, atol=1e-3)  # float32, logits of some tens
@@ -33,17 +33,17 @@ def test_every_token_costs_what_the_dense_model_says():
 
 def test_what_the_decoder_does_not_read_changes_the_loss():
     tokens = np.array([prompt(number, LENGTH) for number in range(3)])
-    whole = position_loss.position_losses(bound(), weights(), tokens)
-    little = position_loss.position_losses(bound(select.SinksWindow(0, 1)), weights(), tokens)
+    whole = position_loss.position_losses(bound(), (weights(),), tokens)
+    little = position_loss.position_losses(bound(select.SinksWindow(0, 1)), (weights(),), tokens)
     assert not np.allclose(whole[:, LENGTH // 2 :], little[:, LENGTH // 2 :], atol=1e-2)
 
 
 def test_a_cache_that_shrinks_changes_the_loss_from_its_first_compression_on():
     tokens = np.array([prompt(number, LENGTH) for number in range(4)])
-    whole = position_loss.position_losses(bound(), weights(), tokens)
+    whole = position_loss.position_losses(bound(), (weights(),), tokens)
     how = named("latent", 16, window=6, gap=4, every=8)  # compressed at 24 tokens, 32, ...
     shrinking = decoder(configuration(compression=how, num_pages=25, keep=frozenset({"logits"})))
-    found = position_loss.position_losses(shrinking, weights(), tokens)
+    found = position_loss.position_losses(shrinking, (weights(),), tokens)
     np.testing.assert_allclose(found[:, :24], whole[:, :24], atol=1e-3)
     assert (np.abs(found - whole)[:, 24:].max(axis=1) > 0.05).all()
 
@@ -51,13 +51,13 @@ def test_a_cache_that_shrinks_changes_the_loss_from_its_first_compression_on():
 def test_a_pool_too_small_for_the_rows_is_refused():
     tokens = np.array([prompt(number, LENGTH) for number in range(3)])
     with pytest.raises(ValueError, match="without pages for all rows"):
-        position_loss.position_losses(bound(num_pages=20), weights(), tokens)
+        position_loss.position_losses(bound(num_pages=20), (weights(),), tokens)
 
 
 def test_a_decoder_that_holds_no_logits_is_refused():
     plain = decoder(configuration())
     with pytest.raises(ValueError, match="logits"):
-        position_loss.position_losses(plain, weights(), np.array([prompt(0, 4)]))
+        position_loss.position_losses(plain, (weights(),), np.array([prompt(0, 4)]))
 
 
 def test_rows_are_spread_over_the_text_behind_the_first_token():

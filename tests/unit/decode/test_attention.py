@@ -10,7 +10,11 @@ from small_model import MODEL, configuration, same_bits
 
 from et_jax.control.controller import Controller
 from et_jax.control.select import Certified, coded_bounds
-from et_jax.decode.attention import LayerCarry, ReadRow, decode_attend, no_reads, scoring_backend, serving_backend
+from et_jax.decode.backends import scoring_backend, serving_backend
+from et_jax.decode.chunk import of_rows
+from et_jax.decode.extend import attend
+from et_jax.decode.readers import Selected
+from et_jax.decode.rows import Rows
 from et_jax.decode.state import empty
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -20,11 +24,9 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 def test_rows_that_do_not_run_read_and_write_nothing():
     config = configuration(controller=Controller(selector=Certified(coded_bounds)))
     state, nobody = empty(config), jnp.zeros(3, bool)
-    row = ReadRow(
-        table=state.table.pages,
-        length=state.length,
-        end=state.length + 1,
-        run=nobody,
+    rows = Rows(slot=None, token=state.token, position=state.length, run=nobody)
+    chunk = of_rows(rows, state.table.pages, state.length + 1)
+    reader = Selected(
         tolerance=state.control.tolerance,
         fresh=~nobody,
         block_mask=state.control.block_mask,
@@ -34,11 +36,11 @@ def test_rows_that_do_not_run_read_and_write_nothing():
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)
     kv = q[:, :, : MODEL.num_kv_heads]
-    attend = decode_attend(config.read_policy, row)
-    out, memory = attend(0, q, kv, kv, LayerCarry(cache=state.cache, stats=no_reads(3)))
-    assert not out.any() and not memory.stats.blocks_read.any()
-    np.testing.assert_array_equal(memory.stats.kept_mass, 1.0)
-    assert same_bits(memory.cache, state.cache)
+    before = state.plants[0].cache
+    out, (cache, stats) = attend(config.plants[0], chunk, reader, 0, q, kv, kv, (before, reader.begun(3)))
+    assert not out.any() and not stats.blocks_read.any()
+    np.testing.assert_array_equal(stats.kept_mass, 1.0)
+    assert same_bits(cache, before)
 
 
 def serving(kind: str, platform: str, page_size: int, head_dim: int, dtype):

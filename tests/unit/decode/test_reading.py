@@ -15,12 +15,12 @@ from et_jax.types import replace
 AT = np.asarray([[0, 3, 4], [1, 1, 1], [2, 5, 2]], np.int32)
 LENGTHS = np.asarray([21, 40, 9, 22, 23, 0], np.int32)
 SLOTS = np.asarray([0, 1, 2, 0, 0, 2], np.int32)
-POLICY = configuration(model=NARROW).read_policy
+PLANT = configuration(model=NARROW).plants[0]
 
 
 def arguments(layer: int):
     rng = np.random.default_rng(layer)
-    blank = empty(configuration(model=NARROW)).cache.layers[layer]
+    blank = empty(configuration(model=NARROW)).plants[0].cache.layers[layer]
     cached = replace(blank, pages=jnp.asarray(rng.normal(size=blank.pages.shape), jnp.float32))
     tables = np.zeros((3, 16), np.int32)
     tables[:, :8] = 1 + rng.permutation(24).reshape(3, 8)
@@ -36,8 +36,8 @@ def close(one, other):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_rows_of_a_slot_see_every_block_of_their_own(layer):
     given = arguments(layer)
-    apart = read_all(POLICY, *given, jnp.asarray(LENGTHS), None)
-    together = read_all(POLICY, *given, jnp.asarray(LENGTHS), jnp.asarray(AT))
+    apart = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
+    together = read_all(PLANT, *given, jnp.asarray(LENGTHS), jnp.asarray(AT))
     close(together, apart)
     assert np.abs(apart[:5]).min(axis=(1, 2)).all() and not apart[5].any()
 
@@ -50,11 +50,11 @@ def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
     opened |= np.arange(16) == held[:, None, None] - 1
     opened &= np.arange(16) < held[:, None, None]
     given = arguments(layer)
-    apart = read_chosen(POLICY, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), None)
-    together = read_chosen(POLICY, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), jnp.asarray(AT))
+    apart = read_chosen(PLANT, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), None)
+    together = read_chosen(PLANT, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), jnp.asarray(AT))
     for one, other in zip(together[:2], apart[:2], strict=True):
         close(one, other)
-    dense = read_all(POLICY, *given, jnp.asarray(LENGTHS), None)
+    dense = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
     assert np.abs(dense - apart[0]).max() > 0.1  # so it matters which blocks are read
 
 
@@ -62,8 +62,8 @@ def test_a_device_reads_together_what_its_kernels_can():
     """Alone rows keep their bits on a CPU: no layer is read together there whose rows have lists of their own."""
 
     def together(backend: str):
-        policy = dataclasses.replace(POLICY, backend=backend)
-        return [policy.reads_together(layer, chosen) for layer in (0, 1) for chosen in (False, True)]
+        plant = dataclasses.replace(PLANT, backend=backend)
+        return [plant.reads_together(layer, chosen) for layer in (0, 1) for chosen in (False, True)]
 
     assert together("xla") == [False, False, True, False]  # the first layer has a window
     assert together("tpu") == together("gpu") == [True] * 4

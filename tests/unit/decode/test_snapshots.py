@@ -82,22 +82,22 @@ def begin(d: decoding.Decoder, seed: int) -> DecodeState:
 
 
 def written(output, ran) -> list[int]:
-    return np.asarray(output.token[: int(ran), 1]).tolist()
+    return np.asarray(output.token[: int(ran), 0, 1]).tolist()
 
 
 @pytest.mark.slow
 def test_a_text_stopped_on_disk_goes_on_in_a_fresh_decoder_as_if_it_had_not(tmp_path):
     params = initialise(MODEL, jax.random.key(0), jnp.bfloat16)
     d = fresh_decoder()
-    whole = written(*d.decode(params, begin(d, 7), 20)[1:])
-    state, output, ran = d.decode(params, begin(d, 7), 9)
+    whole = written(*d.decode((params,), begin(d, 7), 20)[1:])
+    state, output, ran = d.decode((params,), begin(d, 7), 9)
     snapshots.save(tmp_path / "middle", state)
     later = fresh_decoder()
     back = snapshots.restore(tmp_path / "middle", jax.eval_shape(later.empty))
     assert isinstance(back, DecodeState)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
         assert old.dtype == new.dtype and np.asarray(old).tobytes() == np.asarray(new).tobytes()
-    rest = written(*later.decode(params, back, 20)[1:])
+    rest = written(*later.decode((params,), back, 20)[1:])
     assert written(output, ran) + rest == whole and len(rest) == 11
 
 

@@ -32,7 +32,7 @@ def prefilled(state, rows: list[tuple[int, list[int]]]):
     """The state after one call, in which the prompts of slots stand as they are cut, and which were granted pages."""
     d = decoder()
     each = [(slot, chunk) for slot, tokens in rows for chunk in chunks.split(d.config, tokens)]
-    state, granted = d.prefill(weights(), state, *chunks.pack(d.config, each))
+    state, granted = d.prefill((weights(),), state, *chunks.pack(d.config, each))
     return state, granted[: len(each)]
 
 
@@ -49,10 +49,10 @@ def cached(state, slot: int):
     """All that is cached of a slot, token by token and page by page."""
     length = int(state.length[slot])
     held = np.asarray(state.table.pages)[slot, : -(-length // PAGE)]
-    pages = jax.tree.map(lambda x: x[:, held], state.cache.layers)
+    pages = jax.tree.map(lambda x: x[:, held], state.plants[0].cache.layers)
     tokens = [layer.pages.reshape(layer.pages.shape[0], -1, layer.pages.shape[-1])[:, :length] for layer in pages]
     summaries = [(layer.summary, layer.key_codes) for layer in pages]
-    return length, tokens, summaries, state.cache.surprisal[held].reshape(-1)[:length], state.logits[slot]
+    return length, tokens, summaries, state.plants[0].cache.surprisal[held].reshape(-1)[:length], state.logits[slot]
 
 
 def test_a_prompt_is_cut_into_parts_and_parts_fill_calls():

@@ -19,6 +19,14 @@ from et_jax.types import replace
 STEPS, SLOTS = 3, 3
 TRAFFIC = cost.Traffic(weights=6000, block=10, summary=1)
 NUM_MULTIPLIED = 700
+MODEL_COST = cost.Model(
+    weights=6000,
+    num_multiplied=NUM_MULTIPLIED,
+    heads=MODEL.num_layers * MODEL.num_kv_heads,
+    token=8,
+    group_size=MODEL.group_size,
+    head_dim=MODEL.head_dim,
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +61,13 @@ def output() -> StepOutput:
     )
 
 
+def told_of(output: StepOutput) -> StepOutput:
+    """The output of steps that bring a token each."""
+    return jax.tree.map(lambda x: np.asarray(x)[:, None], output)
+
+
 def burst(output: StepOutput, num_steps: int = STEPS) -> Burst:
-    return Burst(configuration(), TRAFFIC, NUM_MULTIPLIED, jax.device_get(output), num_steps)
+    return Burst(configuration(), TRAFFIC, (MODEL_COST,), told_of(output), num_steps)
 
 
 def test_each_record_is_of_its_step_and_slot(output):
@@ -97,7 +110,7 @@ def test_tokens_of_one_step_share_its_weights_and_the_first_pays_for_what_was_re
     told = {"drafted": 4, "accepted": 2, "blocks_wasted": 7, "summaries_wasted": 5}
     drafted = replace(output, **{name: getattr(output, name).at[0, 1].set(number) for name, number in told.items()})
     stacked = jax.tree.map(lambda x: jnp.pad(x, [(0, 2)] + [(0, 0)] * (x.ndim - 1))[None], drafted)
-    one = Burst(configuration(draft=drafts), TRAFFIC, NUM_MULTIPLIED, jax.device_get(stacked), 1)
+    one = Burst(configuration(draft=drafts), TRAFFIC, (MODEL_COST,), jax.device_get(stacked), 1)
     assert (one.num_positions(0), one.num_served(0, range(SLOTS)), one.num_produced(0, range(SLOTS))) == (3, 3, 6)
     rows = [one.row(0, position, 1, 0, 6).trace for position in range(3)]
     assert all(row is not None for row in rows)
@@ -134,7 +147,7 @@ def test_reads_are_by_layer_and_head_and_none_for_a_small_model(output):
     )
     turns = replace(told, by_small=jnp.zeros((STEPS, SLOTS), bool).at[0, 0].set(True), spent=spent)
     config = configuration(controller=Controller(switch=AsPrinted(1.0)), small=MODEL)
-    both = Burst(config, TRAFFIC, NUM_MULTIPLIED, jax.device_get(turns), STEPS, (OTHER, OTHER))
+    both = Burst(config, TRAFFIC, (OTHER, OTHER), told_of(turns), STEPS)
     by_small, by_model = (both.row(0, 0, slot, 0, 3).trace for slot in (0, 1))
     assert by_small is not None and by_small.reads is None
     assert by_model is not None and by_model.reads is not None
@@ -147,7 +160,7 @@ def test_what_a_small_model_drafts_with_is_charged_to_what_came_of_it(output):
     stacked = jax.tree.map(lambda x: jnp.pad(x, [(0, 2)] + [(0, 0)] * (x.ndim - 1))[None], replace(output, **small))
     config = configuration(draft=Drafting(most=4))
     one, two = (
-        Burst(config, TRAFFIC, NUM_MULTIPLIED, jax.device_get(stacked), 1, both) for both in (None, (OTHER, OTHER))
+        Burst(config, TRAFFIC, costs, jax.device_get(stacked), 1) for costs in ((MODEL_COST,), (MODEL_COST, OTHER))
     )
     more = [
         (two.row(0, position, slot, 0, 6).trace, one.row(0, position, slot, 0, 6).trace)
@@ -170,9 +183,9 @@ def test_a_token_of_two_models_pays_for_both_since_the_last(output):
         spent=Spent(tokens=tokens, passes=passes, audited=None, agreed=None),
     )
     config = configuration(controller=Controller(switch=AsPrinted(1.0)), small=MODEL)
-    row = Burst(config, TRAFFIC, NUM_MULTIPLIED, jax.device_get(told), STEPS, (big, OTHER)).row(0, 0, 0, 0, 3).trace
+    row = Burst(config, TRAFFIC, (big, OTHER), told_of(told), STEPS).row(0, 0, 0, 0, 3).trace
     length = int(output.signals.length[0, 0])
     assert row is not None and row.by_small
     assert row.cost == pytest.approx(0.25 * 6000 + 0.5 * 300 + length * (4 * 8 + 2 * 8))
     assert row.flops == pytest.approx(5 * (2 * 700 + 4 * 4 * 2 * length * 4) + 2 * 40 + 4 * 4 * 2 * length * 2)
-    assert row.blocks_held == -(-length // PAGE) * MODEL.num_layers * MODEL.num_kv_heads
+    assert row.blocks_held == -(-length // PAGE) * OTHER.heads

@@ -1,0 +1,62 @@
+"""Which kernels serve a model: the best there are, and why better ones do not."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from et_jax.decode.cache import token_width
+from et_jax.decode.selection import trace_scores
+from et_jax.models.config import ModelShape
+from et_jax.pallas.backend import NAMES, pick
+from et_jax.pallas.paged_attention.api import paged_attention
+from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.pallas.softmax import Softmax
+
+
+def serving_backend(
+    model: ModelShape, page_size: int, dtype: DTypeLike, first: str | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """Return the best attention backend, from `first` on, that serves this model's shapes, and why better ones do not.
+
+    By default `first` is the best there is here.
+    """
+    return _first_to_serve(partial(_trace_attention, model, page_size, dtype), first or pick())
+
+
+def scoring_backend(
+    model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, attention: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return what scores this model's blocks and why no better one: the backend of attention, or the best that can."""
+    return _first_to_serve(partial(trace_scores, model, page_size, dtype, key_codes), attention)
+
+
+def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[str, ...]]:
+    """The first backend, from `name` on in order of preference, that does not refuse; and the refusals."""
+    names, refusals = list(NAMES), []
+    while True:
+        try:
+            jax.eval_shape(partial(trace, name))
+            return name, tuple(refusals)
+        except NotImplementedError as error:
+            names.remove(name)
+            refusals.append(str(error))
+            name = pick(built=names)
+
+
+def _trace_attention(model: ModelShape, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
+    """Both ops on one row and one page."""
+    integers = partial(jnp.zeros, dtype=jnp.int32)
+    pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), dtype)
+    queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)
+    softmax = Softmax(scale=1.0, window=next(iter(model.windows)))
+    lists = integers((1, model.num_kv_heads, 1)), integers((1, model.num_kv_heads))
+    decoded, _ = paged_attention(
+        queries[:, 0], pages, integers((1, 1)), *lists, integers(1), softmax=softmax, backend=backend
+    )
+    chunk, _ = paged_prefill(queries, pages, integers((1, 1)), integers(1), softmax=softmax, backend=backend)
+    return decoded, chunk

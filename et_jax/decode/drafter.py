@@ -1,0 +1,87 @@
+"""A second model of the decoder that drafts. Nothing that it writes is ever part of a text: drafts are verified."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control import entropy
+from et_jax.control.switch import SMALL
+from et_jax.decode.chunk import of_rows
+from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.extend import catch_up, extend
+from et_jax.decode.once import where_asked
+from et_jax.decode.plant import PlantState, Weights
+from et_jax.decode.readers import Whole
+from et_jax.decode.rows import Rows
+from et_jax.decode.sample import guess
+from et_jax.decode.state import DecoderConfig, DecodeState
+
+
+@jax.named_scope("draft")
+def draft(
+    config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
+) -> tuple[DecodeState, Drafts]:
+    """Have the small model write what follows the newest token of each row: `count` tokens, or fewer where it stops.
+
+    First it reads what it has not seen of the texts. Each token is drawn as the model will draw it, with the same
+    noise, temperature, truncation and penalties, so that the two agree as often as their distributions let them.
+    """
+    assert state.text is not None
+    plant, params, own = config.plants[SMALL], weights[SMALL], state.plants[SMALL]
+    table, text = rows.take(state.table.pages), rows.take(state.text)
+    before, position = rows.take(own.num_cached), rows.position
+    behind = (count > 0) & (before < position - 1)
+    wanted = jnp.where(behind, position, before)
+    own, chunks, _ = catch_up(plant, params, own, rows.slot, table, text, wanted, config.chunk)
+    # The key of a draft that held as a whole is not written yet: it goes before the newest token.
+    one_behind = (count > 0) & (rows.take(own.num_cached) < position)
+    last = jnp.take_along_axis(text, jnp.maximum(position - 1, 0)[:, None], axis=1)[:, 0]
+    num_rows = position.shape[0]
+    slot = jnp.arange(num_rows, dtype=jnp.int32) if rows.slot is None else rows.slot
+    both = Rows(
+        slot=jnp.tile(slot, 2),
+        token=jnp.concatenate([rows.token, last]),
+        position=jnp.concatenate([position, jnp.maximum(position - 1, 0)]),
+        run=jnp.concatenate([count > 0, one_behind]),
+    )
+
+    def read(own: PlantState, rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"]) -> tuple:
+        logits, own, _ = extend(plant, params, own, of_rows(rows, table, end), Whole())
+        return logits[:, 0], own
+
+    def going(carry: tuple) -> Bool[Array, ""]:
+        i, _, _, count = carry
+        return i < jnp.max(count)
+
+    def with_drawn(carry: tuple, own: PlantState, logits: Float[Array, "r v"]) -> tuple:
+        i, _, tokens, count = carry
+        token, stops = _drawn(how, state, rows, logits, position + i + 1)
+        return i + 1, own, tokens.at[:, i].set(token), jnp.where(stops, jnp.minimum(count, i + 1), count)
+
+    def begin(carry: tuple, both: Rows) -> tuple:
+        logits, own = read(carry[1], both, jnp.tile(table, (2, 1)), jnp.tile(position + 1, 2))
+        return with_drawn(carry, own, logits[:num_rows])
+
+    def go_on(carry: tuple) -> tuple:
+        i, own, tokens, count = carry
+        here = Rows(slot=rows.slot, token=tokens[:, i - 1], position=position + i, run=i < count)
+        logits, own = read(own, here, table, position + i + 1)
+        return with_drawn(carry, own, logits)
+
+    nothing = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count
+    begun = where_asked(jnp.any(count > 0), begin, nothing, both)
+    passes, own, tokens, drafted = jax.lax.while_loop(going, go_on, begun)
+    return state.with_plant(SMALL, own), Drafts(
+        token=tokens,
+        count=drafted,
+        tokens_read=jnp.where(drafted > 0, rows.take(own.num_cached) - before, 0),
+        passes=chunks + passes,
+    )
+
+
+def _drawn(
+    how: Drafting, state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position: Int[Array, " r"]
+) -> tuple[Int[Array, " r"], Bool[Array, " r"]]:
+    """The token of each row at its position, and whether a draft ends with it."""
+    uncertain = entropy.entropy(entropy.moments(logits))
+    return guess(state, rows, logits, position), jax.vmap(lambda one: jnp.asarray(how.length.stops(one)))(uncertain)

@@ -1,0 +1,108 @@
+"""A plant: one model of a decoder, the kernels that serve it, its weights, and the cache that it fills."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from et_jax.decode import cost
+from et_jax.decode.cache import KVCache
+from et_jax.models.config import ModelShape
+from et_jax.models.model import ModelWeights, num_multiplied
+from et_jax.pallas.paged_attention.api import shares_lists, shares_pages
+from et_jax.pallas.softmax import Softmax
+from et_jax.types import pytree, replace
+
+Weights = tuple[ModelWeights, ...]
+"""What a decoder runs on: the weights of each of its plants."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plant:
+    """One model of a decoder, as programs are compiled for it: its shape, the page size, the backend of attention.
+
+    `scores_backend` names the kernels that score blocks.
+    """
+
+    model: ModelShape
+    page_size: int
+    backend: str
+    scores_backend: str
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads over all layers."""
+        return self.model.num_layers * self.model.num_kv_heads
+
+    def softmax(self, layer: int) -> Softmax:
+        """Return the softmax of a layer."""
+        return Softmax(scale=self.model.head_dim**-0.5, window=self.model.windows[layer])
+
+    def reads_together(self, layer: int, chosen: bool) -> bool:
+        """Return whether a layer's pages are read once for all rows of a slot, their blocks `chosen` by each or not."""
+        if chosen or self.model.windows[layer] is not None:  # then the lists of a slot's rows differ
+            return shares_lists(self.backend)
+        return shares_pages(self.backend, self.model.group_size)
+
+
+@pytree
+class PlantState:
+    """What one model of a decoder holds: its cache, and of every slot's text the first `num_cached` tokens.
+
+    The pages of all plants have the numbers of one page table. The rest is what the compression of caches must know,
+    None where none is: a token's place in the cache is its position less `shift`, the tokens that were left out before
+    it; `skipped` counts the blocks at the beginning that hold nothing of a KV head, None where all heads keep as many;
+    `queries` are the last of each sequence, rotated, that of position p at place p mod w, None where none are ranked
+    by: those of tokens that were computed in the slot, not shared with another.
+    """
+
+    cache: KVCache
+    num_cached: Int[Array, " b"]
+    shift: Int[Array, " b"] | None = None
+    skipped: Int[Array, "b l k"] | None = None
+    queries: Float[Array, "b l w h d"] | None = None
+
+    def emptied(self, slot: Int[Array, ""]) -> "PlantState":
+        """Return the state with nothing cached of a slot, and nothing left out."""
+
+        def none(x: Array | None) -> Array | None:
+            return None if x is None else x.at[slot].set(0)
+
+        num_cached = self.num_cached.at[slot].set(0)
+        return replace(self, num_cached=num_cached, shift=none(self.shift), skipped=none(self.skipped))
+
+
+def costs(plant: Plant, weights: ModelWeights, cache_dtype: DTypeLike) -> cost.Model:
+    """Return what it takes to run a model."""
+    model = plant.model
+    return cost.Model(
+        weights=cost.num_bytes(weights),
+        num_multiplied=num_multiplied(model),
+        heads=plant.num_heads,
+        token=2 * model.head_dim * jnp.dtype(cache_dtype).itemsize,
+        group_size=model.group_size,
+        head_dim=model.head_dim,
+    )
+
+
+def check_weights(weights: Weights, num_plants: int) -> None:
+    """Raise TypeError unless there are weights of every plant of a decoder."""
+    if not isinstance(weights, tuple) or len(weights) != num_plants:
+        got = f"those of {len(weights)}" if isinstance(weights, tuple) else f"a {type(weights).__name__}"
+        raise TypeError(f"weights: got {got}, wanted a tuple with those of each of the decoder's {num_plants} models")
+
+
+def traffic(weights: ModelWeights, cache: KVCache, by_mass_of: int = 0) -> cost.Traffic:
+    """Return the bytes of what a step of a model may read.
+
+    Where blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, one number of each is read, and
+    one written.
+    """
+    layer = cache.layers[0]
+    num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
+    return cost.Traffic(
+        weights=cost.num_bytes(weights),
+        block=cost.num_bytes(layer.pages) // num_blocks,
+        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
+    )

@@ -1,0 +1,146 @@
+"""Two models that take turns, of which one is active in each sequence: Entropy Adaptive Decoding (Simonds 2025).
+
+A step is that of one of them. First it reads what it has not seen of its sequences' texts. Where the switch makes the
+other one active before a token is sampled, the sequence waits for a step of that.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control.controller import Controller
+from et_jax.control.switch import MODEL, SMALL, Switch, SwitchState
+from et_jax.decode.chunk import of_rows
+from et_jax.decode.extend import catch_up, extend
+from et_jax.decode.once import where_asked
+from et_jax.decode.plant import PlantState, Weights
+from et_jax.decode.readers import ReadStats, Whole, no_reads
+from et_jax.decode.rows import Rows
+from et_jax.decode.state import DecoderConfig, DecodeState, Spent
+from et_jax.types import replace
+
+Extend = Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]]
+
+
+def active(state: DecodeState) -> Int[Array, ""] | None:
+    """Return whose step it is: that of the sequence which has waited longest, so that none waits for ever.
+
+    None where one model serves all.
+    """
+    if state.switch is None:
+        return None
+    waited = jnp.where(state.active, state.control.wait, -1)
+    return state.switch.speaker[jnp.argmax(waited)]
+
+
+def ready(state: DecodeState, active: Int[Array, ""] | None) -> Bool[Array, " b"] | bool:
+    """Return which sequences the model of this step is active in."""
+    return True if state.switch is None else state.switch.speaker == active
+
+
+def extend_active(
+    config: DecoderConfig,
+    weights: Weights,
+    state: DecodeState,
+    rows: Rows,
+    active: Int[Array, ""],
+    extend_rows: Extend,
+) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
+    """Have the active model catch up with the rows' texts and read their newest tokens, the model by `extend_rows`.
+
+    What it did is added to what every slot has spent since its last token.
+    """
+    assert state.text is not None and state.spent is not None
+    table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(num_cached(state))
+
+    def caught_up(index: int, plants: tuple[PlantState, ...], rows: Rows) -> tuple:
+        wanted = jnp.where(rows.run, rows.position, before[:, index])
+        plant, params, own = config.plants[index], weights[index], plants[index]
+        return catch_up(plant, params, own, rows.slot, table, text, wanted, config.chunk, config.audit)
+
+    def by_model(carry: tuple, rows: Rows) -> tuple:
+        own, chunks, agreed = caught_up(MODEL, carry[0], rows)
+        some = replace(state, plants=carry[0]).with_plant(MODEL, own)
+        some, logits, stats = extend_rows(config, weights, some, rows, rows.position + 1)
+        return some.plants, logits, stats, chunks, agreed
+
+    def by_small(carry: tuple, rows: Rows) -> tuple:
+        own, chunks, agreed = caught_up(SMALL, carry[0], rows)
+        chunk = of_rows(rows, table, rows.position + 1)
+        logits, own, _ = extend(config.plants[SMALL], weights[SMALL], own, chunk, Whole())
+        some = replace(state, plants=carry[0]).with_plant(SMALL, own)
+        return some.plants, logits[:, 0], _whole(config, state, rows), chunks, agreed
+
+    shapes = jax.eval_shape(lambda: by_model((state.plants,), rows))
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1:])
+    carry = (state.plants, *blank)
+    carry = where_asked(active == MODEL, by_model, carry, rows)
+    carry = where_asked(active == SMALL, by_small, carry, rows)
+    plants, logits, stats, chunks, agreed = carry
+    spent = _spent(config, state, rows, active, before, chunks, agreed)
+    return replace(state, plants=plants, spent=spent), logits, stats
+
+
+def num_cached(state: DecodeState) -> Int[Array, "b m"]:
+    """Return how far each model has come in the text of every slot."""
+    return jnp.stack([plant.num_cached for plant in state.plants], axis=1)
+
+
+def before_token(laws: Controller, state: SwitchState, certainty: Float[Array, ""]) -> SwitchState:
+    """Return what the switch decides when the entropy is known and nothing sampled."""
+    return _switch(laws).before(state, certainty)
+
+
+def after_token(laws: Controller, state: SwitchState, certainty: Float[Array, ""]) -> SwitchState:
+    """Return what the switch decides after a token."""
+    return _switch(laws).after(state, certainty)
+
+
+def _switch(laws: Controller) -> Switch:
+    assert laws.switch is not None
+    return laws.switch
+
+
+def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
+    """What the small model reads: all there is. Of the model's own blocks, what was read last stands."""
+    plant, control = config.plants[SMALL], rows.take(state.control)
+    layers = range(config.model.num_layers)
+    blocks = (rows.position // config.page_size + 1) * plant.num_heads
+    return replace(
+        no_reads(rows.token.shape[0]),
+        blocks_read=jnp.where(rows.run, blocks, 0),
+        block_masks=tuple(control.block_mask[:, i] for i in layers),
+        block_masses=tuple(None if control.block_mass is None else control.block_mass[:, i] for i in layers),
+    )
+
+
+def _spent(
+    config: DecoderConfig,
+    state: DecodeState,
+    rows: Rows,
+    active: Int[Array, ""],
+    before: Int[Array, "r m"],
+    passes: Int[Array, ""],
+    agreed: Bool[Array, "r n"] | None,
+) -> Spent:
+    """What both models have done for every slot since its last token, with this step."""
+    assert state.text is not None and state.spent is not None
+    lag = before[jnp.arange(before.shape[0]), active]
+    read_now = jnp.where(rows.run, rows.position + 1 - lag, 0)
+    num_rows = jnp.maximum(jnp.sum(rows.run), 1).astype(jnp.float32)
+    share = jnp.where(rows.run, (passes + 1).astype(jnp.float32) / num_rows, 0.0)
+    own = jnp.arange(before.shape[1]) == active
+    added = {
+        "tokens": jnp.where(own, read_now[:, None], 0),
+        "passes": jnp.where(own, share[:, None], 0.0),
+    }
+    if agreed is not None:
+        # of the tokens caught up with, those that lead to a word of the text rather than of its prompt
+        place, first = jnp.arange(agreed.shape[1]), rows.position - rows.take(state.generated)
+        counted = (place >= jnp.maximum(lag, first)[:, None]) & (place < rows.position[:, None]) & rows.run[:, None]
+        told = {"audited": counted, "agreed": counted & agreed}
+        added |= {name: jnp.sum(each, axis=1, dtype=jnp.int32) for name, each in told.items()}
+    spread = rows.spread(config.num_slots, added)
+    return replace(state.spent, **{name: getattr(state.spent, name) + each for name, each in spread.items()})
