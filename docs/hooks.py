@@ -29,6 +29,8 @@ PAGES = {
 MODULES = (
     "et_jax/control/*.py",
     "et_jax/decode/decoder.py",
+    "et_jax/decode/config.py",
+    "et_jax/decode/output.py",
     "et_jax/decode/state.py",
     "et_jax/decode/request.py",
     "et_jax/decode/snapshots.py",

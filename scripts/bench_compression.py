@@ -22,7 +22,7 @@ from et_jax.control.compression import named
 from et_jax.decode.decoder import Decoder, decoder, snapshot
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, prompt_tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
@@ -118,7 +118,7 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in ("budget", "layers", "dtype", "rounds", "steps")}
     settings |= {"texts": TEXTS, "page_size": plain.page_size, "compressions": len(seconds)}
     settings |= {"compression_ms_per_token": 1e3 * float(np.median(seconds[1:])) / how.every}
-    print(tables.compression_cost(cases))
+    print(prompt_tables.compression_cost(cases))
     write(args.output, "scripts/bench_compression.py", settings, cases=cases)
 
 

@@ -22,10 +22,11 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from et_jax.control.draft import DraftLength, FixedLength
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, by_acceptance
 from et_jax.decode.request import request
-from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.decode.state import DecodeState
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import in_a_circle
 from et_jax.evidence.results import REPOSITORY, RESULTS, write

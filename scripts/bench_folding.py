@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafts, laid_out
 from et_jax.decode.rows import Rows
-from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.decode.state import DecodeState
 from et_jax.decode.step import extend_rows
 from et_jax.evidence import arguments
 from et_jax.evidence.results import RESULTS, table, write

@@ -27,7 +27,7 @@ from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.extend import attend, extend
 from et_jax.decode.plant import Plant, PlantState
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, prompt_tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.shapes import LLAMA_3_8B
 from et_jax.models.transformer import Params, initialise
@@ -183,7 +183,7 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in ("tokens", "layers", "segment", "page_size", "dtype", "rounds")}
     settings |= {"prefills": args.prefills, "timed_segments": len(starts[EVERY - 1 :: EVERY])}
     results = [{"read": name, "attention": attention[name], "prefill": prefill[name]} for name in made]
-    print(tables.prefill(results))
+    print(prompt_tables.prefill(results))
     write(args.output, "scripts/bench_prefill.py", settings, cases=results)
 
 

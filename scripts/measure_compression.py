@@ -33,13 +33,13 @@ from jaxtyping import Float, Int
 from et_jax.control.compression import Compression, Policy, named
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter
-from et_jax.evidence import arguments, paired, tables
+from et_jax.evidence import arguments, paired, prompt_tables
 from et_jax.evidence.compression_arms import HeavyHitters, Oracle, continued, texts
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.base import Example, right
-from et_jax.tasks.generators import TASKS, document
+from et_jax.tasks.generators import NUM_PAIRS, TASKS, document
 from et_jax.text import Detokenizer
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
@@ -196,14 +196,15 @@ class Question:
     before: int
 
 
-def questions(model: Model, task: str, samples: int) -> list[Question]:
+def questions(model: Model, task: str, samples: int, num_pairs: int = NUM_PAIRS) -> list[Question]:
     """Return `samples` questions of a task at each of some depths, of the model's whole context."""
     count = counter(model)
     found: list[Question] = []
     for number, depth in enumerate(np.linspace(0, 1, DEPTHS)):
         for sample in range(samples):
             seed = number * samples + sample
-            made = document(task, count=count, length=model.max_model_len, depth=float(depth), seed=seed)
+            sizes = {"length": model.max_model_len, "num_pairs": num_pairs}
+            made = document(task, count=count, depth=float(depth), seed=seed, **sizes)
             turn = made.turns[0]
             prompt = model.tokenizer.encode(made.context + turn.question)
             whole = model.tokenizer.encode(made.context + turn.question + turn.answer)
@@ -228,6 +229,9 @@ def answered(model: Model, asked: Question, likeliest: Int[np.ndarray, " a"]) ->
     return right(asked.example, text + detokenizer.flush())
 
 
+Told = Callable[[Model, list[Question], Int[np.ndarray, "r t"]], list[Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A compression of questions at a token of each, judged by what is said from `judged` tokens of the answer on."""
@@ -238,20 +242,24 @@ class Way:
 
 
 def answers(
-    model: Model, asked: list[Question], ways: dict[Any, Way], count: int
-) -> tuple[list[bool], dict[Any, list[bool]]]:
-    """Return which questions are answered rightly from the whole cache, and in each way, of `count` tokens read on."""
+    model: Model, asked: list[Question], ways: dict[Any, Way], count: int, told: Told | None = None
+) -> tuple[list[Any], dict[Any, list[Any]]]:
+    """Return which questions are answered rightly from the whole cache, and in each way, of `count` tokens read on.
+
+    `told` says what is told of questions instead, from the likeliest tokens after every one.
+    """
+    told = told or right_answers
     ends = np.asarray([len(one.prompt) + len(one.answer) for one in asked], np.int32)
     tokens = np.zeros((len(asked), max(ends)), np.int32)
     for row, one, end in zip(tokens, asked, ends, strict=True):
         row[:end] = one.prompt + one.answer
-    dense_right: list[bool] = []
-    found: dict[Any, list[bool]] = {name: [] for name in ways}
+    dense_right: list[Any] = []
+    found: dict[Any, list[Any]] = {name: [] for name in ways}
     for begin in range(0, len(asked), PART):
         part = slice(begin, begin + PART)
         dense = texts(model.config, model.params, jnp.asarray(tokens[part]))
         likeliest = np.asarray(jnp.argmax(dense.log_probs, axis=-1))
-        dense_right += _told(model, asked[part], likeliest)
+        dense_right += told(model, asked[part], likeliest)
         for name, way in ways.items():
             points = jnp.asarray(way.at[part]), jnp.asarray(ends[part])
             sizes = {"count": count, "page_size": PAGE_SIZE}
@@ -260,7 +268,7 @@ def answers(
             said = _continued(likeliest, after, way.at[part])
             free = np.asarray([len(one.prompt) - 1 + way.judged for one in asked[part]])
             said = np.where(np.arange(said.shape[1]) < free[:, None], likeliest, said)
-            found[name] += _told(model, asked[part], said)
+            found[name] += told(model, asked[part], said)
     return dense_right, found
 
 
@@ -332,7 +340,8 @@ def _continued(
     return np.where(place < 0, dense, later)
 
 
-def _told(model: Model, asked: list[Question], likeliest: Int[np.ndarray, "r t"]) -> list[bool]:
+def right_answers(model: Model, asked: list[Question], likeliest: Int[np.ndarray, "r t"]) -> list[bool]:
+    """Return which questions are answered rightly, by the likeliest token after every one of prompt and answer."""
     return [answered(model, one, row[len(one.prompt) - 1 :]) for one, row in zip(asked, likeliest, strict=True)]
 
 
@@ -354,7 +363,7 @@ def main() -> None:
         sys.exit(f"measure_compression: {error}")
     found, waited, asked = measure(bench), waits(bench), ask(model, args.samples)
     ranked = rerank(model, args.samples)
-    print(tables.compression(found, waited, asked, ranked))
+    print(prompt_tables.compression(found, waited, asked, ranked))
     settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "samples": args.samples}
     settings |= {"tokens": bench.length, "compressed_at": bench.start, "dense_loss": bench.dense_loss}
     settings |= {"window": Compression.window, "pooling": Compression.pooling, "block": PAGE_SIZE}

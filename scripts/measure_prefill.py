@@ -34,7 +34,7 @@ from et_jax.control.controller import Controller
 from et_jax.decode.plant import Plant
 from et_jax.errors import UsageError
 from et_jax.evaluate import counter, evaluate, grid
-from et_jax.evidence import arguments, paired, tables
+from et_jax.evidence import arguments, paired, prompt_tables
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.prompt_arms import (
     AtRandom,
@@ -67,13 +67,19 @@ class Bench:
 
     def __init__(self, model: Model, text: Path, count: int, segment: int) -> None:
         self.config, self.params, self.segment = model.config, model.params, segment
-        self.page_size = model.decoder_config.page_size
-        self.plant = Plant(model=self.config, page_size=self.page_size, backend="xla", scores_backend="xla")
+        self.plant = self.plant_of(model)
+        self.page_size = self.plant.page_size
         tokens = rows(model, text, count, self.config.max_positions)
         length = (tokens.shape[1] - 1) // segment * segment
         self.given = jnp.asarray(tokens[:, :length])
         self.following = jnp.asarray(tokens[:, 1 : length + 1])
         self.dense_until = 2 * segment
+
+    @staticmethod
+    def plant_of(model: Model) -> Plant:
+        """Return a model as prompts are read by it."""
+        size = model.decoder_config.page_size
+        return Plant(model=model.config, page_size=size, backend="xla", scores_backend="xla")
 
     def settings(self) -> dict[str, int]:
         """Return what all budgets share."""
@@ -242,7 +248,7 @@ def main() -> None:
     found = measure(bench)
     answers = questions(model, bench, found, args.samples)
     dense = bench.run(bench.dense, len(bench.given))
-    print(tables.prefill_budgets(found, answers))
+    print(prompt_tables.prefill_budgets(found, answers))
     settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "segment": args.segment}
     settings |= {"samples": args.samples}
     settings |= {"page_size": bench.page_size, "dense_loss": float(dense.loss.mean())}

@@ -18,7 +18,7 @@ from measure_prefill import BASELINE, Bench, arms, line
 
 from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, prompt_tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import load
 
@@ -59,7 +59,7 @@ def main() -> None:
     except UsageError as error:
         sys.exit(f"measure_printed_budgets: {error}")
     lines = measure(bench)
-    print(tables.printed_budgets(lines))
+    print(prompt_tables.printed_budgets(lines))
     settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "segment": args.segment}
     write(args.output, "scripts/measure_printed_budgets.py", settings, lines=lines)
 

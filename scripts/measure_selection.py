@@ -38,9 +38,10 @@ from et_jax.control.select import AnySelector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import BlockView, coded_mass, greater_mass, last_mass, mass
 from et_jax.decode import slots
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import request
-from et_jax.decode.state import DecoderConfig, DecodeState, empty, fresh_control, slot_laws
+from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step, traffic
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from et_jax.control import clock, entropy, priority, temperature, temperature_rules, tolerance
 from et_jax.control.base import ControlState, Law, Signals
-from et_jax.decode.state import blank_signals
+from et_jax.decode.fresh import blank_signals
 from et_jax.evidence.figures import FIGURES, pyplot, save
 from et_jax.types import replace
 

@@ -26,9 +26,10 @@ from jaxtyping import Array
 
 from et_jax.decode import cache as kv
 from et_jax.decode.cache import KVCache
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import with_layer
 from et_jax.decode.rows import Rows
-from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.decode.state import DecodeState
 from et_jax.decode.step import extend_rows, step
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments

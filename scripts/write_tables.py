@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from et_jax.evidence import tables
+from et_jax.evidence import prompt_tables, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS
 from et_jax.evidence.roofline import roofline
 from et_jax.io.files import replace_file
@@ -57,17 +57,21 @@ SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
 }
 ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "prefill": ("prefill.json", lambda found: tables.prefill(found["cases"])),
+    "prefill": ("prefill.json", lambda found: prompt_tables.prefill(found["cases"])),
     "prefill_budgets": (
         "prefill_budgets.json",
-        lambda found: tables.prefill_budgets(found["arms"], found["questions"]),
+        lambda found: prompt_tables.prefill_budgets(found["arms"], found["questions"]),
     ),
-    "printed_budgets": ("printed_budgets.json", lambda found: tables.printed_budgets(found["lines"])),
+    "printed_budgets": ("printed_budgets.json", lambda found: prompt_tables.printed_budgets(found["lines"])),
+    "asked_amid": ("asked_amid.json", lambda found: prompt_tables.asked_amid(found["lines"])),
+    "long_answers": ("long_answers.json", lambda found: prompt_tables.long_answers(found["lines"])),
     "compression": (
         "compression.json",
-        lambda found: tables.compression(*(found[part] for part in ("policies", "waits", "questions", "reranked"))),
+        lambda found: prompt_tables.compression(
+            *(found[part] for part in ("policies", "waits", "questions", "reranked"))
+        ),
     ),
-    "compression_cost": ("compression_cost.json", lambda found: tables.compression_cost(found["cases"])),
+    "compression_cost": ("compression_cost.json", lambda found: prompt_tables.compression_cost(found["cases"])),
 }
 REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "report": ("report.json", lambda found: tables.rows(found["rows"])),
@@ -126,6 +130,8 @@ def main() -> int:
             ("measure_prefill", "--text", args.case[0][1]),
             ("measure_printed_budgets", "--text", args.case[0][1]),
             ("measure_compression", "--text", args.case[0][1]),
+            ("measure_asked_amid",),
+            ("measure_long_answers",),
             ("measure_free_running",),
             ("measure_pruning",),
             ("measure_codes",),

@@ -13,7 +13,8 @@ from et_jax.control.compression import Entries
 from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, queries
-from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.state import DecodeState
 from et_jax.types import replace
 
 

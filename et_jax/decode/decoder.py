@@ -17,10 +17,12 @@ from jaxtyping import Array, Bool, Int
 
 from et_jax.decode import slots
 from et_jax.decode.compress import compress
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
-from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput, empty
+from et_jax.decode.state import DecodeState, empty
 from et_jax.decode.step import step
 from et_jax.scope import within
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import entropy
 from et_jax.control.switch import SMALL
 from et_jax.decode.chunk import of_rows
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.extend import catch_up, extend
 from et_jax.decode.once import where_asked
@@ -14,7 +15,7 @@ from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import guess
-from et_jax.decode.state import DecoderConfig, DecodeState
+from et_jax.decode.state import DecodeState
 
 
 @jax.named_scope("draft")

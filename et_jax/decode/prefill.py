@@ -11,10 +11,11 @@ from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import extend
 from et_jax.decode.plant import Weights, check_weights
 from et_jax.decode.readers import Whole
-from et_jax.decode.state import DecoderConfig, DecodeState, fresh_prompt
+from et_jax.decode.state import DecodeState
 from et_jax.types import replace
 
 
@@ -81,7 +82,7 @@ def prefill(
 
 def _begun(config: DecoderConfig, state: DecodeState, chunk: Chunk) -> PromptNotes:
     """The notes of every slot, those of prompts that begin in these rows as of nothing read."""
-    notes, fresh = state.control.prompt, fresh_prompt(config)
+    notes, fresh = state.control.prompt, config.fresh_prompt()
     assert notes is not None and fresh is not None
     begins = (chunk.start == 0) & (chunk.count > 0)
     slot = jnp.where(begins, chunk.slot, config.num_slots)

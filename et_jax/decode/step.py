@@ -14,13 +14,15 @@ from et_jax.decode import cache as kv
 from et_jax.decode import cost, drafter, pages, turns
 from et_jax.decode import draft as drafting
 from et_jax.decode.chunk import of_rows
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.extend import extend
 from et_jax.decode.once import where_asked
+from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import PlantState, Weights, check_weights, traffic
 from et_jax.decode.readers import ReadStats, Selected
 from et_jax.decode.rows import Rows, at_slots
-from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
+from et_jax.decode.state import DecodeState
 from et_jax.decode.verify import advance, verify
 from et_jax.types import replace
 

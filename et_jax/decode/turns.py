@@ -13,12 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control.controller import Controller
 from et_jax.control.switch import MODEL, SMALL, Switch, SwitchState
 from et_jax.decode.chunk import of_rows
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import catch_up, extend
 from et_jax.decode.once import where_asked
+from et_jax.decode.output import Spent
 from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.readers import ReadStats, Whole, no_reads
 from et_jax.decode.rows import Rows
-from et_jax.decode.state import DecoderConfig, DecodeState, Spent
+from et_jax.decode.state import DecodeState
 from et_jax.types import replace
 
 Extend = Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]]

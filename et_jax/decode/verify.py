@@ -13,12 +13,14 @@ from et_jax.control.base import ControlState, Signals, updated
 from et_jax.control.controller import Controller
 from et_jax.control.switch import SMALL
 from et_jax.decode import faults, pages, sampling, turns
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.output import StepOutput
 from et_jax.decode.readers import ReadStats
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import Sampled, sample
 from et_jax.decode.sampling import Sampling
-from et_jax.decode.state import DecoderConfig, DecodeState, StepOutput
+from et_jax.decode.state import DecodeState
 from et_jax.types import pytree, replace
 
 Price = Callable[[ReadStats], Float[Array, " r"]]

@@ -8,7 +8,7 @@ model's own keys, `sensitivity` how much hangs on each head. `forced` runs a mod
 `prompt_arms` while it reads less of the text as a prompt, `compression_arms` once its cache forgot a part of it, and
 `paired` compares ways of reading less at equal budgets, row by row. `misplaced` shows laws the entropies of other
 sequences or moments. `coupling` is how often two models agree that sample with one noise, `walks` what drafts along a
-text would take. `results` writes what was found beside the machine it was found on, and `tables` and `figures` show it.
-`roofline` says what no kernel can beat. `aot` lists the programs that are compiled for absent chips, `fuzzing` draws
-hostile values. Nothing that decodes imports this package.
+text would take. `results` writes what was found beside the machine it was found on, and `tables`, `prompt_tables` and
+`figures` show it. `roofline` says what no kernel can beat. `aot` lists the programs that are compiled for absent chips,
+`fuzzing` draws hostile values. Nothing that decodes imports this package.
 """

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from et_jax.decode import pages, slots
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.request import request
-from et_jax.decode.state import DecoderConfig, DecodeState, empty
+from et_jax.decode.state import DecodeState, empty
 from et_jax.models.config import ModelConfig
 from et_jax.pallas.backend import pick
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from et_jax.evidence.results import table
@@ -62,7 +62,7 @@ def arms(cases: Sequence[Case]) -> str:
         for line in case["arms"]:
             by_arm.setdefault((line["residual"], line["arm"]), {})[line["share"]] = line
         lines = [
-            ["mean value" if residual else "nothing", arm, *[_saving(found.get(share)) for share in shares]]
+            ["mean value" if residual else "nothing", arm, *[saving(found.get(share)) for share in shares]]
             for (residual, arm), found in by_arm.items()
         ]
         parts.append(
@@ -72,8 +72,8 @@ def arms(cases: Sequence[Case]) -> str:
     return "\n\n".join(parts)
 
 
-def _saving(line: Case | None) -> str | None:
-    """The divergence of the baseline, the saving of any other arm; a dash where no setting spends the budget."""
+def saving(line: Case | None) -> str | None:
+    """Return the divergence of the baseline, the saving of any other arm; a dash where no setting spends the budget."""
     if line is None or "missed" in line:
         return None
     saving = line["saving"]
@@ -89,7 +89,7 @@ def free_running(tasks: Sequence[Case]) -> str:
     for task in tasks:
         for name in dict.fromkeys(line["tolerance_by"] for line in task["arms"]):
             by_share = {line["share"]: line for line in task["arms"] if line["tolerance_by"] == name}
-            cells = [_right(by_share[share]) for share in shares]
+            cells = [right(by_share[share]) for share in shares]
             lines.append([task["task"], name, f"{task['dense']}/{task['questions']}", *cells])
     return table(["task", "tolerance by", "all read", *[f"{share:.0%} read" for share in shares]], lines)
 
@@ -103,7 +103,7 @@ def pruning(cases: Sequence[Case]) -> str:
         lines = []
         for index, arm in enumerate(line["arm"] for line in own[0]["arms"]):
             found = [case["arms"][index] for case in own]
-            cells = [f"{_right(one)}, {one['share_read']:.0%}, {one['share_bytes']:.0%}" for one in found]
+            cells = [f"{right(one)}, {one['share_read']:.0%}, {one['share_bytes']:.0%}" for one in found]
             lines.append([arm, *cells])
         parts.append(f"{length} tokens:\n\n{table(header, lines)}")
     return "\n\n".join(parts)
@@ -116,7 +116,7 @@ def codes(found: Sequence[Case]) -> str:
     rows = list(dict.fromkeys((line["selector"], line["codes"]) for line in found))
 
     def cell(line: Case) -> str:
-        return f"{_right(line)}, {line['share_read']:.0%}, {line['share_bytes']:.0%}"
+        return f"{right(line)}, {line['share_read']:.0%}, {line['share_bytes']:.0%}"
 
     lines = [[selector, kind, *(cell(by[selector, kind, task]) for task in tasks)] for selector, kind in sorted(rows)]
     return table(["chosen by", "codes", *tasks.values()], lines)
@@ -129,7 +129,8 @@ def pruning_cost(cases: Sequence[Case]) -> str:
     return table(["tokens", "way", "ms a step", "over off", "blocks read", "bytes moved"], lines)
 
 
-def _right(line: Case) -> str | None:
+def right(line: Case) -> str | None:
+    """Return right answers, with a star where fewer than by chance; None where there are none."""
     if "missed" in line:
         return None
     return f"{line['right']}{'*' if line['p'] < 0.05 else ''}"
@@ -390,108 +391,3 @@ def switching(lines: Sequence[Case], questions: int) -> str:
 def _share_on_tasks(line: Case) -> str:
     """The model's share of the words of answers."""
     return "" if line["task_share"] is None else f", {line['task_share']:.0%}"
-
-
-def prefill(cases: Sequence[Case]) -> str:
-    """Return seconds of a layer's attention and of the whole prefill, and their ratios to dense, for each case."""
-    header = ["read", "attention, s", "over dense", "whole prefill, s", "over dense"]
-    return table(header, [[case["read"], *case["attention"].values(), *case["prefill"].values()] for case in cases])
-
-
-def prefill_budgets(lines: Sequence[Case], questions: Sequence[Case]) -> str:
-    """Return what each budget saves of a constant one's divergence, by share read; right answers."""
-    by_arm: dict[str, dict[float, Case]] = {}
-    for line in lines:
-        by_arm.setdefault(line["arm"], {})[line["share"]] = line
-    shares = list(dict.fromkeys(line["share"] for line in lines))
-    whole = table(
-        ["budget", *[f"{share:.3g} read" for share in shares]],
-        [[arm, *[_saving(found.get(share)) for share in shares]] for arm, found in by_arm.items()],
-    )
-    return f"{whole}\n\n{_answers(questions)}"
-
-
-def printed_budgets(lines: Sequence[Case]) -> str:
-    """Return what EntropyInfer's budgets save of the divergence of constant ones, of one size and at equal blocks."""
-    keys = ("tokens", "arm", "share_read", "divergence", "loss")
-    rows = []
-    for line in lines:
-        equal = None
-        if "equal" in line:
-            equal = f"{_saving({'saving': line['saving_at_equal']})}; it reads {line['equal']['share_read']:.3g}"
-        rows.append([*[line[key] for key in keys], _saving(line), equal])
-    return table(["B_0", "budget", "share read", "KL", "loss", "saves", "over a constant that reads as much"], rows)
-
-
-def compression(
-    policies: Sequence[Case], waits: Sequence[Case], questions: Sequence[Case], reranked: Sequence[Case]
-) -> str:
-    """Return what policies save of SnapKV's divergence, at equal entries read and held; by waits; right answers.
-
-    A star stands where there are fewer than by chance: of the whole cache's, or of the other ranking's.
-    """
-    shares = list(dict.fromkeys(line["share"] for line in policies))
-    arms = list(dict.fromkeys(line["arm"] for line in policies))
-    found = {(line["equal"], line["arm"], line["share"]): line for line in policies}
-    parts = [
-        table(
-            [f"policy, equal entries {equal}", *[f"{share:.3g} of them" for share in shares]],
-            [
-                [arm, *[_saving(found.get((equal, arm, share), found["read", arm, share])) for share in shares]]
-                for arm in arms
-            ],
-        )
-        for equal in ("read", "held")
-    ]
-    by_wait = {(line["waited"], line["share"]): line for line in waits}
-    waited = list(dict.fromkeys(line["waited"] for line in waits))
-    parts.append(
-        table(
-            ["tokens decoded before", *[f"{share:.3g} of them" for share in shares]],
-            [[wait, *[_saving(by_wait[wait, share]) for share in shares]] for wait in waited],
-        )
-    )
-    for point in dict.fromkeys(line["compressed"] for line in questions):
-        right = {(one["task"], one["arm"], one["share"]): one for one in questions if one["compressed"] == point}
-        tasks = {task: one for (task, _, _), one in right.items()}
-        rows = [
-            [task, f"{one['dense']}/{one['questions']}", arm, *[_right(right[task, arm, share]) for share in shares]]
-            for task, one in tasks.items()
-            for arm in arms
-        ]
-        parts.append(table([f"compressed {point}", "whole cache", "policy", *[f"{one:.3g}" for one in shares]], rows))
-    ends = {(one["task"], one["waited"], one["arm"], one["share"]): one for one in reranked}
-    rows = [
-        [task, wait, f"{dense}/{asked}", *[_both(ends, task, wait, share) for share in shares]]
-        for task, wait, dense, asked in dict.fromkeys(
-            (one["task"], one["waited"], one["dense"], one["questions"]) for one in reranked
-        )
-    ]
-    header = ["ends of answers", "tokens decoded before", "whole cache", *[f"{one:.3g}" for one in shares]]
-    parts.append(f"Right by the prompt's queries, and by those decoded too:\n\n{table(header, rows)}")
-    return "\n\n".join(parts)
-
-
-def _both(ends: Mapping[Any, Case], task: str, wait: int, share: float) -> str:
-    one, other = (ends[task, wait, arm, share] for arm in ("snapkv", "latent"))
-    return f"{one['right']}{'*' if other['p'] < 0.05 else ''} and {other['right']}"
-
-
-def _answers(questions: Sequence[Case]) -> str:
-    """Return right answers by task, budget and share read; a star where fewer than by chance."""
-    shares = list(dict.fromkeys(line["share"] for line in questions))
-    by_line: dict[tuple[str, str, str], dict[float, Case]] = {}
-    for line in questions:
-        key = line["task"], line["arm"], f"{line['dense']}/{line['questions']}"
-        by_line.setdefault(key, {})[line["share"]] = line
-    rows = [
-        [task, arm, dense, *[_right(found[share]) if share in found else None for share in shares]]
-        for (task, arm, dense), found in by_line.items()
-    ]
-    return table(["task", "budget", "all read", *[f"{share:.3g} read" for share in shares]], rows)
-
-
-def compression_cost(cases: Sequence[Case]) -> str:
-    """Return pages held and milliseconds of a step by the tokens of a text, with a cache budget and without."""
-    header = ["cache", "tokens of text", "pages held", "ms a step", "over the shortest text"]
-    return table(header, [[case[key] for key in ("cache", "tokens", "pages", "ms", "over")] for case in cases])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.decode.state import DecoderConfig
+from et_jax.decode.config import DecoderConfig
 
 Rows = tuple[np.ndarray[Any, np.dtype[Any]], ...]
 

@@ -17,7 +17,7 @@ from et_jax.control.presets import NAMES, preset
 from et_jax.control.settings import preset_of
 from et_jax.decode import compat
 from et_jax.decode.draft import Drafting, by_acceptance, lookup
-from et_jax.decode.state import law_steers
+from et_jax.decode.fresh import law_steers
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.pallas.backend import NAMES as BACKENDS

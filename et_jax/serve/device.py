@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from et_jax.decode.decoder import Decoder
+from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.request import Request, request
 from et_jax.decode.slots import Pages, SlotRow
-from et_jax.decode.state import DecodeState, StepOutput
+from et_jax.decode.state import DecodeState
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
 from et_jax.types import replace

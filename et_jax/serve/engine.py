@@ -13,12 +13,11 @@ from typing import Any
 import jax
 
 from et_jax.control.compression import Compression
-from et_jax.control.controller import Controller
 from et_jax.decode import cost
 from et_jax.decode.backends import serving_backend
+from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.plant import Weights
-from et_jax.decode.state import DecoderConfig, Keep
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
@@ -184,6 +183,7 @@ class Model:
         self.settings, self.config, self.decoder_config = settings, config.model, config
         self.metrics = Metrics()
         self._plan, self._tell = plan, progress
+        self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
         self._decoders: dict[Structure, Decoder] = {}
         self._replicas: dict[Structure, Replicas] = {}
         self._lock, self._use = threading.Lock(), Use(settings.name)
@@ -387,7 +387,7 @@ class Model:
     def _check_call(self, control: Control | None, cancelled: Callable[[], bool] = lambda: False) -> None:
         self._use.check()
         check_untraced()
-        self._controller(control)
+        self._configuration(control)
         if not callable(cancelled):
             raise UsageError(f"cancelled is {values.shown(cancelled)}; it must be a function without arguments.")
 
@@ -478,14 +478,18 @@ class Model:
         return replace(found, config=config)
 
     def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
-        return beside(self.settings, self.decoder_config, self._controller(control), self._small, keep)
+        """The decoder's configuration under a control, checked; the last one is kept, for all requests of a call ask.
 
-    def _controller(self, control: Control | None) -> Controller:
-        if control is None:
-            return self.decoder_config.controller
-        found = controller(control)
-        check_measured(self.name, beside(self.settings, self.decoder_config, found, self._small))
-        return found
+        Raises UsageError for what is no control, or does not go with the model and its settings.
+        """
+        last = self._configured
+        if last is not None and last[0] is control and last[1] == keep:
+            return last[2]
+        found = self.decoder_config.controller if control is None else controller(control)
+        config = beside(self.settings, self.decoder_config, found, self._small, keep)
+        check_measured(self.name, config)
+        self._configured = control, keep, config
+        return config
 
 
 def _structure(config: DecoderConfig) -> Structure:

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.plant import Weights
-from et_jax.decode.state import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 from et_jax.models.calibration import read_calibration

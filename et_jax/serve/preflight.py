@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from et_jax.decode.cache import token_width
-from et_jax.decode.state import DecoderConfig, empty
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models.model import token_numbers, weight_bytes
 from et_jax.models.module import ModuleModel

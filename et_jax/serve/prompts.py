@@ -10,7 +10,7 @@ import jax
 
 from et_jax.control.controller import Controller
 from et_jax.control.settings import adjusted
-from et_jax.decode.state import DecoderConfig
+from et_jax.decode.config import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.serve.completions import Completion, TokenEvent

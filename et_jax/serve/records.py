@@ -10,7 +10,8 @@ import numpy as np
 
 from et_jax.control.budget import PromptNotes
 from et_jax.decode import cost
-from et_jax.decode.state import DecoderConfig, StepOutput
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.output import StepOutput
 from et_jax.serve.completions import PromptRead, TokenTrace
 
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from et_jax.decode import cost, faults
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.plant import Weights, costs, traffic
-from et_jax.decode.state import DecoderConfig
 from et_jax.scope import own_settings
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import num_compiled

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from et_jax.control.controller import Controller
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.request import Request, request
-from et_jax.decode.state import DecoderConfig
 from et_jax.serve import scheduler
 from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace
 from et_jax.serve.requests import GenerationRequest

@@ -71,6 +71,24 @@ def test_more_prompts_than_slots_give_the_texts_they_give_one_by_one(model):
     assert [of(c) for c in together] == [of(model.generate(prompt, params)[0]) for prompt in prompts]
 
 
+def test_a_control_is_resolved_once_for_all_requests_of_a_call(model, monkeypatch):
+    resolved, beside = [], engine.beside
+
+    def counted(settings, config, laws, *more, **named):
+        resolved.append(laws)
+        return beside(settings, config, laws, *more, **named)
+
+    monkeypatch.setattr(engine, "beside", counted)
+    requests = [GenerationRequest(prompt=ONCE, params=SamplingParams())] * 20
+    controls = [preset("guarded"), preset("off"), "guarded"]
+    for control in controls:
+        sequences = model._checked(requests, control)
+        assert all(one.laws == engine.controller(control) for one in sequences)
+    assert resolved == [engine.controller(control) for control in controls]
+    with pytest.raises(UsageError, match=r'^control is "nobody"'):
+        model.generate(ONCE, control="nobody")
+
+
 def test_each_of_n_is_drawn_from_its_own_key_whether_pages_are_shared_or_not(model):
     """Five do not fit three slots: the first three share their prompt's pages, the others are read anew."""
     five = model.generate(TOM, n=5, max_tokens=10, seed=2)

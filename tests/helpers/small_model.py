@@ -10,8 +10,9 @@ import numpy as np
 
 from et_jax.control.controller import Controller
 from et_jax.decode import sampling
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import Request
-from et_jax.decode.state import DecoderConfig, law_numbers
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise

@@ -249,8 +249,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
     from et_jax.control.compression import named
     from et_jax.control.presets import preset
+    from et_jax.decode.config import DecoderConfig
     from et_jax.decode.draft import Drafting
-    from et_jax.decode.state import DecoderConfig
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import describe

@@ -11,9 +11,10 @@ import pytest
 from small_model import MODEL, configuration
 
 from et_jax.control.compression import named
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
 from et_jax.decode.draft import Drafting
-from et_jax.decode.state import DecoderConfig, empty
+from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig

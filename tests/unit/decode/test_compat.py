@@ -17,7 +17,7 @@ from et_jax.control.presets import preset
 from et_jax.control.select import ActiveSet, Quest
 from et_jax.control.switch import AsPrinted
 from et_jax.decode import compat
-from et_jax.decode.state import DecoderConfig
+from et_jax.decode.config import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.sizing import beside, decoder_config

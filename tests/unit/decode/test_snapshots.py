@@ -12,8 +12,10 @@ import pytest
 
 from et_jax.decode import decoder as decoding
 from et_jax.decode import sampling, snapshots
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import Request
-from et_jax.decode.state import DecoderConfig, DecodeState, law_numbers
+from et_jax.decode.state import DecodeState
 from et_jax.errors import UsageError
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise

@@ -8,8 +8,9 @@ from decoders import even_blocks, made
 from small_model import MODEL, configuration
 
 from et_jax.control.controller import Controller
+from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import request
-from et_jax.decode.state import empty, fresh_control, law_numbers
+from et_jax.decode.state import empty, fresh_control
 
 
 def test_what_cannot_work_is_refused_while_configuring():

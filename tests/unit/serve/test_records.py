@@ -12,7 +12,8 @@ from et_jax.control.controller import Controller
 from et_jax.control.switch import AsPrinted
 from et_jax.decode import cost
 from et_jax.decode.draft import Drafting
-from et_jax.decode.state import Spent, StepOutput, blank_signals
+from et_jax.decode.fresh import blank_signals
+from et_jax.decode.output import Spent, StepOutput
 from et_jax.serve.records import Burst
 from et_jax.types import replace
 

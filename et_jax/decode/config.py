@@ -1,0 +1,191 @@
+"""What is fixed for the life of a decoder."""
+
+import dataclasses
+from typing import Literal
+
+from jax.typing import DTypeLike
+
+from et_jax.control import budget as budgets
+from et_jax.control.base import num_words
+from et_jax.control.compression import Compression, Layout
+from et_jax.control.controller import Controller
+from et_jax.control.select import Selector
+from et_jax.decode import compat
+from et_jax.decode.backends import scoring_backend, serving_backend
+from et_jax.decode.draft import Drafting
+from et_jax.decode.fresh import law_steers
+from et_jax.decode.plant import Plant
+from et_jax.models.calibration import Calibration
+from et_jax.models.config import ModelShape
+
+Keep = Literal["codes", "surprisals", "logits"]
+"""What a state may hold beyond what selectors need: 8-bit keys, every token's surprisal, every slot's last logits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What is fixed for the life of a decoder; each field shapes the compiled programs.
+
+    `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
+    slot. Prompts are prefilled `prefill_batch` tokens at a time, in chunks of `chunk` tokens, a multiple of
+    `page_size`, so that one call may hold chunks of several prompts. `max_steps` is the most one `decode`
+    call can run. At most `num_logprobs` alternatives are reported with a token. `penalties` keeps token
+    counts. `backend` names the attention kernels. `calibration` is what was measured of the model.
+    `controller` gives the structure of all laws, and the numbers of requests that bring none of their own.
+    `keep` names what the state holds beyond what the controller's selectors need: "codes", "surprisals",
+    "logits", the last ones of every slot. `draft` says how tokens are drafted, None that none are; laws by
+    which one token sets what the next may read (`steers_reading`) leave nothing to draft. `small` is a second model
+    of the same vocabulary, which drafts, or speaks where the controller's `switch` says so; it reads all that it has
+    seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks. With `audit`
+    either model says of the other's words, as it catches up with them, which were likeliest to it too; and under a
+    budget the last query of each segment says how much of its attention was on the blocks read. A budget's segments are
+    chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it, always. With `tell_reads`
+    outputs tell what every layer and KV head read.
+    """
+
+    model: ModelShape
+    num_slots: int
+    batch: int
+    page_size: int
+    num_pages: int
+    max_length: int
+    prefill_batch: int
+    chunk: int
+    max_steps: int
+    cache_dtype: DTypeLike
+    backend: str
+    num_logprobs: int = 0
+    num_stop_ids: int = 8
+    penalties: bool = False
+    calibration: Calibration = dataclasses.field(default_factory=Calibration)
+    controller: Controller = dataclasses.field(default_factory=Controller)
+    keep: frozenset[Keep] = frozenset()
+    draft: Drafting | None = None
+    small: ModelShape | None = None
+    lazy: bool = False
+    audit: bool = False
+    compression: Compression | None = None
+    tell_reads: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.batch <= self.num_slots:
+            raise ValueError(f"batch: got {self.batch}, wanted 2 to num_slots = {self.num_slots}")
+        for name, size, unit in (("chunk", self.chunk, "page_size"), ("prefill_batch", self.prefill_batch, "chunk")):
+            if size % getattr(self, unit):
+                raise ValueError(f"{name}: got {size}, wanted a multiple of {unit} = {getattr(self, unit)}")
+        selector = self.controller.selector
+        if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
+            raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
+        compat.check(self._case())
+        drafts, speaks = self.draft is not None and self.draft.drafter is None, self.controller.switch is not None
+        if (self.small is not None) != (drafts or speaks):
+            raise ValueError("small: got a model that neither drafts nor speaks, or none that should; wanted both")
+        self._check_budget()
+        if self.small is not None and self.small.vocab_size != self.model.vocab_size:
+            sizes = f"{self.small.vocab_size} tokens, wanted {self.model.vocab_size}"
+            raise ValueError(f"small: got a vocabulary of {sizes} as the model has")
+        if self.compression is not None:
+            self.compression.layout(self.page_size, self.model.windows)
+
+    def _case(self) -> compat.Case:
+        """What is to go together, by the names of `load`."""
+        small = None if self.controller.switch is None else self.small
+        given = {"draft": self.draft, "small": small, "cache_budget": self.compression}
+        return compat.Case(
+            given={name: one for name, one in given.items() if one is not None},
+            laws=self.controller,
+            steers=lambda: self.steers_reading,
+            num_layers=self.model.num_layers,
+            needs=self.keep,
+            splits=self.compression is not None and self.compression.policy.splits,
+        )
+
+    def _check_budget(self) -> None:
+        """Raise ValueError where the controller's budget does not go with the rest."""
+        budget = self.controller.budget
+        if budget is None:
+            return
+        rounded = -(-budget.segment // self.page_size) * self.page_size
+        if self.chunk != rounded:
+            raise ValueError(
+                f"chunk: got {self.chunk} under a budget of segments of {budget.segment}, wanted {rounded}"
+            )
+        if 0 < budget.fewest_tokens < self.page_size:
+            raise ValueError(
+                f"budget: got one of {budget.fewest_tokens} tokens, wanted at least a block of {self.page_size}"
+            )
+
+    @property
+    def steers_reading(self) -> bool:
+        """Whether what a token's step observes decides what the next token reads.
+
+        True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
+        selectors that go by surprisals or by the last masses.
+        """
+        by_law = law_steers(self.controller, self.mask_shape, self.fresh_prompt)
+        return by_law or self.controller.refresh_every > 1 or bool(self.keeps & {"surprisals", "masses"})
+
+    @property
+    def mask_shape(self) -> tuple[int, int, int]:
+        """The shape of a sequence's packed block mask."""
+        return self.model.num_layers, self.model.num_kv_heads, num_words(self.blocks_per_slot)
+
+    def fresh_prompt(self) -> budgets.PromptNotes | None:
+        """Return the notes of a prompt of which nothing is read; None where no budget chooses what it reads."""
+        if self.controller.budget is None:
+            return None
+        return budgets.begun(self.controller.budget, self.model.num_layers, self.model.num_kv_heads, probed=self.audit)
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether the state holds every text: drafts are looked up in it, and a model that lags catches up from it."""
+        return self.draft is not None or self.controller.switch is not None
+
+    @property
+    def pages_per_swap(self) -> int:
+        """Pages a prompt chunk fills; pages move to the host and back as many at a time."""
+        return self.prefill_batch // self.page_size
+
+    @property
+    def layout(self) -> Layout | None:
+        """What a compression keeps, in blocks; None where nothing is compressed."""
+        return None if self.compression is None else self.compression.layout(self.page_size, self.model.windows)
+
+    @property
+    def blocks_per_slot(self) -> int:
+        """Blocks a slot of `max_length` tokens holds."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        """What the state holds beside keys and values: needs of selectors, `keep`, and what those rest on."""
+        needed = self.keep.union(*(selector.needs for selector in self.selectors)) - {"sensitivity"}
+        boxes = "codes" in needed or self.controller.budget is not None
+        surprisals = "surprisals" in needed
+        return needed | ({"summaries"} if boxes else set()) | ({"logits"} if surprisals else set())
+
+    @property
+    def by_mass_of(self) -> int:
+        """The query heads of a KV head whose last masses choose its blocks; 0 where something else chooses them."""
+        return self.model.group_size if "masses" in self.keeps else 0
+
+    @property
+    def scoring(self) -> tuple[str, tuple[str, ...]]:
+        """The backend that scores blocks, and why no better one does: that of attention if it can."""
+        codes = "codes" in self.keeps
+        return scoring_backend(self.model, self.page_size, self.cache_dtype, codes, self.backend)
+
+    @property
+    def selectors(self) -> tuple[Selector, ...]:
+        """The selector of every layer."""
+        return self.controller.selectors(self.model.num_layers)
+
+    @property
+    def plants(self) -> tuple[Plant, ...]:
+        """The model, and the small one beside it, each with the best kernels from `backend` on."""
+        size, dtype = self.page_size, self.cache_dtype
+        model = Plant(model=self.model, page_size=size, backend=self.backend, scores_backend=self.scoring[0])
+        if self.small is None:
+            return (model,)
+        backend = serving_backend(self.small, size, dtype, self.backend)[0]
+        return model, Plant(model=self.small, page_size=size, backend=backend, scores_backend=backend)

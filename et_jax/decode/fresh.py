@@ -1,0 +1,71 @@
+"""What a sequence starts from, before anything is observed of it; and whether its laws steer what it reads."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from et_jax.control import budget as budgets
+from et_jax.control.base import ControlState, Signals, started, updated
+from et_jax.control.controller import Controller
+
+
+def blank_signals(shape: tuple[int, ...]) -> Signals:
+    """Return signals of nothing observed yet."""
+    fields = {f.name: jnp.zeros(shape, jnp.float32) for f in dataclasses.fields(Signals)}
+    whole = ("blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held")
+    return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
+
+
+def law_numbers(controller: Controller) -> Controller:
+    """Return a controller with its numbers as arrays of 32 bits, as a state holds them."""
+    return jax.tree.map(lambda x: np.asarray(x, np.int32 if isinstance(x, int) else np.float32), controller)
+
+
+def fresh(
+    laws: Controller, temperature: Float[Array, ""], mask: tuple[int, int, int], prompt: budgets.PromptNotes | None
+) -> ControlState:
+    """Return the control state of one sequence under `laws` before its first token; `mask` is the shape of its own."""
+    zero = jnp.zeros((), jnp.float32)
+    return started(
+        laws.law,
+        ControlState(
+            entropy=zero,
+            entropic_time=zero,
+            total_cost=zero,
+            temperature=temperature,
+            surprisal_cap=jnp.full((), jnp.inf, jnp.float32),
+            tolerance=zero,
+            priority=zero,
+            wait=jnp.zeros((), jnp.int32),
+            block_mask=jnp.zeros(mask, jnp.uint32),
+            notes={},
+            prompt=prompt,
+        ),
+    )
+
+
+def law_steers(
+    laws: Controller,
+    mask: tuple[int, int, int] = (1, 1, 1),
+    prompt: Callable[[], budgets.PromptNotes | None] = lambda: None,
+) -> bool:
+    """Return whether the law sets what the next token reads: the tolerance, or the blocks, whose mask has this shape.
+
+    Those of presets do or do not whatever the shape is.
+    """
+    steers = []
+
+    def start(temperature: Float[Array, ""]) -> ControlState:
+        return fresh(law_numbers(laws), temperature, mask, prompt())
+
+    def run(signals: Signals, state: ControlState) -> ControlState:
+        after = updated(laws.law, signals, state)
+        steers.append(after.tolerance is not state.tolerance or after.block_mask is not state.block_mask)
+        return after
+
+    jax.eval_shape(run, blank_signals(()), jax.eval_shape(start, jnp.zeros((), jnp.float32)))
+    return steers[0]
