@@ -21,7 +21,6 @@ with sensitivities and without, and with attention entropy on top; and an oracle
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from et_jax.control.view import BlockView, coded_mass, held_values, likeliest_lo
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, forced, paired
 from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import RESULTS, with_others, write
 from et_jax.evidence.sensitivity import head_sensitivity
 from et_jax.serve.engine import load
 from et_jax.types import replace
@@ -305,9 +304,7 @@ def main() -> None:
         case = {"model": Path(name).name, "text": Path(text).name, "context": bench.config.max_positions}
         cases.append(case | {"rows": bench.count // 2, "first": bench.start, "arms": lines})
     if cases and args.add:
-        fresh = {(case["model"], case["text"]) for case in cases}
-        old = json.loads(args.output.read_text(encoding="utf-8"))["cases"]
-        cases = [case for case in old if (case["model"], case["text"]) not in fresh] + cases
+        cases = with_others(args.output, cases)
     if cases:
         settings = {
             "page_size": args.page_size,

@@ -46,7 +46,7 @@ from et_jax.decode.step import step, traffic
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import RESULTS, with_others, write
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
@@ -338,6 +338,7 @@ def main() -> None:
     )
     parser.add_argument("--page-size", type=arguments.count(), default=16)
     parser.add_argument("--rows", type=arguments.count(), default=8, help="rows of text at full context (default 8)")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of the output file")
     parser.add_argument("--output", type=arguments.output, default=RESULTS / "selection.json")
     args = parser.parse_args()
     cases = []
@@ -347,6 +348,8 @@ def main() -> None:
             print(f"\n{tables.selectors(cases[-1:])}\n\n{tables.tolerances(cases[-1:])}", flush=True)
     except UsageError as error:
         sys.exit(f"measure_selection: {error}")
+    if args.add:
+        cases = with_others(args.output, cases)
     settings = {"page_size": args.page_size, "rows": args.rows, "shares": SHARES, "dtype": "float32", "seeds": SEEDS}
     write(args.output, "scripts/measure_selection.py", settings, cases=cases)
 

@@ -53,3 +53,10 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value).replace("|", r"\|")
+
+
+def with_others(path: Path, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return cases after those of other models and texts that a file of results holds."""
+    fresh = {(case["model"], case["text"]) for case in cases}
+    kept = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    return [*(case for case in kept if (case["model"], case["text"]) not in fresh), *cases]
