@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +29,11 @@ from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
 from et_jax.io import html
 from et_jax.io.files import check_writable, replace_file, replace_picture
+from et_jax.io.known import known_or_none, ratio
 from et_jax.io.texts import read_text
 from et_jax.io.values import whole
 from et_jax.models.bundled import named_folder
-from et_jax.serve.completions import share_of_bytes
+from et_jax.serve.totals import Totals
 from et_jax.tasks import files
 from et_jax.tasks.base import Count, Example, right, sentences
 from et_jax.tasks.generators import NUM_PAIRS, TASKS, example
@@ -175,21 +175,17 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
 
 def _shares(completion: "Completion") -> dict[str, float | None]:
     """The shares of an answer."""
-    told: dict[str, float | None] = {}
-    trace, prompt = completion.trace, completion.prompt_read
-    told["share_read"] = sum(row.blocks_read for row in trace) / max(sum(row.blocks_held for row in trace), 1)
-    if math.isfinite(moved := share_of_bytes(trace)):
-        told["share_bytes"] = moved
-    if prompt is not None and prompt.blocks_held:
-        told["prompt_share_read"] = prompt.blocks_read / prompt.blocks_held
-        told["prompt_mass_kept"] = prompt.mass_kept
-    if completion.tokens_left_out:
-        told["share_held"] = completion.tokens_cached / (completion.tokens_cached + completion.tokens_left_out)
-    if turns := [not row.by_small for row in trace if row.by_small is not None]:
-        told["share_by_model"] = sum(turns) / len(turns)
-    if audited := sum(row.audited for row in trace):
-        told["share_agreed"] = sum(row.agreed for row in trace) / audited
-    return told
+    totals = Totals.of([completion])
+    shares = {
+        "share_read": totals.share_read if totals.blocks_held else 0.0,
+        "share_bytes": totals.share_bytes,
+        "prompt_share_read": totals.prompt_share_read,
+        "prompt_mass_kept": totals.prompt_mass_kept,
+        "share_held": totals.share_cached if totals.tokens_left_out else None,
+        "share_by_model": 1 - totals.small_share,
+        "share_agreed": ratio(totals.agreed, totals.audited),
+    }
+    return {name: known_or_none(share) for name, share in shares.items()}
 
 
 def counter(model: "Model") -> Count:

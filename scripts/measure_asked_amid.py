@@ -45,7 +45,7 @@ class Prompts(Bench):
         self.given, self.following = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
 
     def right(self, model: Model, budget: Budget) -> tuple[list[bool], float]:
-        """Return which questions are answered rightly under a budget, and the share of the blocks that is read."""
+        """Return which questions are answered rightly under a budget, and what share it reads of what it may leave."""
         right, read, held = [], 0.0, 0.0
         for at in range(0, len(self.asked), PART):
             given = self.given[at : at + PART]
@@ -53,7 +53,7 @@ class Prompts(Bench):
             likeliest: Int[np.ndarray, "r t"] = np.asarray(jnp.argmax(found, axis=-1))
             right += right_answers(model, self.asked[at : at + PART], likeliest)
             read, held = (total + float(count.sum()) for total, count in zip((read, held), counts, strict=True))
-        return right, read / held
+        return right, read / held if held else 1.0
 
 
 def settings(model: Model, segment: int) -> dict[tuple[str, float], float]:

@@ -50,13 +50,13 @@ Sum = Annotated[float, msgspec.Meta(ge=-1e60, le=1e60)]
 
 
 class Entropic(msgspec.Struct):
-    """What a report reads of `completions.entropic`; None is what is not known."""
+    """What a report reads of `Totals.to_dict`; None is what is not known."""
 
     entropic_time: Sum | None
     cost_bytes: Sum | None
     nats_per_byte: Sum | None
     mean_entropy: Sum | None = None
-    mean_share_read: Sum | None = None
+    share_read: Sum | None = None
 
 
 class Body(msgspec.Struct):
@@ -101,7 +101,7 @@ MEASURES = (
     Measure(name="mean entropy", unit="nats a token", colour=WARM, of=lambda body: body.entropic.mean_entropy),
     Measure(name="efficiency", unit="nats a MB", colour=PURPLE, of=_efficiency),
     Measure(name="tokens", unit="tokens", colour=BLUE, of=lambda body: body.usage.completion_tokens),
-    Measure(name="blocks read", unit="share of blocks", colour=GREEN, of=lambda body: body.entropic.mean_share_read),
+    Measure(name="blocks read", unit="share of blocks", colour=GREEN, of=lambda body: body.entropic.share_read),
 )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from et_jax.io.terminal import fitted, takes_escapes
 from et_jax.report.trace import TraceWriter
-from et_jax.serve.completions import Completion, TokenEvent, figures
+from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.totals import Totals
 
 
 class Status:
@@ -92,7 +93,7 @@ class Report:
         reasons = ", ".join(sorted({completion.finish_reason for completion in self.completions}))
         return (
             f"[{self._tokens} tokens ({reasons}), {rate:.1f} tokens/s, first after {wait:.2f} s; "
-            f"{figures(self.completions)}]"
+            f"{Totals.of(self.completions).told()}]"
         )
 
 

@@ -130,7 +130,7 @@ def _reading(rows: Sequence[TokenTrace]) -> Figure:
     spec["encoding"]["y"]["scale"] = {"domain": [0, 1]}
     if any(known):
         level = [np.nan if row.attention_entropy is None else row.attention_entropy for row in rows]
-        words += f" Entropy of attention: {_told(np.array(level)[known])} nats."
+        words += f" Entropy of attention, from 0 to 1: {_told(np.array(level)[known])}."
     return Figure(
         title="Blocks read",
         caption=caption + _grouped(rows),

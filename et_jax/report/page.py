@@ -15,9 +15,10 @@ from typing import Any
 from et_jax.errors import UsageError
 from et_jax.io import html, values
 from et_jax.io.files import check_writable, replace_file
-from et_jax.io.known import known, known_or_none, mean, told
+from et_jax.io.known import known_or_none, told
 from et_jax.report.figures import Figure, of_completion
-from et_jax.serve.completions import Completion, TokenTrace, checked_completion, share_of_bytes
+from et_jax.serve.completions import Completion, TokenTrace, checked_completion
+from et_jax.serve.totals import Totals
 
 _LARGEST_EXP = 700.0  # of which the exponential is a float
 _PROMPT = 20_000  # characters of a prompt that are shown: its beginning and its end
@@ -193,36 +194,34 @@ def facts_of(completion: Completion) -> dict[str, str]:
     facts = {"tokens": f"{len(rows)} ({completion.finish_reason})", "prompt": f"{completion.prompt_tokens} tokens"}
     if not rows:
         return facts
-    warm = known(row.temperature for row in rows) or [math.nan]
+    totals = Totals.of([completion])
     facts |= {
-        "mean entropy": f"{told(mean(row.entropy for row in rows), '.3g')} nats a token",
-        "perplexity": told(_perplexity(rows), ".3g"),
-        "entropic time": f"{told(completion.entropic_time, ',.1f')} nats",
-        "cost": f"{told(completion.cost / 1e6, ',.1f')} MB moved, {told(completion.flops / 1e9, ',.2f')} GFLOP",
-        "efficiency": f"{told(completion.efficiency * 1e6, '.3g')} nats a MB",
-        "temperature": " to ".join(told(one, ".3g") for one in sorted({min(warm), max(warm)})),
-        "blocks read": f"{sum(row.blocks_read for row in rows) / sum(row.blocks_held for row in rows):.1%}",
+        "mean entropy": f"{told(totals.entropy, '.3g')} nats a token",
+        "perplexity": told(_perplexity(totals.surprisal), ".3g"),
+        "entropic time": f"{told(totals.entropic_time, ',.1f')} nats",
+        "cost": f"{told(totals.cost / 1e6, ',.1f')} MB moved, {told(totals.flops / 1e9, ',.2f')} GFLOP",
+        "efficiency": f"{told(totals.efficiency * 1e6, '.3g')} nats a MB",
+        "temperature": " to ".join(told(one, ".3g") for one in sorted({*(totals.temperatures or (math.nan,))})),
+        "blocks read": f"{totals.share_read:.1%}",
     }
-    if math.isfinite(moved := share_of_bytes(rows)):
-        facts["bytes moved of the cache"] = f"{moved:.1%}"
-    if (kept := min(known(row.kept_mass for row in rows), default=1.0)) < 1:
-        facts["attention mass kept"] = f"at least {kept:.3f}"
-    if completion.prompt_read is not None and completion.prompt_read.blocks_held:
-        read = completion.prompt_read
-        facts["prompt read"] = f"{read.blocks_read / read.blocks_held:.1%} of blocks"
-    if completion.tokens_left_out:
-        facts["cache"] = f"{completion.tokens_cached} tokens held, {completion.tokens_left_out} left out"
-    if drafted := sum(row.drafted for row in rows):
-        facts["drafts"] = f"{sum(row.accepted for row in rows)} of {drafted} accepted"
-    if any(row.by_small is not None for row in rows):
-        facts["by the small model"] = f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens"
-    for name, rate in completion.guard_rates.items():
+    if math.isfinite(totals.share_bytes):
+        facts["bytes moved of the cache"] = f"{totals.share_bytes:.1%}"
+    if totals.least_mass_kept < 1:
+        facts["attention mass kept"] = f"at least {totals.least_mass_kept:.3f}"
+    if totals.prompt_blocks_held:
+        facts["prompt read"] = f"{totals.prompt_share_read:.1%} of blocks"
+    if totals.tokens_left_out:
+        facts["cache"] = f"{totals.tokens_cached} tokens held, {totals.tokens_left_out} left out"
+    if totals.drafted:
+        facts["drafts"] = f"{totals.accepted} of {totals.drafted} accepted"
+    if totals.by_turns:
+        facts["by the small model"] = f"{totals.by_small} of {totals.tokens} tokens"
+    for name, rate in totals.guard_rates.items():
         facts[f"guard: {name.replace('_', ' ')}"] = f"{told(100 * rate, '.0f')}% of tokens"
     return facts
 
 
-def _perplexity(rows: Sequence[TokenTrace]) -> float:
-    surprisal = mean(row.surprisal for row in rows)
+def _perplexity(surprisal: float) -> float:
     return math.exp(surprisal) if surprisal < _LARGEST_EXP else math.nan
 
 

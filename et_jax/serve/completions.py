@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from et_jax.errors import UsageError
 from et_jax.io import html, values
-from et_jax.io.known import Figure, known, known_or_none, mean, ratio, told
+from et_jax.io.known import known_or_none, ratio, told
 from et_jax.io.schema import checked
+from et_jax.serve.totals import Totals
 
 _MOST = 3.4e38  # float32, in which a device measures: sums and squares of such figures stay numbers
 _MOST_COUNT = 2**53
@@ -156,7 +157,7 @@ class Completion:
             "error": self.error,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
             "logprobs": list(map(known_or_none, self.logprobs)),
-            "entropic": entropic([self]),
+            "entropic": Totals.of([self]).to_dict(),
         }
 
     def drawn(self) -> str:
@@ -254,90 +255,6 @@ def _possible(row: TokenTrace) -> bool:
     )
 
 
-def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return what entropy and cost came to over the continuations of one prompt, ready for JSON.
-
-    Entropic time (nats), bytes, FLOPs and the tokens in caches are sums; shares, masses and temperatures are taken over
-    all tokens that have one; of each guard the worst rate counts. A sum of what is no number is None.
-    """
-    rows = [row for completion in completions for row in completion.trace]
-    time = sum(completion.entropic_time for completion in completions)
-    cost = sum(completion.cost for completion in completions)
-    prompts = [completion.prompt_read for completion in completions if completion.prompt_read is not None]
-    rates: dict[str, float] = {}
-    for completion in completions:
-        there = {name: rate for name, rate in completion.guard_rates.items() if math.isfinite(rate)}
-        rates |= {name: max(rate, rates.get(name, 0.0)) for name, rate in there.items()}
-    return {
-        "entropic_time": known_or_none(time),
-        "cost_bytes": known_or_none(cost),
-        "flops": known_or_none(sum(completion.flops for completion in completions)),
-        "nats_per_byte": known_or_none(ratio(time, cost)) if rows else 0.0,
-        "mean_entropy": _mean([row.entropy for row in rows]),
-        "mean_surprisal": _mean([row.surprisal for row in rows]),
-        "mean_share_read": _mean([row.blocks_read / row.blocks_held for row in rows if row.blocks_held]),
-        "mean_share_bytes": _mean(row.share_bytes for row in rows),
-        "least_mass_kept": min(known(row.kept_mass for row in rows), default=None),
-        "mean_attention_entropy": _mean(row.attention_entropy for row in rows),
-        "temperature_range": _range([row.temperature for row in rows]),
-        "guard_rates": rates,
-        "drafted_tokens": sum(row.drafted for row in rows),
-        "accepted_tokens": sum(row.accepted for row in rows),
-        "audited_tokens": sum(row.audited for row in rows),
-        "agreed_tokens": sum(row.agreed for row in rows),
-        "prompt_share_read": _mean([one.blocks_read / one.blocks_held for one in prompts if one.blocks_held]),
-        "prompt_mass_kept": _mean(one.mass_kept for one in prompts),
-        "tokens_cached": sum(completion.tokens_cached for completion in completions),
-        "tokens_left_out": sum(completion.tokens_left_out for completion in completions),
-        "small_share": _mean([float(row.by_small) for row in rows if row.by_small is not None]),
-    }
-
-
-def share_of_bytes(rows: Sequence[TokenTrace]) -> float:
-    """Return the bytes of the cache moved for some tokens, over those of all blocks held; NaN where none is known."""
-    known_rows = [row for row in rows if row.share_bytes is not None]
-    return ratio(
-        sum((row.share_bytes or 0.0) * row.blocks_held for row in known_rows),
-        sum(row.blocks_held for row in known_rows),
-    )
-
-
-def figures(completions: Sequence[Completion]) -> str:
-    """Return what entropy, cost and control came to, for a person to read; of completions with a token."""
-    rows = [row for completion in completions for row in completion.trace]
-    nats = sum(completion.entropic_time for completion in completions)
-    moved = sum(completion.cost for completion in completions)
-    flops = sum(completion.flops for completion in completions)
-    said = [
-        f"entropic time {told(nats, '.1f')} nats, cost {told(moved / 1e6, '.1f')} MB moved and "
-        f"{told(flops / 1e9, '.2f')} GFLOP, {told(ratio(nats, moved) * 1e6, '.3g')} nats/MB"
-    ]
-    held = sum(row.blocks_held for row in rows)
-    if (read := sum(row.blocks_read for row in rows)) < held:
-        kept = min(known(row.kept_mass for row in rows), default=math.nan)
-        moved = share_of_bytes(rows)
-        share = f", {100 * moved:.0f}% of bytes" if math.isfinite(moved) else ""
-        said.append(f"read {100 * read / held:.0f}% of blocks{share}, kept at least {told(kept, '.3f')}")
-    prompts = [one.prompt_read for one in completions if one.prompt_read is not None]
-    if there := sum(one.blocks_held for one in prompts):
-        said.append(f"{100 * sum(one.blocks_read for one in prompts) / there:.0f}% of blocks read of the prompt")
-    if shares := known(one.mass_kept for one in prompts):
-        said.append(f"on which was {mean(shares):.3f} of its attention")
-    if left_out := sum(one.tokens_left_out for one in completions):
-        held = sum(one.tokens_cached for one in completions)
-        said.append(f"{held} of {held + left_out} tokens held in the cache")
-    if drafted := sum(row.drafted for row in rows):
-        said.append(f"{sum(row.accepted for row in rows)} of {drafted} drafted tokens accepted")
-    if any(row.by_small is not None for row in rows):
-        said.append(f"{sum(row.by_small is True for row in rows)} of {len(rows)} tokens by the small model")
-    if audited := sum(row.audited for row in rows):
-        said.append(f"{sum(row.agreed for row in rows)} of {audited} words of one were likeliest to the other")
-    for name in dict.fromkeys(name for completion in completions for name in completion.guard_rates):
-        worst = max(known(completion.guard_rates.get(name) for completion in completions), default=math.nan)
-        said.append(f"{name} {told(100 * worst, '.0f')}% of tokens")
-    return "; ".join(said)
-
-
 def drawn(rows: Sequence[TokenTrace], prompt: str = "") -> str:
     """Return tokens as HTML, each on the colour of its entropy, with its figures when pointed at; and their scale."""
     entropies = [row.entropy for row in rows]
@@ -362,13 +279,4 @@ def _title(row: TokenTrace) -> str:
 def _ended(completion: Completion) -> str:
     """How many tokens there are, why they end, and their figures."""
     begun = f"{len(completion.trace)} tokens ({completion.finish_reason})"
-    return f"{begun}; {figures([completion])}" if completion.trace else begun
-
-
-def _mean(figures: Iterable[Figure | None]) -> Figure | None:
-    return known_or_none(mean(figures))
-
-
-def _range(figures: Iterable[Figure]) -> list[Figure] | None:
-    there = known(figures)
-    return [min(there), max(there)] if there else None
+    return f"{begun}; {Totals.of([completion]).told()}" if completion.trace else begun

@@ -211,7 +211,7 @@ def test_text_is_the_decoded_tokens_and_the_pieces_add_up(model):
         assert whole.endswith(completion.text)
         summary = completion.to_dict()
         assert summary["usage"] == {"prompt_tokens": completion.prompt_tokens, "completion_tokens": 25}
-        assert summary["entropic"]["mean_share_read"] == 1.0
+        assert summary["entropic"]["share_read"] == 1.0
         falls = -np.diff([row.entropy for row in completion.trace])
         assert completion.entropic_time == pytest.approx(np.maximum(falls, 0).sum(), rel=1e-4)
 

@@ -18,7 +18,7 @@ from et_jax.cli import command, signals
 from et_jax.cli.streams import STANDARD_OUTPUT
 from et_jax.errors import UsageError
 from et_jax.serve import engine
-from et_jax.serve.completions import PromptRead
+from et_jax.serve.completions import Completion, PromptRead
 from et_jax.tasks import files
 from et_jax.tasks.base import Example
 
@@ -40,8 +40,9 @@ class Reader:
             row(1, blocks_read=read, agreed=read // 2 - 1, share_bytes=read / 8 + 0.1, by_small=small, **counts)
             for read, small in ((6, False), (2, False))
         ]
-        told = {"prompt_read": self.prompt_read, "tokens_cached": 30, "tokens_left_out": 90, "trace": trace}
-        return [SimpleNamespace(text=self.known.get(prompt, " no idea"), **told) for prompt in prompts]
+        told = {"prompt_read": self.prompt_read, "prompt_tokens": 119, "tokens_left_out": 90, "trace": tuple(trace)}
+        told |= {"index": 0, "token_ids": (1, 1), "finish_reason": "length"}
+        return [Completion(prompt=one, text=self.known.get(one, " no idea"), **told) for one in prompts]
 
 
 @pytest.fixture

@@ -157,8 +157,8 @@ def test_control_by_name_and_by_knob_is_reported(
     guarded = run(capfd, *settings, "--json", "--control", "guarded", *knobs)
     assert off[0] == guarded[0] == 0
     before, after = (json.loads(out)["entropic"] for _, out, _ in (off, guarded))
-    assert before["mean_share_read"] == 1 and before["guard_rates"] == {}
-    assert after["mean_share_read"] < 1 and 0 < after["least_mass_kept"] < 1
+    assert before["share_read"] == 1 and before["guard_rates"] == {}
+    assert after["share_read"] < 1 and 0 < after["least_mass_kept"] < 1
     assert set(after["guard_rates"]) == {"stability", "temperature_saturation"}
     assert after["temperature_range"][0] < after["temperature_range"][1] == 1
     assert after["nats_per_byte"] == pytest.approx(after["entropic_time"] / after["cost_bytes"])

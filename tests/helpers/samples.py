@@ -9,7 +9,8 @@ from typing import Any
 
 from et_jax.cli.streams import open_text
 from et_jax.report.trace import About, TraceWriter
-from et_jax.serve.completions import Completion, TokenEvent, TokenTrace, entropic
+from et_jax.serve.completions import Completion, TokenEvent, TokenTrace
+from et_jax.serve.totals import Totals
 
 WORDS = (" It", " was", " the", " best", " of", " times", ",", " <b>", " &amp;", " worst", "\n", "", " </script>")
 
@@ -52,7 +53,7 @@ def sample(tokens: int, *, seed: int = 0, drafts: bool = False, switched: bool =
 def row(number: int, completions: Sequence[Completion], **changes: Any) -> dict[str, Any]:
     choices = [{"index": i, "text": one.text, "finish_reason": "length"} for i, one in enumerate(completions)]
     usage = {"prompt_tokens": 4, "completion_tokens": sum(len(one.token_ids) for one in completions)}
-    body = {"choices": choices, "usage": usage, "entropic": entropic(completions)}
+    body = {"choices": choices, "usage": usage, "entropic": Totals.of(completions).to_dict()}
     response = {"status_code": 200, "body": body}
     return {"id": f"batch_req_{number}", "custom_id": f"r{number}", "response": response, "error": None} | changes
 

@@ -28,7 +28,7 @@ def test_the_extremes_that_are_kept_are_those_of_every_measure() -> None:
     rows, extremes = batch()
     bodies = {one["id"]: one["response"]["body"] for one in rows}
     wanted = set()
-    for name in ("mean_entropy", "nats_per_byte", "mean_share_read"):
+    for name in ("mean_entropy", "nats_per_byte", "share_read"):
         order = sorted(bodies, key=lambda one, name=name: bodies[one]["entropic"][name])
         wanted |= {*order[:EACH], *order[-EACH:]}
     order = sorted(bodies, key=lambda one: bodies[one]["usage"]["completion_tokens"])
@@ -38,7 +38,7 @@ def test_the_extremes_that_are_kept_are_those_of_every_measure() -> None:
 
 
 def test_measures_are_those_of_the_rows() -> None:
-    told = Entropic(entropic_time=4.0, cost_bytes=2e6, nats_per_byte=2e-6, mean_entropy=0.5, mean_share_read=0.25)
+    told = Entropic(entropic_time=4.0, cost_bytes=2e6, nats_per_byte=2e-6, mean_entropy=0.5, share_read=0.25)
     body = Body(choices=[], usage=Usage(completion_tokens=8), entropic=told)
     assert {measure.name: measure.of(body) for measure in MEASURES} == {
         "mean entropy": 0.5,

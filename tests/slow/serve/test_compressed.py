@@ -9,8 +9,9 @@ from et_jax.control.controller import Controller
 from et_jax.control.select import Quest
 from et_jax.errors import UsageError
 from et_jax.serve import engine
-from et_jax.serve.completions import Completion, entropic
+from et_jax.serve.completions import Completion
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.totals import Totals
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -82,7 +83,7 @@ def test_the_cache_of_a_long_text_stays_small_and_another_text_is_written(model)
     written = len(request.prompt) + len(done.token_ids) - 1
     left_out = config.compression.shift(len(request.prompt), written - 1, room * config.page_size)
     assert done.tokens_left_out == left_out > 0 and done.tokens_cached == written - left_out
-    assert entropic([done])["tokens_cached"] == done.tokens_cached
+    assert Totals.of([done]).tokens_cached == done.tokens_cached
     [whole] = engine.load(**(SIZES | SMALL | {"cache_budget": None})).generate([request])
     assert whole.token_ids != done.token_ids and whole.tokens_left_out == 0
     first = config.compression.point(len(request.prompt), 0, room * config.page_size)

@@ -95,6 +95,13 @@ def test_a_run_that_read_everything_has_no_heat() -> None:
     assert not [one for one in drawn if one.title.startswith("Blocks read,")]
 
 
+def test_entropy_of_attention_is_a_share_of_the_most_there_is_and_no_nats() -> None:
+    completion = sample(12)
+    rows = tuple(replace(row, attention_entropy=0.25) for row in completion.trace)
+    words = figure("Blocks read", replace(completion, trace=rows)).words
+    assert "Entropy of attention, from 0 to 1: " in words and "nats" not in words
+
+
 def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
     completion = sample(12)
     accepted = [True, True, False, False, True, False, True, True, False, False, True, True]  # 2, 0, 1, 2, 0, then 2

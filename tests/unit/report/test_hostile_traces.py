@@ -22,7 +22,8 @@ from et_jax.report.notebook import _Page
 from et_jax.report.page import write_report
 from et_jax.report.plot import plot_trace
 from et_jax.report.trace import read_trace
-from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace, entropic, figures
+from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace
+from et_jax.serve.totals import Totals
 
 DEEP: list[Any] = []
 for _ in range(200):
@@ -226,8 +227,8 @@ def test_tokens_that_cost_nothing_have_no_efficiency() -> None:
     done = shortened()
     for row in done.trace:
         object.__setattr__(row, "cost", 0.0)
-    assert math.isnan(done.efficiency) and entropic([done])["nats_per_byte"] is None
-    assert "unknown nats/MB" in figures([done])
+    assert math.isnan(done.efficiency) and Totals.of([done]).to_dict()["nats_per_byte"] is None
+    assert "unknown nats/MB" in Totals.of([done]).told()
 
 
 def test_a_text_of_half_characters_is_shown_with_marks(tmp_path: Path) -> None:
