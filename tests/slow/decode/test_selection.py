@@ -257,13 +257,13 @@ def test_what_a_selector_reads_and_does_not_say_that_it_needs_is_named():
         (select.ActiveSet(lambda view, share: contribution.token_nll(view, share), mass), "token_nll: .* by `needing`"),
     ):
         with pytest.raises(ValueError, match=wanted):
-            jax.eval_shape(made(selector=selector).step, weights(), jax.eval_shape(made(selector=selector).empty))
+            jax.eval_shape(made(selector=selector).step, (weights(),), jax.eval_shape(made(selector=selector).empty))
 
 
 def test_a_certificate_cannot_outlive_its_query():
     d = made("chord", refresh_every=2)
     with pytest.raises(ValueError, match="refresh_every"):
-        jax.eval_shape(d.step, weights(), jax.eval_shape(d.empty))
+        jax.eval_shape(d.step, (weights(),), jax.eval_shape(d.empty))
     with pytest.raises(ValueError, match="refresh_every"):
         Controller(residual=True, refresh_every=2)
     with pytest.raises(ValueError, match="refresh_every"):

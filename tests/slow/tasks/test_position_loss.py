@@ -25,7 +25,7 @@ def test_every_token_costs_what_the_dense_model_says():
     found = position_loss.position_losses(bound(), (weights(),), tokens)
     assert found.shape == (4, LENGTH - 1)
     for row, losses in zip(tokens, found, strict=True):
-        logits = np.asarray(dense_logits(MODEL, (weights(),), row[None]), np.float64)[0]
+        logits = np.asarray(dense_logits(MODEL, weights(), row[None]), np.float64)[0]
         normaliser = np.log(np.exp(logits).sum(axis=1))
         wanted = normaliser[:-1] - logits[np.arange(LENGTH - 1), row[1:]]
         np.testing.assert_allclose(losses, wanted, atol=1e-3)  # float32, logits of some tens
