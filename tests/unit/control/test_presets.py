@@ -105,7 +105,7 @@ def test_a_small_vocabulary_is_listed_whole():
     small = dataclasses.replace(MODEL, vocab_size=32)
     d = decoding.decoder(configuration(model=small, controller=preset("paper")))
     params = jax.tree.map(lambda spec: jnp.zeros(spec.shape, jnp.float32), describe(small))
-    jax.eval_shape(d.step, params, jax.eval_shape(d.empty))
+    jax.eval_shape(d.step, (params,), jax.eval_shape(d.empty))
 
 
 def test_the_same_preset_is_one_controller():
