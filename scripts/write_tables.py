@@ -77,7 +77,7 @@ REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "report": ("report.json", lambda found: tables.rows(found["rows"])),
 }
 DOCUMENTS = {
-    "control.md": CONTROL,
+    "measurements.md": CONTROL,
     "serving.md": SERVING,
     "drafting.md": DRAFTING,
     "switching.md": SWITCHING,
