@@ -10,10 +10,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_
 
 import argparse
 import dataclasses
-import functools
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,36 +21,23 @@ from et_jax.cli.signals import Signals, guard
 if __name__ == "__main__":
     guard()  # what is imported next takes a second
 
-import numpy as np
 
 from et_jax.cli.paths import check_paths
 from et_jax.errors import UsageError
-from et_jax.io import html
-from et_jax.io.files import check_writable, replace_file, replace_picture
-from et_jax.io.known import known_or_none, ratio
+from et_jax.io.files import check_writable, replace_file
 from et_jax.io.texts import read_text
 from et_jax.io.values import whole
 from et_jax.models.bundled import named_folder
-from et_jax.serve.totals import Totals
 from et_jax.tasks import files
-from et_jax.tasks.base import Count, Example, right, sentences
-from et_jax.tasks.generators import NUM_PAIRS, TASKS, example
+from et_jax.tasks.answers import plot, summary, table
+from et_jax.tasks.asking import counter, evaluate, grid
+from et_jax.tasks.base import sentences
+from et_jax.tasks.generators import NUM_PAIRS, TASKS
 
 if TYPE_CHECKING:
-    from et_jax.serve.completions import Completion
     from et_jax.serve.engine import Model
 
 LOSS = "loss"  # the task that asks nothing
-_SHARES = {
-    "share_read": "read",
-    "share_bytes": "bytes",
-    "prompt_share_read": "prompt",
-    "prompt_mass_kept": "mass",
-    "share_held": "held",
-    "share_by_model": "model",
-    "share_agreed": "agreed",
-}
-"""Shares of an answer, and the names of their columns."""
 _MOST_PROMPTS = 100_000  # of a run: a day's work for the bundled model on two cores
 _BOUNDS = {
     "length": (1, 2**20),
@@ -63,50 +48,6 @@ _BOUNDS = {
     "seed": (0, 2**63 - 1),
 }
 """The least and the most of every number that is counted."""
-_MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a model made of an example.
-
-    `length` is of tokens asked for, or of a file's longest example. `share_read` is of the blocks held, over the tokens
-    of the answer, `share_bytes` of their bytes, with those that were looked at to choose. Of the prompt
-    `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all tokens `share_held` were in the
-    cache at the end. Of two models that take turns the large one said `share_by_model` of the answer, and
-    `share_agreed` of one's words were the likeliest to the other. These are None where they were not measured, or are
-    no matter.
-    """
-
-    example: Example
-    length: int
-    text: str
-    right: bool
-    share_read: float
-    share_bytes: float | None = None
-    prompt_share_read: float | None = None
-    prompt_mass_kept: float | None = None
-    share_held: float | None = None
-    share_by_model: float | None = None
-    share_agreed: float | None = None
-
-
-class Answers(list[Answer]):
-    """Answers of a model, in the order of the questions; a notebook shows them as a table."""
-
-    def _repr_html_(self) -> str:
-        """Return a row per task and length: right answers, shares as in `Answer`, and the accuracy at every depth."""
-        shares = [name for name in _SHARES if any(getattr(one, name) is not None for one in self)]
-        depths = sorted({row["depth"] for row in summary(self)})
-        rows = []
-        for task, length in dict.fromkeys((one.example.task, one.length) for one in self):
-            mine = _of(self, task, length)
-            at = {row["depth"]: row["accuracy"] for row in summary(mine)}
-            means = [_mean([getattr(one, name) for one in mine]) for name in shares]
-            found = f"{sum(one.right for one in mine)} of {len(mine)}"
-            rows.append([task, length, found, *means, *(at.get(depth) for depth in depths)])
-        header = ["task", "length", "right", *(_SHARES[name] for name in shares), *(f"at {one:.2f}" for one in depths)]
-        return html.boxed(html.table(header, rows, "Accuracy by depth, and shares of what was read, kept or agreed."))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,153 +88,6 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     return command.run(parser, _run, arguments, texts=("task",))
-
-
-def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> Answers:
-    """Return the greedy answers of a model to examples, each with the length it is reported under.
-
-    `control` stands in for the model's own, as in `Model.generate`.
-    """
-    answers: dict[int, Answer] = {}
-    count = counter(model)
-    limits = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]
-    for limit in sorted(set(limits)):
-        chosen = [i for i, wanted in enumerate(limits) if wanted == limit]
-        prompts = [asked[i][1].prompt for i in chosen]
-        completions = model.generate(prompts, max_tokens=limit, temperature=0.0, control=control)
-        for i, completion in zip(chosen, completions, strict=True):
-            length, given = asked[i]
-            answers[i] = Answer(
-                example=given,
-                length=length,
-                text=completion.text,
-                right=right(given, completion.text),
-                **_shares(completion),
-            )
-    return Answers(answers[i] for i in range(len(asked)))
-
-
-def _shares(completion: "Completion") -> dict[str, float | None]:
-    """The shares of an answer."""
-    totals = Totals.of([completion])
-    shares = {
-        "share_read": totals.share_read if totals.blocks_held else 0.0,
-        "share_bytes": totals.share_bytes,
-        "prompt_share_read": totals.prompt_share_read,
-        "prompt_mass_kept": totals.prompt_mass_kept,
-        "share_held": totals.share_cached if totals.tokens_left_out else None,
-        "share_by_model": 1 - totals.small_share,
-        "share_agreed": ratio(totals.agreed, totals.audited),
-    }
-    return {name: known_or_none(share) for name, share in shares.items()}
-
-
-def counter(model: "Model") -> Count:
-    """Return the function that counts the tokens of a text, without what the tokenizer puts before one."""
-    opening = len(model.tokenizer.encode(""))
-    return lambda text: len(model.tokenizer.encode(text)) - opening
-
-
-def grid(
-    count: Count,
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    *,
-    depths: int,
-    samples: int,
-    pairs: int = NUM_PAIRS,
-    seed: int = 0,
-    haystack: Sequence[str] | None = None,
-) -> list[tuple[int, Example]]:
-    """Return `samples` examples of the test split for every task, length and depth, with the length."""
-    made = functools.partial(example, count=count, haystack=haystack, num_pairs=pairs)
-    return [
-        (length, made(task, length=length, depth=float(depth), seed=seed * 1_000_003 + number * samples + sample))
-        for task in tasks
-        for length in lengths
-        for number, depth in enumerate(np.linspace(0, 1, depths))
-        for sample in range(samples)
-    ]
-
-
-def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Return a row per task, length and depth (to a twentieth): examples, accuracy, and the shares of `Answer`.
-
-    Those are means over the answers that have them.
-    """
-    cells: dict[tuple[str, int, float], list[Answer]] = {}
-    for answer in answers:
-        cells.setdefault((answer.example.task, answer.length, round(answer.example.depth * 20) / 20), []).append(answer)
-    return [
-        {
-            "task": task,
-            "length": length,
-            "depth": depth,
-            "examples": len(cell),
-            "accuracy": sum(answer.right for answer in cell) / len(cell),
-            **{name: _mean([getattr(answer, name) for answer in cell]) for name in _SHARES},
-        }
-        for (task, length, depth), cell in cells.items()
-    ]
-
-
-def table(answers: Sequence[Answer]) -> str:
-    """Return a line per task and length: right answers, and the accuracy at every depth."""
-    rows = summary(answers)
-    shares = [name for name in _SHARES if any(row[name] is not None for row in rows)]
-    columns = "".join(f"{_SHARES[name]:>7}" for name in shares)
-    lines = [f"{'task':<20}{'length':>7}{'right':>10}{'accuracy':>10}{columns}  accuracy by depth"]
-    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
-        here = sorted((row for row in rows if (row["task"], row["length"]) == (task, length)), key=lambda r: r["depth"])
-        total = sum(row["examples"] for row in here)
-        found = sum(row["accuracy"] * row["examples"] for row in here)
-        told = "".join(_percent(_mean([getattr(one, name) for one in _of(answers, task, length)])) for name in shares)
-        by_depth = "  ".join(f"{row['depth']:.2f}: {row['accuracy']:.2f}" for row in here)
-        lines.append(f"{task:<20}{length:>7}{f'{found:.0f}/{total}':>10}{found / total:>10.3f}{told}  {by_depth}")
-    return "\n".join(lines)
-
-
-def _of(answers: Sequence[Answer], task: str, length: int) -> list[Answer]:
-    return [one for one in answers if (one.example.task, one.length) == (task, length)]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _percent(share: float | None) -> str:
-    return f"{'-':>7}" if share is None else f"{share:>7.0%}"
-
-
-def plot(answers: Sequence[Answer], path: Path) -> None:
-    """Draw a heat map of accuracy by length and depth for every task; the format follows the suffix.
-
-    Raises UsageError where it cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = summary(answers)
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(1.5 + 2.6 * len(tasks), 3.6), squeeze=False, layout="tight")
-    for axis, task in zip(axes[0], tasks, strict=True):
-        mine = [row for row in rows if row["task"] == task]
-        lengths, depths = (sorted({row[name] for row in mine}) for name in ("length", "depth"))
-        cells = np.full((len(depths), len(lengths)), np.nan)
-        for row in mine:
-            cells[depths.index(row["depth"]), lengths.index(row["length"])] = row["accuracy"]
-        axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        for (y, x), value in np.ndenumerate(cells):
-            axis.text(x, y, "" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", fontsize=8)
-        axis.set(title=task, xlabel="length (tokens)", xticks=range(len(lengths)), yticks=range(len(depths)))
-        axis.set_xticklabels(lengths)
-        axis.set_yticklabels(depths)
-    axes[0][0].set_ylabel("depth of the answer")
-    replace_picture(path, figure)
-    plt.close(figure)
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evaluate import counter, grid
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.coupling import acceptance
 from et_jax.evidence.held_out import cut, held_out_logits, texts
@@ -24,6 +23,7 @@ from et_jax.evidence.results import RESULTS, write
 from et_jax.evidence.walks import ROW_COST, lengths, written
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
+from et_jax.tasks.asking import counter, grid
 from et_jax.tasks.generators import TASKS
 
 TEMPERATURES = (0.4, 0.7, 1.0)

@@ -24,10 +24,10 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode import cache
 from et_jax.errors import UsageError
-from et_jax.evaluate import counter, evaluate, grid
 from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import load
+from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 
 DEPTHS = 5

@@ -32,12 +32,12 @@ from jaxtyping import Float, Int
 
 from et_jax.control.compression import Compression, Policy, named
 from et_jax.errors import UsageError
-from et_jax.evaluate import counter
 from et_jax.evidence import arguments, paired, prompt_tables
 from et_jax.evidence.compression_arms import HeavyHitters, Oracle, continued, texts
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import Model, load
+from et_jax.tasks.asking import counter
 from et_jax.tasks.base import Example, right
 from et_jax.tasks.generators import NUM_PAIRS, TASKS, document
 from et_jax.text import Detokenizer

@@ -33,7 +33,6 @@ from et_jax.control.budget import Budget, CertifiedBudget, ConstantBudget, Entro
 from et_jax.control.controller import Controller
 from et_jax.decode.plant import Plant
 from et_jax.errors import UsageError
-from et_jax.evaluate import counter, evaluate, grid
 from et_jax.evidence import arguments, paired, prompt_tables
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.prompt_arms import (
@@ -50,6 +49,7 @@ from et_jax.evidence.prompt_arms import (
 )
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import Model, load
+from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)

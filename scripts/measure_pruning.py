@@ -22,10 +22,11 @@ from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
-from et_jax.evaluate import Answer, counter, evaluate, grid
 from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.engine import Model, load
+from et_jax.tasks.answers import Answer
+from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
 

@@ -29,13 +29,13 @@ from et_jax.control.controller import Controller
 from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, SwitchState
 from et_jax.decode.sampling import fold_key, plain, sample_token
 from et_jax.errors import UsageError
-from et_jax.evaluate import counter, evaluate, grid
 from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.held_out import cut, held_out_logits, texts
 from et_jax.evidence.results import RESULTS, write
 from et_jax.serve.completions import Completion
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.base import Example
 from et_jax.tasks.generators import TASKS
 from et_jax.types import Number, replace, value

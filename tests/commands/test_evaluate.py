@@ -19,8 +19,9 @@ from et_jax.cli.streams import STANDARD_OUTPUT
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.completions import Completion, PromptRead
-from et_jax.tasks import files
-from et_jax.tasks.base import Example
+from et_jax.tasks import answers as told_of
+from et_jax.tasks import asking, files
+from et_jax.tasks.base import Example, right
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -47,8 +48,8 @@ class Reader:
 
 @pytest.fixture
 def asked():
-    count = evaluate.counter(Reader({}))
-    return evaluate.grid(count, ["single_key", "passkey"], [200, 400], depths=3, samples=2)
+    count = asking.counter(Reader({}))
+    return asking.grid(count, ["single_key", "passkey"], [200, 400], depths=3, samples=2)
 
 
 def test_a_grid_has_every_task_length_and_depth_and_no_example_twice(asked):
@@ -60,32 +61,32 @@ def test_a_grid_has_every_task_length_and_depth_and_no_example_twice(asked):
     assert {one.depth for _, one in asked} == {0.0, 0.5, 1.0}
     assert len({one.prompt for _, one in asked}) == len(asked)
     assert len({one.answer for length, one in asked if one.task == "passkey" and length == 200}) == 6
-    count = evaluate.counter(Reader({}))
-    again = evaluate.grid(count, ["single_key"], [200], depths=3, samples=2, seed=1)
+    count = asking.counter(Reader({}))
+    again = asking.grid(count, ["single_key"], [200], depths=3, samples=2, seed=1)
     assert not {one.prompt for _, one in again} & {one.prompt for _, one in asked}
 
 
 def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
     known = {one.prompt: one.answer + "." for _, one in asked if one.task == "passkey" and one.depth == 0.5}
     reader = Reader(known)
-    answers = evaluate.evaluate(reader, asked, control="guarded")
+    answers = asking.evaluate(reader, asked, control="guarded")
     assert [answer.example for answer in answers] == [one for _, one in asked]
     assert all(answer.right == (answer.example.prompt in known) for answer in answers)
     assert {answer.share_read for answer in answers} == {0.5}
     assert [answer.share_bytes for answer in answers] == pytest.approx([0.6] * len(answers))
     assert {answer.share_by_model for answer in answers} == {1.0}
-    rows = {(one["task"], one["length"], one["depth"]): one for one in evaluate.summary(answers)}
+    rows = {(one["task"], one["length"], one["depth"]): one for one in told_of.summary(answers)}
     assert len(rows) == 12
     assert all(one["accuracy"] == (key[0] == "passkey" and key[2] == 0.5) for key, one in rows.items())
     assert all(one["examples"] == 2 for one in rows.values())
-    [line] = [line for line in evaluate.table(answers).splitlines() if line.startswith("passkey") and " 400" in line]
+    [line] = [line for line in told_of.table(answers).splitlines() if line.startswith("passkey") and " 400" in line]
     assert line.split()[1:5] == ["400", "2/6", "0.333", "50%"]
     assert line.endswith("0.00: 0.00  0.50: 1.00  1.00: 0.00")
 
 
 def test_a_notebook_shows_answers_as_a_table(asked):
     known = {one.prompt: one.answer for _, one in asked if one.task == "passkey" and one.depth == 0.5}
-    answers = evaluate.evaluate(Reader(known), asked)
+    answers = asking.evaluate(Reader(known), asked)
     rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", answers._repr_html_())]
     assert rows[0] == [
         "task",
@@ -102,23 +103,23 @@ def test_a_notebook_shows_answers_as_a_table(asked):
     ]
     assert rows[1] == ["single_key", "200", "0 of 6", "0.5", "0.6", "0.25", "1", "0.5", "0", "0", "0"]
     assert rows[4] == ["passkey", "400", "2 of 6", "0.5", "0.6", "0.25", "1", "0.5", "0", "1", "0"]
-    assert len(rows) == 5 and evaluate.Answers()._repr_html_().count("<tr>") == 1
+    assert len(rows) == 5 and told_of.Answers()._repr_html_().count("<tr>") == 1
 
 
 def test_what_was_left_out_is_told_where_there_is_something(asked):
     reader = Reader({})
     reader.prompt_read = PromptRead(blocks_read=3.0, blocks_held=12.0, mass_kept=0.9)
-    answers = evaluate.evaluate(reader, asked)
-    [header, *lines] = evaluate.table(answers).splitlines()
+    answers = asking.evaluate(reader, asked)
+    [header, *lines] = told_of.table(answers).splitlines()
     assert header.split()[4:11] == ["read", "bytes", "prompt", "mass", "held", "model", "agreed"]
     assert all(line.split()[4:11] == ["50%", "60%", "25%", "90%", "25%", "100%", "50%"] for line in lines)
     reader.prompt_read = PromptRead(blocks_read=0.0, blocks_held=0.0, mass_kept=None)
-    assert evaluate.table(evaluate.evaluate(reader, asked)).split()[4:9] == ["read", "bytes", "held", "model", "agreed"]
+    assert told_of.table(asking.evaluate(reader, asked)).split()[4:9] == ["read", "bytes", "held", "model", "agreed"]
 
 
 def test_a_model_is_asked_greedily_for_one_token_more_than_the_answer_has(asked):
     reader = Reader({})
-    evaluate.evaluate(reader, asked)
+    asking.evaluate(reader, asked)
     for prompts, settings in reader.calls:
         sizes = {len(one.answer) + 1 for _, one in asked if one.prompt in prompts}
         assert sizes == {settings["max_tokens"]}
@@ -130,7 +131,7 @@ def test_a_model_is_asked_greedily_for_one_token_more_than_the_answer_has(asked)
 def test_a_number_may_come_at_the_end_of_many_words():
     one = Example(task="gsm8k", prompt="How many?", answer="12", depth=0.0, length=3, match="number")
     reader = Reader({"How many?": "5 and 7 make 12."})
-    [answer] = evaluate.evaluate(reader, [(3, one)])
+    [answer] = asking.evaluate(reader, [(3, one)])
     assert answer.right
     assert reader.calls[0][1]["max_tokens"] > 100
 
@@ -262,8 +263,8 @@ def test_published_tasks_are_read(task, tmp_path):
     [one] = files.examples(task, tmp_path / "a.jsonl", len, 1)
     assert (one.prompt, one.answer, one.depth) == (prompt, answer, depth)
     assert one.length == 1 + len(prompt) + len(answer)
-    assert evaluate.right(one, said)
-    assert not evaluate.right(one, "It is 7.")
+    assert right(one, said)
+    assert not right(one, "It is 7.")
 
 
 PUBLISHED = {

@@ -9,8 +9,8 @@ from scripts_here import script
 
 from et_jax.control import select
 from et_jax.control.controller import Controller
-from et_jax.evaluate import counter, evaluate, grid
 from et_jax.serve.engine import load
+from et_jax.tasks.asking import counter, evaluate, grid
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

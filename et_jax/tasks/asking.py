@@ -1,0 +1,86 @@
+"""Asking a model: examples on a grid of lengths and depths, and its greedy answers."""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from et_jax.io.known import known_or_none, ratio
+from et_jax.serve.totals import Totals
+from et_jax.tasks.answers import Answer, Answers
+from et_jax.tasks.base import Count, Example, right
+from et_jax.tasks.generators import NUM_PAIRS, example
+
+if TYPE_CHECKING:
+    from et_jax.serve.completions import Completion
+    from et_jax.serve.engine import Model
+
+_MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
+
+
+def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> Answers:
+    """Return the greedy answers of a model to examples, each with the length it is reported under.
+
+    `control` stands in for the model's own, as in `Model.generate`.
+    """
+    answers: dict[int, Answer] = {}
+    count = counter(model)
+    limits = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]
+    for limit in sorted(set(limits)):
+        chosen = [i for i, wanted in enumerate(limits) if wanted == limit]
+        prompts = [asked[i][1].prompt for i in chosen]
+        completions = model.generate(prompts, max_tokens=limit, temperature=0.0, control=control)
+        for i, completion in zip(chosen, completions, strict=True):
+            length, given = asked[i]
+            answers[i] = Answer(
+                example=given,
+                length=length,
+                text=completion.text,
+                right=right(given, completion.text),
+                **_shares(completion),
+            )
+    return Answers(answers[i] for i in range(len(asked)))
+
+
+def _shares(completion: "Completion") -> dict[str, float | None]:
+    """The shares of an answer."""
+    totals = Totals.of([completion])
+    shares = {
+        "share_read": totals.share_read if totals.blocks_held else 0.0,
+        "share_bytes": totals.share_bytes,
+        "prompt_share_read": totals.prompt_share_read,
+        "prompt_mass_kept": totals.prompt_mass_kept,
+        "share_held": totals.share_cached if totals.tokens_left_out else None,
+        "share_by_model": 1 - totals.small_share,
+        "share_agreed": ratio(totals.agreed, totals.audited),
+    }
+    return {name: known_or_none(share) for name, share in shares.items()}
+
+
+def counter(model: "Model") -> Count:
+    """Return the function that counts the tokens of a text, without what the tokenizer puts before one."""
+    opening = len(model.tokenizer.encode(""))
+    return lambda text: len(model.tokenizer.encode(text)) - opening
+
+
+def grid(
+    count: Count,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    depths: int,
+    samples: int,
+    pairs: int = NUM_PAIRS,
+    seed: int = 0,
+    haystack: Sequence[str] | None = None,
+) -> list[tuple[int, Example]]:
+    """Return `samples` examples of the test split for every task, length and depth, with the length."""
+    made = functools.partial(example, count=count, haystack=haystack, num_pairs=pairs)
+    return [
+        (length, made(task, length=length, depth=float(depth), seed=seed * 1_000_003 + number * samples + sample))
+        for task in tasks
+        for length in lengths
+        for number, depth in enumerate(np.linspace(0, 1, depths))
+        for sample in range(samples)
+    ]
