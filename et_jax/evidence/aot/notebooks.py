@@ -62,7 +62,7 @@ RUNS = (
 
 
 def configured(run: Run, backend: str) -> tuple[Any, Any]:
-    """Return the configuration of a run's decoder on a TPU, and the shapes of its weights."""
+    """Return the configuration of a run's decoder on a TPU, and the shapes of its weights, of one model."""
     import jax
 
     from et_jax.models.bundled import bundled_folder
@@ -80,7 +80,7 @@ def configured(run: Run, backend: str) -> tuple[Any, Any]:
         weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), describe(model))
     sizes = {"page_size": PAGE_SIZE, "prefill_batch": min(PREFILL_BATCH, run.settings.get("max_model_len", 512))}
     settings = EngineConfig(**run.settings | sizes | {"backend": backend})
-    return decoder_config(settings, model, dtype), weights
+    return decoder_config(settings, model, dtype), (weights,)
 
 
 def own_module() -> tuple[Any, Any]:
