@@ -98,9 +98,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         model = load(args.model, dtype="float32", max_num_seqs=4)
-    except UsageError as error:
+        lines = measure(model, args.segment, args.samples)
+    except UsageError as error:  # a question may be too long for the model
         sys.exit(f"measure_asked_amid: {error}")
-    lines = measure(model, args.segment, args.samples)
     print(prompt_tables.asked_amid(lines))
     told = {"model": args.model, "samples": args.samples, "segment": args.segment}
     told["page_size"] = model.decoder_config.page_size

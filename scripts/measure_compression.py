@@ -72,6 +72,13 @@ def arms() -> Arms:
     }
 
 
+def check_context(model: Model) -> None:
+    """Raise UsageError where the least share of a model's context is no more than the window that is always kept."""
+    least = int((Compression.window + 1) / min(SHARES)) + 1
+    if model.max_model_len < least:
+        raise UsageError(f"{model.name} holds {model.max_model_len} tokens; take a model that holds at least {least}.")
+
+
 def room(how: Compression, num_layers: int) -> int:
     """Return for how many entries every layer and KV head has room."""
     return how.layout(PAGE_SIZE, (None,) * num_layers).region * PAGE_SIZE
@@ -358,6 +365,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         model = load(args.model, dtype="float32", max_num_seqs=2)
+        check_context(model)
         bench = Bench(model, args.text, args.rows)
     except UsageError as error:
         sys.exit(f"measure_compression: {error}")

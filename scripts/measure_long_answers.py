@@ -16,7 +16,17 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from measure_compression import BASELINE, DEPTHS, SHARES, Question, Way, answers, questions, right_answers
+from measure_compression import (
+    BASELINE,
+    DEPTHS,
+    SHARES,
+    Question,
+    Way,
+    answers,
+    check_context,
+    questions,
+    right_answers,
+)
 
 from et_jax.control.compression import Compression, named
 from et_jax.errors import UsageError
@@ -79,9 +89,10 @@ def main() -> None:
     args = parser.parse_args()
     try:
         model = load(args.model, dtype="float32", max_num_seqs=2)
-    except UsageError as error:
+        check_context(model)
+        lines = [line for words in WORDS for wait in WAITS for line in measure(model, words, wait, args.samples)]
+    except UsageError as error:  # a verse may be too long for the model
         sys.exit(f"measure_long_answers: {error}")
-    lines = [line for words in WORDS for wait in WAITS for line in measure(model, words, wait, args.samples)]
     print(prompt_tables.long_answers(lines))
     settings = {"model": args.model, "samples": args.samples, "window": Compression.window}
     write(args.output, "scripts/measure_long_answers.py", settings, lines=lines)

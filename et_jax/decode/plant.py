@@ -31,7 +31,7 @@ class Plant:
     scores_backend: str
 
     @property
-    def num_heads(self) -> int:
+    def all_kv_heads(self) -> int:
         """KV heads over all layers."""
         return self.model.num_layers * self.model.num_kv_heads
 
@@ -79,7 +79,7 @@ def costs(plant: Plant, weights: ModelWeights, cache_dtype: DTypeLike) -> cost.M
     return cost.Model(
         weights=cost.num_bytes(weights),
         num_multiplied=num_multiplied(model),
-        heads=plant.num_heads,
+        heads=plant.all_kv_heads,
         token=2 * model.head_dim * jnp.dtype(cache_dtype).itemsize,
         group_size=model.group_size,
         head_dim=model.head_dim,

@@ -55,7 +55,7 @@ def extend_active(
     What it did is added to what every slot has spent since its last token.
     """
     assert state.text is not None and state.spent is not None
-    table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(num_cached(state))
+    table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(_num_cached(state))
 
     def caught_up(index: int, plants: tuple[PlantState, ...], rows: Rows) -> tuple:
         wanted = jnp.where(rows.run, rows.position, before[:, index])
@@ -85,8 +85,8 @@ def extend_active(
     return replace(state, plants=plants, spent=spent), logits, stats
 
 
-def num_cached(state: DecodeState) -> Int[Array, "b m"]:
-    """Return how far each model has come in the text of every slot."""
+def _num_cached(state: DecodeState) -> Int[Array, "b m"]:
+    """How far each model has come in the text of every slot."""
     return jnp.stack([plant.num_cached for plant in state.plants], axis=1)
 
 
@@ -109,7 +109,7 @@ def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
     """What the small model reads: all there is. Of the model's own blocks, what was read last stands."""
     plant, control = config.plants[SMALL], rows.take(state.control)
     layers = range(config.model.num_layers)
-    blocks = (rows.position // config.page_size + 1) * plant.num_heads
+    blocks = (rows.position // config.page_size + 1) * plant.all_kv_heads
     return replace(
         no_reads(rows.token.shape[0]),
         blocks_read=jnp.where(rows.run, blocks, 0),

@@ -56,7 +56,7 @@ def cell(value: Any) -> str:
 
 
 def with_others(path: Path, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return cases after those of other models and texts that a file of results holds."""
+    """Return cases after those of other models and texts that a file of results holds, where there is one."""
     fresh = {(case["model"], case["text"]) for case in cases}
-    kept = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    kept = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
     return [*(case for case in kept if (case["model"], case["text"]) not in fresh), *cases]

@@ -32,3 +32,4 @@ def test_cases_of_other_models_and_texts_are_kept_and_the_same_ones_replaced(tmp
     results.write(tmp_path / "found.json", "a script", {}, cases=old)
     fresh = [{"model": "a", "text": "y", "n": 4}, {"model": "c", "text": "x", "n": 5}]
     assert results.with_others(tmp_path / "found.json", fresh) == [old[0], old[2], *fresh]
+    assert results.with_others(tmp_path / "not yet.json", fresh) == fresh
