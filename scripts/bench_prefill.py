@@ -25,7 +25,7 @@ from et_jax.control.segment import Segment
 from et_jax.decode import cache as kv
 from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
-from et_jax.decode.extend import attend, extend
+from et_jax.decode.extend import attend, extend, with_layer
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.evidence import arguments, prompt_tables
 from et_jax.evidence.results import RESULTS, write
@@ -88,8 +88,9 @@ def attended(
     state, notes = carry
     reader = Budgeted(budget=budget, last=jnp.zeros(1, bool), notes=notes)
     chunk = _chunk(plant, jnp.zeros(qkv[0].shape[:2], jnp.int32), start)
-    out, (cache, notes) = attend(plant, chunk, reader, 0, *qkv, (state.cache, notes))
-    return (replace(state, cache=cache), notes), out
+    cached, of_layer = state.cache.layers[0], reader.of_layer(plant, 0)
+    out, cached, read = attend(plant, plant.softmax(0), chunk, of_layer, *qkv, cached, None)
+    return (replace(state, cache=with_layer(state.cache, 0, cached)), reader.noted(chunk, (read,))), out
 
 
 def _chunk(plant: Plant, tokens: Array, start: Array) -> Chunk:

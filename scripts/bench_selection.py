@@ -41,7 +41,7 @@ from et_jax.evidence.results import RESULTS, write
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.softmax import Softmax
-from et_jax.types import Table
+from et_jax.types import replace
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHARE = 1 / 8
@@ -74,9 +74,9 @@ def asked(query: Array) -> tuple[Array, Array]:
 def chosen(selector: Selector, query: Array, cache: kv.KVCache, blocks: Blocks) -> tuple[Array, Array]:
     """Return the list of blocks the selector opens, and how many they are."""
     grouped, tolerance = asked(query)
-    even = Table(np.ones((1, KV_HEADS, HEADS // KV_HEADS), np.float32))
     each = jax.tree.map(lambda number: jnp.full(query.shape[0], number), selector)  # numbers have a row each
-    return list_blocks(select(each, grouped, cache, 0, blocks, tolerance, pick(), even).opened)
+    view = view_of(grouped, cache.layers[0], None, blocks, tolerance, pick())
+    return list_blocks(select(each, replace(view, sensitivity=jnp.ones(grouped.shape[:3])), blocks).opened)
 
 
 def every(query: Array, cache: kv.KVCache, blocks: Blocks) -> tuple[Array, Array]:
@@ -148,7 +148,7 @@ def measure(rows: int, length: int, page_size: int, rounds: int) -> dict[str, An
     runs = {"contiguous": chain(contiguous, key, value)} | runs
     listed = {name: float(np.mean(run()[1])) * page_size / length for name, run in runs.items()}
     grouped, tolerance = asked(query)
-    view = jax.jit(view_of, static_argnums=(2, 5))(grouped, cache, 0, blocks, tolerance, pick())
+    view = jax.jit(view_of, static_argnums=5)(grouped, cache.layers[0], None, blocks, tolerance, pick())
 
     def alone(rule: Callable[[BlockView], Array]) -> Callable[[], Any]:
         compiled = jax.jit(jax.vmap(jax.vmap(rule)))

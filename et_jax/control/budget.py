@@ -255,15 +255,15 @@ class PromptNotes:
     """How a prompt is read under a budget.
 
     `kept` is what the budget keeps of each layer and KV head. `blocks_read` of `blocks_held` blocks were read so far,
-    over segments, layers and KV heads. `mass` sums the share of its attention that the last query of each segment had
-    on the blocks read, over layers that did not read everything and query heads, `num_probes` counts those; both are
-    None where no one asks.
+    over segments, layers and KV heads. `mass` sums by layer the share of its attention that the last query of each
+    segment had on the blocks read, over query heads, 0 in layers that read everything; `num_probes` counts those heads
+    over layers. Both are None where no one asks.
     """
 
     kept: Any
     blocks_read: Float[Array, "*b"]
     blocks_held: Float[Array, "*b"]
-    mass: Float[Array, "*b"] | None
+    mass: Float[Array, "*b l"] | None
     num_probes: Float[Array, "*b"] | None
 
 
@@ -271,8 +271,8 @@ def begun(budget: Budget, num_layers: int, num_kv_heads: int, *, probed: bool) -
     """Return the notes of a prompt of which nothing is read."""
     zero = jnp.zeros((), jnp.float32)
     kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_layers, *x.shape)), budget.started(num_kv_heads))
-    probes = zero if probed else None
-    return PromptNotes(kept=kept, blocks_read=zero, blocks_held=zero, mass=probes, num_probes=probes)
+    mass, num_probes = (jnp.zeros(num_layers, jnp.float32), zero) if probed else (None, None)
+    return PromptNotes(kept=kept, blocks_read=zero, blocks_held=zero, mass=mass, num_probes=num_probes)
 
 
 def greatest(score: Float[Array, "k n"], count: Int[Array, " k"], visible: Bool[Array, " n"]) -> Bool[Array, "k n"]:

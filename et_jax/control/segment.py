@@ -28,7 +28,7 @@ class Segment:
     visible: Bool[Array, " n"]
     interval: Interval | None
     index: Int[Array, ""]
-    layer: int = static()
+    layer: Int[Array, ""]
     block_size: int = static()
     scale: float = static()
 

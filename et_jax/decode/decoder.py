@@ -39,7 +39,8 @@ def decode(
     With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting
     for. Returns the outputs stacked over `max_steps`, of which the returned number were run.
     """
-    _, shapes = jax.eval_shape(partial(step, config), weights, state)
+    one = jax.jit(partial(step, config))  # traced once, for the shapes and for the loop
+    _, shapes = jax.eval_shape(one, weights, state)
     outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
     num_steps = jnp.minimum(num_steps, config.max_steps)
 
@@ -49,7 +50,7 @@ def decode(
 
     def advance(carry: tuple) -> tuple:
         i, state, outputs, _ = carry
-        state, output = step(config, weights, state)
+        state, output = one(weights, state)
         outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
         return i + 1, state, outputs, jnp.any(output.finished | (output.fault > 0))
 

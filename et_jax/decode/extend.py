@@ -1,9 +1,10 @@
 """One way to run a model over tokens: write their keys and values, read the cache, note what was read.
 
 Decoding is a chunk of one token a row, prefill, catching up and verification are chunks of several. How the cache is
-read is a `Reader`, a value; `extend` alone hands a model its `attend`.
+read is a `Reader`, a value, and so is how one layer of it is read: layers that are alike share one trace of `attend`.
 """
 
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -17,24 +18,44 @@ from et_jax.decode.plant import Plant, PlantState
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
 from et_jax.models.model import ModelWeights, forward
+from et_jax.pallas.softmax import Softmax
 from et_jax.types import replace
 
 
 @runtime_checkable
-class Reader(Protocol):
-    """How a chunk reads the cache. Its arrays lead with the rows; it is a value without side effects."""
+class LayerReader(Protocol):
+    """How a chunk reads one layer of the cache: a pytree whose arrays lead with the rows, without side effects.
 
-    def begun(self, num_rows: int) -> Any:
-        """Return the notes of nothing read yet."""
+    Readers of one structure are alike, and layers read by them share a trace.
+    """
 
-    def together(self, plant: Plant, layer: int) -> bool:
-        """Return whether a layer's pages are read once for all rows of a slot."""
+    def together(self, plant: Plant, softmax: Softmax) -> bool:
+        """Return whether the pages are read once for all rows of a slot."""
         ...
 
     def read(
-        self, plant: Plant, layer: int, q: Float[Array, "r t h d"], cache: KVCache, chunk: Chunk, notes: Any
+        self,
+        plant: Plant,
+        softmax: Softmax,
+        q: Float[Array, "r t h d"],
+        cached: LayerCache,
+        surprisal: Float[Array, "p s"] | None,
+        chunk: Chunk,
     ) -> tuple[Float[Array, "r t h d"], Any]:
-        """Return attention to what is read of a layer's cache, in which the chunk is written, and the notes."""
+        """Return attention to what is read of the layer, in which the chunk is written, and the notes of it."""
+        ...
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """How a chunk reads the cache: a reader of every layer, and what their notes come to."""
+
+    def of_layer(self, plant: Plant, layer: int) -> LayerReader:
+        """Return the reader of a layer."""
+        ...
+
+    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> Any:
+        """Return what was read, from the notes of all layers in order."""
         ...
 
 
@@ -47,43 +68,52 @@ def extend(
     """
     watch = None if state.queries is None else queries.of_chunk(chunk, state.queries.shape[2])
 
-    def watched(layer: int, q: Array, k: Array, v: Array, memory: tuple) -> tuple[Array, tuple]:
-        inner, seen = memory
-        out, inner = attend(plant, chunk, reader, layer, q, k, v, inner)
-        return out, (inner, seen if watch is None else (*seen, watch.seen(q)))
+    def attending(layer: int, q: Array, k: Array, v: Array, memory: tuple) -> tuple[Array, tuple]:
+        cache, notes, seen = memory
+        softmax, of_layer = plant.softmax(layer), reader.of_layer(plant, layer)
+        out, cached, noted = attend(plant, softmax, chunk, of_layer, q, k, v, cache.layers[layer], cache.surprisal)
+        return out, (
+            with_layer(cache, layer, cached),
+            (*notes, noted),
+            seen if watch is None else (*seen, watch.seen(q)),
+        )
 
-    begun = (state.cache, reader.begun(len(chunk.token))), ()
-    logits, ((cache, notes), seen) = forward(weights, plant.model, chunk.token, chunk.positions, watched, begun)
+    begun = state.cache, (), ()
+    logits, (cache, notes, seen) = forward(weights, plant.model, chunk.token, chunk.positions, attending, begun)
     stored = state.queries
     if watch is not None and stored is not None:
         stored = watch.store(stored, seen)
-    return logits, replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk)), notes
+    after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
+    return logits, after, reader.noted(chunk, notes)
 
 
+@partial(jax.jit, static_argnums=0)
 def attend(
     plant: Plant,
+    softmax: Softmax,
     chunk: Chunk,
-    reader: Reader,
-    layer: int,
+    reader: LayerReader,
     q: Float[Array, "r t h d"],
     k: Float[Array, "r t k d"],
     v: Float[Array, "r t k d"],
-    memory: tuple[KVCache, Any],
-) -> tuple[Float[Array, "r t h d"], tuple[KVCache, Any]]:
-    """One layer's attention: write the chunk's keys and values, read, note. `memory` is the cache and the notes."""
-    cache, notes = memory
-    if not reader.together(plant, layer):
+    cached: LayerCache,
+    surprisal: Float[Array, "p s"] | None,
+) -> tuple[Float[Array, "r t h d"], LayerCache, Any]:
+    """One layer's attention: write the chunk's keys and values, read, note.
+
+    It is jitted for its trace: what differs between layers that are alike are arrays.
+    """
+    if not reader.together(plant, softmax):
         chunk = replace(chunk, at=None)
     faulty = None
     if chunk.at is not None:  # a row before it in its slot meets a value with weight 0, and 0 * NaN is NaN
         faulty = (chunk.count > 0) & ~jnp.all(jnp.isfinite(v), axis=(1, 2, 3))
         v = jnp.where(faulty[:, None, None, None], 0.0, v)
-    cached = write(cache.layers[layer], k, v, chunk.table, chunk.start, chunk.count, chunk.end)
-    cache = with_layer(cache, layer, cached)
-    out, notes = reader.read(plant, layer, q, cache, chunk, notes)
+    cached = write(cached, k, v, chunk.table, chunk.start, chunk.count, chunk.end)
+    out, notes = reader.read(plant, softmax, q, cached, surprisal, chunk)
     if faulty is not None:
         out = jnp.where(faulty[:, None, None, None], jnp.nan, out)
-    return out, (cache, notes)
+    return out, cached, notes
 
 
 def catch_up(

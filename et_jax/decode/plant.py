@@ -39,9 +39,9 @@ class Plant:
         """Return the softmax of a layer."""
         return Softmax(scale=self.model.head_dim**-0.5, window=self.model.windows[layer])
 
-    def reads_together(self, layer: int, chosen: bool) -> bool:
+    def reads_together(self, softmax: Softmax, *, chosen: bool) -> bool:
         """Return whether a layer's pages are read once for all rows of a slot, their blocks `chosen` by each or not."""
-        if chosen or self.model.windows[layer] is not None:  # then the lists of a slot's rows differ
+        if chosen or softmax.window is not None:  # then the lists of a slot's rows differ
             return shares_lists(self.backend)
         return shares_pages(self.backend, self.model.group_size)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import Selection, Selector
 from et_jax.control.view import attention_entropy
-from et_jax.decode.cache import KVCache
+from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import read_all, read_chosen
@@ -22,9 +22,11 @@ from et_jax.decode.selection import (
     least_share_read,
     select,
     shares_after,
+    view_of,
     with_residual,
 )
 from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.pallas.softmax import Softmax
 from et_jax.sums import total
 from et_jax.types import Table, pytree, replace, static
 
@@ -59,25 +61,33 @@ class ReadStats:
 
 @pytree
 class Whole:
-    """Reads everything, of chunks of any length, and notes nothing."""
+    """Reads everything, of chunks of any length, and notes nothing; every layer is read alike."""
 
-    def begun(self, num_rows: int) -> None:
+    def of_layer(self, plant: Plant, layer: int) -> "Whole":
+        """Return the reader of a layer."""
+        return self
+
+    def noted(self, chunk: Chunk, notes: tuple[None, ...]) -> None:
         """Return no notes."""
 
-    def together(self, plant: Plant, layer: int) -> bool:
+    def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return that rows are read one by one."""
         return False
 
     def read(
-        self, plant: Plant, layer: int, q: Float[Array, "r t h d"], cache: KVCache, chunk: Chunk, notes: None
+        self,
+        plant: Plant,
+        softmax: Softmax,
+        q: Float[Array, "r t h d"],
+        cached: LayerCache,
+        surprisal: Float[Array, "p s"] | None,
+        chunk: Chunk,
     ) -> tuple[Float[Array, "r t h d"], None]:
         """Return attention to all there is."""
-        cached = cache.layers[layer]
         if q.shape[1] == 1:
-            return read_all(plant, layer, q[:, 0], cached, chunk.table, chunk.lengths, None)[:, None], notes
-        softmax, backend = plant.softmax(layer), plant.backend
-        out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, backend=backend)
-        return out, notes
+            return read_all(plant, softmax, q[:, 0], cached, chunk.table, chunk.lengths, None)[:, None], None
+        out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, backend=plant.backend)
+        return out, None
 
 
 @pytree
@@ -103,60 +113,146 @@ class Selected:
     residual: bool = static(default=False)
     sensitivity: Table | None = static(default=None)
 
-    def begun(self, num_rows: int) -> ReadStats:
-        """Return stats of nothing read."""
-        return no_reads(num_rows)
+    def of_layer(self, plant: Plant, layer: int) -> "AllOfLayer | SelectedOfLayer":
+        """Return the reader of a layer."""
+        selector, mass = self.selectors[layer], None if self.block_mass is None else self.block_mass[:, layer]
+        if selector.reads_all:
+            return AllOfLayer(skipped=None if self.skipped is None else self.skipped[:, layer], mass=mass)
+        sensitivity = None
+        if self.sensitivity is not None:
+            of_layer = self.sensitivity.array[layer] * self.sensitivity.array.size
+            sensitivity = jnp.broadcast_to(jnp.asarray(of_layer, jnp.float32), (len(self.fresh), *of_layer.shape))
+        return SelectedOfLayer(
+            tolerance=self.tolerance,
+            fresh=self.fresh,
+            last=self.block_mask[:, layer],
+            kept_mass=self.kept_mass,
+            selector=selector,
+            mass=mass,
+            sensitivity=sensitivity,
+            refresh_every=self.refresh_every,
+            residual=self.residual,
+        )
 
-    def together(self, plant: Plant, layer: int) -> bool:
+    def noted(self, chunk: Chunk, notes: tuple["LayerReads", ...]) -> ReadStats:
+        """Return what was read of all layers."""
+        stats = no_reads(len(chunk.token))
+        for one in notes:
+            stats = one.added_to(stats)
+        return stats
+
+
+@pytree
+class LayerReads:
+    """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `looked`."""
+
+    blocks_read: Int[Array, " b"]
+    block_mask: UInt32[Array, "b k n32"]
+    block_mass: Float[Array, "b h n"] | None
+    looked: "Looked | None" = None
+
+    def added_to(self, stats: ReadStats) -> ReadStats:
+        """Return the stats with this layer as the next one."""
+        stats = replace(
+            stats,
+            blocks_read=stats.blocks_read + self.blocks_read,
+            block_masks=(*stats.block_masks, self.block_mask),
+            block_masses=(*stats.block_masses, self.block_mass),
+        )
+        if self.looked is None:
+            return stats
+        return replace(
+            stats,
+            kept_mass=jnp.minimum(stats.kept_mass, self.looked.kept_mass),
+            summaries_read=stats.summaries_read + self.looked.summaries_read,
+            entropies=stats.entropies + self.looked.entropies,
+            num_entropies=stats.num_entropies + self.looked.num_entropies,
+            least_entropy=jnp.minimum(stats.least_entropy, self.looked.least_entropy),
+        )
+
+
+@pytree
+class Looked:
+    """What choosing the blocks of one layer came to: fields as those of `ReadStats`."""
+
+    summaries_read: Int[Array, " b"]
+    kept_mass: Float[Array, " b"]
+    entropies: Float[Array, " b"]
+    num_entropies: Float[Array, " b"]
+    least_entropy: Float[Array, " b"]
+
+
+@pytree
+class AllOfLayer:
+    """Reads all of a layer, one token a row. `skipped` and `mass` are what `Selected` has of the layer."""
+
+    skipped: Int[Array, "r k"] | None
+    mass: Float[Array, "r h n"] | None
+
+    def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
-        return plant.reads_together(layer, not self.selectors[layer].reads_all)
+        return plant.reads_together(softmax, chosen=False)
 
     def read(
-        self, plant: Plant, layer: int, q: Float[Array, "r 1 h d"], cache: KVCache, chunk: Chunk, notes: ReadStats
-    ) -> tuple[Float[Array, "r 1 h d"], ReadStats]:
-        """Return attention to the blocks chosen."""
-        blocks = blocks_of(chunk.table, chunk.lengths, plant.page_size, plant.model.windows[layer])
-        read = self._read_all if self.selectors[layer].reads_all else self._read_chosen
-        out, notes = read(plant, layer, q[:, 0], cache, chunk, blocks, notes)
-        return out[:, None], notes
-
-    def _read_all(
         self,
         plant: Plant,
-        layer: int,
-        queries: Float[Array, "r h d"],
-        cache: KVCache,
+        softmax: Softmax,
+        q: Float[Array, "r 1 h d"],
+        cached: LayerCache,
+        surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-        blocks: Blocks,
-        notes: ReadStats,
-    ) -> tuple[Float[Array, "r h d"], ReadStats]:
-        table, skipped = chunk.table, None if self.skipped is None else self.skipped[:, layer]
-        out = read_all(plant, layer, queries, cache.layers[layer], table, chunk.lengths, chunk.at, skipped)
-        heads = len(table), plant.model.num_kv_heads, table.shape[1]
-        opened = jnp.broadcast_to(blocks.readable[:, None], heads)
-        if skipped is not None:
-            opened &= jnp.arange(table.shape[1]) >= skipped[..., None]
-        return out, _note(notes, opened, self._mass(layer))
+    ) -> tuple[Float[Array, "r 1 h d"], LayerReads]:
+        """Return attention to all there is, and that it was read."""
+        table, blocks = chunk.table, blocks_of(chunk.table, chunk.lengths, plant.page_size, softmax.window)
+        out = read_all(plant, softmax, q[:, 0], cached, table, chunk.lengths, chunk.at, self.skipped)
+        opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
+        if self.skipped is not None:
+            opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
+        return out[:, None], _reads(opened, self.mass, None)
 
-    def _read_chosen(
+
+@pytree
+class SelectedOfLayer:
+    """Reads the blocks of a layer that its `selector` chooses, one token a row: `Selected`, of one layer.
+
+    `last` packs the blocks read last, `mass` is what share each query head had on each block.
+    """
+
+    tolerance: Float[Array, " r"]
+    fresh: Bool[Array, " r"]
+    last: UInt32[Array, "r k n32"]
+    kept_mass: Float[Array, " r"]
+    selector: Selector
+    mass: Float[Array, "r h n"] | None
+    sensitivity: Float[Array, "r k g"] | None
+    refresh_every: int = static()
+    residual: bool = static()
+
+    def together(self, plant: Plant, softmax: Softmax) -> bool:
+        """Return whether the kernel reads a page once for all rows of a slot."""
+        return plant.reads_together(softmax, chosen=True)
+
+    def read(
         self,
         plant: Plant,
-        layer: int,
-        queries: Float[Array, "r h d"],
-        cache: KVCache,
+        softmax: Softmax,
+        q: Float[Array, "r 1 h d"],
+        cached: LayerCache,
+        surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-        blocks: Blocks,
-        notes: ReadStats,
-    ) -> tuple[Float[Array, "r h d"], ReadStats]:
-        cached, lengths, mass = cache.layers[layer], chunk.lengths, self._mass(layer)
-        grouped = _grouped(queries, plant, layer)
-        chosen = self._choose(plant, layer, grouped, cache, blocks)
+    ) -> tuple[Float[Array, "r 1 h d"], LayerReads]:
+        """Return attention to the blocks chosen, and what they are."""
+        lengths, queries = chunk.lengths, q[:, 0]
+        blocks = blocks_of(chunk.table, lengths, plant.page_size, softmax.window)
+        grouped = _grouped(queries, plant, softmax)
+        chosen = self._choose(plant, grouped, cached, surprisal, blocks)
         out, log_read, block_lse = read_chosen(
-            plant, layer, queries, cached, chunk.table, chosen.opened, lengths, chunk.at
+            plant, softmax, queries, cached, chunk.table, chosen.opened, lengths, chunk.at
         )
         log_read = log_read.reshape(grouped.shape[:3])
         if chosen.shares:
             chosen = in_units_read(chosen, blocks, log_read)
+        mass = self.mass
         if mass is not None:
             known = shares_after(chosen, blocks, block_lse.reshape(*grouped.shape[:3], -1)).reshape(mass.shape)
             mass = known if self.refresh_every == 1 else jnp.where(self.fresh[:, None, None], known, mass)
@@ -166,32 +262,33 @@ class Selected:
             values = cached.summary.mean[:, chunk.table].swapaxes(0, 1)[..., d : 2 * d]
             whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
             out = whole.astype(out.dtype).reshape(out.shape)
-        notes = _note(notes, chosen.opened, mass)
-        kept = jnp.where(self.fresh, least_share_read(chosen, blocks, log_read), self.kept_mass)
-        looked = jnp.where(self.fresh, held_blocks(lengths, plant.page_size), 0) * plant.model.num_kv_heads
         entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
-        return out, replace(
-            notes,
-            kept_mass=jnp.minimum(notes.kept_mass, kept),
-            summaries_read=notes.summaries_read + looked,
-            entropies=notes.entropies + jnp.where(self.fresh, total(entropy.reshape(entropy.shape[0], -1)), 0.0),
-            num_entropies=notes.num_entropies + jnp.where(self.fresh, float(plant.model.num_heads), 0.0),
-            least_entropy=jnp.where(
-                self.fresh, jnp.minimum(notes.least_entropy, jnp.min(entropy, axis=(1, 2))), notes.least_entropy
-            ),
+        summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
+        looked = Looked(
+            kept_mass=jnp.where(self.fresh, least_share_read(chosen, blocks, log_read), self.kept_mass),
+            summaries_read=jnp.where(self.fresh, summaries, 0),
+            entropies=jnp.where(self.fresh, total(entropy.reshape(entropy.shape[0], -1)), 0.0),
+            num_entropies=jnp.where(self.fresh, float(plant.model.num_heads), 0.0),
+            least_entropy=jnp.where(self.fresh, jnp.min(entropy, axis=(1, 2)), jnp.inf),
         )
-
-    def _mass(self, layer: int) -> Float[Array, "r h n"] | None:
-        return None if self.block_mass is None else self.block_mass[:, layer]
+        return out[:, None], _reads(chosen.opened, mass, looked)
 
     def _choose(
-        self, plant: Plant, layer: int, query: Float[Array, "r k g d"], cache: KVCache, blocks: Blocks
+        self,
+        plant: Plant,
+        query: Float[Array, "r k g d"],
+        cached: LayerCache,
+        surprisal: Float[Array, "p s"] | None,
+        blocks: Blocks,
     ) -> Selection:
         """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
 
         def choose() -> Selection:
-            selector, backend, mass = self.selectors[layer], plant.scores_backend, self._mass(layer)
-            return select(selector, query, cache, layer, blocks, self.tolerance, backend, self.sensitivity, mass)
+            backend, mass = plant.scores_backend, self.mass
+            view = view_of(query, cached, surprisal, blocks, self.tolerance, backend)
+            if mass is not None:
+                view = replace(view, last_mass=mass.reshape(*query.shape[:3], -1))
+            return select(self.selector, replace(view, sensitivity=self.sensitivity), blocks)
 
         if self.refresh_every == 1:
             return choose()
@@ -203,7 +300,7 @@ class Selected:
             choose,
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
         )
-        last = unpack_blocks(self.block_mask[:, layer])[..., : blocks.readable.shape[1]]
+        last = unpack_blocks(self.last)[..., : blocks.readable.shape[1]]
         again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
         return replace(chosen, opened=jnp.where(self.fresh[:, None, None], chosen.opened, again))
 
@@ -222,17 +319,17 @@ def no_reads(batch: int) -> ReadStats:
     )
 
 
-def _note(notes: ReadStats, opened: Bool[Array, "r k n"], mass: Float[Array, "r h n"] | None) -> ReadStats:
-    """The stats with the blocks of one more layer."""
-    return replace(
-        notes,
-        blocks_read=notes.blocks_read + jnp.sum(opened, axis=(1, 2), dtype=jnp.int32),
-        block_masks=(*notes.block_masks, pack_blocks(opened)),
-        block_masses=(*notes.block_masses, mass),
+def _reads(opened: Bool[Array, "r k n"], mass: Float[Array, "r h n"] | None, looked: Looked | None) -> LayerReads:
+    """The notes of a layer of which these blocks were read."""
+    return LayerReads(
+        blocks_read=jnp.sum(opened, axis=(1, 2), dtype=jnp.int32),
+        block_mask=pack_blocks(opened),
+        block_mass=mass,
+        looked=looked,
     )
 
 
-def _grouped(queries: Float[Array, "r h d"], plant: Plant, layer: int) -> Float[Array, "r k g d"]:
+def _grouped(queries: Float[Array, "r h d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:
     """Queries by KV head, float32, scaled so that query . key is the score."""
     r, _, d = queries.shape
-    return queries.astype(jnp.float32).reshape(r, plant.model.num_kv_heads, -1, d) * plant.softmax(layer).scale
+    return queries.astype(jnp.float32).reshape(r, plant.model.num_kv_heads, -1, d) * softmax.scale

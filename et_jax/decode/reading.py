@@ -8,12 +8,13 @@ from et_jax.decode.cache import LayerCache
 from et_jax.decode.plant import Plant
 from et_jax.decode.selection import first_block, held_blocks
 from et_jax.pallas.paged_attention.api import paged_attention
+from et_jax.pallas.softmax import Softmax
 from et_jax.sums import log_sum_exp
 
 
 def read_all(
     plant: Plant,
-    layer: int,
+    softmax: Softmax,
     queries: Float[Array, "r h d"],
     cached: LayerCache,
     table: Int[Array, "r n"],
@@ -21,12 +22,12 @@ def read_all(
     at: Int[Array, "s t"] | None,
     skipped: Int[Array, "r k"] | None = None,
 ) -> Float[Array, "r h d"]:
-    """Return attention to every block within the layer's window.
+    """Return attention to every block within the window of the `softmax`.
 
     `at` tells which rows are read together, as `Chunk` has it; None is none of them. Each KV head reads on from its
     `skipped` blocks; rows that are read together skip none.
     """
-    window, page_size = plant.model.windows[layer], plant.page_size
+    window, page_size = softmax.window, plant.page_size
     longest = shortest = lengths
     rows = 1
     if at is not None:
@@ -41,13 +42,13 @@ def read_all(
     listed, counts = (
         jnp.broadcast_to(x, (len(x), plant.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)
     )
-    out, _ = _read(plant, layer, queries, cached, table, listed, counts, lengths, at)
+    out, _ = _read(plant, softmax, queries, cached, table, listed, counts, lengths, at)
     return out
 
 
 def read_chosen(
     plant: Plant,
-    layer: int,
+    softmax: Softmax,
     queries: Float[Array, "r h d"],
     cached: LayerCache,
     table: Int[Array, "r n"],
@@ -67,7 +68,7 @@ def read_chosen(
         bits = jnp.left_shift(1, jnp.arange(at.shape[1], dtype=jnp.int32))
         by_block = jnp.sum(jnp.where(opened[at], bits[:, None, None], 0), axis=1)
         readers = jnp.take_along_axis(by_block, listed, axis=2)
-    out, block_lse = _read(plant, layer, queries, cached, table, listed, counts, lengths, at, readers)
+    out, block_lse = _read(plant, softmax, queries, cached, table, listed, counts, lengths, at, readers)
     return out, log_sum_exp(block_lse), block_lse
 
 
@@ -81,7 +82,7 @@ def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Ar
 
 def _read(
     plant: Plant,
-    layer: int,
+    softmax: Softmax,
     queries: Float[Array, "r h d"],
     cached: LayerCache,
     table: Int[Array, "r n"],
@@ -102,7 +103,7 @@ def _read(
         listed,
         counts,
         lengths,
-        softmax=plant.softmax(layer),
+        softmax=softmax,
         rows_per_slot=rows_per_slot,
         readers=readers,
         backend=plant.backend,

@@ -15,11 +15,11 @@ from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Selection, Selector, selection
 from et_jax.control.view import BlockView
-from et_jax.decode.cache import KVCache, LayerCache, PageSummary, empty, summarise
+from et_jax.decode.cache import LayerCache, PageSummary, empty, summarise
 from et_jax.models.config import ModelShape
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.sums import log_sum_exp, softmax, total
-from et_jax.types import Table, pytree, replace
+from et_jax.types import pytree, replace
 
 
 @pytree
@@ -67,29 +67,11 @@ def blocks_of(table: Int[Array, "b n"], length: Int[Array, " b"], page_size: int
     )
 
 
-def select(
-    selector: Selector,
-    query: Float[Array, "b k g d"],
-    cache: KVCache,
-    layer: int,
-    blocks: Blocks,
-    tolerance: Float[Array, " b"],
-    backend: str,
-    sensitivity: Table | None = None,
-    last_mass: Float[Array, "b h n"] | None = None,
-) -> Selection:
+def select(selector: Selector, view: BlockView, blocks: Blocks) -> Selection:
     """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
 
-    The selector's numbers have a row each. `query` is float32 and scaled. `backend` names the kernels that score
-    the blocks. `sensitivity` is that of every head of the model, "l k g" (see `models.calibration`), `last_mass` what
-    was last known of every block.
+    The selector's numbers have a row each; `view` is that of `view_of`.
     """
-    view = view_of(query, cache, layer, blocks, tolerance, backend)
-    if last_mass is not None:
-        view = replace(view, last_mass=last_mass.reshape(*query.shape[:3], -1))
-    if sensitivity is not None:
-        of_layer = jnp.asarray(sensitivity.array[layer] * sensitivity.array.size, jnp.float32)
-        view = replace(view, sensitivity=jnp.broadcast_to(of_layer, query.shape[:3]))
     over_heads = jax.vmap(selection, in_axes=(None, 0))
     chosen = jax.vmap(over_heads)(selector, view)
     opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
@@ -98,19 +80,23 @@ def select(
 
 def view_of(
     query: Float[Array, "b k g d"],
-    cache: KVCache,
-    layer: int,
+    cached: LayerCache,
+    surprisal: Float[Array, "p s"] | None,
     blocks: Blocks,
     tolerance: Float[Array, " b"],
     backend: str,
 ) -> BlockView:
-    """Return what selectors see of every row and KV head, "b k" in front of every field. Errors as `select`."""
-    (b, k, _, d), stored = query.shape, cache.layers[layer].summary
+    """Return what selectors see of every row and KV head in one layer, "b k" in front of every field.
+
+    `query` is float32 and scaled, `surprisal` that of every cached token. `backend` names the kernels that score the
+    blocks. Raises ValueError for a cache without summaries.
+    """
+    (b, k, _, d), stored = query.shape, cached.summary
     if stored is None:
         raise ValueError("cache: got one that keeps no summaries, by which selectors choose")
-    score, middle, coded = _scores(query, cache.layers[layer], blocks, backend)
+    score, middle, coded = _scores(query, cached, blocks, backend)
     held = jax.tree.map(lambda x: x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32), stored)
-    tail = _tail(query, cache.layers[layer], blocks)
+    tail = _tail(query, cached, blocks)
     at_tail = (jnp.arange(blocks.table.shape[1]) == tail.block[:, None])[:, None]  # "b 1 n"
 
     def exact(own: Float[Array, "b k *x"], kept: Float[Array, "b k *y"], axis: int) -> Float[Array, "b k *y"]:
@@ -124,7 +110,7 @@ def view_of(
     def for_heads(x: Shaped[Array, "b *rest"]) -> Shaped[Array, "b k *rest"]:
         return jnp.broadcast_to(x[:, None], (b, k, *x.shape[1:]))
 
-    surprisal = _mean_surprisal(cache, blocks)
+    mean_surprisal = None if surprisal is None else for_heads(_mean_surprisal(surprisal, blocks))
     return BlockView(
         query=query,
         score=jax.tree.map(partial(exact, axis=3), tail.score, score),
@@ -141,7 +127,7 @@ def view_of(
         head_tolerance=jnp.broadcast_to(tolerance[:, None, None], query.shape[:3]),
         tail_log_mass=tail.log_mass,
         coded=coded,
-        mean_surprisal=None if surprisal is None else for_heads(surprisal),
+        mean_surprisal=mean_surprisal,
     )
 
 
@@ -215,10 +201,8 @@ def _scores(
     return Interval(low=low, high=high), middle, Interval(low=known - error, high=known + error)
 
 
-def _mean_surprisal(cache: KVCache, blocks: Blocks) -> Float[Array, "b n"] | None:
-    if cache.surprisal is None:
-        return None
-    each = cache.surprisal[blocks.table]
+def _mean_surprisal(surprisal: Float[Array, "p s"], blocks: Blocks) -> Float[Array, "b n"]:
+    each = surprisal[blocks.table]
     counts = jnp.arange(each.shape[-1]) < blocks.num_tokens[..., None]
     return total(jnp.where(counts, each, 0.0)) / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
 

@@ -95,13 +95,22 @@ def verify(
     light = replace(state, plants=())  # what no position changes stays out
     start_rows, num_rows = rows, rows.token.shape[0]
 
-    def one(i: Int[Array, ""], state: DecodeState, going: Bool[Array, " r"]) -> tuple:
+    @jax.jit  # traced once, for the shapes and for the loop: arrays are handed to it, never closed over
+    def one(
+        i: Int[Array, ""],
+        state: DecodeState,
+        going: Bool[Array, " r"],
+        rows: Rows,
+        at: Int[Array, "r t1"],
+        found: tuple[Float[Array, "w v"], ReadStats],
+    ) -> tuple:
         here = at[:, i]
-        rows = replace(start_rows, position=start_rows.position + i, run=going)
-        given, read = jax.tree.map(lambda x: x[here], (logits, stats))
-        return advance(config, price, state, rows, given, read, i == 0)
+        rows = replace(rows, position=rows.position + i, run=going)
+        logits, stats = jax.tree.map(lambda x: x[here], found)
+        return advance(config, price, state, rows, logits, stats, i == 0)
 
-    shapes = jax.eval_shape(one, jnp.int32(0), light, rows.run)[1]
+    fixed = rows, at, (logits, stats)
+    shapes = jax.eval_shape(one, jnp.int32(0), light, rows.run, *fixed)[1]
     outputs = jax.tree.map(lambda x: jnp.zeros((last + 1, *x.shape), x.dtype), shapes)
 
     def more(carry: tuple) -> Bool[Array, ""]:
@@ -110,7 +119,7 @@ def verify(
 
     def go_on(carry: tuple) -> tuple:
         i, state, outputs, going, accepted = carry
-        state, output, verdict = one(i, state, going)
+        state, output, verdict = one(i, state, going, *fixed)
         outputs = jax.tree.map(lambda every, this: every.at[i].set(this), outputs, output)
         guess = drafts.token[:, jnp.minimum(i, last - 1)]
         equal = verdict.produced & (i < drafts.count) & (start_rows.take(state.token) == guess)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -184,6 +185,19 @@ def block(
     memory: Memory,
 ) -> tuple[Float[Array, "b t w"], Memory]:
     """Return the residual stream after layer `index`, and the memory its attention left."""
+    q, k, v = _before_attention(layer, config, x, angles)
+    with jax.named_scope("attend"):
+        out, memory = attend(index, q, k, v, memory)
+    return _after_attention(layer, config, x, out), memory
+
+
+@partial(jax.jit, static_argnums=1)  # for the trace, which layers that are alike share
+def _before_attention(
+    layer: LayerParams,
+    config: ModelConfig,
+    x: Float[Array, "b t w"],
+    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
     c, (b, t, _) = config, x.shape
     y = rms_norm(x, layer.attention_norm, c.norm_eps)
     q = linear(y, layer.q, layer.q_bias).reshape(b, t, c.num_heads, c.head_dim)
@@ -191,11 +205,16 @@ def block(
     v = linear(y, layer.v, layer.v_bias).reshape(b, t, c.num_kv_heads, c.head_dim)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
-    with jax.named_scope("attend"):
-        out, memory = attend(index, rotate(q, *angles), rotate(k, *angles), v, memory)
-    x = x + linear(out.reshape(b, t, -1), layer.o)
-    y = rms_norm(x, layer.ffn_norm, c.norm_eps)
-    return x + feed_forward(y, layer.gate, layer.up, layer.down), memory
+    return rotate(q, *angles), rotate(k, *angles), v
+
+
+@partial(jax.jit, static_argnums=1)
+def _after_attention(
+    layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"], out: Float[Array, "b t h d"]
+) -> Float[Array, "b t w"]:
+    x = x + linear(out.reshape(*out.shape[:2], -1), layer.o)
+    y = rms_norm(x, layer.ffn_norm, config.norm_eps)
+    return x + feed_forward(y, layer.gate, layer.up, layer.down)
 
 
 def logits(params: Params, config: ModelConfig, x: Float[Array, "b t w"]) -> Float[Array, "b t v"]:

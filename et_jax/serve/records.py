@@ -177,5 +177,5 @@ def prompt_read(notes: PromptNotes, slot: int) -> PromptRead:
     return PromptRead(
         blocks_read=float(notes.blocks_read[slot]),
         blocks_held=float(notes.blocks_held[slot]),
-        mass_kept=None if notes.mass is None or not probes else float(notes.mass[slot]) / probes,
+        mass_kept=None if notes.mass is None or not probes else float(notes.mass[slot].sum()) / probes,
     )

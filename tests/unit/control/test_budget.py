@@ -39,7 +39,7 @@ def tensors(number: int, length: int = 8 * SEGMENT, spread: float = 1.0):
     return q.astype(np.float32), k.astype(np.float32)
 
 
-def segments(q, k, *, layer=1, with_interval=False):
+def segments(q, k, *, layer=jnp.int32(1), with_interval=False):
     """Every segment of a prompt, as a budget sees it."""
     num_blocks = k.shape[1] // BLOCK
     cut = k[:, : num_blocks * BLOCK].reshape(HEADS, num_blocks, BLOCK, WIDTH)
@@ -105,7 +105,7 @@ def test_attention_spread_evenly_has_entropy_one(count, entropy):
         visible=jnp.arange(6) < count,
         interval=None,
         index=jnp.int32(1),
-        layer=1,
+        layer=jnp.int32(1),
         block_size=BLOCK,
         scale=1.0,
     )
@@ -178,7 +178,7 @@ def test_unscaled_scores_make_attention_look_sharp():
         visible=jnp.ones(64, bool),
         interval=None,
         index=jnp.int32(1),
-        layer=1,
+        layer=jnp.int32(1),
         block_size=BLOCK,
         scale=128**-0.5,
     )
@@ -195,7 +195,7 @@ def test_a_head_is_rigid_only_where_one_block_takes_all(gap, rigid):
         visible=jnp.ones(4, bool),
         interval=None,
         index=jnp.int32(1),
-        layer=1,
+        layer=jnp.int32(1),
         block_size=BLOCK,
         scale=1.0,
     )
@@ -264,7 +264,7 @@ def test_a_level_gives_spread_heads_more_blocks():
         visible=jnp.ones(16, bool),
         interval=None,
         index=jnp.int32(1),
-        layer=1,
+        layer=jnp.int32(1),
         block_size=BLOCK,
         scale=SCALE,
     )
@@ -318,7 +318,7 @@ def test_a_certificate_can_be_had_where_a_block_stands_out():
         visible=jnp.arange(4) < 3,
         interval=Interval(low=jnp.asarray([[[9.0, 0.0, 0.0, 0.0]]]), high=jnp.asarray([[[9.5, 1.0, 1.0, 99.0]]])),
         index=jnp.int32(1),
-        layer=1,
+        layer=jnp.int32(1),
         block_size=BLOCK,
         scale=1.0,
     )

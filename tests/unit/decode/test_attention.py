@@ -37,10 +37,12 @@ def test_rows_that_do_not_run_read_and_write_nothing():
     q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)
     kv = q[:, :, : MODEL.num_kv_heads]
     before = state.plants[0].cache
-    out, (cache, stats) = attend(config.plants[0], chunk, reader, 0, q, kv, kv, (before, reader.begun(3)))
+    plant, of_layer = config.plants[0], reader.of_layer(config.plants[0], 0)
+    out, cached, notes = attend(plant, plant.softmax(0), chunk, of_layer, q, kv, kv, before.layers[0], None)
+    stats = reader.noted(chunk, (notes,))
     assert not out.any() and not stats.blocks_read.any()
     np.testing.assert_array_equal(stats.kept_mass, 1.0)
-    assert same_bits(cache, before)
+    assert same_bits(cached, before.layers[0])
 
 
 def serving(kind: str, platform: str, page_size: int, head_dim: int, dtype):

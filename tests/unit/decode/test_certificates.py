@@ -13,7 +13,7 @@ import pytest
 from et_jax.control import select
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.decode import cache as kv
-from et_jax.decode.selection import blocks_of
+from et_jax.decode.selection import blocks_of, view_of
 from et_jax.decode.selection import select as choose
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -60,8 +60,8 @@ def chosen(bounds: str, window: int | None):
         layer = kv.write(cache.layers[0], key, key, table, jnp.zeros(ROWS, jnp.int32), length)
         blocks = blocks_of(table, length, PAGE, window)
         many = jax.tree.map(lambda x: jnp.full(ROWS, x), selector)  # numbers have a row each
-        filled = kv.KVCache(layers=(layer,), surprisal=None)
-        return choose(many, query, filled, 0, blocks, tolerance, "xla"), blocks.num_tokens
+        view = view_of(query, layer, None, blocks, tolerance, "xla")
+        return choose(many, view, blocks), blocks.num_tokens
 
     return run
 
