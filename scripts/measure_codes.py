@@ -32,15 +32,15 @@ from et_jax.tasks.generators import TASKS
 
 DEPTHS = 5
 TASKS_ASKED = ("passkey", "multi_needle", "tracing", "copying")  # those that pruning by mean keys loses
-Encode = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Encode = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def coarser(step: int) -> Encode:
     """Return an encoding whose codes are every `step`-th of the 256."""
     written = cache.encode
 
-    def encode(key: jax.Array, key_box: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        code = written(key, key_box, num_tokens).astype(jnp.float32) + 128.0
+    def encode(key: jax.Array, key_box: jax.Array) -> jax.Array:
+        code = written(key, key_box).astype(jnp.float32) + 128.0
         return (step * jnp.round(code / step) - 128.0).astype(jnp.int8)
 
     return encode
@@ -50,13 +50,11 @@ def half() -> Encode:
     """Return an encoding that keeps every second frequency, and of the other channels the mean of the block's codes."""
     written = cache.encode
 
-    def encode(key: jax.Array, key_box: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        code = written(key, key_box, num_tokens).astype(jnp.float32).reshape(key.shape)
-        held = (jnp.arange(key.shape[-2]) < num_tokens[..., None])[None, ..., None]
-        count = jnp.maximum(num_tokens, 1).astype(jnp.float32)[None, ..., None, None]
-        mean = jnp.sum(jnp.where(held, code, 0.0), axis=-2, keepdims=True) / count
+    def encode(key: jax.Array, key_box: jax.Array) -> jax.Array:
+        code = written(key, key_box).astype(jnp.float32).reshape(key.shape)
+        mean = jnp.mean(code, axis=-2, keepdims=True)
         kept = jnp.arange(key.shape[-1]) % 2 == 0  # the halves of a pair are d/2 apart, which is even
-        code = jnp.where(held, jnp.where(kept, code, jnp.round(mean)), 0.0)
+        code = jnp.where(kept, code, jnp.round(mean))
         return code.astype(jnp.int8).reshape(*key.shape[:-2], -1)
 
     return encode

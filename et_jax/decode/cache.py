@@ -1,10 +1,13 @@
 """The KV cache: pages of keys and values, and a summary of every page where blocks are chosen by it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+from et_jax.decode.once import run_if
 from et_jax.pallas.checks import SUBLANES, padded_width
 from et_jax.sums import total
 from et_jax.types import pytree, replace
@@ -12,7 +15,7 @@ from et_jax.types import pytree, replace
 
 @pytree
 class PageSummary:
-    """What is known of each page without reading it, over the tokens written to it.
+    """What is known of each page without reading it, once all its tokens are written.
 
     `key_box` holds the channelwise minimum of the keys in its first half and the maximum in its second;
     `mean` the mean key, then the mean value; `value_radius` the greatest distance of a value from the
@@ -110,12 +113,12 @@ def write(
     count: Int[Array, " b"],
     end: Int[Array, " b"] | None = None,
 ) -> LayerCache:
-    """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they touch.
+    """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they fill.
 
     The pages must be reserved. `end` is how many tokens there are after all rows are stored, where
     several rows belong to one sequence; otherwise it is `start + count`. Tokens beyond `count` are
-    dropped. A summary is recomputed from the page's stored tokens, never merged, so that it is exact
-    whatever was there before.
+    dropped. A summary is worked out from the page's stored tokens, so that it is exact whatever was there before; a
+    page that is not full has none, for the block that a sequence ends in is read whatever it holds.
     """
     num_pages, page_size, e = layer.pages.shape[1:]
     t, d = k.shape[1], k.shape[3]
@@ -126,25 +129,31 @@ def write(
     # every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU
     head = jnp.arange(layer.pages.shape[0])[:, None, None]
     pages = layer.pages.at[head, page, position % page_size].set(new, mode="drop")
-    old = layer.summary
-    if old is None:
+    if layer.summary is None:
         return replace(layer, pages=pages)
 
     end = start + count if end is None else end
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
-    num_tokens = jnp.clip(end[:, None] - block * page_size, 0, page_size)
-    page = _page_of(table, block, (num_tokens > 0) & (count[:, None] > 0), num_pages)
-    touched = pages[:, page]
-    fresh = summarise(touched, num_tokens, d)
+    full = (count[:, None] > 0) & (end[:, None] >= (block + 1) * page_size)
+    filled = _page_of(table, block, full, num_pages)
+    return run_if(jnp.any(full), partial(_summarised, head_dim=d), replace(layer, pages=pages), filled)
+
+
+def _summarised(layer: LayerCache, page: Int[Array, "b m"], head_dim: int) -> LayerCache:
+    """The layer with summaries and codes of these pages, all of whose tokens count; of those beyond the pool none."""
+    old, d = layer.summary, head_dim
+    assert old is not None
+    tokens = layer.pages[:, page]
+    fresh = summarise(tokens, jnp.full(page.shape, layer.pages.shape[2], jnp.int32), d)
     codes = layer.key_codes
     if codes is not None:
-        codes = codes.at[:, page].set(encode(touched[..., :d], fresh.key_box, num_tokens), mode="drop")
+        codes = codes.at[:, page].set(encode(tokens[..., :d], fresh.key_box), mode="drop")
     summary = PageSummary(
         key_box=old.key_box.at[:, page].set(fresh.key_box, mode="drop"),
         mean=old.mean.at[:, page].set(fresh.mean, mode="drop"),
         value_radius=old.value_radius.at[:, page].set(fresh.value_radius, mode="drop"),
     )
-    return replace(layer, pages=pages, summary=summary, key_codes=codes)
+    return replace(layer, summary=summary, key_codes=codes)
 
 
 def write_surprisal(
@@ -189,16 +198,13 @@ def summarise(pages: Float[Array, "k *p s e"], num_tokens: Int[Array, "*p"], hea
     )
 
 
-def encode(
-    key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"], num_tokens: Int[Array, "*p"]
-) -> Int8[Array, "k *p sd"]:
-    """Return the 8-bit codes of pages of keys within their box, 0 beyond the first `num_tokens` tokens."""
+def encode(key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"]) -> Int8[Array, "k *p sd"]:
+    """Return the 8-bit codes of pages of keys within their box."""
     d = key.shape[-1]
     low, high = key_box[..., :d].astype(jnp.float32), key_box[..., d : 2 * d].astype(jnp.float32)
     scale = ((high - low) / 255.0)[..., None, :]
     code = (key.astype(jnp.float32) - low[..., None, :]) / jnp.where(scale > 0, scale, 1.0) - 128.0
-    keep = (jnp.arange(key.shape[-2]) < num_tokens[..., None])[None, ..., None]
-    code = jnp.where(keep, jnp.clip(jnp.round(code), -128.0, 127.0), 0.0)
+    code = jnp.clip(jnp.round(code), -128.0, 127.0)
     return code.astype(jnp.int8).reshape(*key.shape[:-2], -1)
 
 

@@ -98,11 +98,12 @@ def _kept(
     place = compression.kept(entries, how, layout, size)
     gathered = jnp.take_along_axis(token, jnp.maximum(place, 0)[..., None], axis=1)
     region = jnp.where((place >= 0)[..., None], gathered, 0).reshape(k, layout.region, size, e)
-    full = jnp.full(layout.region, size, jnp.int32)
-    summary = None if cached.summary is None else kv.summarise(region, full, d)
+    summary = None
+    if cached.summary is not None:
+        summary = kv.summarise(region, jnp.full(layout.region, size, jnp.int32), d)
     codes = None
     if cached.key_codes is not None:
         assert summary is not None  # in whose boxes the codes lie
-        codes = kv.encode(region[..., :d], summary.key_box, full)
+        codes = kv.encode(region[..., :d], summary.key_box)
     left_out = jnp.sum(place < 0, axis=1, dtype=jnp.int32) // size
     return kv.LayerCache(pages=region, summary=summary, key_codes=codes), left_out

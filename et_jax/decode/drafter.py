@@ -10,7 +10,7 @@ from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.extend import catch_up, extend
-from et_jax.decode.once import where_asked
+from et_jax.decode.once import run_if
 from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import Rows
@@ -70,7 +70,7 @@ def draft(
         return with_drawn(carry, own, logits)
 
     nothing = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count
-    begun = where_asked(jnp.any(count > 0), begin, nothing, both)
+    begun = run_if(jnp.any(count > 0), begin, nothing, both)
     passes, own, tokens, drafted = jax.lax.while_loop(going, go_on, begun)
     return state.with_plant(SMALL, own), Drafts(
         token=tokens,

@@ -11,8 +11,8 @@ C = TypeVar("C")
 G = TypeVar("G")
 
 
-def where_asked(asked: Bool[Array, ""], run: Callable[[C, G], C], carry: C, given: G) -> C:
-    """Return `run(carry, given)` where it is asked for, else the carry.
+def run_if(asked: Bool[Array, ""], run: Callable[[C, G], C], carry: C, given: G) -> C:
+    """Return `run(carry, given)` if it is asked for, else the carry.
 
     It is a loop of one trip or none: compiled for a TPU, a conditional copies every pool that its branches touch, even
     if only to read it. What a trip leaves as it was XLA takes out of the loop and works out whether or not there is a

@@ -12,6 +12,7 @@ from et_jax.control.select import Selection, Selector
 from et_jax.control.view import attention_entropy
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
+from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import read_all, read_chosen
 from et_jax.decode.selection import (
@@ -96,7 +97,8 @@ class Selected:
 
     Blocks are chosen anew every `refresh_every` tokens: where a row is not `fresh`, the blocks of `block_mask`, those
     last read, are read again; `kept_mass` is what was kept then. `selectors` are those of every layer, their numbers
-    with a row each. `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds
+    with a row each. A row of fewer than `min_context` tokens reads all, and nothing is scored for it; None scores every
+    row. `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds
     all. `block_mass` is what share each query head had on each block when that was last read; None where no selector
     goes by it. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where it
     has been measured.
@@ -107,6 +109,7 @@ class Selected:
     block_mask: UInt32[Array, "r l k n32"]
     kept_mass: Float[Array, " r"]
     selectors: tuple[Selector, ...]
+    min_context: Int[Array, " r"] | None = None
     skipped: Int[Array, "r l k"] | None = None
     block_mass: Float[Array, "r l h n"] | None = None
     refresh_every: int = static(default=1)
@@ -128,6 +131,7 @@ class Selected:
             last=self.block_mask[:, layer],
             kept_mass=self.kept_mass,
             selector=selector,
+            min_context=self.min_context,
             mass=mass,
             sensitivity=sensitivity,
             refresh_every=self.refresh_every,
@@ -223,6 +227,7 @@ class SelectedOfLayer:
     last: UInt32[Array, "r k n32"]
     kept_mass: Float[Array, " r"]
     selector: Selector
+    min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
     sensitivity: Float[Array, "r k g"] | None
     refresh_every: int = static()
@@ -245,7 +250,8 @@ class SelectedOfLayer:
         lengths, queries = chunk.lengths, q[:, 0]
         blocks = blocks_of(chunk.table, lengths, plant.page_size, softmax.window)
         grouped = _grouped(queries, plant, softmax)
-        chosen = self._choose(plant, grouped, cached, surprisal, blocks)
+        scored = self.fresh if self.min_context is None else self.fresh & (lengths >= self.min_context)
+        chosen = self._choose(plant, grouped, cached, surprisal, blocks, scored)
         out, log_read, block_lse = read_chosen(
             plant, softmax, queries, cached, chunk.table, chosen.opened, lengths, chunk.at
         )
@@ -264,12 +270,13 @@ class SelectedOfLayer:
             out = whole.astype(out.dtype).reshape(out.shape)
         entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
+        kept = self.kept_mass if self.min_context is None else jnp.where(self._short(lengths), 1.0, self.kept_mass)
         looked = Looked(
-            kept_mass=jnp.where(self.fresh, least_share_read(chosen, blocks, log_read), self.kept_mass),
-            summaries_read=jnp.where(self.fresh, summaries, 0),
-            entropies=jnp.where(self.fresh, total(entropy.reshape(entropy.shape[0], -1)), 0.0),
-            num_entropies=jnp.where(self.fresh, float(plant.model.num_heads), 0.0),
-            least_entropy=jnp.where(self.fresh, jnp.min(entropy, axis=(1, 2)), jnp.inf),
+            kept_mass=jnp.where(scored, least_share_read(chosen, blocks, log_read), kept),
+            summaries_read=jnp.where(scored, summaries, 0),
+            entropies=jnp.where(scored, total(entropy.reshape(entropy.shape[0], -1)), 0.0),
+            num_entropies=jnp.where(scored, float(plant.model.num_heads), 0.0),
+            least_entropy=jnp.where(scored, jnp.min(entropy, axis=(1, 2)), jnp.inf),
         )
         return out[:, None], _reads(chosen.opened, mass, looked)
 
@@ -280,29 +287,41 @@ class SelectedOfLayer:
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         blocks: Blocks,
+        scored: Bool[Array, " r"],
     ) -> Selection:
-        """The layer's selection; where a row is not `fresh`, the blocks it read last and the one being written."""
+        """The layer's selection for the rows that are `scored`, made only if there is one.
 
-        def choose() -> Selection:
-            backend, mass = plant.scores_backend, self.mass
-            view = view_of(query, cached, surprisal, blocks, self.tolerance, backend)
+        A row shorter than its `min_context` reads all; one that is not `fresh` reads the blocks it read last, and the
+        one being written.
+        """
+
+        def choose(given: tuple) -> Selection:
+            query, blocks, mass = given
+            view = view_of(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend)
             if mass is not None:
                 view = replace(view, last_mass=mass.reshape(*query.shape[:3], -1))
             return select(self.selector, replace(view, sensitivity=self.sensitivity), blocks)
 
-        if self.refresh_every == 1:
-            return choose()
-        shapes = jax.eval_shape(choose)
-        if shapes.upper is not None:
+        given = query, blocks, self.mass
+        if self.refresh_every == 1 and self.min_context is None:
+            return choose(given)
+        shapes = jax.eval_shape(choose, given)
+        if self.refresh_every > 1 and shapes.upper is not None:
             raise ValueError("refresh_every: a certified selector proves something of this token's query alone; use 1")
-        chosen = jax.lax.cond(
-            jnp.any(self.fresh),
-            choose,
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-        )
-        last = unpack_blocks(self.last)[..., : blocks.readable.shape[1]]
-        again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
-        return replace(chosen, opened=jnp.where(self.fresh[:, None, None], chosen.opened, again))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        chosen = run_if(jnp.any(scored), lambda _, given: choose(given), nothing, given)
+        opened = chosen.opened
+        if self.refresh_every > 1:
+            last = unpack_blocks(self.last)[..., : blocks.readable.shape[1]]
+            again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
+            opened = jnp.where(self.fresh[:, None, None], opened, again)
+        if self.min_context is not None:
+            opened = jnp.where(self._short(blocks.length)[:, None, None], blocks.readable[:, None], opened)
+        return replace(chosen, opened=opened)
+
+    def _short(self, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
+        assert self.min_context is not None
+        return lengths < self.min_context
 
 
 def no_reads(batch: int) -> ReadStats:

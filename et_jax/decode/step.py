@@ -17,7 +17,7 @@ from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.extend import extend
-from et_jax.decode.once import where_asked
+from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import PlantState, Weights, check_weights, traffic
 from et_jax.decode.readers import ReadStats, Selected
@@ -112,6 +112,7 @@ def extend_rows(
     A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`.
     """
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
+    own_laws = rows.take(state.laws)
     chunk = of_rows(rows, rows.take(state.table.pages), end, at)
     if own.cache.surprisal is not None:
         surprisal = jnp.where(rows.position == 0, 0.0, entropy.surprisal(rows.take(state.logits), rows.token))
@@ -122,7 +123,8 @@ def extend_rows(
         fresh=rows.take(state.generated) % laws.refresh_every == 0,
         block_mask=control.block_mask,
         kept_mass=rows.take(state.signals.kept_mass),
-        selectors=rows.take(state.laws).selectors(config.model.num_layers),
+        selectors=own_laws.selectors(config.model.num_layers),
+        min_context=own_laws.min_context,
         skipped=None if own.skipped is None else rows.take(own.skipped),
         block_mass=control.block_mass,
         refresh_every=laws.refresh_every,
@@ -191,7 +193,7 @@ def extend_drafted(
 
     for width, narrower in zip(widths, (0, *widths), strict=False):
         some = jax.tree.map(lambda x, width=width: x[:width], whole)
-        carry = where_asked((needed <= width) & (needed > narrower), fill, carry, some)
+        carry = run_if((needed <= width) & (needed > narrower), fill, carry, some)
     own, (logits, stats) = carry
     return state.with_plant(MODEL, own), logits, stats, at
 

@@ -15,7 +15,7 @@ from et_jax.control.switch import MODEL, SMALL, Switch, SwitchState
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import catch_up, extend
-from et_jax.decode.once import where_asked
+from et_jax.decode.once import run_if
 from et_jax.decode.output import Spent
 from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.readers import ReadStats, Whole, no_reads
@@ -78,8 +78,8 @@ def extend_active(
     shapes = jax.eval_shape(lambda: by_model((state.plants,), rows))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1:])
     carry = (state.plants, *blank)
-    carry = where_asked(active == MODEL, by_model, carry, rows)
-    carry = where_asked(active == SMALL, by_small, carry, rows)
+    carry = run_if(active == MODEL, by_model, carry, rows)
+    carry = run_if(active == SMALL, by_small, carry, rows)
     plants, logits, stats, chunks, agreed = carry
     spent = _spent(config, state, rows, active, before, chunks, agreed)
     return replace(state, plants=plants, spent=spent), logits, stats

@@ -39,7 +39,7 @@ def tensors(number: int, length: int = 8 * SEGMENT, spread: float = 1.0):
     return q.astype(np.float32), k.astype(np.float32)
 
 
-def segments(q, k, *, layer=jnp.int32(1), with_interval=False):
+def segments(q, k, *, layer=1, with_interval=False):
     """Every segment of a prompt, as a budget sees it."""
     num_blocks = k.shape[1] // BLOCK
     cut = k[:, : num_blocks * BLOCK].reshape(HEADS, num_blocks, BLOCK, WIDTH)
@@ -52,7 +52,7 @@ def segments(q, k, *, layer=jnp.int32(1), with_interval=False):
             visible=jnp.arange(num_blocks) < start // BLOCK,
             interval=interval(part * SCALE, real, low, high, BLOCK) if with_interval else None,
             index=jnp.int32(s),
-            layer=layer,
+            layer=jnp.int32(layer),
             block_size=BLOCK,
             scale=SCALE,
         )

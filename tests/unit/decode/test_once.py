@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.decode.once import where_asked
+from et_jax.decode.once import run_if
 
 
 def sorted_once(asked, given):
-    return where_asked(asked, lambda carry, given: carry + jnp.sort(given), jnp.ones(8), given)
+    return run_if(asked, lambda carry, given: carry + jnp.sort(given), jnp.ones(8), given)
 
 
 def test_it_runs_where_it_is_asked_for():
