@@ -1,7 +1,7 @@
 """What runs the decoder beside the model: laws, selectors and the order of service as one value."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from et_jax.control.base import (
     AnyLaw,
@@ -40,8 +40,12 @@ class Controller:
 
     Two controllers of one `jax.tree.structure` differ in numbers alone: one program runs both, for
     different sequences of one batch. Plain functions serve everywhere, and equal themselves alone.
+
+    `preset` is the `presets.Preset` that made this very value, None of one made by hand or changed since. It is no part
+    of the tree.
     """
 
+    preset: ClassVar[Any] = None
     _: dataclasses.KW_ONLY
     estimator: Estimator = ExactEstimator()
     law: AnyLaw = chain(EmaEntropy(), FallClock())
