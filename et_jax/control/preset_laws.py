@@ -20,7 +20,7 @@ _FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as un
 _LOOK_EVERY = 64  # tokens, of which one reads all
 
 
-def paper(target_entropy: float | None, tolerance: float, min_blocks: int, window: int) -> Controller:
+def paper(target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int) -> Controller:
     """Return Entropic-Time Inference as printed."""
     active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
     return Controller(
@@ -28,28 +28,36 @@ def paper(target_entropy: float | None, tolerance: float, min_blocks: int, windo
         law=_chained(*_thermostat(target_entropy), _threshold(tolerance)),
         selector=select.Guarded(active, sinks=0, window=window, min_blocks=min_blocks),
         priority=priority.LinearPriority(),
+        min_context=min_context,
     )
 
 
-def guarded(target_entropy: float | None, tolerance: float, min_blocks: int, window: int) -> Controller:
+def guarded(
+    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
+) -> Controller:
     """Return the same with exact entropy, sinks, and a temperature that only cools."""
     active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
     return Controller(
         law=_chained(*_cooling(target_entropy), _threshold(tolerance)),
         selector=select.Guarded(active, window=window, min_blocks=min_blocks),
         priority=_aged(),
+        min_context=min_context,
     )
 
 
-def certified(target_entropy: float | None, tolerance: float, min_blocks: int, window: int) -> Controller:
+def certified(
+    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
+) -> Controller:
     """Return the laws under which all but a proved share of each head's attention is read."""
     proved = select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy())
-    return _by_mean_values(proved, target_entropy, tolerance, min_blocks, window)
+    return _by_mean_values(proved, target_entropy, tolerance, min_blocks, window, min_context)
 
 
-def adaptive(target_entropy: float | None, tolerance: float, min_blocks: int, window: int) -> Controller:
+def adaptive(
+    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
+) -> Controller:
     """Return the laws under which the blocks of greatest expected error are read."""
-    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window)
+    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
 
 
 def ead(tau: float) -> Controller:
@@ -82,12 +90,18 @@ LAWS: Mapping[str, Callable[..., Controller]] = {
 
 
 def _by_mean_values(
-    selector: select.Selector, target_entropy: float | None, tolerance: float, min_blocks: int, window: int
+    selector: select.Selector,
+    target_entropy: float | None,
+    tolerance: float,
+    min_blocks: int,
+    window: int,
+    min_context: int,
 ) -> Controller:
     return Controller(
         law=_chained(*_cooling(target_entropy), tolerances.Constant(tolerance)),
         selector=select.Guarded(selector, window=window, min_blocks=min_blocks),
         priority=_aged(),
+        min_context=min_context,
         residual=True,
     )
 

@@ -65,7 +65,8 @@ class Pruning(Preset):
 
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's. `tolerance` is what
     may be left unread, here theta where the model is certain: the relative change of a head's output that a block must
-    promise to be read. `min_blocks` are read at least, and the last `window` tokens always.
+    promise to be read. `min_blocks` are read at least, and the last `window` tokens always. A sequence of fewer than
+    `min_context` tokens reads all, and nothing is scored for it.
     """
 
     target_entropy: float | int | None = knob(
@@ -90,6 +91,7 @@ class Pruning(Preset):
     )
     min_blocks: int = knob(3, _count("cache blocks that each KV head reads at least", "blocks"))
     window: int = knob(64, _WINDOW)
+    min_context: int = knob(0, _count("a sequence of fewer tokens reads all, and nothing is scored for it", "tokens"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,7 @@ def test_a_preset_is_told_by_its_knobs():
         "tolerance": 0.1,
         "min_blocks": 3,
         "window": 64,
+        "min_context": 0,
     }
     assert preset("adaptive").preset == Adaptive() != Adaptive(tolerance=0.1) != Certified(tolerance=0.1)
     assert preset("adaptive") != preset("adaptive", tolerance=0.1) == Adaptive(tolerance=0.1).controller()
@@ -139,7 +140,11 @@ def test_a_preset_is_told_by_its_knobs():
     [
         ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive, ead, '),
         ("ead", {"window": 3}, 'control "ead" has no window; it has tau.'),
-        ("paper", {"tau": 0.1}, 'control "paper" has no tau; it has target_entropy, tolerance, min_blocks, window.'),
+        (
+            "paper",
+            {"tau": 0.1},
+            'control "paper" has no tau; it has target_entropy, tolerance, min_blocks, window, min_context.',
+        ),
         ("ead_guarded", {"tau": float("nan")}, "tau is nan"),
         ("entropyinfer", {"prefill_budget": 0}, "prefill_budget is 0; it must be from 1 to 536870912."),
         ("off", {"prefill_budget": 64}, 'control "off" has no prefill_budget; choose one of entropyinfer to set it.'),
@@ -154,6 +159,9 @@ def test_a_preset_is_told_by_its_knobs():
         ("certified", {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of attention, from 0 to 1."),
         ("guarded", {"tolerance": -0.1}, "tolerance is -0.1; it must be 0 or above."),
         ("guarded", {"min_blocks": -1}, "min_blocks is -1; it must be from 0 (off) to 536870912."),
+        ("guarded", {"min_context": -1}, "min_context is -1; it must be from 0 (off) to 536870912."),
+        ("adaptive", {"min_context": 2**30}, "min_context is 1073741824; it must be from 0 (off) to 536870912."),
+        ("ead", {"min_context": 64}, 'control "ead" has no min_context; it has tau.'),
         ("guarded", {"window": -2}, "window is -2; it must be from 0 (off) to 536870912."),
     ],
 )

@@ -55,6 +55,26 @@ def test_a_prefill_budget_is_part_of_the_program():
         adjusted(made, {"prefill_budget": 0.5})
 
 
+@pytest.mark.parametrize("name", ["paper", "guarded", "certified", "adaptive"])
+def test_a_least_context_is_a_number_of_its_preset_unless_it_is_off(name):
+    made = preset(name, min_context=512)
+    changed = adjusted(made, {"min_context": 64})
+    assert (made.min_context, changed.min_context) == (512, 64)
+    assert changed.preset == PRESETS[name](min_context=64)
+    assert jax.tree.structure(changed) == jax.tree.structure(made) != jax.tree.structure(preset(name))
+    assert jax.tree.structure(preset(name, min_context=0)) == jax.tree.structure(preset(name))
+    for one, other in ((made, 0), (preset(name), 64)):
+        with pytest.raises(UsageError, match="min_context, which takes another program than the one loaded"):
+            adjusted(one, {"min_context": other})
+
+
+def test_a_least_context_is_a_number_of_any_controller_that_has_one():
+    assert adjusted(Controller(min_context=8), {"min_context": 9}) == Controller(min_context=9) != Controller()
+    assert Controller(min_context=0) == Controller()
+    with pytest.raises(ValueError, match="min_context: got -1, wanted 0"):
+        Controller(min_context=-1)
+
+
 def test_off_has_numbers_of_its_clock_and_no_settings():
     made = preset("off")
     assert made == Controller() and made.preset == Off()
