@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 
 from et_jax.cli.paths import check_paths
+from et_jax.control.presets import KNOBS, PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file
 from et_jax.io.texts import read_text
@@ -73,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="same seed, same examples (default 0)")
     p.add_argument("--haystack", help="a text to hide answers in (default: invented sentences)")
     p.add_argument("--prompts", help="a file of JSON lines for the tasks that are read, not generated")
-    flags.add_control(p)
+    flags.add_control(p, PRESETS)
     machine = p.add_argument_group("model and memory")
     machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
@@ -91,8 +92,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
-    from et_jax.control.presets import preset
-
     signals.said = "interrupted before the last answer"
     streams.check_standard_output()
     tasks, lengths = args.task or list(TASKS), args.length or [512]
@@ -101,7 +100,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     written = {"--json": None if args.json == "-" else _path(args.json), "--plot": _path(args.plot)}
     check_paths(read, written, named_folder(args.model))
     text = "" if args.haystack is None else read_text(Path(args.haystack), "The haystack")
-    control = preset(args.control, **flags.knobs(args))
+    control = preset(args.control, **flags.given(args, KNOBS))
     from et_jax.serve.engine import load
 
     model = load(
@@ -180,7 +179,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     hay = "invented sentences" if args.haystack is None else Path(args.haystack).name
     about = {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
-    return about | flags.given(args, flags.CONTROL + flags.CACHE)
+    return about | flags.given(args, KNOBS + flags.CACHE)
 
 
 def _write(path: str | None, report: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from et_jax.cli import command, flags, streams
 from et_jax.cli.signals import Signals, guard
+from et_jax.control.presets import KNOBS, PRESETS, preset
 from et_jax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
-    flags.add_control(p)
+    flags.add_control(p, PRESETS)
     draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
     draft.add_argument(
         "--draft",
@@ -309,7 +310,7 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
         "platform": platform(),
         **engine.decisive,
         "control": args.control,
-        **flags.knobs(args),
+        **flags.given(args, KNOBS),
         **dataclasses.asdict(defaults),
     }
 
@@ -324,9 +325,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 
 
 def _controller(args: argparse.Namespace) -> "Controller":
-    from et_jax.control.presets import preset
-
-    return preset(args.control, **flags.knobs(args))
+    return preset(args.control, **flags.given(args, KNOBS))
 
 
 def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":
@@ -356,7 +355,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
     given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*flags.CONTROL, *flags.CACHE, "draft", "small"))
+    given |= flags.given(args, (*KNOBS, *flags.CACHE, "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
 

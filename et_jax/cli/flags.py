@@ -1,41 +1,30 @@
 """Flags that several commands share."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
-CONTROL = ("target_entropy", "tolerance", "min_blocks", "window", "tau", "prefill_budget")
-"""Knobs of a preset, under the names that `presets.preset` gives them."""
+from et_jax.io import knobs
 
 CACHE = ("cache_budget", "cache_policy")
 """What may be said of caches that shrink, under the names of `EngineConfig`."""
 
 
-def add_control(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose the laws: a preset, and its knobs."""
-    control = parser.add_argument_group("control")
-    control.add_argument(
-        "--control",
-        default="off",
-        help="off (default), paper, guarded, certified, adaptive, ead, ead_guarded or entropyinfer: which laws run the "
-        "decoder",
-    )
-    control.add_argument("--target-entropy", type=float, metavar="NATS", help="hold the entropy here by temperature")
-    control.add_argument(
-        "--tolerance",
-        type=float,
-        help="what may be left unread: a share of attention (default 0.05), under adaptive nats a token (0.0001)",
-    )
-    control.add_argument("--min-blocks", type=int, help="cache blocks always read per head (default 3)")
-    control.add_argument("--window", type=int, help="recent tokens always read (default 64; paper: 0)")
-    control.add_argument(
-        "--tau", type=float, metavar="NATS", help="ead: up to this mean entropy the small model speaks (default 0.173)"
+def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> None:
+    """Add the flags that choose the laws: one of the `presets`, and the knobs that its dataclass has."""
+    control = parser.add_argument_group(
+        "control", "Of a knob: what it is, and its default under each preset that has it."
     )
     control.add_argument(
-        "--prefill-budget",
-        type=int,
-        metavar="TOKENS",
-        help="entropyinfer: what a prompt's segment reads (default 2048)",
+        "--control", default="off", help=f"which laws run the decoder: {', '.join(presets)} (default off)"
     )
+    for name in dict.fromkeys(name for one in presets.values() for name in knobs.knobs(one)):
+        having = {preset: knobs.knobs(one)[name] for preset, one in presets.items() if name in knobs.knobs(one)}
+        units = dict.fromkeys(knob.unit.upper() for knob in having.values())
+        kind = next(iter(having.values())).kind
+        control.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, metavar="|".join(units), help=told(name, presets)
+        )
     control.add_argument("--small", metavar="MODEL", help="ead: the model that takes turns, such as bundled-small")
     control.add_argument(
         "--audit",
@@ -65,6 +54,15 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def knobs(args: argparse.Namespace) -> dict[str, float | int | None]:
-    """Return what was given of a preset's knobs, None where nothing was."""
-    return {name: getattr(args, name) for name in CONTROL}
+def told(name: str, presets: Mapping[str, Any]) -> str:
+    """Return what a knob means, with the presets that have it and its default under each."""
+    meanings: dict[str, dict[str, list[str]]] = {}
+    for preset, one in presets.items():
+        if name in knobs.knobs(one):
+            usual = knobs.defaults(one)[name]
+            default = "off" if usual is None else f"{usual:.3g}" if isinstance(usual, float) else f"{usual}"
+            meanings.setdefault(knobs.knobs(one)[name].help, {}).setdefault(default, []).append(preset)
+    return "; ".join(
+        f"{meaning} ({'; '.join(f'{", ".join(names)}: {default}' for default, names in usual.items())})"
+        for meaning, usual in meanings.items()
+    )

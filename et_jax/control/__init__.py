@@ -8,7 +8,8 @@ head_tolerance                 how much of its attention each query head may lea
 draft                          how many tokens a step drafts for a sequence
 switch                         which of two models speaks
 segment, budget                what of a prompt is seen, and read, segment by segment
-controller, presets            laws put together, and those that have a name
+controller                     laws put together
+presets, preset_laws           controllers by name, their knobs and what they are made of
 settings                       numbers of a controller changed by name, for one request
 calibration                    the temperature at which probabilities mean what they say
 """

@@ -1,7 +1,7 @@
 """What runs the decoder beside the model: laws, selectors and the order of service as one value."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from et_jax.control.base import (
     AnyLaw,
@@ -22,7 +22,7 @@ from et_jax.control.select import AnySelector, Dense, Selector, as_selector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import Switch
 from et_jax.io import html
-from et_jax.types import static, value
+from et_jax.types import MaybeCount, static, value
 
 
 @value
@@ -35,13 +35,18 @@ class Controller:
 
     `selector` is one for all layers, or one per layer; the first `dense_layers` layers read everything
     whatever it says. Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
-    unread count as their mean value. `switch` says which of two models speaks, where there are two. `budget` chooses
+    unread count as their mean value. A sequence of fewer than `min_context` tokens reads everything, and nothing is
+    scored for it; 0 is None, off. `switch` says which of two models speaks, where there are two. `budget` chooses
     what segments of a prompt read; without one they read everything.
 
     Two controllers of one `jax.tree.structure` differ in numbers alone: one program runs both, for
     different sequences of one batch. Plain functions serve everywhere, and equal themselves alone.
+
+    `preset` is the `presets.Preset` that made this very value, None of one made by hand or changed since. It is no part
+    of the tree.
     """
 
+    preset: ClassVar[Any] = None
     _: dataclasses.KW_ONLY
     estimator: Estimator = ExactEstimator()
     law: AnyLaw = chain(EmaEntropy(), FallClock())
@@ -50,6 +55,7 @@ class Controller:
     priority: PriorityRule = FCFS()
     switch: Switch | None = None
     budget: Budget | None = None
+    min_context: MaybeCount = None
     dense_layers: int = static(default=0)
     refresh_every: int = static(default=1)
     residual: bool = static(default=False)
@@ -61,6 +67,10 @@ class Controller:
             raise ValueError("residual: unread blocks are weighed by this token's query; use it with refresh_every=1")
         if not isinstance(self.budget, Budget | None):
             raise ValueError(f"budget: got {described(self.budget)}, wanted a Budget or None")
+        if isinstance(self.min_context, int) and self.min_context < 1:
+            if self.min_context < 0:
+                raise ValueError(f"min_context: got {self.min_context}, wanted 0 (off) or above")
+            object.__setattr__(self, "min_context", None)  # what is off costs nothing
         several = isinstance(self.selector, tuple)
         made = {
             "estimator": as_value(self.estimator),

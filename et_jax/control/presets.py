@@ -1,203 +1,230 @@
-"""Controllers by name: what `--control` and `control="..."` mean."""
+"""Controllers by name: what `--control` and `control="..."` mean, and the knobs of each.
 
+A preset is a dataclass whose fields are its knobs: flags of commands, checks of requests and docs read them from here,
+without JAX.
+"""
+
+import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-from et_jax.control import clock, guards, priority, select, temperature
-from et_jax.control import tolerance as tolerances
-from et_jax.control.base import Law, PriorityRule, chain
-from et_jax.control.budget import EntropyBudget
-from et_jax.control.contribution import relative_influence
-from et_jax.control.controller import Controller
-from et_jax.control.entropy import TailCorrectedEstimator
-from et_jax.control.expected_error import ExpectedError
-from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.smoothing import EmaEntropy
-from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.errors import UsageError
-from et_jax.io.values import number, plain, shown, whole
+from et_jax.io.knobs import Knob, defaults, knob, knobs
+from et_jax.io.values import shown
 
-NAMES = ("off", "paper", "guarded", "certified", "adaptive", "ead", "ead_guarded", "entropyinfer")
-_KNOBS = ("target_entropy", "tolerance", "min_blocks", "window")
-SETTINGS = (*_KNOBS, "tau", "prefill_budget")
-_COUNTED = ("min_blocks", "window", "prefill_budget")
+if TYPE_CHECKING:
+    from et_jax.control.controller import Controller
+
 _MOST = 2**29  # tokens or blocks: sums of a few stay within 32 bits
-_SWITCHES = {"ead": AsPrinted, "ead_guarded": Hysteresis}
 _BIT = math.log(2)
-_LOW, _HIGH = 0.1, 2.0  # the thermostat's range
-_GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
-_FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as uncertain
-_LOOK_EVERY = 64  # tokens, of which one reads all
 
 
-def preset(
-    name: str,
-    *,
-    target_entropy: float | None = None,
-    tolerance: float | None = None,
-    min_blocks: int | None = None,
-    window: int | None = None,
-    tau: float | None = None,
-    prefill_budget: int | None = None,
-) -> Controller:
-    """Return the controller of that name.
+def _count(help: str, unit: str, least: int = 0) -> Knob:
+    wanted = f"from {least or '0 (off)'} to {_MOST}"
+    return Knob(help=help, unit=unit, kind=int, least=least, most=_MOST, wanted=wanted)
 
-    "off" measures and changes nothing. "paper" is Entropic-Time Inference as printed: tail-corrected
-    entropy, blocks with E_b > theta, a floor on the entropy and on the number of blocks, limits on
-    rates. "guarded" is the same with exact entropy, sinks and a recent window always read, and a
-    temperature that only cools. "certified" reads all but a proved share of the attention mass of every
-    head, from 8-bit copies of the keys, and lets the rest count as its mean value; the share is less for
-    heads that look at few blocks, by the entropy of their attention. "adaptive" reads the blocks of greatest
-    expected error, from the same copies and the model's measured sensitivity to each head, which
-    `scripts/calibrate.py` measures, and lets the rest count as its mean value.
 
-    "paper" and "guarded" score no keys: alpha of E_b is what a block had when it was last read, or what its box
-    promises (`view.greater_mass`). `scripts/measure_pruning.py` says which answers that keeps.
+_WINDOW = _count("recent tokens always read", "tokens")
 
-    "ead" is Entropy Adaptive Decoding as printed: of two models the small one speaks while the mean entropy of
-    the last five predictions is at most `tau`, in nats, by default the paper's 0.25 bits; "ead_guarded" is the same
-    with hysteresis, windows of one model's entropies, and a change before the token rather than after it. Both need
-    a small model, and have no other knob.
 
-    "entropyinfer" reads prompts segment by segment, each KV head as many blocks as the entropy of its attention
-    asks for, `prefill_budget` tokens to begin with, and decodes as "off" does. Segments have a quarter of that, 512
-    tokens at most, and the first two budgets of a prompt are read densely, as in its code.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A controller by `name`, made of the knobs that are its fields.
 
-    `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's.
-    `tolerance` is what may be left unread: under "certified" a share of attention mass that no head passes,
-    under "adaptive" an expected error, in nats a token to an order of magnitude; else theta where the model is
-    certain, the relative change of a head's output that a block must promise to be read.
-    `min_blocks` are read at least, and the last `window` tokens always.
+    Raises UsageError, one sentence, for a value that is no number or out of range.
+    """
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        usual = defaults(self)
+        for name, one in knobs(self).items():
+            value = getattr(self, name)
+            if value is not usual[name]:
+                object.__setattr__(self, name, one.checked(name, value))
+
+    def controller(self) -> "Controller":
+        """Return the laws of the preset as one value, which knows it as its `preset`."""
+        from et_jax.control.preset_laws import LAWS  # with JAX, which the knobs alone do without
+
+        made = LAWS[self.name](**vars(self))
+        object.__setattr__(made, "preset", self)
+        return made
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Off(Preset):
+    """Measures, and changes nothing."""
+
+    name = "off"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pruning(Preset):
+    """What the presets have in common that leave blocks of the cache unread, and can hold an entropy.
+
+    `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's. `tolerance` is what
+    may be left unread, here theta where the model is certain: the relative change of a head's output that a block must
+    promise to be read. `min_blocks` are read at least, and the last `window` tokens always. A sequence of fewer than
+    `min_context` tokens reads all, and nothing is scored for it.
+    """
+
+    target_entropy: float | int | None = knob(
+        None,
+        Knob(
+            help="the entropy that the thermostat holds by temperature",
+            unit="nats",
+            kind=float,
+            least=math.ulp(0.0),
+            wanted="above 0 nats",
+        ),
+    )
+    tolerance: float | int = knob(
+        0.05,
+        Knob(
+            help="theta where the model is certain: the relative change of a head's output that a block must promise",
+            unit="share",
+            kind=float,
+            least=0.0,
+            wanted="0 or above",
+        ),
+    )
+    min_blocks: int = knob(3, _count("cache blocks that each KV head reads at least", "blocks"))
+    window: int = knob(64, _WINDOW)
+    min_context: int = knob(0, _count("a sequence of fewer tokens reads all, and nothing is scored for it", "tokens"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paper(Pruning):
+    """Entropic-Time Inference as printed.
+
+    Tail-corrected entropy, blocks with E_b > theta, a floor on the entropy and on the number of blocks, and limits on
+    rates. It scores no keys: alpha of E_b is what a block had when it was last read, or what its box promises
+    (`view.greater_mass`). `scripts/measure_pruning.py` says which answers that keeps.
+    """
+
+    name = "paper"
+    window: int = knob(0, _WINDOW)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guarded(Pruning):
+    """The same with exact entropy, sinks and a recent window always read, and a temperature that only cools."""
+
+    name = "guarded"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certified(Pruning):
+    """Reads all but a proved share of the attention mass of every head, from 8-bit copies of the keys.
+
+    The rest counts as its mean value. `tolerance` is the share that no head passes; it is less for heads that look at
+    few blocks, by the entropy of their attention.
+    """
+
+    name = "certified"
+    tolerance: float | int = knob(
+        0.05,
+        Knob(
+            help="the share of its attention mass that a head may leave unread",
+            unit="share",
+            kind=float,
+            least=0.0,
+            most=1.0,
+            wanted="a share of attention, from 0 to 1",
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adaptive(Pruning):
+    """Reads the blocks of greatest expected error, from 8-bit copies of the keys.
+
+    That goes by the model's measured sensitivity to each head, which `scripts/calibrate.py` measures. The rest counts
+    as its mean value. `tolerance` is an expected error, in nats a token to an order of magnitude.
+    """
+
+    name = "adaptive"
+    tolerance: float | int = knob(
+        1e-4,
+        Knob(
+            help="the expected error of what is left unread, in nats a token to an order of magnitude",
+            unit="nats",
+            kind=float,
+            least=0.0,
+            wanted="0 or above",
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ead(Preset):
+    """Entropy Adaptive Decoding as printed: of two models the small one speaks where it is certain.
+
+    That is while the mean entropy of the last five predictions is at most `tau`, in nats, by default the paper's 0.25
+    bits. It needs a small model.
+    """
+
+    name = "ead"
+    tau: float | int = knob(
+        0.25 * _BIT,
+        Knob(
+            help="the mean entropy up to which the small model speaks",
+            unit="nats",
+            kind=float,
+            wanted="a number",
+            infinite=True,  # one of the models speaks alone
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EadGuarded(Ead):
+    """The same with hysteresis, windows of one model's entropies, and a change before the token, not after it."""
+
+    name = "ead_guarded"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EntropyInfer(Preset):
+    """Reads prompts segment by segment, and decodes as "off" does.
+
+    Each KV head reads as many blocks as the entropy of its attention asks for, `prefill_budget` tokens to begin with.
+    Segments have a quarter of that, 512 tokens at most, and the first two budgets of a prompt are read densely, as in
+    its code.
+    """
+
+    name = "entropyinfer"
+    prefill_budget: int = knob(
+        2048, _count("what a KV head reads of a prompt before a segment, to begin with", "tokens", 1)
+    )
+
+
+PRESETS = {one.name: one for one in (Off, Paper, Guarded, Certified, Adaptive, Ead, EadGuarded, EntropyInfer)}
+"""Every preset by its name."""
+
+NAMES = tuple(PRESETS)
+
+KNOBS = tuple(dict.fromkeys(name for one in PRESETS.values() for name in knobs(one)))
+"""The knobs of all of them."""
+
+
+def preset(name: str, **given: float | int | None) -> "Controller":
+    """Return the controller of that name, with those of its knobs that are given; None leaves one at its default.
+
+    `PRESETS` has all of them: their classes say what each does, and the fields of those are its knobs.
 
     Raises UsageError for an unknown name, a value out of range, or a knob that the named one does not have.
     """
-    knobs = {
-        "target_entropy": target_entropy,
-        "tolerance": tolerance,
-        "min_blocks": min_blocks,
-        "window": window,
-        "tau": tau,
-        "prefill_budget": prefill_budget,
-    }
-    given = _check(name, {knob: value for knob, value in knobs.items() if value is not None})
-    if name == "off":
-        return Controller()
-    if name in _SWITCHES:
-        return Controller(switch=_SWITCHES[name](given.get("tau", 0.25 * _BIT)))
-    if name == "entropyinfer":
-        return Controller(budget=_budget(given.get("prefill_budget", EntropyBudget.tokens)))
-    return {"paper": _paper, "guarded": _guarded, "certified": _certified, "adaptive": _adaptive}[name](**given)
-
-
-def knobs_of(name: str) -> tuple[str, ...]:
-    """Return the settings that a preset has."""
-    if name == "off":
-        return ()
-    if name == "entropyinfer":
-        return ("prefill_budget",)
-    return ("tau",) if name in _SWITCHES else _KNOBS
-
-
-def _check(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The knobs as plain numbers."""
-    if name not in NAMES:
+    made = PRESETS.get(name) if isinstance(name, str) else None
+    if made is None:
         raise UsageError(f"control is {shown(name)}; choose one of {', '.join(NAMES)}.")
-    if name == "off" and given:
-        knob = next(iter(given))
-        having = ", ".join(one for one in NAMES if knob in knobs_of(one))
-        raise UsageError(f'control "off" has no {knob}; choose one of {having} to set it.')
-    for knob in given:
-        if knob not in knobs_of(name):
-            raise UsageError(f'control "{name}" has no {knob}; it has {", ".join(knobs_of(name))}.')
-    return {knob: checked(name, knob, value) for knob, value in given.items()}
-
-
-def checked(name: str, knob: str, value: Any) -> int | float:
-    """Return a value of a preset's knob as a plain number. Raises UsageError where it is none, or out of range."""
-    if knob in _COUNTED:
-        least = 1 if knob == "prefill_budget" else 0
-        return whole(knob, value, least, _MOST, f"from {least if least else '0 (off)'} to {_MOST}")
-    if knob == "tau" and plain(value) in (math.inf, -math.inf):  # one of the models speaks alone
-        return float(value)
-    taken = number(knob, value)
-    if knob == "target_entropy" and not taken > 0:
-        raise UsageError(f"target_entropy is {taken}; it must be above 0 nats.")
-    most = 1.0 if name == "certified" else math.inf
-    if knob == "tolerance" and not 0 <= taken <= most:
-        raise UsageError(f"tolerance is {taken}; under {name} it must be from 0 to {most:g}.")
-    return taken
-
-
-def _budget(tokens: int) -> EntropyBudget:
-    return EntropyBudget(tokens=tokens, segment=max(1, min(EntropyBudget.segment, tokens // 4)), dense_until=2 * tokens)
-
-
-def _paper(
-    target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 0
-) -> Controller:
-    active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
-    return Controller(
-        estimator=TailCorrectedEstimator(),
-        law=_chained(*_thermostat(target_entropy), _threshold(tolerance)),
-        selector=select.Guarded(active, sinks=0, window=window, min_blocks=min_blocks),
-        priority=priority.LinearPriority(),
-    )
-
-
-def _guarded(
-    target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 64
-) -> Controller:
-    active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
-    return Controller(
-        law=_chained(*_cooling(target_entropy), _threshold(tolerance)),
-        selector=select.Guarded(active, window=window, min_blocks=min_blocks),
-        priority=_aged(),
-    )
-
-
-def _certified(
-    target_entropy: float | None = None, tolerance: float = 0.05, min_blocks: int = 3, window: int = 64
-) -> Controller:
-    proved = select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy())
-    return _by_mean_values(proved, target_entropy, tolerance, min_blocks, window)
-
-
-def _adaptive(
-    target_entropy: float | None = None, tolerance: float = 1e-4, min_blocks: int = 3, window: int = 64
-) -> Controller:
-    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window)
-
-
-def _by_mean_values(
-    selector: select.Selector, target_entropy: float | None, tolerance: float, min_blocks: int, window: int
-) -> Controller:
-    return Controller(
-        law=_chained(*_cooling(target_entropy), tolerances.Constant(tolerance)),
-        selector=select.Guarded(selector, window=window, min_blocks=min_blocks),
-        priority=_aged(),
-        residual=True,
-    )
-
-
-def _chained(*laws: Law) -> Law:
-    return chain(EmaEntropy(), clock.FallClock(), *laws, priority.EntropyDrift())
-
-
-def _thermostat(target_entropy: float | None) -> tuple[Law, ...]:
-    if target_entropy is None:
-        return ()
-    law = guards.RateLimited(temperature.Thermostat(target_entropy, _GAIN, _LOW, _HIGH), "temperature", 0.1, 0.1)
-    return (guards.Stability(guards.Saturation(law, "temperature", _LOW, _HIGH), _GAIN),)
-
-
-def _cooling(target_entropy: float | None) -> tuple[Law, ...]:
-    return tuple(guards.NeverAboveStart(law, "temperature") for law in _thermostat(target_entropy))
-
-
-def _threshold(greatest: float) -> Law:
-    floored = guards.Floored(tolerances.EntropyThreshold(greatest, _REFERENCE), _FLOOR)
-    return guards.RateLimited(floored, "tolerance", rise=0.25 * greatest)
-
-
-def _aged() -> PriorityRule:
-    return priority.Aged(priority.LinearPriority(), ceiling=2.0, rate=0.05)
+    taken = {key: value for key, value in given.items() if value is not None}
+    for key in taken:
+        if key not in knobs(made):
+            having = ", ".join(one for one in NAMES if key in knobs(PRESETS[one]))
+            advice = f"choose one of {having} to set it" if having else "it has none"
+            if knobs(made):
+                advice = f"it has {', '.join(knobs(made))}"
+            raise UsageError(f'control "{name}" has no {key}; {advice}.')
+    return made(**taken).controller()

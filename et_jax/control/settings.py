@@ -1,15 +1,13 @@
 """Numbers of a controller changed by name: what a request may set for itself, in the program that runs."""
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
-from et_jax.control import presets, select, temperature, tolerance
-from et_jax.control.budget import EntropyBudget
 from et_jax.control.controller import Controller
+from et_jax.control.presets import KNOBS, preset
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 
@@ -17,13 +15,13 @@ from et_jax.io.values import shown
 def adjusted(controller: Controller, changes: Mapping[str, int | float]) -> Controller:
     """Return the controller with some of its numbers changed by name, to run in the same program.
 
-    Of a preset these are the settings of `presets.preset`, checked as there. Of any controller they are the
-    numbers of its laws, rules and selectors by the names of their fields; all of one name change together.
+    Of a preset these are its knobs, checked as there. Of any controller they are the numbers of its laws, rules and
+    selectors by the names of their fields; all of one name change together.
 
     Raises UsageError for a name that the controller does not have, a value that does not fit, and a change
     that takes another program, such as a thermostat where there is none.
     """
-    names = sorted(_names(controller) | set(presets.SETTINGS if preset_of(controller) else ()))
+    names = sorted(_names(controller) | set(() if controller.preset is None else KNOBS))
     for name in changes:
         if name not in names:
             raise UsageError(f"control has no number {shown(name)} here; it has {', '.join(names) or 'none'}.")
@@ -42,43 +40,13 @@ def adjusted(controller: Controller, changes: Mapping[str, int | float]) -> Cont
 
 
 def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Controller:
-    changed, rest = controller, dict(changes)
-    found = preset_of(controller)
-    if found is not None:
-        name, settings = found
-        for setting in presets.SETTINGS:
-            if setting in rest:
-                settings[setting] = presets.checked(name, setting, rest.pop(setting))
-        changed = presets.preset(name, **settings)
-    for name, given in rest.items():
-        changed = _with(changed, name, given)
+    changed, made, rest = controller, controller.preset, dict(changes)
+    if made is not None:
+        given = {name: rest.pop(name) for name in KNOBS if name in rest}
+        changed = preset(made.name, **vars(made) | given) if given else controller
+    for name, number in rest.items():
+        changed = _with(changed, name, number)
     return changed
-
-
-def preset_of(controller: Controller) -> tuple[str, dict[str, Any]] | None:
-    """Return the name of the preset that a controller is, and its settings; None where it is none."""
-    read = {
-        "target_entropy": _first(controller, temperature.Thermostat, "target_entropy"),
-        "tolerance": _first(controller, tolerance.Constant, "tolerance"),
-        "min_blocks": _first(controller, select.Guarded, "min_blocks") or 0,
-        "window": _first(controller, select.Guarded, "window"),
-        "tau": None if controller.switch is None else _first(controller, type(controller.switch), "tau"),
-        "prefill_budget": None if controller.budget is None else _first(controller, EntropyBudget, "tokens"),
-    }
-    if read["tolerance"] is None:
-        read["tolerance"] = _first(controller, tolerance.EntropyThreshold, "greatest")
-    known = {key: given for key, given in read.items() if given is not None}
-    for name in presets.NAMES:
-        settings = {knob: known[knob] for knob in presets.knobs_of(name) if knob in known}
-        with contextlib.suppress(UsageError):
-            if presets.preset(name, **settings) == controller:
-                return name, settings
-    return None
-
-
-def _first(tree: Any, kind: type, field: str) -> Any:
-    """The field of the first value of a kind in the tree, None where there is none."""
-    return next((getattr(one, field) for one in _values(tree) if isinstance(one, kind)), None)
 
 
 def _values(tree: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """The edges to the world outside.
 
 values              what callers give: each as a plain one of the kind that is wanted, or a sentence
+knobs               settings that are fields of a dataclass, with what each means and its bounds
 files, checksums    files whole or not there; folders whose every file has a checksum
 texts               files of text that a user names
 schema              what the JSON files of a model folder may say

@@ -14,7 +14,6 @@ from et_jax.control.draft import (
     StopEntropy,
 )
 from et_jax.control.presets import NAMES, preset
-from et_jax.control.settings import preset_of
 from et_jax.decode import compat
 from et_jax.decode.draft import Drafting, by_acceptance, lookup
 from et_jax.decode.fresh import law_steers
@@ -104,7 +103,7 @@ class EngineConfig:
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        known = preset_of(self.laws) is not None  # the law of another may want to know the model's shapes
+        known = self.laws.preset is not None  # the law of another may want to know the model's shapes
         compat.check(self.case(self.laws, steers=lambda: known and law_steers(self.laws)))
 
     def case(self, laws: Controller, **known: Any) -> compat.Case:

@@ -103,7 +103,7 @@ def beside(
         small=None,
         lazy=False,
         audit=settings.audit and laws.budget is not None,
-        controller=replace(laws, switch=None),
+        controller=laws if laws.switch is None else replace(laws, switch=None),
         keep=keep,
         chunk=chunk,
         prefill_batch=prefill_batch,

@@ -203,7 +203,7 @@ def test_reads_standard_input(
         (["--chat"], "no chat template"),
         (["--control", "entropic"], 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive'),
         (["--target-entropy", "2"], 'control "off" has no target_entropy'),
-        (["--control", "certified", "--tolerance", "2"], "tolerance is 2.0; under certified it must be from 0 to 1"),
+        (["--control", "certified", "--tolerance", "2"], "tolerance is 2.0; it must be a share of attention, from 0"),
         (["--max-model-len", "4096"], "made for 64 tokens"),
         (["--num-pages", "2", "--max-tokens", "30"], "the pool holds 1"),
         (["--num-pages", "0"], "num_pages is 0"),

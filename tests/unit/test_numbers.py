@@ -25,9 +25,10 @@ from et_jax.control import budget, clock, guards, priority, select, smoothing, t
 from et_jax.control.base import as_value, chain
 from et_jax.control.compression import Compression
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.presets import NAMES, SETTINGS, knobs_of, preset
+from et_jax.control.presets import KNOBS, NAMES, PRESETS, preset
 from et_jax.control.settings import _names, adjusted
 from et_jax.errors import UsageError
+from et_jax.io.knobs import knobs
 from et_jax.serve import engine
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -86,10 +87,10 @@ def test_every_field_of_what_is_asked_for(kind, rest):
 def test_every_knob_of_every_preset_and_every_number_of_a_request():
     for name in NAMES:
         laws = preset(name)
-        for knob in SETTINGS:
+        for knob in KNOBS:
             for value in HOSTILE:
                 made(lambda n=name, k=knob, v=value: preset(n, **{k: v}), UsageError, f"{name}: {knob} {shown(value)}")
-        for number in _names(laws) | set(knobs_of(name)):
+        for number in _names(laws) | set(knobs(PRESETS[name])):
             for value in (10**18, -(10**400), -1, 0, 1e-400, 3.4e38, math.inf, True, Fraction(1, 2)):
                 control = made(
                     lambda n=number, v=value: GenerationRequest(prompt="a", params=PARAMS, control={n: v}),

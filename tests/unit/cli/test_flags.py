@@ -1,15 +1,40 @@
-"""Flags of the control laws: those of a preset, and no others."""
+"""Flags that commands share: those of the control laws are the knobs of presets."""
 
 import argparse
-import inspect
+
+import pytest
 
 from et_jax.cli import flags
-from et_jax.control.presets import preset
+from et_jax.control.presets import KNOBS, PRESETS, preset
+from et_jax.io.knobs import knobs
 
 
-def test_the_knobs_are_those_of_a_preset():
-    taken = [name for name, given in inspect.signature(preset).parameters.items() if given.default is None]
-    assert set(flags.CONTROL) <= set(taken)
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    flags.add_control(parser, PRESETS)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_every_knob_is_a_flag_that_reaches_its_preset(name):
+    for chosen, one in PRESETS.items():
+        if name in knobs(one):
+            args = parsed("--control", chosen, f"--{name.replace('_', '-')}", "1")
+            made = preset(args.control, **flags.given(args, KNOBS))
+            assert vars(made.preset)[name] == 1 and type(vars(made.preset)[name]) is knobs(one)[name].kind
+            assert made.preset == one(**{name: 1})
+
+
+def test_what_was_not_given_is_left_to_the_preset():
+    args = parsed("--control", "certified", "--tolerance", "0.2")
+    assert flags.given(args, KNOBS) == {"tolerance": 0.2}
+
+
+def test_a_knob_is_told_with_its_default_under_each_preset():
+    assert flags.told("window", PRESETS) == "recent tokens always read (paper: 0; guarded, certified, adaptive: 64)"
+    assert flags.told("tau", PRESETS).endswith("(ead, ead_guarded: 0.173)")  # 0.25 bits in nats
+    parts = flags.told("tolerance", PRESETS).split("; ")
+    assert [part.split(" (")[1] for part in parts] == ["paper, guarded: 0.05)", "certified: 0.05)", "adaptive: 0.0001)"]
 
 
 def test_caches_shrink_as_they_are_told():
@@ -18,11 +43,3 @@ def test_caches_shrink_as_they_are_told():
     assert flags.given(parser.parse_args([]), flags.CACHE) == {}
     args = parser.parse_args(["--cache-budget", "64", "--cache-policy", "snapkv"])
     assert flags.given(args, flags.CACHE) == {"cache_budget": 64, "cache_policy": "snapkv"}
-
-
-def test_what_was_not_given_is_left_to_the_preset():
-    parser = argparse.ArgumentParser()
-    flags.add_control(parser)
-    args = parser.parse_args(["--control", "certified", "--tolerance", "0.2"])
-    assert {name: given for name, given in flags.knobs(args).items() if given is not None} == {"tolerance": 0.2}
-    preset(args.control, **flags.knobs(args))  # which takes them as they are

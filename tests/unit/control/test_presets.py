@@ -10,7 +10,7 @@ import pytest
 from small_model import MODEL, configuration, paged_texts, prompt, run, start, texts, weights
 
 from et_jax.control.controller import Controller
-from et_jax.control.presets import NAMES, preset
+from et_jax.control.presets import NAMES, PRESETS, Adaptive, Certified, preset
 from et_jax.decode import decoder as decoding
 from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration
@@ -115,25 +115,53 @@ def test_the_same_preset_is_one_controller():
     assert isinstance(preset("off"), Controller)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_controller_knows_the_preset_that_made_it_until_it_is_changed(name):
+    made = preset(name)
+    assert made.preset == PRESETS[name]() and made == PRESETS[name]().controller() == made.preset.controller()
+    assert replace(made, dense_layers=1).preset is None and Controller().preset is None
+    assert jax.tree.structure(made) == jax.tree.structure(jax.tree.map(lambda x: x, made))  # it is no part of the tree
+
+
+def test_a_preset_is_told_by_its_knobs():
+    assert vars(preset("certified", tolerance=0.1, window=None).preset) == {
+        "target_entropy": None,
+        "tolerance": 0.1,
+        "min_blocks": 3,
+        "window": 64,
+        "min_context": 0,
+    }
+    assert preset("adaptive").preset == Adaptive() != Adaptive(tolerance=0.1) != Certified(tolerance=0.1)
+    assert preset("adaptive") != preset("adaptive", tolerance=0.1) == Adaptive(tolerance=0.1).controller()
+
+
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
         ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive, ead, '),
         ("ead", {"window": 3}, 'control "ead" has no window; it has tau.'),
-        ("paper", {"tau": 0.1}, 'control "paper" has no tau; it has target_entropy, tolerance, min_blocks, window.'),
+        (
+            "paper",
+            {"tau": 0.1},
+            'control "paper" has no tau; it has target_entropy, tolerance, min_blocks, window, min_context.',
+        ),
         ("ead_guarded", {"tau": float("nan")}, "tau is nan"),
         ("entropyinfer", {"prefill_budget": 0}, "prefill_budget is 0; it must be from 1 to 536870912."),
         ("off", {"prefill_budget": 64}, 'control "off" has no prefill_budget; choose one of entropyinfer to set it.'),
         ("entropyinfer", {"tau": 0.1}, 'control "entropyinfer" has no tau; it has prefill_budget.'),
         ("certified", {"prefill_budget": 64}, 'control "certified" has no prefill_budget'),
-        ("off", {"window": 3}, 'control "off" has no window'),
+        ("off", {"window": 3}, 'control "off" has no window; choose one of paper, guarded, certified, adaptive to set'),
+        ("off", {"warmth": 3}, 'control "off" has no warmth; it has none.'),
         ("paper", {"target_entropy": 0.0}, "target_entropy is 0.0; it must be above 0 nats."),
         ("paper", {"target_entropy": float("nan")}, "target_entropy is nan"),
         ("guarded", {"target_entropy": float("inf")}, "target_entropy is inf; it must be a finite number."),
         ("paper", {"tolerance": float("inf")}, "tolerance is inf; it must be a finite number."),
-        ("certified", {"tolerance": 1.5}, "tolerance is 1.5; under certified it must be from 0 to 1."),
-        ("guarded", {"tolerance": -0.1}, "tolerance is -0.1"),
+        ("certified", {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of attention, from 0 to 1."),
+        ("guarded", {"tolerance": -0.1}, "tolerance is -0.1; it must be 0 or above."),
         ("guarded", {"min_blocks": -1}, "min_blocks is -1; it must be from 0 (off) to 536870912."),
+        ("guarded", {"min_context": -1}, "min_context is -1; it must be from 0 (off) to 536870912."),
+        ("adaptive", {"min_context": 2**30}, "min_context is 1073741824; it must be from 0 (off) to 536870912."),
+        ("ead", {"min_context": 64}, 'control "ead" has no min_context; it has tau.'),
         ("guarded", {"window": -2}, "window is -2; it must be from 0 (off) to 536870912."),
     ],
 )

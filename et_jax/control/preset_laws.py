@@ -1,0 +1,130 @@
+"""The laws of which presets are made, from the knobs of each."""
+
+from collections.abc import Callable, Mapping
+
+from et_jax.control import clock, guards, priority, select, temperature
+from et_jax.control import tolerance as tolerances
+from et_jax.control.base import Law, PriorityRule, chain
+from et_jax.control.budget import EntropyBudget
+from et_jax.control.contribution import relative_influence
+from et_jax.control.controller import Controller
+from et_jax.control.entropy import TailCorrectedEstimator
+from et_jax.control.expected_error import ExpectedError
+from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.switch import AsPrinted, Hysteresis
+
+_LOW, _HIGH = 0.1, 2.0  # the thermostat's range
+_GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
+_FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as uncertain
+_LOOK_EVERY = 64  # tokens, of which one reads all
+
+
+def paper(target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int) -> Controller:
+    """Return Entropic-Time Inference as printed."""
+    active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
+    return Controller(
+        estimator=TailCorrectedEstimator(),
+        law=_chained(*_thermostat(target_entropy), _threshold(tolerance)),
+        selector=select.Guarded(active, sinks=0, window=window, min_blocks=min_blocks),
+        priority=priority.LinearPriority(),
+        min_context=min_context,
+    )
+
+
+def guarded(
+    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
+) -> Controller:
+    """Return the same with exact entropy, sinks, and a temperature that only cools."""
+    active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
+    return Controller(
+        law=_chained(*_cooling(target_entropy), _threshold(tolerance)),
+        selector=select.Guarded(active, window=window, min_blocks=min_blocks),
+        priority=_aged(),
+        min_context=min_context,
+    )
+
+
+def certified(
+    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
+) -> Controller:
+    """Return the laws under which all but a proved share of each head's attention is read."""
+    proved = select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy())
+    return _by_mean_values(proved, target_entropy, tolerance, min_blocks, window, min_context)
+
+
+def adaptive(
+    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
+) -> Controller:
+    """Return the laws under which the blocks of greatest expected error are read."""
+    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
+
+
+def ead(tau: float) -> Controller:
+    """Return Entropy Adaptive Decoding as printed."""
+    return Controller(switch=AsPrinted(tau))
+
+
+def ead_guarded(tau: float) -> Controller:
+    """Return the same with hysteresis."""
+    return Controller(switch=Hysteresis(tau))
+
+
+def entropyinfer(prefill_budget: int) -> Controller:
+    """Return the budget of prompts, in segments of a quarter of it."""
+    segment = max(1, min(EntropyBudget.segment, prefill_budget // 4))
+    return Controller(budget=EntropyBudget(tokens=prefill_budget, segment=segment, dense_until=2 * prefill_budget))
+
+
+LAWS: Mapping[str, Callable[..., Controller]] = {
+    "off": Controller,
+    "paper": paper,
+    "guarded": guarded,
+    "certified": certified,
+    "adaptive": adaptive,
+    "ead": ead,
+    "ead_guarded": ead_guarded,
+    "entropyinfer": entropyinfer,
+}
+"""What makes the controller of each preset, from its knobs by name."""
+
+
+def _by_mean_values(
+    selector: select.Selector,
+    target_entropy: float | None,
+    tolerance: float,
+    min_blocks: int,
+    window: int,
+    min_context: int,
+) -> Controller:
+    return Controller(
+        law=_chained(*_cooling(target_entropy), tolerances.Constant(tolerance)),
+        selector=select.Guarded(selector, window=window, min_blocks=min_blocks),
+        priority=_aged(),
+        min_context=min_context,
+        residual=True,
+    )
+
+
+def _chained(*laws: Law) -> Law:
+    return chain(EmaEntropy(), clock.FallClock(), *laws, priority.EntropyDrift())
+
+
+def _thermostat(target_entropy: float | None) -> tuple[Law, ...]:
+    if target_entropy is None:
+        return ()
+    law = guards.RateLimited(temperature.Thermostat(target_entropy, _GAIN, _LOW, _HIGH), "temperature", 0.1, 0.1)
+    return (guards.Stability(guards.Saturation(law, "temperature", _LOW, _HIGH), _GAIN),)
+
+
+def _cooling(target_entropy: float | None) -> tuple[Law, ...]:
+    return tuple(guards.NeverAboveStart(law, "temperature") for law in _thermostat(target_entropy))
+
+
+def _threshold(greatest: float) -> Law:
+    floored = guards.Floored(tolerances.EntropyThreshold(greatest, _REFERENCE), _FLOOR)
+    return guards.RateLimited(floored, "tolerance", rise=0.25 * greatest)
+
+
+def _aged() -> PriorityRule:
+    return priority.Aged(priority.LinearPriority(), ceiling=2.0, rate=0.05)
