@@ -179,7 +179,7 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "lookup": lambda: Capability(settings=_LOOKUP, drafts=True),
     "small": lambda: Capability(settings={"draft": _small()} | _DRAFTS, drafts=True),
     "adaptive, lookup": lambda: Capability(
-        settings={"control": pruned("adaptive", tolerance=0.3)} | _LOOKUP,
+        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _LOOKUP,
         dense={"tolerance": 0.0},
         prunes=True,
         drafts=True,

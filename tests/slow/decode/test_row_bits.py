@@ -34,7 +34,8 @@ LONE = dataclasses.replace(WIDE, head_dim=128, num_heads=4, num_kv_heads=1)
 LAWS = {
     "off": Controller(law=chain(EmaEntropy(), FallClock())),
     "quest": Controller(selector=Quest(3), residual=True),
-} | {name: preset(name) for name in ("paper", "certified", "adaptive")}
+    "adaptive": preset("adaptive", min_context=20),  # some rows are scored, others read all
+} | {name: preset(name) for name in ("paper", "certified")}
 SETTINGS = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9},

@@ -116,6 +116,7 @@ def test_a_reused_page_forgets_its_last_owner():
     once = jnp.asarray([[3, 0, 0, 0]] * 3, jnp.int32)
     for i in range(SIZE):
         layer = write(layer, k, v, once, jnp.full(3, i, jnp.int32), jnp.asarray([1, 0, 0], jnp.int32))
+    assert layer.summary is not None
     box, mean = layer.summary.key_box[:, 3], layer.summary.mean[:, 3]
     np.testing.assert_array_equal(box[:, : 2 * DIM], np.full((HEADS, 2 * DIM), 0.25))
     np.testing.assert_array_equal(mean[:, :DIM], np.full((HEADS, DIM), 0.25))

@@ -1,0 +1,78 @@
+"""A sequence shorter than the least context reads all, and nothing is scored for it, alone and in company."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from small_model import MODEL, PAGE, configuration, fill, prompt, request, run, same_bits, weights
+
+from et_jax.control.presets import preset
+from et_jax.decode.decoder import decoder
+from et_jax.models.calibration import Calibration
+from et_jax.types import Table
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+LEAST, SHORT, LONG, STEPS = 24, 9, 30, 8
+TOLERANCES = {"certified": 0.5, "adaptive": 0.5, "paper": 0.5}
+NAMES = pytest.mark.parametrize("name", TOLERANCES)
+HEADS = np.ones((MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size), np.float32)
+
+
+def controller(name: str, min_context: int = LEAST):
+    return preset(name, tolerance=TOLERANCES[name], min_blocks=1, window=4, min_context=min_context)
+
+
+@functools.cache
+def made(name: str):
+    return decoder(configuration(controller=controller(name), calibration=Calibration(sensitivity=Table(HEADS))))
+
+
+def rows_of(name: str, lengths: dict[int, int], min_context: int = LEAST):
+    """The rows of the output of every slot, whose prompts have these lengths."""
+    d = made(name)
+    state = d.empty()
+    for slot, length in lengths.items():
+        tokens = prompt(slot, length)
+        asked = request(tokens[-1], control=controller(name, min_context), seed=slot, limit=STEPS)
+        state = d.insert(fill(d, weights(), state, slot, tokens), slot, asked)
+    return run(d, weights(), state)[1]
+
+
+def text_and_reads(row):
+    """What a sequence came to; what a step costs depends on the company."""
+    names = ("entropy", "surprisal", "kept_mass", "attention_entropy", "blocks_read", "summaries_read")
+    return row.token, [getattr(row.signals, name) for name in names]
+
+
+@NAMES
+def test_a_short_sequence_reads_all_and_nothing_is_scored(name):
+    rows = rows_of(name, {0: SHORT})[0]
+    held = -(-rows.signals.length // PAGE) * MODEL.num_layers * MODEL.num_kv_heads
+    np.testing.assert_array_equal(rows.signals.blocks_read, held)
+    np.testing.assert_array_equal(rows.signals.kept_mass, 1.0)
+    assert not rows.signals.summaries_read.any() and np.isnan(rows.signals.attention_entropy).all()
+    assert len(rows.token) == STEPS
+
+
+@NAMES
+def test_a_sequence_has_the_same_bits_alone_and_among_longer_ones(name):
+    alone, among = rows_of(name, {0: SHORT})[0], rows_of(name, {0: SHORT, 1: LONG})
+    assert same_bits(text_and_reads(alone), text_and_reads(among[0]))
+    assert same_bits(text_and_reads(rows_of(name, {1: LONG})[1]), text_and_reads(among[1]))
+
+
+@pytest.mark.parametrize("name", ["certified", "adaptive"])
+def test_a_long_sequence_reads_what_it_reads_without_a_least_context(name):
+    rows, plain = (rows_of(name, {1: LONG}, least)[1] for least in (LEAST, 1))
+    held = -(-rows.signals.length // PAGE) * MODEL.num_layers * MODEL.num_kv_heads
+    assert (rows.signals.blocks_read < held).any()
+    assert same_bits(text_and_reads(rows), text_and_reads(plain))
+
+
+def test_scoring_begins_with_the_token_that_reaches_the_least_context():
+    rows = rows_of("certified", {0: LEAST - 4})[0]
+    scored = ~np.isnan(rows.signals.attention_entropy)
+    np.testing.assert_array_equal(scored, rows.signals.length >= LEAST)
+    assert scored.any() and not scored.all() and math.isfinite(rows.signals.entropy.sum())
