@@ -323,6 +323,20 @@ def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, mode
     assert "The logits after 0 tokens are not numbers" in str(completion.error)
 
 
+@pytest.mark.parametrize("made", [lambda: "certified", lambda: preset("certified", window=16)])
+def test_a_request_sets_the_knobs_of_the_preset_that_serves_it(model, made):
+    """Under their bounds, however the control was named; a share above 1 is a number to the law alone."""
+
+    def laws(**control):
+        request = GenerationRequest(prompt=ONCE, params=SamplingParams(), control=control)
+        return model.sequences(0, request, made())[0].laws
+
+    of_all = engine.controller(made()).preset
+    assert laws(tolerance=0.5).preset == dataclasses.replace(of_all, tolerance=0.5)
+    with pytest.raises(UsageError, match=r"tolerance is 1\.5; it must be a share of attention"):
+        laws(tolerance=1.5)
+
+
 @pytest.mark.slow
 def test_control_is_a_preset_by_name_or_a_controller(model):
     plain = model.generate(LILY, max_tokens=20, seed=5)[0]

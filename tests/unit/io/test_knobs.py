@@ -1,0 +1,52 @@
+"""Knobs: fields of a dataclass that know which numbers they may be."""
+
+import dataclasses
+import math
+
+import pytest
+
+from et_jax.errors import UsageError
+from et_jax.io.knobs import Knob, defaults, knob, knobs
+
+SHARE = Knob(help="a share", unit="share", wanted="from 0 to 1", kind=float, least=0.0, most=1.0)
+TOKENS = Knob(help="tokens", unit="tokens", wanted="1 or above", kind=int, least=1)
+BOUND = Knob(help="a bound", unit="nats", wanted="a number", kind=float, infinite=True)
+
+
+@dataclasses.dataclass
+class Some:
+    share: float = knob(0.5, SHARE)
+    other: str = "no knob"
+    tokens: int | None = knob(None, TOKENS)
+
+
+def test_a_dataclass_lists_its_knobs_and_where_they_stand():
+    assert knobs(Some) == knobs(Some(share=0.1)) == {"share": SHARE, "tokens": TOKENS}
+    assert defaults(Some) == defaults(Some(share=0.1)) == {"share": 0.5, "tokens": None}
+
+
+@pytest.mark.parametrize(
+    ("told", "given", "number"),
+    [(SHARE, 0, 0.0), (SHARE, 1.0, 1.0), (TOKENS, 1, 1), (BOUND, math.inf, math.inf), (BOUND, -math.inf, -math.inf)],
+)
+def test_bounds_themselves_are_taken_as_plain_numbers(told, given, number):
+    assert told.checked("it", given) == number and type(told.checked("it", given)) is told.kind
+
+
+@pytest.mark.parametrize(
+    ("told", "given", "sentence"),
+    [
+        (SHARE, 1.5, "it is 1.5; it must be from 0 to 1."),
+        (SHARE, -0.5, "it is -0.5; it must be from 0 to 1."),
+        (SHARE, math.inf, "it is inf; it must be a finite number."),
+        (SHARE, "half", 'it is "half"; it must be a number.'),
+        (TOKENS, 0, "it is 0; it must be 1 or above."),
+        (TOKENS, 2.0, "it is 2.0; it must be a whole number."),
+        (BOUND, math.nan, "it is nan; it must be a finite number."),
+        (BOUND, None, "it is None; it must be a number."),
+    ],
+)
+def test_anything_else_is_refused_in_one_sentence(told, given, sentence):
+    with pytest.raises(UsageError) as refused:
+        told.checked("it", given)
+    assert str(refused.value) == sentence
