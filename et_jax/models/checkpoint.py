@@ -27,6 +27,7 @@ from et_jax.io import checksums
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.models.config import ModelConfig, config_to_hugging_face, from_hugging_face
 from et_jax.models.transformer import Params, WeightSpec, describe
+from et_jax.models.weights import path_of_weight
 
 OUTER_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -60,7 +61,7 @@ def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
     """Return the spec of every weight by its Hugging Face name, in the order of the leaves of `Params`."""
 
     def name(path: tuple[Any, ...]) -> str:
-        match path:
+        match path_of_weight(path):
             case (GetAttrKey(), SequenceKey(idx=index), GetAttrKey(name=field)):
                 return f"model.layers.{index}.{LAYER_NAMES[field]}"
             case (GetAttrKey(name=field),):
