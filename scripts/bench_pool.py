@@ -13,10 +13,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from et_jax.decode import cost
 from et_jax.decode.request import request
 from et_jax.evidence import arguments
 from et_jax.io.files import replace_file
+from et_jax.models.weights import num_bytes
 from et_jax.serve.engine import load
 
 
@@ -44,7 +44,7 @@ def measure(model_name: str, pools: list[int], rounds: int, steps: int) -> list[
         rows.append(
             {
                 "num_pages": int(state.table.references.shape[0]),
-                "pool_bytes": cost.num_bytes(state.plants[0].cache),
+                "pool_bytes": num_bytes(state.plants[0].cache),
                 "temporary_bytes": memory.temp_size_in_bytes,
                 "aliased_bytes": memory.alias_size_in_bytes,
                 "median_ms": float(np.median(taken)),

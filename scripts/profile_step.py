@@ -38,6 +38,7 @@ from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
 from et_jax.models.hub import resolve
 from et_jax.models.transformer import Attend, Params, forward, initialise
+from et_jax.models.weights import Weight, nodes
 from et_jax.types import replace
 
 
@@ -75,13 +76,13 @@ def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState
 
 def products(params: Params, token: Array) -> Array:
     """Return tokens that need the product of every weight matrix with rows of a token's embedding."""
-    x = params.embedding[token]
-    matrices = [leaf for leaf in jax.tree.leaves(params.layers) if leaf.ndim == 2]
+    x = params.embedding.rows(token)
+    matrices = [node for node in nodes(params.layers) if isinstance(node, Weight)]
     head = params.embedding if params.head is None else params.head
     y = x
     for matrix in [*matrices, head]:
         rows = jnp.tile(x, (1, -(-matrix.shape[1] // x.shape[1])))[:, : matrix.shape[1]]
-        y = jnp.einsum("bi,oi->bo", rows, matrix, preferred_element_type=jnp.float32)
+        y = matrix.matmul(rows)
         x = x + (1e-6 * y[:, :1]).astype(x.dtype)  # the next product waits for this one, as in the model
     return some_token(y)
 

@@ -5,16 +5,9 @@ step, and reading them is what a step waits for.
 """
 
 import dataclasses
-import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-
-def num_bytes(tree: object) -> int:
-    """Return the bytes the arrays of a pytree hold."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

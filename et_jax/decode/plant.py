@@ -10,6 +10,7 @@ from et_jax.decode import cost
 from et_jax.decode.cache import KVCache
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, num_multiplied
+from et_jax.models.weights import num_bytes
 from et_jax.pallas.paged_attention.api import shares_lists, shares_pages
 from et_jax.pallas.softmax import Softmax
 from et_jax.types import pytree, replace
@@ -77,7 +78,7 @@ def costs(plant: Plant, weights: ModelWeights, cache_dtype: DTypeLike) -> cost.M
     """Return what it takes to run a model."""
     model = plant.model
     return cost.Model(
-        weights=cost.num_bytes(weights),
+        weights=num_bytes(weights),
         num_multiplied=num_multiplied(model),
         heads=plant.all_kv_heads,
         token=2 * model.head_dim * jnp.dtype(cache_dtype).itemsize,
@@ -102,7 +103,7 @@ def traffic(weights: ModelWeights, cache: KVCache, by_mass_of: int = 0) -> cost.
     layer = cache.layers[0]
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
     return cost.Traffic(
-        weights=cost.num_bytes(weights),
-        block=cost.num_bytes(layer.pages) // num_blocks,
-        summary=cost.num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
+        weights=num_bytes(weights),
+        block=num_bytes(layer.pages) // num_blocks,
+        summary=num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
     )

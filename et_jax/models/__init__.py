@@ -1,6 +1,7 @@
 """Models as they stand in files and as functions.
 
-    hub -> checkpoint -> transformer -> layers, config
+    hub -> checkpoint -> transformer -> layers -> weights, config
+                      -> families -> config
            module_reading -> module -> calls, config
 
 `model` is what the decoder asks of either: the transformer of this package, or a `module` of the caller's own, which

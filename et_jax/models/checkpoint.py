@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey, SequenceKey
+from jax.tree_util import SequenceKey
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
@@ -25,30 +25,11 @@ from safetensors.numpy import save_file
 from et_jax.errors import UsageError
 from et_jax.io import checksums
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
-from et_jax.models.config import ModelConfig, config_to_hugging_face, from_hugging_face
+from et_jax.models.config import ModelConfig
+from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.transformer import Params, WeightSpec, describe
+from et_jax.models.weights import path_of_weight
 
-OUTER_NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "ffn_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
 INERT = re.compile(r"rotary_emb\.inv_freq$")
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 STORED_NAMES = {"bfloat16": "BF16", "float32": "F32"}
@@ -58,16 +39,15 @@ CONVERTED = "orbax"
 
 def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
     """Return the spec of every weight by its Hugging Face name, in the order of the leaves of `Params`."""
+    tensors = family_of(config).tensors
+    leaves = jax.tree.leaves_with_path(describe(config))
 
     def name(path: tuple[Any, ...]) -> str:
-        match path:
-            case (GetAttrKey(), SequenceKey(idx=index), GetAttrKey(name=field)):
-                return f"model.layers.{index}.{LAYER_NAMES[field]}"
-            case (GetAttrKey(name=field),):
-                return OUTER_NAMES[field]
-        raise ValueError(f"path is {path}; wanted a field of Params or of one of its layers.")
+        leaf = jax.tree_util.keystr(path_of_weight(path), simple=True, separator=".")
+        number = next((str(part.idx) for part in path if isinstance(part, SequenceKey)), "")
+        return tensors[re.sub(r"\.\d+\.", ".*.", leaf)].replace("*", number)
 
-    return {name(path): spec for path, spec in jax.tree.leaves_with_path(describe(config))}
+    return {name(path): spec for path, spec in leaves}
 
 
 def assemble(config: ModelConfig, weights: Mapping[str, Float[Array | np.ndarray, "..."]]) -> Params:
@@ -112,7 +92,7 @@ def load(folder: str | Path, dtype: str = "auto") -> tuple[ModelConfig, Params]:
         return config, _restore(folder, config, dtype)
     tensors = _headers(folder)
     sources = _sources(config, tensors)
-    target = DTYPES.get(dtype, STORED[tensors[sources[OUTER_NAMES["embedding"]]][1]])
+    target = DTYPES.get(dtype, STORED[tensors[sources[family_of(config).tensors["embedding"]]][1]])
     specs = weight_specs(config)
     return config, assemble(config, {name: _read(tensors[sources[name]][0], sources[name], target) for name in specs})
 
@@ -166,7 +146,7 @@ def _restore(path: Path, config: ModelConfig, dtype: str) -> Params:
             name: (folder, STORED_NAMES.get(str(m.dtype), str(m.dtype)), m.shape) for name, m in metadata.items()
         }
         _sources(config, tensors)
-        target = DTYPES.get(dtype, STORED[tensors[OUTER_NAMES["embedding"]][1]])
+        target = DTYPES.get(dtype, STORED[tensors[family_of(config).tensors["embedding"]][1]])
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = {
             name: jax.ShapeDtypeStruct(spec.shape, target, sharding=sharding)
@@ -225,7 +205,7 @@ def _headers(folder: Path) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
 
 def _sources(config: ModelConfig, tensors: Mapping[str, tuple[Path, str, tuple[int, ...]]]) -> dict[str, str]:
     """Return, for every weight of the model, the name of the tensor that holds it, all of them checked."""
-    embedding, head = OUTER_NAMES["embedding"], OUTER_NAMES["head"]
+    embedding, head = family_of(config).tensors["embedding"], family_of(config).tensors["head"]
     sources = {}
     for name, spec in weight_specs(config).items():
         source = head if name == embedding and config.tie_embeddings and name not in tensors else name

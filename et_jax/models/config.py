@@ -1,19 +1,13 @@
-"""What the decoder must know of a model, and what a Hugging Face `config.json` says of one."""
+"""What the decoder must know of a model, and what a Hugging Face `config.json` says of one, whatever its family."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from et_jax.errors import UsageError
-from et_jax.io.schema import FETCH, ConfigFile, KindFile, RopeFile, checked, named
+from et_jax.io.schema import FETCH, ConfigFile, RopeFile, checked, named
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = {FULL, SLIDING}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,19 +67,11 @@ class ModelConfig(ModelShape):
     eos_token_ids: tuple[int, ...] = ()
 
 
-def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Return the configuration that `values`, a parsed `config.json`, describes.
+def shared_config(file: ConfigFile, architecture: str, source: str) -> ModelConfig:
+    """Return the configuration that `file` describes by what all families share: no windows, biases or head norms.
 
-    Raises UsageError for an architecture or a feature outside the supported families, and for a field
-    that cannot be, before any weight is touched; `source` is the file named in the message.
+    Raises UsageError for what no family here has; `source` is the file named in the message.
     """
-    kind = checked(dict(values), KindFile, source)
-    name = (kind.architectures or [kind.model_type or "none given"])[0]
-    architecture = ARCHITECTURES.get(name)
-    if architecture is None:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise UsageError(f"{source}: architecture {named(name)} is not supported; use one of {supported}.")
-    file = checked(dict(values), ConfigFile, source)
     if file.hidden_act != "silu":
         raise UsageError(f"{source}: hidden_act {named(file.hidden_act)} is not supported; only silu is.")
     for bias in ("attention_bias", "mlp_bias"):
@@ -103,7 +89,7 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
             f"{source}: hidden_size {file.hidden_size} does not make {heads} heads of one even size; give head_dim."
         )
     rope = _rope(file, source)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=file.vocab_size,
         hidden_size=file.hidden_size,
@@ -116,27 +102,19 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
         norm_eps=file.rms_norm_eps,
         rope_theta=10000.0 if rope.rope_theta is None else rope.rope_theta,
         rope_scaling=_rope_scaling(rope, file, source),
-        windows=_windows(file, architecture, source),
-        qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        windows=(None,) * layers,
         tie_embeddings=bool(file.tie_word_embeddings),
         bos_token_id=file.bos_token_id,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     )
+    _check_layer_types(file, source)
+    return config
 
 
-def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` values that describe `config`, in the spelling that old readers know too.
-
-    Raises ValueError where the family has no spelling for the configuration, such as a Llama with windows.
-    """
+def shared_values(config: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` values that all families share, in the spelling that old readers know too."""
     c = config
-    class_names = {architecture: name for name, architecture in ARCHITECTURES.items()}
-    if c.architecture not in class_names:
-        raise ValueError(f"architecture is {c.architecture!r}; it must be one of {', '.join(class_names)}.")
-    values: dict[str, Any] = {
-        "architectures": [class_names[c.architecture]],
-        "model_type": c.architecture,
+    return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
@@ -153,22 +131,6 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": c.bos_token_id,
         "eos_token_id": c.eos_token_ids[0] if len(c.eos_token_ids) == 1 else list(c.eos_token_ids) or None,
     }
-    window = next((window for window in c.windows if window is not None), None)
-    if c.architecture == "mistral":
-        values["sliding_window"] = window
-    elif window is not None:
-        kinds = ["full_attention" if window is None else "sliding_attention" for window in c.windows]
-        values |= {
-            "use_sliding_window": True,
-            "sliding_window": window,
-            "max_window_layers": kinds.index("sliding_attention"),
-            "layer_types": kinds,
-        }
-    if from_hugging_face(values) != c:
-        raise ValueError(
-            f"a {c.architecture} config.json cannot describe {c}; choose an architecture that has its parts."
-        )
-    return values
 
 
 def _scaling_to_hugging_face(scaling: RopeScaling) -> dict[str, Any]:
@@ -219,18 +181,11 @@ def _rope_scaling(rope: RopeFile, file: ConfigFile, source: str) -> RopeScaling 
     return scaling
 
 
-def _windows(file: ConfigFile, architecture: str, source: str) -> tuple[int | None, ...]:
-    """Each layer's sliding window. Llama has none; Qwen configurations carry one that is off unless they say so."""
-    window, num_layers = file.sliding_window, file.num_hidden_layers
-    kinds = file.layer_types
-    if kinds and (strange := sorted(set(kinds) - LAYER_TYPES)):
+def _check_layer_types(file: ConfigFile, source: str) -> None:
+    """Raise UsageError where the kinds of layers, if they are given, are unknown ones or too few."""
+    if not (kinds := file.layer_types):
+        return
+    if strange := sorted(set(kinds) - LAYER_TYPES):
         raise UsageError(f"{source}: layer_types holds {named(strange[0])}, which is not supported; use another model.")
-    if kinds and len(kinds) != num_layers:
-        raise UsageError(f"{source}: layer_types are {len(kinds)} and the layers {num_layers}; {FETCH}.")
-    if window is None or architecture == "llama" or (architecture.startswith("qwen") and not file.use_sliding_window):
-        return (None,) * num_layers
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    full = 28 if file.max_window_layers is None else file.max_window_layers
-    first = full if architecture.startswith("qwen") else 0
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != file.num_hidden_layers:
+        raise UsageError(f"{source}: layer_types are {len(kinds)} and the layers {file.num_hidden_layers}; {FETCH}.")

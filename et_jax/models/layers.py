@@ -10,18 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from et_jax.models.config import ModelConfig
+from et_jax.models.weights import Weight
 from et_jax.sums import total
 
 
-def linear(
-    x: Float[Array, "*b i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
-) -> Float[Array, "*b o"]:
-    """Return `x @ weight.T + bias`, accumulated in float32, in the dtype of `x`.
-
-    Weights are stored [out, in]: on CPU the same row then gives the same bits among 2 to 1024 rows, but for the last
-    outputs of a float32 product that has 1 to 8 of them past a multiple of 64.
-    """
-    y = jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
+def linear(x: Float[Array, "*b i"], weight: Weight, bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
+    """Return `x @ weight.T + bias`, accumulated in float32, in the dtype of `x`."""
+    y = weight.matmul(x)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
@@ -34,9 +29,7 @@ def rms_norm(x: Float[Array, "*b w"], weight: Float[Array, " w"], eps: float) ->
     return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def feed_forward(
-    x: Float[Array, "*b w"], gate: Float[Array, "f w"], up: Float[Array, "f w"], down: Float[Array, "w f"]
-) -> Float[Array, "*b w"]:
+def feed_forward(x: Float[Array, "*b w"], gate: Weight, up: Weight, down: Weight) -> Float[Array, "*b w"]:
     """Return `down(silu(gate(x)) * up(x))` (Shazeer 2020, SwiGLU)."""
     gated = jax.nn.silu(linear(x, gate).astype(jnp.float32)).astype(x.dtype)
     return linear(gated * linear(x, up), down)

@@ -5,7 +5,6 @@ from collections import Counter
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -14,6 +13,7 @@ from et_jax.models import module, transformer
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.module import ModuleModel, ModuleWeights
 from et_jax.models.transformer import Attend, Params
+from et_jax.models.weights import nodes
 
 Memory = TypeVar("Memory")
 
@@ -54,7 +54,7 @@ def weight_bytes(model: ModelShape, dtype: DTypeLike) -> int:
     """Return the bytes of a model's weights in `dtype`; a module has those that it has."""
     if isinstance(model, ModuleModel):
         return model.weight_bytes
-    return transformer.num_weights(_built_in(model)) * jnp.dtype(dtype).itemsize
+    return transformer.weight_bytes(_built_in(model), dtype)
 
 
 def token_numbers(model: ModelShape) -> int:
@@ -76,8 +76,8 @@ def device_of(weights: ModelWeights | tuple[ModelWeights, ...]) -> Any:
 def dtype_of(weights: ModelWeights) -> np.dtype:
     """Return the dtype that most numbers of a model have."""
     sizes = Counter()
-    for leaf in jax.tree.leaves(weights):
-        sizes[leaf.dtype] += math.prod(leaf.shape)
+    for node in nodes(weights):
+        sizes[node.dtype] += math.prod(node.shape)
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 

@@ -1,7 +1,7 @@
 """The transformer: weights as a pytree, and `forward`, which knows no cache, page, mask or kernel."""
 
 import dataclasses
-import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
+from et_jax.models.weights import Dense, Weight, num_bytes, num_numbers
 from et_jax.types import pytree
 
 T = TypeVar("T")
@@ -37,35 +38,36 @@ class Attend(Protocol):
 
 @pytree
 class LayerParams:
-    """Weights of one layer, stored [out, in]. Biases and head norms are None where a family has none.
+    """Weights of one layer. Biases and head norms are None where a family has none.
 
-    `hd` is query heads times head dim, `kd` KV heads times head dim.
+    With `hd` query heads times head dim and `kd` KV heads times head dim, `q` is "hd w", `k` and `v` "kd w", `o`
+    "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
     """
 
     attention_norm: Float[Array, " w"]
-    q: Float[Array, "hd w"]
-    k: Float[Array, "kd w"]
-    v: Float[Array, "kd w"]
-    o: Float[Array, "w hd"]
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
     q_bias: Float[Array, " hd"] | None
     k_bias: Float[Array, " kd"] | None
     v_bias: Float[Array, " kd"] | None
     q_norm: Float[Array, " d"] | None
     k_norm: Float[Array, " d"] | None
     ffn_norm: Float[Array, " w"]
-    gate: Float[Array, "f w"]
-    up: Float[Array, "f w"]
-    down: Float[Array, "w f"]
+    gate: Weight
+    up: Weight
+    down: Weight
 
 
 @pytree
 class Params:
-    """Weights of a model. `head` is None where the embedding serves as the output matrix too."""
+    """Weights of a model. `embedding` is "v w", and `head`, which is None where the embedding serves as it too."""
 
-    embedding: Float[Array, "v w"]
+    embedding: Weight
     layers: tuple[LayerParams, ...]
     final_norm: Float[Array, " w"]
-    head: Float[Array, "v w"] | None
+    head: Weight | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,38 +105,55 @@ def describe(config: ModelConfig) -> Params:
     def spec(*axes: str, deviation: float | None = 0.02) -> WeightSpec:
         return WeightSpec(shape=tuple(sizes[axis] for axis in axes), axes=axes, deviation=deviation)
 
+    def matrix(*axes: str, deviation: float = 0.02) -> Dense:
+        return _unchecked(Dense, array=spec(*axes, deviation=deviation))
+
     residual = 0.02 / (2 * c.num_layers) ** 0.5  # GPT-2: the sum over layers keeps its variance
     layer = _unchecked(
         LayerParams,
         attention_norm=spec("width", deviation=None),
-        q=spec("heads", "width"),
-        k=spec("kv_heads", "width"),
-        v=spec("kv_heads", "width"),
-        o=spec("width", "heads", deviation=residual),
+        q=matrix("heads", "width"),
+        k=matrix("kv_heads", "width"),
+        v=matrix("kv_heads", "width"),
+        o=matrix("width", "heads", deviation=residual),
         q_bias=spec("heads", deviation=0.0) if c.qkv_bias else None,
         k_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
         v_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
         q_norm=spec("head_dim", deviation=None) if c.qk_norm else None,
         k_norm=spec("head_dim", deviation=None) if c.qk_norm else None,
         ffn_norm=spec("width", deviation=None),
-        gate=spec("ffn", "width"),
-        up=spec("ffn", "width"),
-        down=spec("width", "ffn", deviation=residual),
+        gate=matrix("ffn", "width"),
+        up=matrix("ffn", "width"),
+        down=matrix("width", "ffn", deviation=residual),
     )
     return _unchecked(
         Params,
-        embedding=spec("vocab", "width"),
+        embedding=matrix("vocab", "width"),
         layers=(layer,) * c.num_layers,
         final_norm=spec("width", deviation=None),
-        head=None if c.tie_embeddings else spec("vocab", "width"),
+        head=None if c.tie_embeddings else matrix("vocab", "width"),
     )
 
 
+def abstract(config: ModelConfig, dtype: DTypeLike) -> Params:
+    """Return the shapes of a model's weights in `dtype`, as a tree of `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), describe(config))
+
+
 def num_weights(config: ModelConfig) -> int:
-    """Return how many numbers a model of this configuration holds, from one of its layers, for all are alike."""
-    one = describe(dataclasses.replace(config, num_layers=1, windows=config.windows[:1]))
-    whole, layer = (sum(math.prod(spec.shape) for spec in jax.tree.leaves(tree)) for tree in (one, one.layers[0]))
-    return whole + (config.num_layers - 1) * layer
+    """Return how many numbers a model of this configuration holds."""
+    return _sum_over_layers(config, describe, num_numbers)
+
+
+def weight_bytes(config: ModelConfig, dtype: DTypeLike) -> int:
+    """Return the bytes that a model of this configuration holds in `dtype`."""
+    return _sum_over_layers(config, lambda one: abstract(one, dtype), num_bytes)
+
+
+def _sum_over_layers(config: ModelConfig, tree: Callable[[ModelConfig], Params], count: Callable[[Any], int]) -> int:
+    """Return the `count` of a model's tree, from one of its layers, for all are alike."""
+    one = tree(dataclasses.replace(config, num_layers=1, windows=config.windows[:1]))
+    return count(one) + (config.num_layers - 1) * count(one.layers[0])
 
 
 def num_multiplied(config: ModelConfig) -> int:
@@ -168,7 +187,7 @@ def forward(
     """
     # the barrier keeps XLA from working every cosine out anew for each layer and head
     angles = jax.lax.optimization_barrier(rope_angles(config, positions))
-    x = params.embedding[tokens]
+    x = params.embedding.rows(tokens)
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):
             x, memory = block(layer, config, index, x, angles, attend, memory)
@@ -220,5 +239,4 @@ def _after_attention(
 def logits(params: Params, config: ModelConfig, x: Float[Array, "b t w"]) -> Float[Array, "b t v"]:
     """Return float32 logits of residual-stream states."""
     weight = params.embedding if params.head is None else params.head
-    y = rms_norm(x, params.final_norm, config.norm_eps)
-    return jnp.einsum("...i,oi->...o", y, weight, preferred_element_type=jnp.float32)
+    return weight.matmul(rms_norm(x, params.final_norm, config.norm_eps))

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from et_jax.control.compression import Compression
-from et_jax.decode import cost
 from et_jax.decode.backends import serving_backend
 from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.decoder import Decoder, decoder
@@ -24,6 +23,7 @@ from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, device_of, dtype_of
 from et_jax.models.module import ModuleConfig, is_module
+from et_jax.models.weights import num_bytes
 from et_jax.scope import own_settings, platform
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import LENGTHS, PROGRAMS, Control, EngineConfig, controller
@@ -349,7 +349,7 @@ class Model:
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
         c, d = self.config, self.decoder_config
-        weights = f"{cost.num_bytes(self.params) / 1e6:.1f} MB {dtype_of(self.params)}"
+        weights = f"{num_bytes(self.params) / 1e6:.1f} MB {dtype_of(self.params)}"
         refusals = serving_backend(c, d.page_size, d.cache_dtype)[1]
         return [
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",

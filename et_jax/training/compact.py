@@ -14,6 +14,7 @@ from safetensors.flax import load_file, save_file
 
 from et_jax.errors import UsageError
 from et_jax.io.files import replace_file
+from et_jax.models.weights import path_of_weight
 from et_jax.training.loop import TrainState, initial_state
 from et_jax.training.settings import Settings
 
@@ -58,7 +59,8 @@ def is_state(folder: Path) -> bool:
 
 
 def _named(tree: object) -> dict[str, Array]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path_of_weight(path)): leaf for path, leaf in leaves}
 
 
 def _rounded(leaf: Array) -> Array:

@@ -13,6 +13,7 @@ from et_jax.errors import UsageError
 from et_jax.models import checkpoint
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params
+from et_jax.models.weights import Dense
 from et_jax.training import corpus, loss
 from et_jax.training.settings import Settings
 from et_jax.types import pytree, replace, static
@@ -64,10 +65,10 @@ def projected(params: Params, teacher: Teacher) -> Params:
     it would be sure of that token again.
     """
     width = params.embedding.shape[1]
-    taught = np.asarray(teacher.params.embedding, np.float64) * np.asarray(teacher.params.final_norm, np.float64)
+    taught = np.asarray(teacher.params.embedding.array, np.float64) * np.asarray(teacher.params.final_norm, np.float64)
     left, sizes, _ = np.linalg.svd(taught, full_matrices=False)
     embedding = jnp.asarray(left[:, :width] * sizes[:width], jnp.float32)
-    return replace(params, embedding=embedding, final_norm=params.final_norm * FIRST_NORM)
+    return replace(params, embedding=Dense(array=embedding), final_norm=params.final_norm * FIRST_NORM)
 
 
 NEARNESS = ("divergence", "overlap", "greedy")
@@ -89,7 +90,7 @@ class Agreement:
 @functools.partial(jax.jit, static_argnames="config")
 def _agreement(params: Params, config: ModelConfig, teacher: Teacher, inputs: Array) -> tuple[Array, Array, Array]:
     states = [loss.hidden_states(*model, inputs) for model in ((params, config), (teacher.params, teacher.config))]
-    weights = [model.embedding.astype(jnp.bfloat16) for model in (params, teacher.params)]
+    weights = [model.embedding.array.astype(jnp.bfloat16) for model in (params, teacher.params)]
 
     def body(rows: tuple[Array, ...]) -> tuple[Array, ...]:
         log_q, log_p = (loss.log_probabilities(*pair) for pair in zip(weights, rows, strict=True))

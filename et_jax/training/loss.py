@@ -83,7 +83,7 @@ def hidden_states(
         x, _ = block(layer, config, 0, x, angles, causal_attend, segments)
         return x, None
 
-    x, _ = jax.lax.scan(layer_step, cast.embedding[inputs], cast.layers[0])
+    x, _ = jax.lax.scan(layer_step, cast.embedding.rows(inputs), cast.layers[0])
     return rms_norm(x, cast.final_norm, config.norm_eps)
 
 
@@ -93,7 +93,7 @@ def token_losses(
 ) -> Float[Array, "b t"]:
     """Return -log p(target) at every position, nats, float32, from stacked `params`."""
     x = hidden_states(params, config, inputs)
-    weight = params.embedding.astype(jnp.bfloat16)
+    weight = params.embedding.array.astype(jnp.bfloat16)
     chunks = in_chunks(x.reshape(-1, x.shape[-1]), targets.reshape(-1))
     return jax.lax.map(lambda rows: _losses_and_errors(weight, *rows)[0], chunks).reshape(targets.shape)
 
@@ -104,7 +104,7 @@ def hits(
 ) -> Bool[Array, "b t"]:
     """Return where the likeliest token is the target, from stacked `params`."""
     x = hidden_states(params, config, inputs)
-    weight = params.embedding.astype(jnp.bfloat16)
+    weight = params.embedding.array.astype(jnp.bfloat16)
 
     def body(rows: tuple[Array, Array]) -> Array:
         scores = jnp.einsum("ni,oi->no", rows[0], weight, preferred_element_type=jnp.float32)
@@ -123,7 +123,9 @@ def mean_loss(
 ) -> Float[Array, ""]:
     """Return the mean of `token_losses`, each counted as `weights` says, cheap to differentiate."""
     x = hidden_states(params, config, inputs, segments)
-    return _weighed_mean(_losses_and_errors, x, params.embedding, (targets.reshape(-1),), (), _counts(inputs, weights))
+    return _weighed_mean(
+        _losses_and_errors, x, params.embedding.array, (targets.reshape(-1),), (), _counts(inputs, weights)
+    )
 
 
 def mean_divergence(
@@ -141,8 +143,8 @@ def mean_divergence(
     """
     x = hidden_states(params, config, inputs, segments)
     taught = hidden_states(teacher, teacher_config, inputs, segments)
-    rows, others = (taught.reshape(-1, taught.shape[-1]),), (teacher.embedding.astype(jnp.bfloat16),)
-    return _weighed_mean(_divergences_and_errors, x, params.embedding, rows, others, _counts(inputs, weights))
+    rows, others = (taught.reshape(-1, taught.shape[-1]),), (teacher.embedding.array.astype(jnp.bfloat16),)
+    return _weighed_mean(_divergences_and_errors, x, params.embedding.array, rows, others, _counts(inputs, weights))
 
 
 def _counts(inputs: Int[Array, "b t"], weights: Float[Array, "b t"] | None) -> Float[Array, " n"]:

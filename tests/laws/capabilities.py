@@ -71,7 +71,7 @@ def folder(config: ModelConfig) -> Path:
     path = Path(tempfile.mkdtemp(prefix="tiny-model-"))
     drawn = initialise(TINY, jax.random.key(0), jnp.float32)
     drawn = jax.tree.map(lambda x: x * (5 if x.ndim > 1 else 1), drawn)
-    drawn = replace(drawn, head=10 * drawn.head, layers=drawn.layers[: config.num_layers])
+    drawn = replace(drawn, head=jax.tree.map(lambda x: 10 * x, drawn.head), layers=drawn.layers[: config.num_layers])
     write_hugging_face(path, config, drawn)
     for name in TOKENIZER_FILES:
         shutil.copy(bundled_folder() / name, path / name)

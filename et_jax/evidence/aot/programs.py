@@ -253,7 +253,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.decode.draft import Drafting
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
-    from et_jax.models.transformer import describe
+    from et_jax.models.transformer import abstract
     from et_jax.types import Table
 
     device = device_of(chip)
@@ -291,8 +291,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         compression=None if budget is None else named("latent", budget, every=budget // 4),
         calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
     )
-    specs = tuple(describe(one) for one in (model, small) if one is not None)
-    params = jax.tree.map(lambda spec: on_device(spec, device, jnp.bfloat16), specs)
+    weights = tuple(abstract(one, jnp.bfloat16) for one in (model, small) if one is not None)
+    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     return function_program(function, config, params, device)
 
 

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import weight_specs
-from et_jax.models.config import ModelConfig, config_to_hugging_face
+from et_jax.models.config import ModelConfig
+from et_jax.models.families.registry import config_to_hugging_face
 from et_jax.serve.engine import Model, load
 
 LENGTH, ROWS = 128, 4  # tokens of prompt and text, and sequences decoded together

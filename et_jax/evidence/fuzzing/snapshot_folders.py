@@ -20,7 +20,7 @@ from et_jax.evidence.fuzzing.cases import ACCEPTED, Fault, Surface
 from et_jax.evidence.fuzzing.edits import DAMAGES, PLACES, Damage, damaged
 from et_jax.evidence.fuzzing.small_folder import LLAMA, overlay, random_weights
 from et_jax.models.checkpoint import assemble, restore_converted, save_converted
-from et_jax.models.config import config_to_hugging_face, from_hugging_face
+from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
 
 _TREES: dict[str, Callable[[], Any]] = {
     "empty": dict,

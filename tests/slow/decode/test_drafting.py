@@ -27,6 +27,7 @@ from et_jax.decode.extend import catch_up
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
 from et_jax.models.transformer import initialise
+from et_jax.models.weights import Dense
 from et_jax.types import replace
 
 
@@ -377,7 +378,7 @@ def test_a_drafted_token_that_the_model_fails_on_changes_no_text():
     unused = min(set(range(VOCABULARY)) - written)
     embedding = weights().embedding
     head = embedding if weights().head is None else weights().head
-    broken = replace(weights(), embedding=embedding.at[unused].set(jnp.nan), head=head)
+    broken = replace(weights(), embedding=Dense(array=embedding.array.at[unused].set(jnp.nan)), head=head)
 
     def poison(text, newest, most):
         return jnp.full((newest.shape[0], most), unused, jnp.int32)

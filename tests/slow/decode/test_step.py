@@ -28,6 +28,7 @@ from small_model import (
 )
 
 from et_jax.decode import decoder as decoding
+from et_jax.models.weights import Dense
 from et_jax.types import replace
 
 
@@ -222,7 +223,7 @@ def test_logits_that_are_no_numbers_end_their_row_alone():
     expected = {slot: text_of(d, params, slot, PROMPTS[slot], seed=slot) for slot in PROMPTS}
     written = set(itertools.chain(*expected.values(), *PROMPTS.values()))
     poison = next(token for token in range(VOCABULARY) if token not in written)
-    broken = replace(params, embedding=params.embedding.at[poison].set(jnp.nan))
+    broken = replace(params, embedding=Dense(array=params.embedding.array.at[poison].set(jnp.nan)))
     state = start(d, broken, d.empty(), 1, [*prompt(1, 6)[:5], poison], seed=9)
     for slot in (0, 2):
         state = start(d, broken, state, slot, PROMPTS[slot], seed=slot)

@@ -4,7 +4,7 @@ import jax
 import pytest
 from reopened import SIZES, reopened
 
-from et_jax.decode.cost import num_bytes
+from et_jax.models.weights import num_bytes
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace
@@ -45,7 +45,7 @@ def test_a_lone_request_pays_for_all_weights_that_it_reads(model):
     assert weight_bytes(model, done) == pytest.approx(20 * weights, rel=1e-12)
     assert served.metrics.cost == done[0].cost and served.metrics.idle_cost == 0
     counted = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    counted -= 0 if model.params.head is None else 2 * model.params.embedding.size
+    counted -= 0 if model.params.head is None else 2 * model.params.embedding.array.size
     assert served.metrics.idle_flops == 20 * 3 * counted  # three rows of four brought no token
     assert done[0].flops > 20 * counted
 

@@ -9,6 +9,7 @@ from reopened import SIZES, reopened
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
+from et_jax.models.weights import Dense
 from et_jax.serve import engine
 from et_jax.serve.completions import Completion
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -169,7 +170,7 @@ def test_weights_that_are_damaged_for_one_token_harm_only_the_texts_that_meet_it
     token = next(t for t in range(5, 500) if not any(t in tuple(one.prompt) for one in requests))
     params = model.params
     head = params.embedding if params.head is None else params.head
-    damaged = replace(params, embedding=params.embedding.at[token].set(jnp.nan), head=head)
+    damaged = replace(params, embedding=Dense(array=params.embedding.array.at[token].set(jnp.nan)), head=head)
     spoilt = reopened(model, params=damaged, prefix_cache=False)
     healthy = [one for i, one in enumerate(requests) if i != 2]
     expected = {one.params.seed: spoilt.generate(one)[0] for one in healthy}

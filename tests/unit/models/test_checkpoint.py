@@ -120,7 +120,7 @@ def test_float16_becomes_float32(folder):
     save_file(half, folder / "model.safetensors")
     _, params = load(folder)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
-    assert np.array_equal(params.embedding, half[EMBEDDING].astype(np.float32))
+    assert np.array_equal(params.embedding.array, half[EMBEDDING].astype(np.float32))
 
 
 def test_shards_hold_what_one_file_held(folder):

@@ -22,7 +22,7 @@ def test_the_transformer_is_counted_from_its_weights(tied):
     params = transformer.initialise(config, jax.random.key(0), HALF)
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert model.num_weights(config) == total
-    assert model.num_multiplied(config) == total - (0 if tied else params.embedding.size)
+    assert model.num_multiplied(config) == total - (0 if tied else params.embedding.array.size)
     assert model.weight_bytes(config, HALF) == 2 * total and model.weight_bytes(config, jnp.float32) == 4 * total
     assert model.token_numbers(config) == 3 * config.intermediate_size + 6 * config.hidden_size
     assert model.dtype_of(params) == HALF and model.device_of(params) == jax.devices()[0]

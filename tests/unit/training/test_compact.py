@@ -1,14 +1,17 @@
 """A state in few bytes, to go on from."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
+from places import ROOT
+from safetensors.numpy import load_file
 from small_runs import losses, run
 
 from et_jax.errors import UsageError
-from et_jax.training import compact, loop
+from et_jax.training import compact, loop, recipe
 
 
 def test_a_compact_state_keeps_the_weights_and_rounds_the_memory(mixed_settings, mixed_data, tmp_path):
@@ -38,3 +41,13 @@ def test_a_compact_state_of_another_model_is_refused(mixed_settings, mixed_data,
     other = dataclasses.replace(mixed_settings, model=dataclasses.replace(mixed_settings.model, intermediate_size=64))
     with pytest.raises(UsageError, match="another model"):
         compact.read(tmp_path, other)
+
+
+def test_the_state_kept_beside_the_code_can_be_continued():
+    folder = ROOT / "models/bundled-small-training"
+    state, step = compact.read(folder, recipe.small_settings())
+    assert step == json.loads((folder / "step.json").read_text())["step"]
+    kept = load_file(folder / "weights.safetensors")
+    assert len(kept) == len(jax.tree.leaves(state.params))
+    np.testing.assert_array_equal(state.params.embedding.array, kept[".embedding"])
+    np.testing.assert_array_equal(state.params.layers[0].down.array, kept[".layers[0].down"])

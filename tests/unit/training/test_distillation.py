@@ -11,6 +11,7 @@ from small_runs import MIXED_WINDOW, SCHEDULE, VOCAB, WINDOW, log, losses, model
 
 from et_jax.errors import UsageError
 from et_jax.models.transformer import forward
+from et_jax.models.weights import Dense
 from et_jax.training import corpus, distillation, export, loop, loss, student_card
 from et_jax.training.card import Run
 from et_jax.training.distillation import Teacher
@@ -28,7 +29,7 @@ def teacher(settings, data):
     for step in range(12):
         rows = corpus.training_rows(data[1], settings.seed, step, settings.windows_per_step, WINDOW, WINDOW)
         state, _ = loop.train_step(state, settings, rows.inputs, rows.targets, np.float32(1))
-    sure = replace(state.params, embedding=4 * state.params.embedding)
+    sure = replace(state.params, embedding=Dense(array=4 * state.params.embedding.array))
     return Teacher(config=settings.model, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), sure))
 
 
@@ -112,12 +113,12 @@ def test_the_gradient_is_the_slope_of_the_loss_and_nothing_where_the_student_is_
 
 
 def test_a_student_begins_with_the_nearest_embedding_of_its_width(settings, student, teacher):
-    taught = np.asarray(teacher.params.embedding, np.float64) * np.asarray(teacher.params.final_norm, np.float64)
+    taught = np.asarray(teacher.params.embedding.array, np.float64) * np.asarray(teacher.params.final_norm, np.float64)
     sizes = np.linalg.svd(taught, compute_uv=False)
-    narrow = np.asarray(loop.start_beside(teacher, student)[0].params.embedding, np.float64)
+    narrow = np.asarray(loop.start_beside(teacher, student)[0].params.embedding.array, np.float64)
     missed = np.linalg.norm(taught @ taught.T - narrow @ narrow.T)
     assert missed == pytest.approx(np.sqrt((sizes[WIDTH:] ** 4).sum()), rel=1e-3)  # Eckart and Young 1936
-    whole = np.asarray(loop.start_beside(teacher, settings)[0].params.embedding, np.float64)
+    whole = np.asarray(loop.start_beside(teacher, settings)[0].params.embedding.array, np.float64)
     np.testing.assert_allclose(whole @ whole.T, taught @ taught.T, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ import pytest
 from small_runs import log, losses, run
 
 from et_jax.errors import UsageError
+from et_jax.models.weights import Dense
 from et_jax.tasks.generators import TASKS
 from et_jax.training import corpus, loop, loss
 from et_jax.types import replace
@@ -98,7 +99,9 @@ def test_a_mixture_needs_the_tokenizer(mixed_settings, mixed_data, tmp_path):
 
 def test_a_start_from_weights_is_those_weights(mixed_settings):
     params = loss.unstack(loop.initial_state(mixed_settings).params, 2)
-    state, done = loop.start_from(replace(params, embedding=params.embedding.astype(jnp.bfloat16)), mixed_settings)
+    state, done = loop.start_from(
+        replace(params, embedding=Dense(array=params.embedding.array.astype(jnp.bfloat16))), mixed_settings
+    )
     assert done == 0
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    assert bool((state.params.layers[0].q[1] == params.layers[1].q).all())
+    assert bool((state.params.layers[0].q.array[1] == params.layers[1].q.array).all())

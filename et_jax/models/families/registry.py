@@ -1,0 +1,50 @@
+"""The families there are, found by name, and config.json read and written by the family that it names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from et_jax.errors import UsageError
+from et_jax.io.schema import ConfigFile, KindFile, checked, named
+from et_jax.models.config import ModelConfig, shared_config, shared_values
+from et_jax.models.families import llama, mistral, qwen2, qwen3
+from et_jax.models.families.base import Family
+
+FAMILIES = {one.FAMILY.name: one.FAMILY for one in (llama, mistral, qwen2, qwen3)}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the family of a configuration. Raises ValueError for an architecture that is none."""
+    if config.architecture not in FAMILIES:
+        raise ValueError(f"architecture is {config.architecture!r}; it must be one of {', '.join(FAMILIES)}.")
+    return FAMILIES[config.architecture]
+
+
+def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Return the configuration that `values`, a parsed `config.json`, describes.
+
+    Raises UsageError for an architecture or a feature outside the supported families, and for a field
+    that cannot be, before any weight is touched; `source` is the file named in the message.
+    """
+    kind = checked(dict(values), KindFile, source)
+    name = (kind.architectures or [kind.model_type or "none given"])[0]
+    family = {one.class_name: one for one in FAMILIES.values()}.get(name)
+    if family is None:
+        supported = ", ".join(sorted(one.class_name for one in FAMILIES.values()))
+        raise UsageError(f"{source}: architecture {named(name)} is not supported; use one of {supported}.")
+    file = checked(dict(values), ConfigFile, source)
+    return family.meaning(file, shared_config(file, family.name, source))
+
+
+def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` values that describe `config`.
+
+    Raises ValueError where the family has no spelling for the configuration, such as windows where it has none.
+    """
+    family = family_of(config)
+    kind = {"architectures": [family.class_name], "model_type": family.name}
+    values = kind | shared_values(config) | family.spelling(config)
+    if from_hugging_face(values) != config:
+        raise ValueError(
+            f"a {family.name} config.json cannot describe {config}; choose an architecture that has its parts."
+        )
+    return values

@@ -1,0 +1,88 @@
+"""Families of models: each is complete, and its name stands in its own file alone."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from places import ROOT
+
+from et_jax.evidence.shapes import SMALL
+from et_jax.models.checkpoint import weight_specs
+from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, family_of, from_hugging_face
+from et_jax.models.transformer import describe
+
+PACKAGE = ROOT / "et_jax"
+DESCRIBING = ("models/families/", "evidence/", "training/")  # where models are described, or written about
+
+
+def shaped(name: str, **changes):
+    """A small configuration of a family, as its config.json would be read."""
+    values = config_to_hugging_face(SMALL) | {"architectures": [FAMILIES[name].class_name]} | changes
+    return from_hugging_face(values)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_names_a_tensor_for_each_of_its_weights_and_no_other(name):
+    config = shaped(name)
+    specs = weight_specs(config)
+    assert len(specs) == len(jax.tree.leaves(describe(config)))  # no two weights by one name
+    kinds = {re.sub(r"\.\d+\.", ".*.", tensor) for tensor in specs}
+    assert kinds == set(family_of(config).tensors.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_found_by_its_own_names(name):
+    assert FAMILIES[name].name == name == shaped(name).architecture
+    module = PACKAGE / "models/families" / f"{name}.py"
+    assert FAMILIES[name].class_name in module.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, (None, None)),
+        ("mistral", {"sliding_window": 8}, (8, 8)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("mistral", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, (None, 8)),
+        ("qwen2", {"sliding_window": 8, "max_window_layers": 0}, (None, None)),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
+    ],
+)
+def test_windows_are_what_the_family_means_by_them(name, changes, windows):
+    assert shaped(name, **changes).windows == windows
+
+
+def test_the_parts_that_config_json_does_not_say_are_those_of_the_family():
+    parts = {name: (shaped(name).qkv_bias, shaped(name).qk_norm) for name in FAMILIES}
+    assert parts == {
+        "llama": (False, False),
+        "mistral": (False, False),
+        "qwen2": (True, False),
+        "qwen3": (False, True),
+    }
+
+
+def strings(file: Path) -> list[str]:
+    """The strings of a module that are no docstrings."""
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    told = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in told]
+
+
+def test_no_other_module_knows_a_family():
+    names = [word for family in FAMILIES.values() for word in (family.name, family.class_name)]
+    stems = {re.sub(r"\d+$", "", name) for name in FAMILIES}
+    named = re.compile(rf"\b({'|'.join([*names, *stems])})\b")
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE).as_posix()
+        if not inside.startswith(DESCRIBING):
+            assert not [text for text in strings(path) if named.search(text)], f"et_jax/{inside} names a family"
+
+
+def test_an_architecture_that_is_no_family_is_refused():
+    with pytest.raises(ValueError, match="architecture is 'other'; it must be one of llama, mistral"):
+        family_of(dataclasses.replace(SMALL, architecture="other"))
