@@ -1,6 +1,5 @@
 """Reading the cache in a step: each row's blocks as a list, and where rows of one slot are read together, as theirs."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -74,10 +73,13 @@ def read_chosen(
 
 def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
     """Return the ids of the True blocks in ascending order, and how many there are; the rest is padding."""
+    num_blocks = mask.shape[-1]
     running = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    wanted = jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32)
-    find = jax.vmap(jax.vmap(lambda row: jnp.searchsorted(row, wanted)))
-    return jnp.minimum(find(running), mask.shape[-1] - 1).astype(jnp.int32), running[..., -1]
+    place = jnp.where(mask, running - 1, num_blocks)
+    row, head = (jnp.arange(size)[:, None] for size in mask.shape[:2])
+    padding = jnp.full(mask.shape, num_blocks - 1, jnp.int32)
+    listed = padding.at[row[:, :, None], head, place].set(jnp.arange(num_blocks, dtype=jnp.int32), mode="drop")
+    return listed, running[..., -1]
 
 
 def _read(
