@@ -1,8 +1,11 @@
-"""Compiled programs: kept between runs, and counted."""
+"""Compiled programs: kept between runs, counted, and what they took."""
 
+import dataclasses
 import functools
 import os
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -10,7 +13,11 @@ import jax
 from et_jax.io.files import expanded
 from et_jax.serve import program_store
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's name for a program built, or read from its cache
+# JAX's names for what a program takes; it is built, or loaded from the kept ones, under the third.
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_BUILT = "/jax/core/compile/backend_compile_duration"
+_LOADED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 
 def keep_programs(folder: Path) -> str | None:
@@ -40,19 +47,53 @@ def default_folder() -> Path:
     return (named if named.is_absolute() else expanded("~/.cache")) / "et_jax/programs"
 
 
-def num_compiled() -> int:
-    """Return how many programs this process has compiled, or read from the kept ones, since the first call."""
-    return len(_compilations())
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+    """How many programs were compiled or loaded, and the seconds that went by: tracing and lowering, and so on."""
+
+    programs: int
+    tracing: float
+    compiling: float
+    loading: float
+
+    def __sub__(self, before: "Made") -> "Made":
+        """Return what was made since."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return Made(**{name: getattr(self, name) - getattr(before, name) for name in fields})
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        spent = ("tracing", self.tracing), ("compiling", self.compiling), ("loading", self.loading)
+        seconds = ", ".join(f"{took:.1f} s {name}" for name, took in spent)
+        return f"{self.programs} programs ready: {seconds}"
+
+
+def made() -> Made:
+    """Return what this process has made since the first call."""
+    seconds = _listened()
+    return Made(
+        programs=len(seconds[_BUILT]),
+        tracing=sum(seconds[_TRACED] + seconds[_LOWERED], 0.0),
+        compiling=sum(seconds[_BUILT], 0.0) - sum(seconds[_LOADED]),
+        loading=sum(seconds[_LOADED], 0.0),
+    )
 
 
 @functools.cache
-def _compilations() -> list[float]:
-    """Seconds per program, as JAX reports them."""
-    seconds: list[float] = []
+def _listened() -> dict[str, list[float]]:
+    """Seconds by JAX's names, each program's and each load's; a trace within another is part of that."""
+    seconds: dict[str, list[float]] = {name: [] for name in (_TRACED, _LOWERED, _BUILT, _LOADED)}
+    ended = threading.local()
 
     def listen(event: str, duration: float, **_: object) -> None:
-        if event == _COMPILED:
-            seconds.append(duration)
+        if event == _TRACED:
+            whole, start = duration, time.monotonic() - duration
+            traces = vars(ended).setdefault("traces", [])  # of this thread: when each began, and what it took
+            while traces and traces[-1][0] >= start:
+                duration -= traces.pop()[1]
+            traces.append((start, whole))
+        if event in seconds:
+            seconds[event].append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return seconds

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.io.files import replace_file
+from et_jax.serve.compilation import Made
 
 _PREFIX = "et_jax_"
 
@@ -39,6 +40,9 @@ class Metrics:
     preemptions: int = _counter("preemptions_total", "Sequences that gave up their slot before their end.")
     programs_compiled: int = _counter("programs_compiled_total", "Programs compiled or read from the cache.")
     programs_compiled_late: int = _counter("programs_compiled_late_total", "Programs compiled after warm-up.")
+    tracing_seconds: float = _counter("tracing_seconds_total", "Seconds of tracing and lowering programs.", 0.0)
+    compiling_seconds: float = _counter("compiling_seconds_total", "Seconds of compiling programs.", 0.0)
+    loading_seconds: float = _counter("loading_seconds_total", "Seconds of loading programs that were kept.", 0.0)
     entropic_time: float = _counter("entropic_time_nats_total", "Entropy resolved, in nats.", 0.0)
     cost: float = _counter("cost_bytes_total", "Bytes moved by decode steps, charged to the rows served.", 0.0)
     flops: float = _counter("flops_total", "FLOPs of decode steps, of the rows served.", 0.0)
@@ -46,6 +50,13 @@ class Metrics:
     idle_flops: float = _counter("idle_flops_total", "FLOPs of rows that produced no token.", 0.0)
     waiting_seconds: float = _counter("waiting_seconds_total", "Seconds that requests waited for a slot.", 0.0)
     serving_seconds: float = _counter("serving_seconds_total", "Seconds that requests were in service.", 0.0)
+
+    def add_programs(self, made: Made) -> None:
+        """Count what programs took."""
+        self.programs_compiled += made.programs
+        self.tracing_seconds += made.tracing
+        self.compiling_seconds += made.compiling
+        self.loading_seconds += made.loading
 
     def finish(self, reason: str) -> None:
         """Count one continuation that ended for `reason`."""

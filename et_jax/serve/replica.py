@@ -17,7 +17,7 @@ from et_jax.decode.decoder import Decoder
 from et_jax.decode.plant import Weights, costs, traffic
 from et_jax.scope import own_settings
 from et_jax.serve import chunks, scheduler
-from et_jax.serve.compilation import num_compiled
+from et_jax.serve.compilation import made
 from et_jax.serve.completions import FinishReason, TokenEvent
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.device import Device
@@ -91,10 +91,12 @@ class Replica:
     @_placed()
     def warm_up(self, tell: Callable[[str], None]) -> None:
         """Compile every program that serving can need."""
-        before = num_compiled()
+        before = made()
         short = self.config.num_pages - 1 < self.config.num_slots * self.config.blocks_per_slot
         self.device.warm_up(tell, shares=self._keeps_prefixes, swaps=short or self._preempt_every > 0)
-        self.metrics.programs_compiled += num_compiled() - before
+        ready = made() - before
+        self.metrics.add_programs(ready)
+        tell(str(ready))
 
     @_placed()
     def advance(self) -> None:
@@ -106,15 +108,15 @@ class Replica:
             self.under_way = False
 
     def _advance(self) -> None:
-        before = num_compiled()
+        before = made()
         try:
             self._round()
         except BaseException:
             self.broken = True
             raise
-        late = num_compiled() - before
-        self.metrics.programs_compiled += late
-        self.metrics.programs_compiled_late += late
+        late = made() - before
+        self.metrics.add_programs(late)
+        self.metrics.programs_compiled_late += late.programs
 
     def _round(self) -> None:
         self._rounds += 1

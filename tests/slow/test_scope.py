@@ -21,7 +21,7 @@ from et_jax.models.bundled import bundled_folder
 from et_jax.models.module import ModuleConfig
 from et_jax.scope import own_settings, platform
 from et_jax.serve.chunks import calls
-from et_jax.serve.compilation import num_compiled
+from et_jax.serve.compilation import made
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -104,17 +104,17 @@ def expected(model):
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_no_switch_changes_a_text_or_compiles_anything_anew(model, expected, name):
-    before = num_compiled()
+    before = made().programs
     with switched({name: SWITCHES[name]}):
         assert (text(model), tokens(model)) == expected
-    assert num_compiled() == before
+    assert made().programs == before
 
 
 def test_what_is_served_stays_on_its_device(model, expected):
-    before = num_compiled()
+    before = made().programs
     with switched({"jax_default_device": "cpu"}):
         assert text(model) == expected[0]
-    assert num_compiled() == before
+    assert made().programs == before
 
 
 def test_a_model_loads_and_compiles_under_all_of_them_and_a_mesh(module, expected):

@@ -7,7 +7,7 @@ import et_jax
 from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
 from et_jax.control.settings import adjusted
 from et_jax.control.temperature import Thermostat
-from et_jax.serve.compilation import num_compiled
+from et_jax.serve.compilation import made
 from et_jax.serve.completions import Completion, TokenTrace
 from et_jax.types import replace
 
@@ -34,17 +34,17 @@ def uncharged(done: Completion) -> list[TokenTrace]:
 
 def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
     model.warm_up()
-    before = num_compiled()
+    before = made().programs
     asked = [GenerationRequest(prompt=PROMPT, params=PARAMS, control=numbers(i)) for i in range(100)]
     together = model.generate(asked)
-    assert num_compiled() == before and model.metrics.programs_compiled_late == 0
+    assert made().programs == before and model.metrics.programs_compiled_late == 0
     assert len({tuple(row.temperature for row in done.trace) for done in together}) > 90  # the numbers matter
     for i in range(0, 100, 9):
         given = numbers(i)
         whole = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
         [alone] = model.generate([PROMPT], PARAMS, control=adjusted(whole, {"gain": given["gain"]}))
         assert uncharged(alone) == uncharged(together[i])
-    assert num_compiled() == before
+    assert made().programs == before
 
 
 def test_a_model_loaded_with_the_numbers_writes_the_same(model):

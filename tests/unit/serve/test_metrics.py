@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from et_jax.errors import UsageError
+from et_jax.serve.compilation import Made
 from et_jax.serve.metrics import Metrics
 
 
@@ -40,6 +41,7 @@ def test_every_counter_is_written_under_its_name() -> None:
     metrics.finish("stop")
     metrics.finish("length")
     metrics.finish("stop")
+    metrics.add_programs(Made(programs=3, tracing=1.5, compiling=2.5, loading=0.5))
     found = parse(metrics.prometheus())
     assert found == {
         "et_jax_requests_finished_total": {(("reason", "length"),): 1, (("reason", "stop"),): 2},
@@ -51,8 +53,11 @@ def test_every_counter_is_written_under_its_name() -> None:
         "et_jax_small_tokens_total": {(): 4},
         "et_jax_steps_total": {(): 7},
         "et_jax_preemptions_total": {(): 0},
-        "et_jax_programs_compiled_total": {(): 0},
+        "et_jax_programs_compiled_total": {(): 3},
         "et_jax_programs_compiled_late_total": {(): 0},
+        "et_jax_tracing_seconds_total": {(): 1.5},
+        "et_jax_compiling_seconds_total": {(): 2.5},
+        "et_jax_loading_seconds_total": {(): 0.5},
         "et_jax_entropic_time_nats_total": {(): 1.5},
         "et_jax_cost_bytes_total": {(): 2.5e12},
         "et_jax_flops_total": {(): 0},
