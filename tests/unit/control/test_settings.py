@@ -60,7 +60,7 @@ def test_a_least_context_is_a_number_of_its_preset_unless_it_is_off(name):
     made = preset(name, min_context=512)
     changed = adjusted(made, {"min_context": 64})
     assert (made.min_context, changed.min_context) == (512, 64)
-    assert changed.preset == PRESETS[name](min_context=64)
+    assert changed.preset == PRESETS[name](**{"min_context": 64})
     assert jax.tree.structure(changed) == jax.tree.structure(made) != jax.tree.structure(preset(name))
     assert jax.tree.structure(preset(name, min_context=0)) == jax.tree.structure(preset(name))
     for one, other in ((made, 0), (preset(name), 64)):
