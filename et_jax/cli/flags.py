@@ -19,12 +19,10 @@ def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> 
         "--control", default="off", help=f"which laws run the decoder: {', '.join(presets)} (default off)"
     )
     for name in dict.fromkeys(name for one in presets.values() for name in knobs.knobs(one)):
-        having = {preset: knobs.knobs(one)[name] for preset, one in presets.items() if name in knobs.knobs(one)}
-        units = dict.fromkeys(knob.unit.upper() for knob in having.values())
-        kind = next(iter(having.values())).kind
-        control.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, metavar="|".join(units), help=told(name, presets)
-        )
+        having = [knobs.knobs(one)[name] for one in presets.values() if name in knobs.knobs(one)]
+        units = "|".join(dict.fromkeys(knob.unit.upper() for knob in having))
+        flag = f"--{name.replace('_', '-')}"
+        control.add_argument(flag, type=having[0].kind, metavar=units, help=knob_help(name, presets))
     control.add_argument("--small", metavar="MODEL", help="ead: the model that takes turns, such as bundled-small")
     control.add_argument(
         "--audit",
@@ -54,15 +52,16 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def told(name: str, presets: Mapping[str, Any]) -> str:
+def knob_help(name: str, presets: Mapping[str, Any]) -> str:
     """Return what a knob means, with the presets that have it and its default under each."""
-    meanings: dict[str, dict[str, list[str]]] = {}
+    having: dict[str, dict[str, list[str]]] = {}  # the presets of each meaning and default
     for preset, one in presets.items():
         if name in knobs.knobs(one):
-            usual = knobs.defaults(one)[name]
-            default = "off" if usual is None else f"{usual:.3g}" if isinstance(usual, float) else f"{usual}"
-            meanings.setdefault(knobs.knobs(one)[name].help, {}).setdefault(default, []).append(preset)
-    return "; ".join(
-        f"{meaning} ({'; '.join(f'{", ".join(names)}: {default}' for default, names in usual.items())})"
-        for meaning, usual in meanings.items()
-    )
+            value = knobs.defaults(one)[name]
+            default = "off" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+            having.setdefault(knobs.knobs(one)[name].help, {}).setdefault(default, []).append(preset)
+    parts = []
+    for meaning, defaults in having.items():
+        each = (f"{', '.join(names)}: {default}" for default, names in defaults.items())
+        parts.append(f"{meaning} ({'; '.join(each)})")
+    return "; ".join(parts)

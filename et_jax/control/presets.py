@@ -37,10 +37,10 @@ class Preset:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        usual = defaults(self)
+        unset = defaults(self)
         for name, one in knobs(self).items():
             value = getattr(self, name)
-            if value is not usual[name]:
+            if value is not unset[name]:
                 object.__setattr__(self, name, one.checked(name, value))
 
     def controller(self) -> "Controller":
@@ -200,7 +200,9 @@ class EntropyInfer(Preset):
     )
 
 
-PRESETS = {one.name: one for one in (Off, Paper, Guarded, Certified, Adaptive, Ead, EadGuarded, EntropyInfer)}
+PRESETS: dict[str, type[Preset]] = {
+    one.name: one for one in (Off, Paper, Guarded, Certified, Adaptive, Ead, EadGuarded, EntropyInfer)
+}
 """Every preset by its name."""
 
 NAMES = tuple(PRESETS)

@@ -37,9 +37,9 @@ class Knob:
         return taken
 
 
-def knob(default: float | int | None, told: Knob) -> Any:
+def knob(default: float | int | None, about: Knob) -> Any:
     """Return a field that is a knob. A default of None says that nothing is set, and no number of the knob's."""
-    return dataclasses.field(default=default, metadata={"knob": told})
+    return dataclasses.field(default=default, metadata={"knob": about})
 
 
 def knobs(owner: Any) -> dict[str, Knob]:

@@ -31,9 +31,11 @@ def test_what_was_not_given_is_left_to_the_preset():
 
 
 def test_a_knob_is_told_with_its_default_under_each_preset():
-    assert flags.told("window", PRESETS) == "recent tokens always read (paper: 0; guarded, certified, adaptive: 64)"
-    assert flags.told("tau", PRESETS).endswith("(ead, ead_guarded: 0.173)")  # 0.25 bits in nats
-    parts = flags.told("tolerance", PRESETS).split("; ")
+    assert (
+        flags.knob_help("window", PRESETS) == "recent tokens always read (paper: 0; guarded, certified, adaptive: 64)"
+    )
+    assert flags.knob_help("tau", PRESETS).endswith("(ead, ead_guarded: 0.173)")  # 0.25 bits in nats
+    parts = flags.knob_help("tolerance", PRESETS).split("; ")
     assert [part.split(" (")[1] for part in parts] == ["paper, guarded: 0.05)", "certified: 0.05)", "adaptive: 0.0001)"]
 
 

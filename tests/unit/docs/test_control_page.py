@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs" / "control.md").read_text(encoding="utf-8")
 
 def test_every_knob_stands_in_the_table_with_its_defaults():
     heading = "| knob | meaning, and the default under each preset that has it |\n| --- | --- |\n"
-    rows = [f"| `--{name.replace('_', '-')}` | {flags.told(name, PRESETS)} |\n" for name in KNOBS]
+    rows = [f"| `--{name.replace('_', '-')}` | {flags.knob_help(name, PRESETS)} |\n" for name in KNOBS]
     assert f"\n{heading}{''.join(rows)}\n" in PAGE
 
 

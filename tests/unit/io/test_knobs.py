@@ -26,15 +26,15 @@ def test_a_dataclass_lists_its_knobs_and_where_they_stand():
 
 
 @pytest.mark.parametrize(
-    ("told", "given", "number"),
+    ("one", "given", "number"),
     [(SHARE, 0, 0.0), (SHARE, 1.0, 1.0), (TOKENS, 1, 1), (BOUND, math.inf, math.inf), (BOUND, -math.inf, -math.inf)],
 )
-def test_bounds_themselves_are_taken_as_plain_numbers(told, given, number):
-    assert told.checked("it", given) == number and type(told.checked("it", given)) is told.kind
+def test_bounds_themselves_are_taken_as_plain_numbers(one, given, number):
+    assert one.checked("it", given) == number and type(one.checked("it", given)) is one.kind
 
 
 @pytest.mark.parametrize(
-    ("told", "given", "sentence"),
+    ("one", "given", "sentence"),
     [
         (SHARE, 1.5, "it is 1.5; it must be from 0 to 1."),
         (SHARE, -0.5, "it is -0.5; it must be from 0 to 1."),
@@ -46,7 +46,7 @@ def test_bounds_themselves_are_taken_as_plain_numbers(told, given, number):
         (BOUND, None, "it is None; it must be a number."),
     ],
 )
-def test_anything_else_is_refused_in_one_sentence(told, given, sentence):
+def test_anything_else_is_refused_in_one_sentence(one, given, sentence):
     with pytest.raises(UsageError) as refused:
-        told.checked("it", given)
+        one.checked("it", given)
     assert str(refused.value) == sentence
