@@ -15,8 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_LAYERS, MAX_TOKENIZER_BYTES, check_regular, read_bytes
-from et_jax.models.checkpoint import assemble, weight_specs, write_hugging_face
+from et_jax.models.checkpoint import assemble, sources_of, write_hugging_face
 from et_jax.models.config import ModelConfig
+from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import Params, num_weights
 from et_jax.text.backends import other_format
 
@@ -71,13 +72,13 @@ def read_model(file: Path) -> tuple[ModelConfig, Params]:
     expected = 28 + 4 * (num_weights(config) + rotary)
     if len(content) != expected:
         raise UsageError(f"{file} has {len(content)} bytes but its header calls for {expected}; fetch it again.")
-    specs = weight_specs(config)
+    shapes = tensor_shapes(sources_of(config))
 
     numbers, offset, weights = np.frombuffer(content, "<f4", offset=28), 0, {}
 
     def take(name: str) -> None:
         nonlocal offset
-        shape = specs[name].shape
+        shape = shapes[name]
         weight = numbers[offset : offset + int(np.prod(shape))].reshape(shape)
         offset += weight.size
         weights[name] = (

@@ -1,7 +1,7 @@
 """Models as they stand in files and as functions.
 
     hub -> checkpoint -> transformer -> layers -> weights, config
-                      -> families -> config
+                      -> families -> sources, config
            module_reading -> module -> calls, config
 
 `model` is what the decoder asks of either: the transformer of this package, or a `module` of the caller's own, which

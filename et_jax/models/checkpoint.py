@@ -11,12 +11,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import SequenceKey
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
@@ -27,7 +26,8 @@ from et_jax.io import checksums
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.models.config import ModelConfig
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
-from et_jax.models.transformer import Params, WeightSpec, describe
+from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
+from et_jax.models.transformer import Params, describe
 from et_jax.models.weights import path_of_weight
 
 INERT = re.compile(r"rotary_emb\.inv_freq$")
@@ -37,23 +37,37 @@ STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
 CONVERTED = "orbax"
 
 
-def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
-    """Return the spec of every weight by its Hugging Face name, in the order of the leaves of `Params`."""
-    tensors = family_of(config).tensors
+class Stored(NamedTuple):
+    """A tensor as a file holds it: `stored` is its dtype in the words of safetensors."""
+
+    file: Path
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+
+
+def sources_of(config: ModelConfig) -> Sources:
+    """Return where each leaf of `Params` lies in the files of such a model, in the order of the leaves."""
     leaves = jax.tree.leaves_with_path(describe(config))
+    shapes = {
+        jax.tree_util.keystr(path_of_weight(path), simple=True, separator="."): spec.shape for path, spec in leaves
+    }
+    sources = family_of(config).sources(shapes)
+    check_sources(sources, shapes)
+    return {leaf: sources[leaf] for leaf in shapes}
 
-    def name(path: tuple[Any, ...]) -> str:
-        leaf = jax.tree_util.keystr(path_of_weight(path), simple=True, separator=".")
-        number = next((str(part.idx) for part in path if isinstance(part, SequenceKey)), "")
-        return tensors[re.sub(r"\.\d+\.", ".*.", leaf)].replace("*", number)
 
-    return {name(path): spec for path, spec in leaves}
+def assemble(config: ModelConfig, tensors: Mapping[str, Float[Array | np.ndarray, "..."]]) -> Params:
+    """Return the `Params` of tensors given by their names in files."""
 
+    def put_together(source: Source) -> Any:
+        parts = [piece.of(tensors[piece.tensor]) for piece in source.pieces]
+        if source.stacked:
+            return jnp.stack(parts)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-def assemble(config: ModelConfig, weights: Mapping[str, Float[Array | np.ndarray, "..."]]) -> Params:
-    """Return the `Params` of weights given by Hugging Face name."""
-    treedef = jax.tree.structure(describe(config))
-    return treedef.unflatten([weights[name] for name in weight_specs(config)])
+    leaves = [put_together(source) for source in sources_of(config).values()]
+    return jax.tree.structure(describe(config)).unflatten(leaves)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -67,7 +81,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     Converted weights are compared when they are restored.
     """
     if not (folder / CONVERTED).is_dir():
-        _sources(config, _headers(folder))
+        _check(config, sources_of(config), _headers(folder))
 
 
 def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
@@ -90,19 +104,22 @@ def load(folder: str | Path, dtype: str = "auto") -> tuple[ModelConfig, Params]:
     config = read_config(folder)
     if (folder / CONVERTED).is_dir():
         return config, _restore(folder, config, dtype)
-    tensors = _headers(folder)
-    sources = _sources(config, tensors)
-    target = DTYPES.get(dtype, STORED[tensors[sources[family_of(config).tensors["embedding"]]][1]])
-    specs = weight_specs(config)
-    return config, assemble(config, {name: _read(tensors[sources[name]][0], sources[name], target) for name in specs})
+    sources = sources_of(config)
+    tensors = _check(config, sources, _headers(folder))
+    target = DTYPES.get(dtype, STORED[tensors[_embedding(sources)].stored])
+
+    def read(piece: Piece) -> np.ndarray:
+        return _read(tensors[piece.tensor], piece)
+
+    leaves = [jax.block_until_ready(jax.device_put(one.read(read, target))) for one in sources.values()]
+    return config, jax.tree.structure(describe(config)).unflatten(leaves)
 
 
 def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) -> None:
     """Write config.json and model.safetensors, as `load` and other readers take them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    names = weight_specs(config)
-    tensors = {name: np.asarray(leaf) for name, leaf in zip(names, jax.tree.leaves(params), strict=True)}
+    tensors = _tensors(config, jax.tree.map(np.asarray, params))
     _write_config(folder, config, params)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     # The library leaves its file readable by the owner alone.
@@ -115,9 +132,8 @@ def save_converted(path: str | Path, config: ModelConfig, params: Params) -> Non
 
     path = Path(path).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    weights = dict(zip(weight_specs(config), jax.tree.leaves(params), strict=True))
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / CONVERTED, weights, force=True)
+        checkpointer.save(path / CONVERTED, _tensors(config, params), force=True)
     checksums.seal(path / CONVERTED)
     _write_config(path, config, params)
 
@@ -142,15 +158,17 @@ def _restore(path: Path, config: ModelConfig, dtype: str) -> Params:
             metadata = checkpointer.metadata(folder).item_metadata.tree
         except (AttributeError, OSError, ValueError) as error:
             raise UsageError(f"{folder} is damaged; convert the model again.") from error
-        tensors = {
-            name: (folder, STORED_NAMES.get(str(m.dtype), str(m.dtype)), m.shape) for name, m in metadata.items()
+        found = {
+            name: Stored(folder, name, STORED_NAMES.get(str(m.dtype), str(m.dtype)), m.shape)
+            for name, m in metadata.items()
         }
-        _sources(config, tensors)
-        target = DTYPES.get(dtype, STORED[tensors[family_of(config).tensors["embedding"]][1]])
+        sources = sources_of(config)
+        tensors = _check(config, sources, found)
+        target = DTYPES.get(dtype, STORED[tensors[_embedding(sources)].stored])
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = {
-            name: jax.ShapeDtypeStruct(spec.shape, target, sharding=sharding)
-            for name, spec in weight_specs(config).items()
+            name: jax.ShapeDtypeStruct(shape, target, sharding=sharding)
+            for name, shape in tensor_shapes(sources).items()
         }
         try:
             return assemble(config, checkpointer.restore(folder, wanted))
@@ -190,39 +208,56 @@ def _shard_name(name: str, index: Path) -> str:
     return name
 
 
-def _headers(folder: Path) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Return the file, stored dtype and shape of every tensor in the folder."""
+def _tensors(config: ModelConfig, params: Params) -> dict[str, Any]:
+    """Return weights as the tensors that they are kept as in files."""
+    sources = sources_of(config)
+    return tensors_of(sources, dict(zip(sources, jax.tree.leaves(params), strict=True)))
+
+
+def _embedding(sources: Sources) -> str:
+    """Return the tensor that the embedding begins with, whose dtype is the model's."""
+    return sources["embedding"].pieces[0].tensor
+
+
+def _headers(folder: Path) -> dict[str, Stored]:
+    """Return what the files of the folder say of every tensor."""
     tensors = {}
     for file in _shard_files(folder):
         with _open(file) as reader:
             for name in reader.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 if name in tensors:
-                    raise UsageError(f"{name} stands in {tensors[name][0].name} and in {file}; use files of one model.")
+                    raise UsageError(
+                        f"{name} stands in {tensors[name].file.name} and in {file}; use files of one model."
+                    )
                 piece = reader.get_slice(name)
-                tensors[name] = (file, piece.get_dtype(), tuple(piece.get_shape()))
+                tensors[name] = Stored(file, name, piece.get_dtype(), tuple(piece.get_shape()))
     return tensors
 
 
-def _sources(config: ModelConfig, tensors: Mapping[str, tuple[Path, str, tuple[int, ...]]]) -> dict[str, str]:
-    """Return, for every weight of the model, the name of the tensor that holds it, all of them checked."""
-    embedding, head = family_of(config).tensors["embedding"], family_of(config).tensors["head"]
-    sources = {}
-    for name, spec in weight_specs(config).items():
-        source = head if name == embedding and config.tie_embeddings and name not in tensors else name
-        if source not in tensors:
+def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return every tensor that the model is read from, by its own name, all of them checked.
+
+    Only the embedding of a model without a head may be kept under another, the head's.
+    """
+    embedding, head = _embedding(sources), family_of(config).head
+    found = {}
+    for name, shape in tensor_shapes(sources).items():
+        kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
+        if kept not in tensors:
             raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
-        file, stored, shape = tensors[source]
-        if shape != spec.shape:
-            wanted = f"{list(spec.shape)} by config.json"
-            raise UsageError(f"{file}: tensor {source} has shape {list(shape)} but {wanted}; use files of one model.")
-        if stored not in STORED:
-            raise UsageError(f"{file}: tensor {source} is stored as {stored}; use a {', '.join(STORED)} model.")
-        sources[name] = source
+        one = found[name] = tensors[kept]
+        if one.shape != shape:
+            wanted = f"{list(shape)} by config.json"
+            raise UsageError(
+                f"{one.file}: tensor {kept} has shape {list(one.shape)} but {wanted}; use files of one model."
+            )
+        if one.stored not in STORED:
+            raise UsageError(f"{one.file}: tensor {kept} is stored as {one.stored}; use a {', '.join(STORED)} model.")
     inert = {head} if config.tie_embeddings else set()
-    for name in sorted(tensors.keys() - set(sources.values()) - inert):
+    for name in sorted(tensors.keys() - {one.name for one in found.values()} - inert):
         if not INERT.search(name):
-            raise UsageError(f"{tensors[name][0]}: tensor {name} has no place in this {config.architecture} model.")
-    return sources
+            raise UsageError(f"{tensors[name].file}: tensor {name} has no place in this {config.architecture} model.")
+    return found
 
 
 def _open(file: Path) -> safe_open:
@@ -234,8 +269,7 @@ def _open(file: Path) -> safe_open:
         raise UsageError(f"{file} is truncated or damaged ({reason}); fetch it again.") from error
 
 
-def _read(file: Path, name: str, dtype: DTypeLike) -> Float[Array, "..."]:
-    """Return one tensor on the device. The file is mapped for this tensor alone, so its pages go with it."""
-    with _open(file) as reader:
-        tensor = reader.get_tensor(name)
-    return jax.block_until_ready(jax.device_put(tensor.astype(dtype, copy=False)))
+def _read(tensor: Stored, piece: Piece) -> np.ndarray:
+    """Return a piece of a tensor. The file is mapped for this piece alone, so its pages go with it."""
+    with _open(tensor.file) as reader:
+        return reader.get_tensor(tensor.name) if piece.rows is None else piece.of(reader.get_slice(tensor.name))

@@ -11,9 +11,10 @@ from safetensors.numpy import save_file
 
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.bundled import bundled_folder
-from et_jax.models.checkpoint import weight_specs
+from et_jax.models.checkpoint import sources_of
 from et_jax.models.config import ModelConfig
 from et_jax.models.families.registry import config_to_hugging_face
+from et_jax.models.sources import tensor_shapes
 from et_jax.serve.engine import Model, load
 
 LENGTH, ROWS = 128, 4  # tokens of prompt and text, and sequences decoded together
@@ -34,7 +35,7 @@ LLAMA = dataclasses.replace(
 def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     """Return weights by name, large enough that a neighbour's tokens would show in a text."""
     random = np.random.default_rng(0)
-    shapes = {name: spec.shape for name, spec in weight_specs(config).items()}
+    shapes = tensor_shapes(sources_of(config))
     drawn = {
         name: 0.3 * random.normal(size=shape) if len(shape) > 1 else np.ones(shape) for name, shape in shapes.items()
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from et_jax.io.schema import ConfigFile
 from et_jax.models.config import FULL, SLIDING, ModelConfig
+from et_jax.models.sources import Shape, Sources
 
 Windows = tuple[int | None, ...]
 """Each layer's sliding window in tokens, None where the layer sees everything."""
@@ -32,16 +33,18 @@ class Family:
     """A family of models, as their files are written.
 
     `name` is the `architecture` of its configurations and the model_type of config.json, `class_name` what
-    architectures holds there. `tensors` names the tensor that holds each weight, `*` the number of a layer.
-    `meaning` adds to a configuration of what all families share what config.json says of this one's own;
-    `spelling` returns the config.json values of that.
+    architectures holds there. `meaning` adds to a configuration of what all families share what config.json says of
+    this one's own, `spelling` returns the config.json values of that. `sources` says where the leaves of a model lie,
+    given their shapes by name; `head` is the tensor of the output matrix, under whose name a model without one of its
+    own may keep its embedding.
     """
 
     name: str
     class_name: str
-    tensors: Mapping[str, str]
     meaning: Callable[[ConfigFile, ModelConfig], ModelConfig]
     spelling: Callable[[ModelConfig], dict[str, Any]]
+    sources: Callable[[Mapping[str, Shape]], Sources]
+    head: str = TENSORS["head"]
 
 
 def windows_from(file: ConfigFile, first: int) -> Windows:

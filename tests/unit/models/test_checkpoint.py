@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
-from et_jax.models.checkpoint import load, restore_converted, save_converted, weight_specs, write_hugging_face
+from et_jax.models.checkpoint import load, restore_converted, save_converted, sources_of, write_hugging_face
+from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import initialise, num_weights
 
 CONFIG = dataclasses.replace(
@@ -34,7 +35,7 @@ def random_params(config=CONFIG, dtype=jnp.float32):
 def assert_same_bits(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert a.dtype == b.dtype
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
@@ -99,12 +100,12 @@ def test_names_are_those_of_the_format(folder):
     }
     expected = {f"model.layers.{index}.{name}" for index in range(2) for name in layer}
     assert names == expected | {EMBEDDING, HEAD, "model.norm.weight"}
-    assert set(weight_specs(TIED)) == names - {HEAD}
+    assert set(tensor_shapes(sources_of(TIED))) == names - {HEAD}
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED, dataclasses.replace(CONFIG, num_layers=7, windows=(None,) * 7)])
 def test_weights_are_counted_without_being_described(config):
-    assert num_weights(config) == sum(int(np.prod(spec.shape)) for spec in weight_specs(config).values())
+    assert num_weights(config) == sum(int(np.prod(source.shape)) for source in sources_of(config).values())
 
 
 @pytest.mark.parametrize("written", [write_hugging_face, save_converted])

@@ -10,8 +10,9 @@ import pytest
 from places import ROOT
 
 from et_jax.evidence.shapes import SMALL
-from et_jax.models.checkpoint import weight_specs
+from et_jax.models.checkpoint import sources_of
 from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, family_of, from_hugging_face
+from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import describe
 
 PACKAGE = ROOT / "et_jax"
@@ -25,12 +26,11 @@ def shaped(name: str, **changes):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_names_a_tensor_for_each_of_its_weights_and_no_other(name):
+def test_a_family_names_a_tensor_for_each_of_its_weights(name):
     config = shaped(name)
-    specs = weight_specs(config)
-    assert len(specs) == len(jax.tree.leaves(describe(config)))  # no two weights by one name
-    kinds = {re.sub(r"\.\d+\.", ".*.", tensor) for tensor in specs}
-    assert kinds == set(family_of(config).tensors.values())
+    sources = sources_of(config)
+    assert len(tensor_shapes(sources)) == len(sources) == len(jax.tree.leaves(describe(config)))
+    assert sources["head"].pieces[0].tensor == family_of(config).head
 
 
 @pytest.mark.parametrize("name", FAMILIES)

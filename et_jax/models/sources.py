@@ -1,0 +1,119 @@
+"""Where the weights of a model lie in its files: each leaf is a tensor, a part of one, or several put together.
+
+A value says it, `Sources`: reading, writing and checking of files go by it and know no other arrangement.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A tensor of a file, whole, or the `rows` of its first axis from one to before another.
+
+    `shape` is that of the whole tensor.
+    """
+
+    tensor: str
+    shape: Shape
+    rows: tuple[int, int] | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The rows, those of a whole tensor too."""
+        return self.rows or (0, self.shape[0])
+
+    def of(self, tensor: Any) -> Any:
+        """Return the piece of its tensor, an array or a slice of a file."""
+        return tensor if self.rows is None else tensor[slice(*self.rows)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a leaf is made of: pieces, joined along the first axis in turn, or `stacked` along a new one."""
+
+    pieces: tuple[Piece, ...]
+    stacked: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the leaf."""
+        width = self.pieces[0].shape[1:]
+        counts = [end - begin for begin, end in (piece.span for piece in self.pieces)]
+        return (len(counts), counts[0], *width) if self.stacked else (sum(counts), *width)
+
+    def parts(self, leaf: Any) -> list[Any]:
+        """Return the part of a leaf that each piece holds, in turn: views, if it is an array of NumPy."""
+        if len(self.pieces) == 1 and not self.stacked:
+            return [leaf]
+        if self.stacked:
+            return [leaf[number] for number in range(len(self.pieces))]
+        counts = [end - begin for begin, end in (piece.span for piece in self.pieces)]
+        return [leaf[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
+
+    def read(self, read: Callable[[Piece], np.ndarray], dtype: Any) -> np.ndarray:
+        """Return the leaf in `dtype`, one of its pieces read at a time."""
+        if len(self.pieces) == 1 and not self.stacked:
+            return read(self.pieces[0]).astype(dtype, copy=False)
+        leaf = np.empty(self.shape, dtype)
+        for part, piece in zip(self.parts(leaf), self.pieces, strict=True):
+            part[...] = read(piece)
+        return leaf
+
+
+Sources = Mapping[str, Source]
+"""The source of every leaf of a model by its name, such as `embedding` or `layers.0.q`."""
+
+
+def one_to_one(tensors: Mapping[str, str]) -> Callable[[Mapping[str, Shape]], Sources]:
+    """Return what makes sources of leaves that are a tensor each: `tensors` names it, `*` the number of a layer."""
+
+    def sources(shapes: Mapping[str, Shape]) -> Sources:
+        found = {}
+        for leaf, shape in shapes.items():
+            kind, number = re.sub(r"\.\d+\.", ".*.", leaf), "".join(re.findall(r"\.(\d+)\.", leaf))
+            found[leaf] = Source(pieces=(Piece(tensor=tensors[kind].replace("*", number), shape=shape),))
+        return found
+
+    return sources
+
+
+def tensor_shapes(sources: Sources) -> dict[str, Shape]:
+    """Return the shape of every tensor that is read from."""
+    return {piece.tensor: piece.shape for source in sources.values() for piece in source.pieces}
+
+
+def tensors_of(sources: Sources, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors that leaves, by name, are written as."""
+    found = {}
+    for name, source in sources.items():
+        for piece, part in zip(source.pieces, source.parts(leaves[name]), strict=True):
+            if piece.rows is None:
+                found[piece.tensor] = part
+            else:
+                whole = found.setdefault(piece.tensor, np.empty(piece.shape, part.dtype))
+                whole[slice(*piece.rows)] = part
+    return found
+
+
+def check_sources(sources: Sources, shapes: Mapping[str, Shape]) -> None:
+    """Raise ValueError unless the leaves have these shapes, and each row of every tensor is read once."""
+    for leaf, shape in shapes.items():
+        if leaf not in sources or sources[leaf].shape != shape:
+            got = sources[leaf].shape if leaf in sources else "no source"
+            raise ValueError(f"sources: got {got} of {leaf}, wanted shape {shape}")
+    spans: dict[tuple[str, Shape], list[tuple[int, int]]] = {}
+    for source in sources.values():
+        for piece in source.pieces:
+            spans.setdefault((piece.tensor, piece.shape), []).append(piece.span)
+    for (tensor, shape), read in spans.items():
+        ends = [0, *(row for span in sorted(read) for row in span), shape[0]]
+        if any(end != begin for end, begin in zip(ends[::2], ends[1::2], strict=True)):
+            raise ValueError(f"sources: got the rows {sorted(read)} of {tensor}, wanted each of its {shape[0]} once")
