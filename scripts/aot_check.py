@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from et_jax.evidence.aot.programs import Program, programs
+from aot.programs import Program, programs
 
 RECORDED = 128  # usual programs when this list was last read; fewer is a failure, more asks for a new number here
 NAME_WIDTH = 34

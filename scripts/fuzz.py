@@ -23,11 +23,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fuzzing import SURFACES
+from fuzzing.cases import FAILURES, draw
+from fuzzing.judge import judge
+from fuzzing.watch import Campaign, Done, code_digest, run_cases
+
 from et_jax.evidence import arguments
-from et_jax.evidence.fuzzing import SURFACES
-from et_jax.evidence.fuzzing.cases import FAILURES, draw
-from et_jax.evidence.fuzzing.judge import judge
-from et_jax.evidence.fuzzing.watch import Campaign, Done, code_digest, run_cases
 from et_jax.evidence.results import table, write
 
 _LIBRARIES = ("et_jax", "hypothesis", "tokenizers", "sentencepiece", "safetensors", "orbax-checkpoint", "jinja2")

@@ -9,6 +9,6 @@ model's own keys, `sensitivity` how much hangs on each head. `forced` runs a mod
 `paired` compares ways of reading less at equal budgets, row by row. `misplaced` shows laws the entropies of other
 sequences or moments. `coupling` is how often two models agree that sample with one noise, `walks` what drafts along a
 text would take. `results` writes what was found beside the machine it was found on, and `tables`, `prompt_tables` and
-`figures` show it. `roofline` says what no kernel can beat. `aot` lists the programs that are compiled for absent chips,
-`fuzzing` draws hostile values. Nothing that decodes imports this package.
+`figures` show it. `roofline` says what no kernel can beat. Nothing that
+decodes imports this package.
 """

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fuzzing.cases import ACCEPTED, Fault, Surface
 from hypothesis import strategies as st
 
 from et_jax.errors import UsageError
-from et_jax.evidence.fuzzing.cases import ACCEPTED, Fault, Surface
 
 FINE = ("works", "refuses")
 WRONG = (

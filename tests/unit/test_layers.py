@@ -25,8 +25,7 @@ LAYERS = {
     "__main__": 9,
 }
 NOWHERE = {"torch", "transformers"}
-# Installed for tests alone, and for what draws hostile cases.
-FOR_TESTS, FUZZING = {"hypothesis", "pytest"}, "et_jax.evidence.fuzzing"
+FOR_TESTS = {"hypothesis", "pytest"}  # installed for tests alone
 # Slow to import and not needed by every run, so no module that starts with the command line loads them.
 LAZY = {"IPython", "matplotlib", "orbax", "huggingface_hub", "sentencepiece", "jinja2", "rich", "tokenizers"}
 STARTS = ("et_jax", "et_jax.generate")
@@ -148,8 +147,8 @@ def faults(package: Path) -> list[str]:
                 found.append(f"{where}; the package never does, compare with golden files instead")
             if module in PLAIN and (target in NOT_PLAIN or (target in files and target not in PLAIN[module])):
                 found.append(f"{where}; {module.rpartition('.')[2]} is plain Python and stands alone")
-            if target in FOR_TESTS and not f"{module}.".startswith(f"{FUZZING}."):
-                found.append(f"{where}, which is installed for tests alone; only {FUZZING} may import it")
+            if target in FOR_TESTS:
+                found.append(f"{where}, which is installed for tests alone")
             if target in LAZY and eager and module in early:
                 found.append(f"{where} as soon as the command line starts; import it in the function that needs it")
     turn = [] if found else circle(files)  # an import that goes up makes one of itself
@@ -213,8 +212,6 @@ SOUND = {
     "training/loss.py": "",
     "training/corpus.py": "import tokenizers\nfrom et_jax.types import replace\n",
     "evidence/tables.py": "from et_jax.training import loss\n",
-    "evidence/fuzzing/__init__.py": "import hypothesis\n",
-    "evidence/fuzzing/cases.py": "from hypothesis import strategies\n",
     "__main__.py": "from et_jax.generate import main\n",
 }
 
@@ -262,7 +259,7 @@ PAGES, STEP = "decode/pages.py", "decode/step.py"
         ("__init__.py", "class A:\n    import matplotlib\n", "imports matplotlib as soon as"),
         ("evidence/tables.py", "import et_jax.generate\n", "et_jax.evidence.tables imports et_jax.generate, which is"),
         ("training/loss.py", "from et_jax.evidence import tables\n", "imports et_jax.evidence.tables, which is not on"),
-        ("evidence/tables.py", "import hypothesis\n", "imports hypothesis, which is installed for tests alone; only"),
+        ("evidence/tables.py", "import hypothesis\n", "imports hypothesis, which is installed for tests alone"),
         ("attention.py", "import jax\n", "et_jax/attention.py is on no layer; add 'attention' to LAYERS in tests/"),
         ("kernels/gpu.py", "import jax\n", "et_jax/kernels/gpu.py is on no layer; add 'kernels' to LAYERS in tests/"),
     ],

@@ -9,9 +9,9 @@ import jax
 from hypothesis import strategies as st
 
 from et_jax.errors import UsageError
-from et_jax.evidence.fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
-from et_jax.evidence.fuzzing.edits import MUTATIONS, Mutation, mutated
-from et_jax.evidence.fuzzing.small_folder import LENGTH, LLAMA, open_model, overlay, write_model
+from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
+from fuzzing.edits import MUTATIONS, Mutation, mutated
+from fuzzing.small_folder import LENGTH, LLAMA, open_model, overlay, write_model
 
 # Fields that a file may hold and the small models' need not.
 _NEUTRAL = {

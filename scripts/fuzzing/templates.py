@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from et_jax.evidence.fuzzing.cases import ACCEPTED, Fault, Surface
-from et_jax.evidence.fuzzing.small_folder import LENGTH, overlay, write_model
 from et_jax.text import load_tokenizer
+from fuzzing.cases import ACCEPTED, Fault, Surface
+from fuzzing.small_folder import LENGTH, overlay, write_model
 
 _MARK = "ESCAPED"  # a file that no template can make
 _VALUES = (

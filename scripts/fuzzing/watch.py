@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from et_jax.evidence.fuzzing.cases import MEMORY
-from et_jax.evidence.fuzzing.judge import shortened
-from et_jax.evidence.fuzzing.worker import resident
+from fuzzing.cases import MEMORY
+from fuzzing.judge import shortened
+from fuzzing.worker import resident
 
 _STARTING = 300.0  # seconds for imports, a small model and its programs
 _GRACE = 2.0  # seconds after its limit in which a worker may end by itself
@@ -40,7 +40,7 @@ class Worker:
         self._folder, self._memory = folder, memory
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "et_jax.evidence.fuzzing.worker", module, name, str(seed), str(folder)],
+            [sys.executable, "-m", "fuzzing.worker", module, name, str(seed), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": paths, "RUST_BACKTRACE": "0"},
@@ -202,10 +202,11 @@ class Done:
 
 
 def code_digest() -> str:
-    """Return a digest of the package, cases included: verdicts belong to them alone."""
+    """Return a digest of the package and of the cases: verdicts belong to them alone."""
     spec = importlib.util.find_spec("et_jax")
     assert spec is not None and spec.origin is not None
     digest = hashlib.sha256()
-    for file in sorted(Path(spec.origin).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
+    for folder in (Path(spec.origin).parent, Path(__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from et_jax.evidence.aot.chips import ATTENTIONS, CHIPS, DECODINGS, Attention, Chip, Decoding
-from et_jax.evidence.aot.notebooks import RUNS, Run, configured
+from aot.chips import ATTENTIONS, CHIPS, DECODINGS, Attention, Chip, Decoding
+from aot.notebooks import RUNS, Run, configured
 
 TEMPORARY_SHARE = 0.5  # of one layer's pages, in a decoder: a hidden copy needs all of them
 KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.evidence.fuzzing.cases import REFUSED, Fault
+from fuzzing.cases import REFUSED, Fault
 
 LONGEST = 600  # characters of a refusal
 NOISE = 2000  # bytes of output beside it: more is pages

@@ -1,6 +1,6 @@
 """The process in which cases run: numbers come in on standard input, verdicts go out, one JSON object per line.
 
-    python -m et_jax.evidence.fuzzing.worker MODULE NAME SEED FOLDER
+    python -m fuzzing.worker MODULE NAME SEED FOLDER    (with scripts/ on the path)
 
 Whatever a case prints goes to a file in FOLDER, so that it can be weighed. A case that outlives its limit
 is ended by a timer below Python, which needs no lock of it and writes first where the case hangs.
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from et_jax.evidence.fuzzing.cases import draw
-from et_jax.evidence.fuzzing.judge import NOISE, Verdict, judge, shortened
+from fuzzing.cases import draw
+from fuzzing.judge import NOISE, Verdict, judge, shortened
 
 
 def resident(pid: int | str = "self", field: str = "VmRSS") -> int:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import planted_faults
 import pytest
+from fuzzing import edits, watch
+from fuzzing.cases import draw
+from fuzzing.watch import run_cases
 from places import HELPERS, ROOT
-
-from et_jax.evidence.fuzzing import edits, watch
-from et_jax.evidence.fuzzing.cases import draw
-from et_jax.evidence.fuzzing.watch import run_cases
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -56,7 +55,7 @@ def test_every_verdict_is_reached_and_the_worker_starts_anew():
 def test_a_case_follows_from_its_seed_surface_and_number_alone():
     """In another process, with other modules loaded and no case before it, the case is the same."""
     program = (
-        "from planted_faults import SURFACE; from et_jax.evidence.fuzzing.cases import draw\n"
+        "from planted_faults import SURFACE; from fuzzing.cases import draw\n"
         "print([draw(SURFACE, 0, 'planted', number) for number in (23, 7)])"
     )
     paths = os.pathsep.join([str(HELPERS), *sys.path])
@@ -75,14 +74,14 @@ def test_a_case_follows_from_its_seed_surface_and_number_alone():
 def test_a_killed_run_goes_on_without_repeating_a_case(tmp_path):
     """The parent is killed amid its cases; what is done is not done again, and no worker outlives it."""
     program = (
-        "import sys; from pathlib import Path; from et_jax.evidence.fuzzing.watch import Campaign, Done, run_cases\n"
+        "import sys; from pathlib import Path; from fuzzing.watch import Campaign, Done, run_cases\n"
         "done = Done(Path(sys.argv[1]) / 'cases.jsonl', Campaign(seed=0, code='planted'))\n"
         "left = [n for n in range(40) if ('planted', n) not in done.rows]\n"
         "for row in run_cases('slow_cases', 'planted', 0, left):\n"
         "    done.add(row)\n"
     )
     (tmp_path / "slow_cases.py").write_text(
-        "import os, time; from hypothesis import strategies as st; from et_jax.evidence.fuzzing.cases import Surface\n"
+        "import os, time; from hypothesis import strategies as st; from fuzzing.cases import Surface\n"
         f"log = {str(tmp_path / 'ran.txt')!r}\n"
         "def prepare(folder):\n"
         "    open(log + '.pid', 'w').write(str(os.getpid()))\n"
