@@ -1,0 +1,121 @@
+"""Two versions of the package, tokens a second of each, by turns: this checkout and the one named.
+
+    python scripts/bench_versions.py FOLDER [--rows 2 16] [--rounds 7]
+
+Every version serves the same requests in a process of its own, and waits while another does. Each case is a model, a
+control and a number of sequences at once; medians are of the rounds, the ratio is the median of the rounds' own.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import et_jax
+from et_jax.evidence import arguments
+from et_jax.evidence.results import REPOSITORY, RESULTS, table, write
+
+CASES: dict[str, dict[str, Any]] = {
+    "off": {"control": "off"},
+    "guarded": {"control": "guarded"},
+    "certified": {"control": "certified"},
+    "lookup": {"control": "off", "draft": "lookup"},
+}
+PROMPT = "It was late in the autumn when the letter came, and nobody in the house would say from whom it was. "
+
+
+def serve(model: str, rows: int, case: str) -> None:
+    """Serve the requests of a case once for every line of the standard input, and print the seconds that took."""
+    loaded = et_jax.load(model, max_num_seqs=rows, max_model_len=512, **CASES[case])
+    tokens = 192 if model == "bundled" else 48
+    prompts = [f"{PROMPT}The {number}th" for number in range(2 * rows)]
+    settings: dict[str, Any] = {"max_tokens": tokens, "seed": 1, "ignore_eos": True}
+    for _ in itertools.chain([None], sys.stdin):  # the first, which compiles, is not asked for
+        began = time.perf_counter()
+        loaded.generate(prompts, **settings)
+        print(json.dumps({"tokens_per_second": len(prompts) * tokens / (time.perf_counter() - began)}), flush=True)
+
+
+class Version:
+    """A process that serves one case of a checkout when it is told to."""
+
+    def __init__(self, checkout: Path, *what: str) -> None:
+        command = [sys.executable, __file__, str(checkout), "--serve", *what]
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.answer()
+
+    def answer(self) -> float:
+        """Return the tokens a second of the next line. Raises RuntimeError where the process ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process that serves ended with {self.process.wait()}")
+        return json.loads(line)["tokens_per_second"]
+
+    def run(self) -> float:
+        """Have it serve once, and return its tokens a second."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def compared(checkouts: list[Path], rounds: int, *what: str) -> dict[str, Any]:
+    """Return the medians of both versions, and of their ratio, the newer over the older."""
+    versions = [Version(checkout, *what) for checkout in checkouts]
+    taken = [[version.run() for version in versions] for _ in range(rounds)]
+    for version in versions:
+        version.end()
+    before, now = (statistics.median(each) for each in zip(*taken, strict=True))
+    return {"before": before, "now": now, "ratio": statistics.median(new / old for old, new in taken), "rounds": taken}
+
+
+def main() -> None:
+    """Measure, print a table, and keep the figures; or serve one case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=arguments.folder, help="a checkout of the older version")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=arguments.count(2), nargs="+", default=[2, 16], help="sequences at once")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=[*CASES], help="controls (default all)")
+    parser.add_argument("--rounds", type=arguments.count(), default=7)
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "versions.json", help="a JSON file")
+    args = parser.parse_args()
+    if args.serve is not None:
+        model, rows, case = args.serve
+        return serve(model, int(rows), case)
+    # here, for an older version may serve without what only this one has
+    from et_jax.evidence.random_folder import random_folder
+    from et_jax.evidence.shapes import SMOLLM_135M
+
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        models = {"bundled": "bundled", "135M": str(random_folder(Path(folder), SMOLLM_135M, "bfloat16"))}
+        for (name, model), rows, case in itertools.product(models.items(), args.rows, args.case):
+            figures = compared([args.checkout.resolve(), REPOSITORY], args.rounds, model, str(rows), case)
+            found.append({"model": name, "rows": rows, "case": case} | figures)
+            print(found[-1], flush=True)
+    settings = {"rows": args.rows, "rounds": args.rounds}
+    write(args.output, "scripts/bench_versions.py", settings, versions=found)
+    header = ["model", "rows", "case", "before", "now", "ratio"]
+    print(table(header, [[row[key] for key in header] for row in found]))
+
+
+if __name__ == "__main__":
+    main()
