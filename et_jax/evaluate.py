@@ -106,6 +106,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     model = load(
         args.model,
         dtype=args.dtype,
+        cache_dtype=args.cache_dtype,
         page_size=args.page_size,
         max_num_seqs=args.batch,
         control=control,

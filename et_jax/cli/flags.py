@@ -33,7 +33,13 @@ def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> 
 
 
 def add_cache(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of caches that shrink."""
+    """Add the flags of what the cache keeps, and in which dtype."""
+    group.add_argument(
+        "--cache-dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float32"],
+        help="what keys and values are kept in (default auto: that of the weights)",
+    )
     group.add_argument(
         "--cache-budget",
         type=int,

@@ -19,13 +19,13 @@ from et_jax.pallas.softmax import Softmax
 
 
 def serving_backend(
-    model: ModelShape, page_size: int, dtype: DTypeLike, first: str | None = None
+    model: ModelShape, page_size: int, dtype: DTypeLike, cache_dtype: DTypeLike, first: str | None = None
 ) -> tuple[str, tuple[str, ...]]:
     """Return the best attention backend, from `first` on, that serves this model's shapes, and why better ones do not.
 
-    By default `first` is the best there is here.
+    Queries have `dtype` and pages `cache_dtype`. By default `first` is the best there is here.
     """
-    return _first_to_serve(partial(_trace_attention, model, page_size, dtype), first or pick())
+    return _first_to_serve(partial(_trace_attention, model, page_size, dtype, cache_dtype), first or pick())
 
 
 def scoring_backend(
@@ -48,10 +48,12 @@ def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[
             name = pick(built=names)
 
 
-def _trace_attention(model: ModelShape, page_size: int, dtype: DTypeLike, backend: str) -> tuple[Array, Array]:
+def _trace_attention(
+    model: ModelShape, page_size: int, dtype: DTypeLike, cache_dtype: DTypeLike, backend: str
+) -> tuple[Array, Array]:
     """Both ops on one row and one page."""
     integers = partial(jnp.zeros, dtype=jnp.int32)
-    pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), dtype)
+    pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), cache_dtype)
     queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)
     softmax = Softmax(scale=1.0, window=next(iter(model.windows)))
     lists = integers((1, model.num_kv_heads, 1)), integers((1, model.num_kv_heads))

@@ -40,7 +40,8 @@ class DecoderConfig:
     either model says of the other's words, as it catches up with them, which were likeliest to it too; and under a
     budget the last query of each segment says how much of its attention was on the blocks read. A budget's segments are
     chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it, always. With `tell_reads`
-    outputs tell what every layer and KV head read.
+    outputs tell what every layer and KV head read. Keys and values are kept in `cache_dtype`; `dtype` is that of the
+    weights and of queries, None where it is the same.
     """
 
     model: ModelShape
@@ -54,6 +55,7 @@ class DecoderConfig:
     max_steps: int
     cache_dtype: DTypeLike
     backend: str
+    dtype: DTypeLike | None = None
     num_logprobs: int = 0
     num_stop_ids: int = 8
     penalties: bool = False
@@ -176,6 +178,11 @@ class DecoderConfig:
         return scoring_backend(self.model, self.page_size, self.cache_dtype, codes, self.backend)
 
     @property
+    def weights_dtype(self) -> DTypeLike:
+        """The dtype of weights and queries."""
+        return self.cache_dtype if self.dtype is None else self.dtype
+
+    @property
     def selectors(self) -> tuple[Selector, ...]:
         """The selector of every layer."""
         return self.controller.selectors(self.model.num_layers)
@@ -183,9 +190,9 @@ class DecoderConfig:
     @property
     def plants(self) -> tuple[Plant, ...]:
         """The model, and the small one beside it, each with the best kernels from `backend` on."""
-        size, dtype = self.page_size, self.cache_dtype
+        size, dtype = self.page_size, self.weights_dtype
         model = Plant(model=self.model, page_size=size, backend=self.backend, scores_backend=self.scoring[0])
         if self.small is None:
             return (model,)
-        backend = serving_backend(self.small, size, dtype, self.backend)[0]
+        backend = serving_backend(self.small, size, dtype, self.cache_dtype, self.backend)[0]
         return model, Plant(model=self.small, page_size=size, backend=backend, scores_backend=backend)

@@ -3,12 +3,19 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 FLOATS = (jnp.float32, jnp.bfloat16)
 # A register of a TPU holds so many columns, and so many rows of them.
 LANES = 128
 SUBLANES = 8
+
+
+def wider(*dtypes: DTypeLike) -> np.dtype:
+    """Return the widest of dtypes, in which products of queries and pages of several are made."""
+    return max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
 
 
 def padded_width(head_dim: int) -> int:

@@ -24,6 +24,8 @@ from et_jax.pallas.backend import NAMES as BACKENDS
 LOOKUP = "lookup"  # drafts from the text itself; any other drafter is a model
 LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the usual one
 USUAL_POLICY = "latent"
+AUTO = "auto"
+CACHE_DTYPES = (AUTO, "bfloat16", "float32")  # the first is the dtype of the weights
 PROGRAMS = "auto"  # compiled programs are kept in the user's cache unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 
@@ -45,7 +47,8 @@ class EngineConfig:
     """
 
     name: str = "bundled"
-    dtype: str = _decisive("auto")
+    dtype: str = _decisive(AUTO)
+    cache_dtype: str = _decisive(AUTO)
     page_size: int | None = _decisive(None)
     max_model_len: int | None = _decisive(None)
     num_pages: int | None = None
@@ -74,6 +77,7 @@ class EngineConfig:
         checked = {
             "name": str(_text("name", self.name)),
             "dtype": str(_text("dtype", self.dtype)),
+            "cache_dtype": _choice("cache_dtype", self.cache_dtype, CACHE_DTYPES),
             "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
             "tell_reads": values.boolean("tell_reads", self.tell_reads),
             "preempt_every": values.whole("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
@@ -166,6 +170,8 @@ class EngineConfig:
     def decisive(self) -> dict[str, Any]:
         """Those of the sizes that may change a text; with the model and the control they decide it."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
+        if self.cache_dtype == AUTO:
+            del named["cache_dtype"]  # `dtype` says it
         return named | {"cache_policy": self.policy}
 
 

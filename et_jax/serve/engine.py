@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from et_jax.control.compression import Compression
 from et_jax.decode.backends import serving_backend
@@ -63,6 +64,7 @@ def load(
     config: ModuleConfig | None = None,
     tokenizer: Any = None,
     dtype: str = "auto",
+    cache_dtype: str = "auto",
     page_size: int | None = None,
     max_model_len: int | None = None,
     num_pages: int | None = None,
@@ -97,8 +99,9 @@ def load(
     decoder puts paged causal attention, on a copy in `eval` mode, and otherwise runs the module as it is, in the dtype
     that it has. That this gives what the module computes by itself is checked here, on at most 128 tokens.
 
-    `dtype` is "auto", "bfloat16" or "float32". `page_size` tokens share a page (16 on CPU, 64 on GPU,
-    128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
+    `dtype` is "auto", "bfloat16" or "float32", and so is `cache_dtype`, in which keys and values are kept: "auto" is
+    what the weights are stored in, and for the cache what they have here. `page_size` tokens share a page (16 on CPU,
+    64 on GPU, 128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
     `max_num_seqs` sequences are decoded together, always as that many rows: the same number gives the
     same text, alone or in company. `max_resident_seqs` of them, as many by default, are in the cache at
     once; with more, every step serves those of highest priority under the controller's rule. `num_pages`
@@ -350,14 +353,14 @@ class Model:
         """Return lines that say what runs where and what it needs, for a person."""
         c, d = self.config, self.decoder_config
         weights = f"{num_bytes(self.params) / 1e6:.1f} MB {dtype_of(self.params)}"
-        refusals = serving_backend(c, d.page_size, d.cache_dtype)[1]
+        refusals = serving_backend(c, d.page_size, d.weights_dtype, d.cache_dtype)[1]
         return [
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
             f"device {jax.devices()[0].device_kind}, attention backend {d.backend}",
             *(f"not chosen: {refusal}" for refusal in refusals),
             *self._scoring(),
-            f"cache {d.num_pages} pages of {d.page_size} tokens, {d.num_slots} slots of {d.max_length} tokens, "
-            f"{d.batch} served in a step"
+            f"cache {d.num_pages} pages of {d.page_size} tokens in {jnp.dtype(d.cache_dtype)}, "
+            f"{d.num_slots} slots of {d.max_length} tokens, {d.batch} served in a step"
             + ("" if self.settings.replicas == 1 else f", {self.settings.replicas} times over"),
             *self._drafting(),
             *([] if self._plan is None else self._plan.table()),

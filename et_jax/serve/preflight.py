@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from et_jax.decode.cache import token_width
 from et_jax.decode.config import DecoderConfig
@@ -18,6 +19,7 @@ from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models.model import token_numbers, weight_bytes
 from et_jax.models.module import ModuleModel
+from et_jax.pallas.checks import wider
 from et_jax.pallas.paged_attention import api as paged_attention
 from et_jax.pallas.paged_prefill import api as paged_prefill
 from et_jax.types import replace
@@ -70,7 +72,7 @@ class Plan:
 
 
 def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, replicas: int = 1) -> Plan:
-    """Return what decoders of this configuration need in `memory` bytes that they share, weights in the cache's dtype.
+    """Return what decoders of this configuration need in `memory` bytes that they share.
 
     `num_pages` None gives the cache all the pages it wants, or as many as fit; `config.num_pages` is not
     read. Raises UsageError, saying what would fit, where not even one sequence of full length would.
@@ -84,7 +86,7 @@ def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, re
 def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
     """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
     models = (config.model,) if config.small is None else (config.model, config.small)
-    weights, step = sum(weight_bytes(model, config.cache_dtype) for model in models), step_bytes(config)
+    weights, step = sum(weight_bytes(model, config.weights_dtype) for model in models), step_bytes(config)
     page, state = decoder_bytes(config)
     wanted = config.num_slots * config.blocks_per_slot + 1
     if num_pages is None:
@@ -147,7 +149,8 @@ def _attention_bytes(config: DecoderConfig) -> int:
     c = config.model
     shape = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
     shape |= {"page_size": config.page_size}
-    decoding = paged_attention.workspace(rows=_most_rows(config), **shape, dtype=config.cache_dtype)
+    dtype = wider(config.weights_dtype, config.cache_dtype)
+    decoding = paged_attention.workspace(rows=_most_rows(config), **shape, dtype=dtype)
     prefill = paged_prefill.workspace(rows=config.prefill_batch // config.chunk, chunk=config.chunk, **shape)
     return max(decoding.scores, prefill.scores) + max(decoding.gathered, prefill.gathered)
 
@@ -159,7 +162,7 @@ def _most_rows(config: DecoderConfig) -> int:
 
 def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
     """Say what is needed, what there is, and the changes that would each be enough."""
-    dtype = jnp.dtype(config.cache_dtype).name
+    dtype = jnp.dtype(config.weights_dtype).name
     kept = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
     times = "" if found.replicas == 1 else f", for each of {found.replicas} replicas"
     said = (
@@ -188,13 +191,11 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
         remedies.append("take fewer replicas")
     if num_pages is not None and fits(config, None):
         remedies.append(f"take num_pages {_measure(config, found.memory, None, found.replicas).num_pages}")
-    of_one_dtype = isinstance(config.model, ModuleModel)
-    if (
-        not of_one_dtype
-        and jnp.dtype(config.cache_dtype).itemsize > 2
-        and fits(replace(config, cache_dtype=jnp.bfloat16))
-    ):
+    half, of_one_dtype = jnp.bfloat16, isinstance(config.model, ModuleModel)
+    if not of_one_dtype and _is_wide(config.weights_dtype) and fits(replace(config, dtype=half, cache_dtype=half)):
         remedies.append("take bfloat16")
+    if _is_wide(config.cache_dtype) and fits(replace(config, dtype=config.weights_dtype, cache_dtype=half)):
+        remedies.append("take cache_dtype bfloat16")
     if fits(with_slots(2)):
         remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")
     if num_pages is None and fits(with_length(config.prefill_batch)):
@@ -202,6 +203,10 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
             f"take max_model_len {_largest(lambda n: fits(with_length(n)), config.prefill_batch, config.max_length)}"
         )
     return remedies
+
+
+def _is_wide(dtype: DTypeLike) -> bool:
+    return jnp.dtype(dtype).itemsize > 2
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:

@@ -1,6 +1,7 @@
 """From what a caller asks of a model to the configuration of its decoder, every size checked."""
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from et_jax.control.budget import Budget
@@ -15,7 +16,7 @@ from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
 from et_jax.models.model import num_weights
 from et_jax.models.module import ModuleModel
-from et_jax.serve.config import EngineConfig
+from et_jax.serve.config import AUTO, EngineConfig
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
 from et_jax.types import replace
 
@@ -36,8 +37,9 @@ def decoder_config(
 ) -> DecoderConfig:
     """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is one beside it.
 
-    Without `num_pages`, as the settings ask for or as fit, every resident sequence has pages for its full length.
-    Raises UsageError, one sentence, for a size that cannot work.
+    The cache is of that dtype too, unless the settings name another. Without `num_pages`, as the settings ask for or as
+    fit, every resident sequence has pages for its full length. Raises UsageError, one sentence, for a size that cannot
+    work.
     """
     num_pages = settings.num_pages if num_pages is None else num_pages
     length = model.max_positions if settings.max_model_len is None else settings.max_model_len
@@ -58,6 +60,7 @@ def decoder_config(
         )
     chunk, prefill_batch = _prefill_sizes(settings, length, page_size, None)
     everything = num_slots * -(-length // page_size) + 1
+    cache_dtype = dtype if settings.cache_dtype == AUTO else jnp.dtype(settings.cache_dtype)
     plain = DecoderConfig(
         model=model,
         num_slots=num_slots,
@@ -68,8 +71,9 @@ def decoder_config(
         prefill_batch=prefill_batch,
         chunk=chunk,
         max_steps=_MAX_STEPS,
-        cache_dtype=dtype,
-        backend=settings.backend or serving_backend(model, page_size, dtype)[0],
+        cache_dtype=cache_dtype,
+        backend=settings.backend or serving_backend(model, page_size, dtype, cache_dtype)[0],
+        dtype=dtype,
         num_logprobs=MAX_LOGPROBS,
         num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
         penalties=True,

@@ -69,6 +69,21 @@ def reference_is_right(shape: Shape):
     assert_attention_close(run(arguments, "reference", **shape.settings), dense_float64(arguments, shape), shape.dtype)
 
 
+MIXED = [("float32", "bfloat16"), ("bfloat16", "float32")]
+
+
+def of_two_dtypes(arguments, queries: str, pages: str):
+    """The same with queries and pages of these dtypes."""
+    return arguments | {"q": arguments["q"].astype(queries), "pages": arguments["pages"].astype(pages)}
+
+
+@pytest.mark.parametrize("dtypes", MIXED)
+def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(dtypes):
+    shape = dataclasses.replace(NAMED["group_2"], dtype=dtypes[0])
+    arguments = of_two_dtypes(example(shape), *dtypes)
+    assert_equals_reference(run(arguments, "xla", **shape.settings), arguments, shape)
+
+
 def test_reference_equals_the_formula(rung):
     rung("paged_attention reference = formula", PLAIN, 40, reference_is_right)
 

@@ -1,11 +1,13 @@
 """The TPU kernel of decode attention, interpreted on a CPU and lowered for a TPU that is not here."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
 from ladder import compiled, numbers, results
-from test_paged_attention import NAMED, assert_equals_reference, poisoned
+from test_paged_attention import MIXED, NAMED, assert_equals_reference, of_two_dtypes, poisoned
 
 from et_jax.pallas import ring
 from et_jax.pallas.paged_attention import tpu
@@ -40,6 +42,13 @@ BREADTH = [NAMED[name] for name in ("group_8", "sinks", "rows_3")]
 def plain(arguments, **settings):
     """Attention and block sums as float64 numpy, interpreted without checks."""
     return numbers(results(KERNEL, arguments, config=SMALL, interpret=True, **settings))
+
+
+@pytest.mark.parametrize("dtypes", MIXED)
+def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(dtypes):
+    shape = dataclasses.replace(NAMED["group_2"], dtype=dtypes[0])
+    arguments = of_two_dtypes(example(shape), *dtypes)
+    assert_equals_reference(plain(arguments, **shape.settings), arguments, shape)
 
 
 def test_equals_reference(rung):

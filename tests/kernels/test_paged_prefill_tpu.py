@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from absent_tpu import lower, strictly
 from ladder import as_bytes, results
-from test_paged_prefill import NAMED, assert_equals_reference, listing_every_block, with_nan_beyond_the_lists
+from test_paged_prefill import (
+    MIXED,
+    NAMED,
+    assert_equals_reference,
+    listing_every_block,
+    of_two_dtypes,
+    with_nan_beyond_the_lists,
+)
 
 from et_jax.pallas.paged_prefill import tpu
 from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
@@ -43,6 +50,13 @@ def poisoned(arguments, shape: Shape):
     pages[:, ~seen] = np.nan
     pages[..., 2 * shape.head_dim :] = np.nan
     return arguments | {"pages": pages}
+
+
+@pytest.mark.parametrize("dtypes", MIXED)
+def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(dtypes):
+    shape = dataclasses.replace(NAMED["group_4_bfloat16"], dtype=dtypes[0])
+    arguments = of_two_dtypes(example(shape), *dtypes)
+    assert_equals_reference(plain(arguments, shape), arguments, shape)
 
 
 def test_equals_reference(rung):

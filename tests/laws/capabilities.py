@@ -155,12 +155,13 @@ def _small() -> str:
     return str(folder(SMALL))
 
 
-SLOW = {"bfloat16", "window", "own", "surprisals", "small", "adaptive, lookup"}
+SLOW = {"bfloat16", "cache in bfloat16", "window", "own", "surprisals", "small", "adaptive, lookup"}
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
 CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "plain": Capability,
     "bfloat16": lambda: Capability(settings={"dtype": "bfloat16"}),
+    "cache in bfloat16": lambda: Capability(settings={"cache_dtype": "bfloat16"}),
     "window": lambda: Capability(load=functools.partial(tiny, SLIDING)),
     "module": lambda: Capability(load=of_module),
     "own": lambda: Capability(settings={"control": own_controller()}, dense=None, prunes=True),

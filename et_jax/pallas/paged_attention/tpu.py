@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import ring, tuned
-from et_jax.pallas.checks import LANES, SUBLANES
+from et_jax.pallas.checks import LANES, SUBLANES, wider
 from et_jax.pallas.folding import by_head, by_row, most_together, split
 from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.ring import PageList, RingConfig
@@ -69,7 +69,7 @@ def paged_attention(
     # A head that fills no whole lanes is not cut from its token: zeros beside the query stand against the value,
     # and what the weights mix is the token, the value in its columns [d, 2d).
     joint = d % LANES != 0
-    dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
+    dtype = q.dtype if kv_scales is not None else wider(q.dtype, pages.dtype)
     width = e if joint else d
     query = by_head(q.astype(dtype), k, rows).reshape(x, queries, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, width - d)))

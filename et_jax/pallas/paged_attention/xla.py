@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Int8
 from et_jax import sums
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import platform
-from et_jax.pallas.checks import padded_width, require_counts
+from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.folding import split
 from et_jax.pallas.gather import page_rows, tokens
 from et_jax.pallas.softmax import Softmax, finite
@@ -97,7 +97,7 @@ def paged_attention(
     r = rows_per_slot if h > k else 1  # one query alone is multiplied by other instructions than two
     page_table, blocks, counts, readers = split(rows_per_slot, r, page_table, blocks, counts, readers)
     b = page_table.shape[0]
-    dtype = q.dtype if kv_scales is not None else jnp.promote_types(q.dtype, pages.dtype)
+    dtype = q.dtype if kv_scales is not None else wider(q.dtype, pages.dtype)
     if config is None:
         by_rule = heuristic(s, d, dtype, platform())
         facts = {"page_size": s, "head_dim": d, "queries": h // k, "dtype": pages.dtype}

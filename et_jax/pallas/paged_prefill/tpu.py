@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas import ring, tuned
-from et_jax.pallas.checks import LANES, require
+from et_jax.pallas.checks import LANES, require, wider
 from et_jax.pallas.softmax import Softmax, finite
 
 # Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
@@ -81,7 +81,7 @@ def paged_prefill(
 
     # a head that fills no whole lanes is not cut from its token, as in `paged_attention`
     joint = d % LANES != 0
-    dtype = jnp.promote_types(q.dtype, pages.dtype)
+    dtype = wider(q.dtype, pages.dtype)
     width = e if joint else d
     query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(b * k, g, t, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, tiles * tile - t), (0, width - d)))

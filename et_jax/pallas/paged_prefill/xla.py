@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from et_jax.pallas import tuned
-from et_jax.pallas.checks import padded_width, require_counts
+from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.gather import page_rows, tokens
 from et_jax.pallas.softmax import Softmax, finite
 from et_jax.pallas.workspace import Workspace
@@ -70,7 +70,7 @@ def paged_prefill(
         config = tuned.settings(heuristic(s), "paged_prefill/xla", **facts)
     group, window = config.group, softmax.window
     span = group * s
-    dtype = jnp.promote_types(q.dtype, pages.dtype)
+    dtype = wider(q.dtype, pages.dtype)
     query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(x, g * t, d)
     position = starts[:, None] + jnp.arange(t, dtype=jnp.int32)
     if blocks is None or counts is None:

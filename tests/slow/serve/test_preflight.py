@@ -171,6 +171,15 @@ def test_a_refusal_says_that_half_the_precision_would_do(tmp_path: Path) -> None
     assert plan(replace(config, cache_dtype=jnp.bfloat16), 24 * GB).total <= 24 * GB
 
 
+def test_a_refusal_says_that_a_cache_of_half_the_precision_would_do(tmp_path: Path) -> None:
+    config = serving(model(tmp_path, LLAMA_3_8B), dtype=jnp.bfloat16, cache_dtype=jnp.float32)
+    half = plan(replace(config, cache_dtype=jnp.bfloat16), 24 * GB)
+    least = half.total - half.cache + 513 * half.page  # one sequence of 8192 tokens in pages of 16
+    with pytest.raises(UsageError, match=r"16\.1 GB for weights in bfloat16, .*; take cache_dtype bfloat16, or take"):
+        plan(config, least)
+    assert plan(replace(config, cache_dtype=jnp.bfloat16), least).total <= least
+
+
 def test_more_pages_than_fit_are_refused(tmp_path: Path) -> None:
     config = serving(model(tmp_path, LLAMA_3_8B))
     with pytest.raises(UsageError, match=r"for the cache, .*; take num_pages \d+") as refusal:

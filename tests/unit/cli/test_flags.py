@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from et_jax import evaluate, generate
 from et_jax.cli import flags
 from et_jax.control.presets import KNOBS, PRESETS, preset
 from et_jax.io.knobs import knobs
@@ -45,3 +46,10 @@ def test_caches_shrink_as_they_are_told():
     assert flags.given(parser.parse_args([]), flags.CACHE) == {}
     args = parser.parse_args(["--cache-budget", "64", "--cache-policy", "snapkv"])
     assert flags.given(args, flags.CACHE) == {"cache_budget": 64, "cache_policy": "snapkv"}
+
+
+def test_the_dtype_of_the_cache_is_that_of_the_weights_unless_named():
+    for command in (generate, evaluate):
+        required = ["--prompt", "a"] if command is generate else []
+        assert command.parser().parse_args(required).cache_dtype == "auto"
+        assert command.parser().parse_args([*required, "--cache-dtype", "bfloat16"]).cache_dtype == "bfloat16"

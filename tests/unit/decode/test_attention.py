@@ -45,11 +45,11 @@ def test_rows_that_do_not_run_read_and_write_nothing():
     assert same_bits(cached, before.layers[0])
 
 
-def serving(kind: str, platform: str, page_size: int, head_dim: int, dtype):
+def serving(kind: str, platform: str, page_size: int, head_dim: int, dtype, cache_dtype=None):
     """What a device that is not here would be served by."""
     device = jax.sharding.AbstractDevice(kind, 1, platform)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
-        return serving_backend(dataclasses.replace(MODEL, head_dim=head_dim), page_size, dtype)
+        return serving_backend(dataclasses.replace(MODEL, head_dim=head_dim), page_size, dtype, cache_dtype or dtype)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,19 @@ def test_what_the_hopper_kernel_refuses_is_served_by_xla_with_the_reason(page_si
     assert backend == "xla" and reason in refusal and 'use "xla"' in refusal
 
 
+@pytest.mark.parametrize("dtypes", [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
+def test_queries_and_pages_of_two_dtypes_are_served_by_kernels_that_take_both(dtypes):
+    backend, [refusal] = serving("NVIDIA H200", "cuda", 64, 64, *dtypes)
+    queries, pages = (jnp.dtype(one).name for one in dtypes)
+    assert backend == "xla" and f"{queries} queries with {pages} pages" in refusal
+    assert serving("TPU v5 lite", "tpu", 128, 128, *dtypes) == ("tpu", ())
+
+
 def test_each_device_is_served_by_its_own_kernels_where_they_serve():
     assert serving("NVIDIA H200", "cuda", 64, 64, jnp.bfloat16) == ("gpu", ())
     assert serving("NVIDIA A100", "cuda", 64, 64, jnp.bfloat16) == ("xla", ())
     assert serving("TPU v5 lite", "tpu", 128, 128, jnp.bfloat16) == ("tpu", ())
-    assert serving_backend(MODEL, 16, jnp.float32) == ("xla", ())
+    assert serving_backend(MODEL, 16, jnp.float32, jnp.float32) == ("xla", ())
 
 
 def test_blocks_are_scored_by_the_backend_of_attention_or_by_one_that_can():

@@ -1,14 +1,20 @@
 """From settings to the sizes of a decoder: whole chunks, at least two rows, refusals in a sentence."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_model import LENGTH, MODEL
 
+from et_jax.decode.cache import token_width
+from et_jax.decode.plant import costs, traffic
+from et_jax.decode.state import empty
 from et_jax.errors import UsageError
+from et_jax.models import transformer
 from et_jax.models.calibration import Calibration
 from et_jax.serve.config import EngineConfig
+from et_jax.serve.preflight import plan
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, decoder_config
 
 sizes = st.none() | st.integers(1, 200)
@@ -34,6 +40,24 @@ def test_pages_that_fit_count_more_than_those_asked_for():
         decoder_config(settings, MODEL, jnp.float32, num_pages=20, calibration=Calibration(temperature=1.5)).num_pages
         == 20
     )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
+def test_the_cache_has_the_dtype_asked_for_or_that_of_the_weights(dtype, asked):
+    sized = decoder_config(EngineConfig(cache_dtype=asked, backend="xla"), MODEL, dtype)
+    cached = jnp.dtype(dtype if asked == "auto" else asked)
+    assert jnp.dtype(sized.cache_dtype) == cached and jnp.dtype(sized.weights_dtype) == dtype
+    state = jax.eval_shape(lambda: empty(sized)).plants[0]
+    assert {layer.pages.dtype for layer in state.cache.layers} == {cached}
+    weights = transformer.abstract(MODEL, dtype)
+    block = sized.page_size * token_width(MODEL.head_dim) * cached.itemsize
+    assert traffic(weights, state.cache).block == block
+    assert costs(sized.plants[0], weights, sized.cache_dtype).token == 2 * MODEL.head_dim * cached.itemsize
+    planned = plan(sized, 10**9)
+    assert planned.weights == transformer.num_weights(MODEL) * jnp.dtype(dtype).itemsize
+    held = MODEL.num_layers * MODEL.num_kv_heads * block
+    assert planned.page - held == 4 + 4  # a page's reference count, and its place among the free
 
 
 @pytest.mark.parametrize(
