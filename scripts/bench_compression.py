@@ -9,7 +9,6 @@ their ratios to the shortest text's, round by round, and what a compression itse
 between two of them.
 """
 
-import argparse
 import dataclasses
 import time
 from typing import Any
@@ -23,7 +22,7 @@ from et_jax.decode.decoder import Decoder, decoder, snapshot
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState
 from et_jax.evidence import arguments, prompt_tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.transformer import Params, initialise
@@ -79,14 +78,13 @@ def timed(d: Decoder, params: Params, state: DecodeState, steps: int) -> float:
 
 def main() -> None:
     """Measure, print a table and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, results="compression_cost.json")
     parser.add_argument("--budget", type=arguments.count(), default=1024)
     parser.add_argument("--lengths", type=arguments.count(), nargs="+", default=[2048, 4096, 8192, 16_384, 20_000])
     parser.add_argument("--layers", type=arguments.count(), default=SMOLLM_135M.num_layers)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=arguments.count(), default=9, help="runs of every line (default 9)")
     parser.add_argument("--steps", type=arguments.count(), default=8, help="steps of a run (default 8)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "compression_cost.json")
     args = parser.parse_args()
     lengths = sorted(args.lengths)
     model = dataclasses.replace(

@@ -9,7 +9,6 @@ in a circle are counted apart. Then a random model of SmolLM-135M's shape, whose
 that knows the text, and is wrong at random places. Every text is checked to be the plain one.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -173,7 +172,7 @@ def at_rates(batch: int, lengths: list[int], rates: list[float], rounds: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--rounds", type=arguments.count(), default=5)
     parser.add_argument(
         "--most", type=arguments.count(), default=8, help="drafted tokens of the bundled model (default 8)"

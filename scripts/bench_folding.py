@@ -7,7 +7,6 @@ runs, as with a batch of one: its newest token alone, then with drafted tokens b
 (folded) and once for each row. The three take turns; told are the medians of their times and of each round's ratios.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -24,7 +23,7 @@ from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecodeState
 from et_jax.decode.step import extend_rows
 from et_jax.evidence import arguments
-from et_jax.evidence.results import RESULTS, table, write
+from et_jax.evidence.results import table, write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
@@ -86,11 +85,10 @@ def measured(model: ModelConfig, dtype: str, context: int, rows: int, rounds: in
 
 def main() -> None:
     """Measure every case in every dtype, print a table and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, results="folding.json")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=arguments.count(), default=9, help="runs of every line (default 9)")
     parser.add_argument("--steps", type=arguments.count(), default=8, help="steps of a run (default 8)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "folding.json")
     args = parser.parse_args()
     results, lines = [], []
     for name, model, context, rows in cases():

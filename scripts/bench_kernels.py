@@ -9,7 +9,6 @@ turns, round after round; medians are shown. A copy is counted for what it reads
 and values it must read. Writes JSON, and a picture of time against the share of blocks read.
 """
 
-import argparse
 import dataclasses
 import os
 import time
@@ -306,7 +305,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--rounds", type=arguments.count(), default=15)
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this text")
     parser.add_argument(

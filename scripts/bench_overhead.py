@@ -31,7 +31,7 @@ from et_jax.control.controller import Controller
 from et_jax.decode import cost
 from et_jax.decode.decoder import decode
 from et_jax.evidence import arguments, tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.evidence.shapes import LLAMA_3_8B, SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.transformer import Params, initialise, num_multiplied
@@ -148,14 +148,13 @@ def large_model() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, results="overhead.json")
     parser.add_argument(
         "--batch", type=arguments.count(), nargs="+", default=[2, 16], help="rows of a step (default 2 16)"
     )
     parser.add_argument("--context", type=arguments.count(), default=64, help="tokens held at the start (default 64)")
     parser.add_argument("--rounds", type=arguments.count(), default=9, help="turns of every line (default 9)")
     parser.add_argument("--repeats", type=arguments.count(), default=200, help="passes of a loop (default 200)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "overhead.json")
     args = parser.parse_args()
     results = [measure(batch, args) for batch in args.batch]
     large = large_model()

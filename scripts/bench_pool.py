@@ -4,7 +4,6 @@ A step that copied its pool would need the pool's size in temporaries and take t
 Pools take turns, round after round; medians are printed and written as JSON.
 """
 
-import argparse
 import json
 import platform
 import time
@@ -54,8 +53,7 @@ def measure(model_name: str, pools: list[int], rounds: int, steps: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model")
     parser.add_argument(
         "--pools", type=arguments.count(), nargs="+", default=[200, 2_000, 20_000], help="pages of each pool"
     )

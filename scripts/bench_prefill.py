@@ -9,7 +9,6 @@ The attention of a layer (writing the cache and choosing blocks included) is tim
 so is the whole prefill. The cases take turns; told are medians of times and of each round's ratios to dense.
 """
 
-import argparse
 import dataclasses
 import time
 from functools import partial
@@ -28,7 +27,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.extend import attend, extend, with_layer
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.evidence import arguments, prompt_tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.evidence.shapes import LLAMA_3_8B
 from et_jax.models.transformer import Params, initialise
 from et_jax.pallas.backend import pick
@@ -126,7 +125,7 @@ def timed(run: Any, *given: Any) -> tuple[float, Any]:
 
 def main() -> None:
     """Measure, print a table and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, results="prefill.json")
     parser.add_argument("--tokens", type=arguments.count(), default=16_384)
     parser.add_argument("--layers", type=arguments.count(), default=1)
     parser.add_argument("--segment", type=arguments.count(), default=512)
@@ -134,7 +133,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=arguments.count(), default=5, help="of attention (default 5)")
     parser.add_argument("--prefills", type=arguments.count(), default=1, help="rounds of whole prefills (default 1)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "prefill.json")
     args = parser.parse_args()
     model = dataclasses.replace(
         LLAMA_3_8B,

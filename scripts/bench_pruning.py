@@ -8,7 +8,6 @@ the median of each in milliseconds a step, the median of its ratio to `off` in t
 and of bytes that it read. Nothing is asserted.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -24,10 +23,9 @@ from et_jax.control.presets import preset
 from et_jax.decode.decoder import snapshot
 from et_jax.decode.request import request
 from et_jax.decode.step import traffic
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import rows as rows_of
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.chunks import calls
 from et_jax.serve.engine import Model, load
 
@@ -82,23 +80,19 @@ def measure(model: Model, texts: np.ndarray, steps: int, rounds: int) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, "model", results="pruning_cost.json")
     parser.add_argument("text", type=Path)
-    parser.add_argument("--model", default="bundled")
     parser.add_argument("--length", action="append", type=arguments.count(), help="repeatable (default 480, 1900)")
     parser.add_argument("--rows", type=arguments.count(2), default=2)
     parser.add_argument("--steps", type=arguments.count(), default=32)
     parser.add_argument("--rounds", type=arguments.count(), default=11)
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "pruning_cost.json")
     args = parser.parse_args()
     cases = []
-    try:
+    with arguments.refusals("bench_pruning"):
         model = load(args.model, max_num_seqs=args.rows)
         for length in args.length or [480, 1900]:
             texts = rows_of(model, args.text, args.rows, length)
             cases.append({"length": length, "rows": measure(model, texts, args.steps, args.rounds)})
-    except UsageError as error:
-        sys.exit(f"bench_pruning: {error}")
     print(tables.pruning_cost(cases))
     settings = {"model": args.model, "sequences": args.rows, "steps": args.steps, "rounds": args.rounds}
     write(args.output, "scripts/bench_pruning.py", settings, cases=cases)

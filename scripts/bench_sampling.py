@@ -18,7 +18,6 @@ and the noise E alone, of the whole vocabulary, from each generator of 32 bits a
 Then whole steps of the bundled model, sampled by inverse CDF, by the race, and greedily. Nothing is asserted.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +33,7 @@ from et_jax.decode import sampling
 from et_jax.decode.decoder import decode
 from et_jax.decode.noise import exponential, random_bits
 from et_jax.evidence import arguments, tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.evidence.states import filled, whole_context
 from et_jax.pallas.backend import pick
 from et_jax.serve.engine import Model, load
@@ -202,14 +201,13 @@ def measure_step(model: Model, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, results="sampling.json")
     parser.add_argument("--vocabularies", type=arguments.count(), nargs="+", default=[4096, 49_152, 151_936])
     parser.add_argument("--rows", type=arguments.count(), nargs="+", default=[1, 2, 16, 64])
     parser.add_argument(
         "--step-rows", type=arguments.count(), nargs="+", default=[2, 16], help="rows of a step (default 2 16)"
     )
     parser.add_argument("--rounds", type=arguments.count(), default=9, help="turns of every line (default 9)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "sampling.json")
     args = parser.parse_args()
     model = load()
     steps = [measure_step(model, rows, args.rounds) for rows in args.step_rows]

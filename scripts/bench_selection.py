@@ -18,7 +18,6 @@ Random bfloat16 keys in the shape of a Llama-3-8B layer, a few rows of one lengt
 Every call but of the last two depends on the one before it. Nothing is asserted.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +36,7 @@ from et_jax.decode import cache as kv
 from et_jax.decode.reading import list_blocks
 from et_jax.decode.selection import Blocks, blocks_of, select, view_of
 from et_jax.evidence import arguments, tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.softmax import Softmax
@@ -174,12 +173,11 @@ def measure(rows: int, length: int, page_size: int, rounds: int) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, results="selection_cost.json")
     parser.add_argument("--rows", type=arguments.count(), default=2)
     parser.add_argument("--lengths", type=arguments.count(), nargs="+", default=[4096, 16384])
     parser.add_argument("--page-sizes", type=arguments.count(), nargs="+", default=[64, 16])
     parser.add_argument("--rounds", type=arguments.count(), default=9, help="turns of every contestant (default 9)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "selection_cost.json")
     args = parser.parse_args()
     results = [measure(args.rows, length, size, args.rounds) for length in args.lengths for size in args.page_sizes]
     print(tables.selection_cost(results))

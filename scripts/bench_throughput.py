@@ -20,7 +20,7 @@ import numpy as np
 
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
-from et_jax.evidence.results import REPOSITORY, RESULTS, write
+from et_jax.evidence.results import REPOSITORY, write
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -97,15 +97,13 @@ def sides(args: argparse.Namespace) -> dict[str, tuple[Model, bool]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", results="throughput.json")
     parser.add_argument("--text", type=Path, default=TEXT, help="where the prompts are cut from")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--sizes", type=arguments.count(), nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--replicas", type=arguments.count(), default=2)
     parser.add_argument("--requests", type=arguments.count(), default=200)
     parser.add_argument("--rounds", type=arguments.count(), default=5)
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "throughput.json")
     args = parser.parse_args()
     try:
         compared = sides(args)

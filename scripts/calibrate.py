@@ -10,7 +10,6 @@ by it. Both are kept in calibration.json beside the model. A tar archive gives t
 model's training, any other file its stories.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -30,7 +29,7 @@ WORTH = 1e-3  # nats a token that a temperature must save
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--model", default="bundled", help="bundled, bundled-small, a Hugging Face folder, or a hub name"
     )

@@ -7,7 +7,6 @@ there is what the README says, read out of it. Programs that were compiled on th
 that pip keeps in its cache are. A step that fails ends the script with its name and exit code 1.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from et_jax.evidence import arguments
-from et_jax.evidence.results import REPOSITORY, RESULTS, table, write
+from et_jax.evidence.results import REPOSITORY, table, write
 
 PATIENCE = 600.0  # seconds that any one command may take
 NOTEBOOK = "notebooks/quickstart.ipynb"
@@ -188,9 +187,7 @@ def walked(steps: Mapping[str, Step], place: Place) -> list[dict[str, str | floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "first_ten_minutes.json")
-    args = parser.parse_args()
+    args = arguments.parser(__doc__, results="first_ten_minutes.json").parse_args()
     with tempfile.TemporaryDirectory() as folder:
         own = {
             "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",

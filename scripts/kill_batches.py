@@ -11,7 +11,6 @@ sequences are moved to the host and back. The figures are written as JSON; whate
 with a sentence and exit code 1.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.evidence import arguments
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STARTING = 0.3  # share of the kills that fall by the clock, while a run starts
@@ -176,15 +175,13 @@ def compare(calm: dict[str, Any], wild: dict[str, Any], expected: set[str]) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__, "model", results="kills.json")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--lines", type=int, default=300)
-    parser.add_argument("--model", default="bundled")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--num-pages", type=int, default=24)
     parser.add_argument("--draft", help="a drafter, see et_jax.generate; none by default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "kills.json")
     args = parser.parse_args()
     draw, began = random.Random(args.seed), time.monotonic()
     asked = lines(args.lines)

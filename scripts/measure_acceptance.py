@@ -9,8 +9,6 @@ model writes texts from prompts of the first text, greedily and sampled, and dra
 lengths say (`et_jax.evidence.walks`). Nothing is asserted.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.coupling import acceptance
 from et_jax.evidence.held_out import cut, held_out_logits, texts
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.evidence.walks import ROW_COST, lengths, written
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
@@ -37,8 +35,7 @@ def works(path: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", results="acceptance.json")
     parser.add_argument("--drafter", default="bundled-small")
     parser.add_argument("--text", nargs=2, action="append", required=True, metavar=("NAME", "FILE"))
     parser.add_argument("--rows", type=arguments.count(2), default=8, help="rows of every text (default 8)")
@@ -52,9 +49,8 @@ def main() -> None:
     parser.add_argument(
         "--greedy-prompts", type=arguments.count(2), default=240, help="greedy ones, many in a circle (default 240)"
     )
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "acceptance.json")
     args = parser.parse_args()
-    try:
+    with arguments.refusals("measure_acceptance"):
         model, drafter = (load(name, dtype="float32") for name in (args.model, args.drafter))
         sources = {name: works(Path(path)) for name, path in args.text}
         cases = []
@@ -81,8 +77,6 @@ def main() -> None:
             prompts = cut(model, name, parts, args.prompts if temperature else args.greedy_prompts, LENGTH)
             found = lengths(written(model, drafter, prompts, temperature), rng)
             drafts.append({"temperature": temperature} | found)
-    except UsageError as error:
-        sys.exit(f"measure_acceptance: {error}")
     print(tables.acceptance(cases), tables.draft_lengths(drafts, "0.1"), sep="\n\n")
     given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
     settings = {name: getattr(args, name) for name in given}

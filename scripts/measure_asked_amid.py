@@ -9,8 +9,6 @@ where each of its tokens is the likeliest after those before it. Every budget's 
 share of the blocks of a few such prompts, one of each task; what it reads of a task's prompts is told.
 """
 
-import argparse
-import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,10 +18,9 @@ from measure_compression import DEPTHS, Question, questions, right_answers
 from measure_prefill import BASELINE, PART, Bench, arms
 
 from et_jax.control.budget import Budget
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, prompt_tables
 from et_jax.evidence.prompt_arms import logits_of
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.generators import TASKS
 
@@ -88,19 +85,10 @@ def measure(model: Model, segment: int, samples: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Parse the arguments, measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument(
-        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
-    )
-    parser.add_argument("--segment", type=arguments.count(), default=64, help="tokens of a segment (default 64)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "asked_amid.json")
-    args = parser.parse_args()
-    try:
+    args = arguments.parser(__doc__, "model", "samples", "segment", results="asked_amid.json").parse_args()
+    with arguments.refusals("measure_asked_amid"):  # a question may be too long for the model
         model = load(args.model, dtype="float32", max_num_seqs=4)
         lines = measure(model, args.segment, args.samples)
-    except UsageError as error:  # a question may be too long for the model
-        sys.exit(f"measure_asked_amid: {error}")
     print(prompt_tables.asked_amid(lines))
     told = {"model": args.model, "samples": args.samples, "segment": args.segment}
     told["page_size"] = model.decoder_config.page_size

@@ -37,7 +37,7 @@ from et_jax.control.view import BlockView, coded_mass, held_values, likeliest_lo
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, forced, paired
 from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import RESULTS, with_others, write
+from et_jax.evidence.results import with_others, write
 from et_jax.evidence.sensitivity import head_sensitivity
 from et_jax.serve.engine import load
 from et_jax.types import replace
@@ -277,16 +277,13 @@ def fit(bench: Bench, shares: tuple[float, ...]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser = arguments.parser(__doc__, "case", "add", results="attention_entropy.json")
     parser.add_argument("--page-size", type=arguments.count(), default=16)
     parser.add_argument(
         "--rows", type=arguments.count(4), default=48, help="rows of text at full context, two halves (default 48)"
     )
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
-    parser.add_argument("--add", action="store_true", help="keep the other cases of the output file")
     parser.add_argument("--fit", action="store_true", help="choose the slope on the first half, and stop")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "attention_entropy.json")
     args = parser.parse_args()
     if wrong := [share for share in args.shares if not 0 < share < 1]:
         parser.error(f"--shares has {wrong[0]}; a share of blocks lies between 0 and 1")

@@ -25,11 +25,10 @@ from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Certified
 from et_jax.control.view import tolerating
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.block_views import Blocks, blocks_at, capture, key_radius
 from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 
 TOLERANCES = (0.5, 0.2, 0.1, 0.05, 0.01, 0.001)
@@ -174,20 +173,16 @@ def measure_case(name: str, text: Path, args: argparse.Namespace) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser = arguments.parser(__doc__, "case", results="bounds.json")
     parser.add_argument("--page-sizes", type=arguments.count(), nargs="+", default=[16, 8])
     parser.add_argument("--rows", type=arguments.count(), default=5, help="rows of text at full context (default 5)")
     parser.add_argument("--queries", type=arguments.count(), default=32, help="query positions of a row (default 32)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "bounds.json")
     args = parser.parse_args()
     cases = []
-    try:
+    with arguments.refusals("measure_bounds"):
         for name, text in args.case:
             cases.append(measure_case(name, Path(text), args))
             print(f"\n{tables.bounds(cases[-1:])}", flush=True)
-    except UsageError as error:
-        sys.exit(f"measure_bounds: {error}")
     settings = {"rows": args.rows, "queries_per_row": args.queries, "tolerances": TOLERANCES, "dtype": "float32"}
     write(args.output, "scripts/measure_bounds.py", settings, cases=cases)
     ratios = [row["largest_unread_over_tolerance"] for c in cases for size in c["page_sizes"] for row in size["bounds"]]

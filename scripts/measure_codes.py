@@ -23,14 +23,13 @@ from measure_pruning import controls as ways_of_pruning
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode import cache
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.arguments import DEPTHS
+from et_jax.evidence.results import write
 from et_jax.serve.engine import load
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 
-DEPTHS = 5
 TASKS_ASKED = ("passkey", "multi_needle", "tracing", "copying")  # those that pruning by mean keys loses
 Encode = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -108,20 +107,12 @@ def measure(codes: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", "samples", "seed", results="codes.json")
     parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: four)")
     parser.add_argument("--length", type=arguments.count(), default=2048)
-    parser.add_argument(
-        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
-    )
-    parser.add_argument("--seed", type=arguments.count(0), default=0)
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "codes.json")
     args = parser.parse_args()
-    try:
+    with arguments.refusals("measure_codes"):
         lines = [line for codes in CODES for line in measure(codes, args)]
-    except UsageError as error:
-        sys.exit(f"measure_codes: {error}")
     print(tables.codes(lines))
     settings = {name: getattr(args, name) for name in ("model", "length", "samples", "seed")}
     write(args.output, "scripts/measure_codes.py", settings, lines=lines)

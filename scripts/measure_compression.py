@@ -17,10 +17,8 @@ is given the queries of all tokens, the other those that are to come. Answers th
 first N_d of them taken as they come from the whole cache, say whether the queries of those know what is wanted next.
 """
 
-import argparse
 import dataclasses
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,10 @@ from jaxtyping import Float, Int
 from et_jax.control.compression import Compression, Policy, named
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, prompt_tables
-from et_jax.evidence.compression_arms import HeavyHitters, Oracle, continued, texts
+from et_jax.evidence.arguments import DEPTHS
+from et_jax.evidence.compression_arms import HeavyHitters, Oracle, Way, read_on
 from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import counter
 from et_jax.tasks.base import Example, right
@@ -47,8 +46,6 @@ BASELINE = "snapkv"
 WAITS = (0, 4, 16, 64)  # tokens decoded before a cache is compressed
 ANSWER_WAITS = (4, 8)  # likewise, of an answer
 PAGE_SIZE = 4
-PART = 4  # rows at a time
-DEPTHS = 5
 DISTANCES = (64, 256)  # tokens since the compression, at which a row is parted
 
 Arms = dict[str, Callable[[int], Compression]]
@@ -104,26 +101,27 @@ class Bench:
 
     def __init__(self, model: Model, text: Path, count: int) -> None:
         self.config, self.params = model.config, model.params
-        self.tokens = jnp.asarray(rows(model, text, count, self.config.max_positions))
+        self.tokens = rows(model, text, count, self.config.max_positions)
         self.length = self.tokens.shape[1]
         self.start = self.length * 3 // 4
         self.dense_loss = 0.0
 
-    def run(self, compressions: dict[Any, tuple[int, int, Compression]]) -> dict[Any, Lost]:
-        """Return what each loses that compresses so long after the start, compared from so many tokens after it on."""
-        found: dict[Any, list[Lost]] = {name: [] for name in compressions}
+    def way(self, how: Compression, wait: int = 0, ahead: int = 0) -> Way:
+        """Return a compression so long after the start, which is compared from so many tokens after it on."""
+        at = np.full(len(self.tokens), self.start + wait, np.int32)
+        return Way(how=how, at=at, count=self.length - 1 - self.start - wait, judged=ahead - wait)
+
+    def run(self, ways: dict[Any, Way]) -> dict[Any, Lost]:
+        """Return what each way loses."""
+        found: dict[Any, list[Lost]] = {name: [] for name in ways}
         dense_losses = []
-        for begin in range(0, len(self.tokens), PART):
-            given = self.tokens[begin : begin + PART]
-            dense = texts(self.config, self.params, given)
-            for name, (wait, ahead, how) in compressions.items():
-                at = jnp.full(len(given), self.start + wait, jnp.int32)
-                count = self.length - 1 - self.start - wait
-                end = jnp.full(len(given), self.length, jnp.int32)
-                got = continued(self.config, self.params, dense, at, end, how, count=count, page_size=PAGE_SIZE)
-                true, following = dense.log_probs[:, self.start + ahead : -1], given[:, self.start + ahead + 1 :]
-                told = jax.device_get((*_compared(true, got.log_probs[:, ahead - wait :], following), got.entries))
-                found[name].append(Lost(*told))
+        end = np.full(len(self.tokens), self.length, np.int32)
+        for part, dense, read in read_on(self.config, self.params, self.tokens, end, ways, PAGE_SIZE):
+            for name, got in read:
+                first = self.length - 1 - ways[name].count + ways[name].judged
+                true, following = dense.log_probs[:, first:-1], self.tokens[part, first + 1 :]
+                losses = _compared(true, got.log_probs[:, ways[name].judged :], following)
+                found[name].append(Lost(*jax.device_get((*losses, got.entries))))
             dense_losses.append(np.asarray(_compared(true, true, following)[1]))
         self.dense_loss = float(np.concatenate(dense_losses).mean())
         return {
@@ -156,18 +154,18 @@ def line(found: Lost, baseline: Lost) -> dict[str, Any]:
 def measure(bench: Bench) -> list[dict[str, Any]]:
     """Return a line per policy, share, and what is equal: the entries that are read, or those there is room for."""
     num_layers = bench.config.num_layers
-    made: dict[tuple[str, str, float], tuple[int, int, Compression]] = {}
+    made: dict[tuple[str, str, float], Way] = {}
     for share in SHARES:
         budget = round(share * bench.start)
         for name, make in arms().items():
             how = make(budget)
-            made["read", name, share] = 0, 0, how
+            made["read", name, share] = bench.way(how)
             if how.policy.splits:
-                made["held", name, share] = 0, 0, fitting(make, budget, num_layers)
+                made["held", name, share] = bench.way(fitting(make, budget, num_layers))
     found = bench.run(made)
     lines = []
-    for (equal, name, share), (_, _, how) in made.items():
-        entry = {"arm": name, "share": share, "equal": equal, "room": room(how, num_layers)}
+    for (equal, name, share), way in made.items():
+        entry = {"arm": name, "share": share, "equal": equal, "room": room(way.how, num_layers)}
         if entry["room"] >= bench.start:
             lines.append(entry | {"missed": "it has room for the whole cache, and leaves nothing out"})
         else:
@@ -180,7 +178,7 @@ def waits(bench: Bench) -> list[dict[str, Any]]:
     """Return a line per share and number of tokens decoded before the cache is compressed."""
     longest = max(WAITS)
     made = {
-        (share, wait): (wait, longest, named("latent", round(share * bench.start) + wait, gap=wait))
+        (share, wait): bench.way(named("latent", round(share * bench.start) + wait, gap=wait), wait, longest)
         for share in SHARES
         for wait in WAITS
     }
@@ -239,19 +237,10 @@ def answered(model: Model, asked: Question, likeliest: Int[np.ndarray, " a"]) ->
 Told = Callable[[Model, list[Question], Int[np.ndarray, "r t"]], list[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A compression of questions at a token of each, judged by what is said from `judged` tokens of the answer on."""
-
-    how: Compression
-    at: Int[np.ndarray, " q"]
-    judged: int = 0
-
-
 def answers(
-    model: Model, asked: list[Question], ways: dict[Any, Way], count: int, told: Told | None = None
+    model: Model, asked: list[Question], ways: dict[Any, Way], told: Told | None = None
 ) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """Return which questions are answered rightly from the whole cache, and in each way, of `count` tokens read on.
+    """Return which questions are answered rightly from the whole cache, and in each way.
 
     `told` says what is told of questions instead, from the likeliest tokens after every one.
     """
@@ -262,18 +251,13 @@ def answers(
         row[:end] = one.prompt + one.answer
     dense_right: list[Any] = []
     found: dict[Any, list[Any]] = {name: [] for name in ways}
-    for begin in range(0, len(asked), PART):
-        part = slice(begin, begin + PART)
-        dense = texts(model.config, model.params, jnp.asarray(tokens[part]))
+    for part, dense, read in read_on(model.config, model.params, tokens, ends, ways, PAGE_SIZE):
         likeliest = np.asarray(jnp.argmax(dense.log_probs, axis=-1))
         dense_right += told(model, asked[part], likeliest)
-        for name, way in ways.items():
-            points = jnp.asarray(way.at[part]), jnp.asarray(ends[part])
-            sizes = {"count": count, "page_size": PAGE_SIZE}
-            got = continued(model.config, model.params, dense, *points, way.how, **sizes)
+        for name, got in read:
             after = np.asarray(jnp.argmax(got.log_probs, axis=-1))
-            said = _continued(likeliest, after, way.at[part])
-            free = np.asarray([len(one.prompt) - 1 + way.judged for one in asked[part]])
+            said = _continued(likeliest, after, ways[name].at[part])
+            free = np.asarray([len(one.prompt) - 1 + ways[name].judged for one in asked[part]])
             said = np.where(np.arange(said.shape[1]) < free[:, None], likeliest, said)
             found[name] += told(model, asked[part], said)
     return dense_right, found
@@ -290,13 +274,13 @@ def ask(model: Model, samples: int) -> list[dict[str, Any]]:
             "before the question": np.asarray([one.before for one in asked], np.int32),
         }
         made = {
-            (point, name, share): Way(how=make(round(share * model.max_model_len)), at=at)
+            (point, name, share): Way(make(round(share * model.max_model_len)), at, count)
             for point, at in points.items()
             for name, make in arms().items()
             for share in SHARES
         }
         fits = {key for key, way in made.items() if room(way.how, model.config.num_layers) >= model.max_model_len}
-        dense_right, found = answers(model, asked, {key: way for key, way in made.items() if key not in fits}, count)
+        dense_right, found = answers(model, asked, {key: way for key, way in made.items() if key not in fits})
         for point, name, share in made:
             entry = {"task": task, "questions": len(asked), "dense": sum(dense_right), "compressed": point}
             entry |= {"arm": name, "share": share}
@@ -308,6 +292,22 @@ def ask(model: Model, samples: int) -> list[dict[str, Any]]:
             lines.append(entry)
             print(*entry.values(), flush=True)
     return lines
+
+
+def waiting(model: Model, asked: list[Question], wait: int, policies: Sequence[str]) -> dict[tuple[str, float], Way]:
+    """Return the policies at the end of the question, and the latent one `wait` tokens on, by name and share.
+
+    All hold as many entries from there on, and are judged from there on.
+    """
+    end = np.asarray([len(one.prompt) for one in asked], np.int32)
+    count = max(len(one.answer) for one in asked) + 1
+    made: dict[tuple[str, float], Way] = {}
+    for share in SHARES:
+        budget = round(share * model.max_model_len)
+        for name in policies:
+            made[name, share] = Way(named(name, budget), end, count, judged=wait)
+        made["latent", share] = Way(named("latent", budget + wait, gap=wait), end + wait, count, judged=wait)
+    return made
 
 
 def rerank(model: Model, samples: int) -> list[dict[str, Any]]:
@@ -322,13 +322,7 @@ def rerank(model: Model, samples: int) -> list[dict[str, Any]]:
             asked = [one for one in whole if len(one.answer) > wait]
             if not asked:
                 continue
-            end = np.asarray([len(one.prompt) for one in asked], np.int32)
-            made: dict[tuple[str, float], Way] = {}
-            for share in SHARES:
-                budget = round(share * model.max_model_len)
-                made[BASELINE, share] = Way(how=named(BASELINE, budget), at=end, judged=wait)
-                made["latent", share] = Way(how=named("latent", budget + wait, gap=wait), at=end + wait, judged=wait)
-            dense_right, found = answers(model, asked, made, max(len(one.answer) for one in asked) + 1)
+            dense_right, found = answers(model, asked, waiting(model, asked, wait, (BASELINE,)))
             for (name, share), told in found.items():
                 entry = {"task": task, "questions": len(asked), "dense": sum(dense_right), "waited": wait}
                 lines.append(entry | {"arm": name, "share": share, "right": sum(told)})
@@ -354,21 +348,11 @@ def right_answers(model: Model, asked: list[Question], likeliest: Int[np.ndarray
 
 def main() -> None:
     """Parse the arguments, measure, print tables and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--text", type=Path, required=True, help="an archive of works, or a file of stories")
-    parser.add_argument("--rows", type=arguments.count(), default=40, help="rows of full context (default 40)")
-    parser.add_argument(
-        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
-    )
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "compression.json")
-    args = parser.parse_args()
-    try:
+    args = arguments.parser(__doc__, "model", "text", "rows", "samples", results="compression.json").parse_args()
+    with arguments.refusals("measure_compression"):
         model = load(args.model, dtype="float32", max_num_seqs=2)
         check_context(model)
         bench = Bench(model, args.text, args.rows)
-    except UsageError as error:
-        sys.exit(f"measure_compression: {error}")
     found, waited, asked = measure(bench), waits(bench), ask(model, args.samples)
     ranked = rerank(model, args.samples)
     print(prompt_tables.compression(found, waited, asked, ranked))

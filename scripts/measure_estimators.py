@@ -7,8 +7,6 @@ works held out from the bundled model's training, any other file its stories. Th
 the same logits and only shown.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ import jax.numpy as jnp
 
 from et_jax.control import entropy
 from et_jax.control.calibration import fit_temperature
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import held_out_logits, rows
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.engine import load
 
 LISTED = (4, 16, 64)
@@ -59,18 +56,14 @@ def measure(name: str, text: Path, num_rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser = arguments.parser(__doc__, "case", results="estimators.json")
     parser.add_argument("--rows", type=arguments.count(), default=8, help="rows of text at full context (default 8)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "estimators.json")
     args = parser.parse_args()
     cases = []
-    try:
+    with arguments.refusals("measure_estimators"):
         for name, text in args.case:
             cases.append(measure(name, Path(text), args.rows))
             print(f"\n{tables.estimators(cases[-1:])}", flush=True)
-    except UsageError as error:
-        sys.exit(f"measure_estimators: {error}")
     write(args.output, "scripts/measure_estimators.py", {"rows": args.rows, "dtype": "float32"}, cases=cases)
 
 

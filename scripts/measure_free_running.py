@@ -10,7 +10,6 @@ dense's to the same question: `p` is the chance of so many losses against gains 
 """
 
 import argparse
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ import numpy as np
 from et_jax.control import select
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.arguments import DEPTHS
+from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.answers import Answer
 from et_jax.tasks.asking import counter, evaluate, grid
@@ -29,7 +28,6 @@ from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
 
 SHARES = (0.36, 0.25, 0.15, 0.08)
-DEPTHS = 5
 LEAST, MOST = 1e-9, 1e6  # tolerances that are tried; no share of mass is above 1
 STARTS = {"constant": 0.1, "attention entropy": 0.1, "expected error": 1e-6}
 
@@ -83,25 +81,17 @@ def measure(model: Model, task: str, args: argparse.Namespace) -> dict[str, Any]
 
 def main() -> None:
     """Parse the arguments, measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", "samples", "seed", results="free_running.json")
     parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: all)")
     parser.add_argument("--length", type=arguments.count(), default=2048)
-    parser.add_argument(
-        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
-    )
-    parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--within", type=float, default=0.03, help="of the wanted share, over it (default 0.03)")
     parser.add_argument(
         "--num-pages", type=arguments.count(), default=8000, help="enough to keep the prompts of a task"
     )
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "free_running.json")
     args = parser.parse_args()
-    try:
+    with arguments.refusals("measure_free_running"):
         model = load(args.model, num_pages=args.num_pages)
         tasks = [measure(model, task, args) for task in args.task or TASKS]
-    except UsageError as error:
-        sys.exit(f"measure_free_running: {error}")
     print(tables.free_running(tasks))
     settings = {name: getattr(args, name) for name in ("model", "length", "samples", "seed", "within")}
     write(args.output, "scripts/measure_free_running.py", settings, tasks=tasks)

@@ -9,8 +9,6 @@ token on, and hold as many entries there; beside them stand the newest entries a
 said to their end, and the share of a rest's tokens that are the likeliest, those before them given.
 """
 
-import argparse
-import sys
 from functools import partial
 from typing import Any
 
@@ -19,19 +17,17 @@ from jaxtyping import Int
 from measure_compression import (
     BASELINE,
     DEPTHS,
-    SHARES,
     Question,
-    Way,
     answers,
     check_context,
     questions,
     right_answers,
+    waiting,
 )
 
-from et_jax.control.compression import Compression, named
-from et_jax.errors import UsageError
+from et_jax.control.compression import Compression
 from et_jax.evidence import arguments, paired, prompt_tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 
 TASK = "copying"
@@ -53,15 +49,8 @@ def ends(wait: int, model: Model, asked: list[Question], likeliest: Int[np.ndarr
 def measure(model: Model, words: int, wait: int, samples: int) -> list[dict[str, Any]]:
     """Return a line per policy and share of the entries."""
     asked = [one for one in questions(model, TASK, samples, num_pairs=words - 1) if len(one.answer) > wait]
-    end = np.asarray([len(one.prompt) for one in asked], np.int32)
-    made: dict[tuple[str, float], Way] = {}
-    for share in SHARES:
-        budget = round(share * model.max_model_len)
-        for name in (BASELINE, *POLICIES):
-            made[name, share] = Way(how=named(name, budget), at=end, judged=wait)
-        made["latent", share] = Way(how=named("latent", budget + wait, gap=wait), at=end + wait, judged=wait)
-    longest = max(len(one.answer) for one in asked) + 1
-    dense, found = answers(model, asked, made, longest, partial(ends, wait))
+    ways = waiting(model, asked, wait, (BASELINE, *POLICIES))
+    dense, found = answers(model, asked, ways, partial(ends, wait))
     entry = {"words": words, "tokens": float(np.mean([len(one.answer) for one in asked])), "waited": wait}
     entry |= {"questions": len(asked), "dense": sum(right for right, _ in dense)}
     entry |= {"dense_share": float(np.mean([share for _, share in dense]))}
@@ -80,19 +69,15 @@ def measure(model: Model, words: int, wait: int, samples: int) -> list[dict[str,
 
 def main() -> None:
     """Parse the arguments, measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", results="long_answers.json")
     parser.add_argument(
         "--samples", type=arguments.count(), default=8, help=f"verses at each of {DEPTHS} depths (default 8)"
     )
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "long_answers.json")
     args = parser.parse_args()
-    try:
+    with arguments.refusals("measure_long_answers"):  # a verse may be too long for the model
         model = load(args.model, dtype="float32", max_num_seqs=2)
         check_context(model)
         lines = [line for words in WORDS for wait in WAITS for line in measure(model, words, wait, args.samples)]
-    except UsageError as error:  # a verse may be too long for the model
-        sys.exit(f"measure_long_answers: {error}")
     print(prompt_tables.long_answers(lines))
     settings = {"model": args.model, "samples": args.samples, "window": Compression.window}
     write(args.output, "scripts/measure_long_answers.py", settings, lines=lines)

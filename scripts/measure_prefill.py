@@ -18,8 +18,6 @@ Then questions are asked, whose prompts are read by a constant number of blocks,
 found on the text: right answers beside those of dense reading, the last segment of every prompt dense.
 """
 
-import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,8 @@ import numpy as np
 from et_jax.control.budget import Budget, CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
 from et_jax.control.controller import Controller
 from et_jax.decode.plant import Plant
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, prompt_tables
+from et_jax.evidence.arguments import DEPTHS
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.prompt_arms import (
     AtRandom,
@@ -47,7 +45,7 @@ from et_jax.evidence.prompt_arms import (
     compared,
     logits_of,
 )
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
@@ -57,7 +55,6 @@ FLOOR, CAP = 0.05, 20.0  # of a budget, where entropy may take as well as give
 BASELINE = "constant"
 FEW = 4  # rows on which a size is searched
 PART = 4  # rows at a time
-DEPTHS = 5
 ASKED = (0.25, 0.0625)  # shares at which questions are asked
 LEFT = (0.05, 0.5, 0.95)
 
@@ -230,21 +227,12 @@ def questions(model: Model, bench: Bench, lines: list[dict[str, Any]], samples: 
 
 def main() -> None:
     """Parse the arguments, measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--text", type=Path, required=True, help="an archive of works, or a file of stories")
-    parser.add_argument("--rows", type=arguments.count(), default=40, help="rows of full context (default 40)")
-    parser.add_argument(
-        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
-    )
-    parser.add_argument("--segment", type=arguments.count(), default=64, help="tokens of a segment (default 64)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "prefill_budgets.json")
-    args = parser.parse_args()
-    try:
+    args = arguments.parser(
+        __doc__, "model", "text", "rows", "samples", "segment", results="prefill_budgets.json"
+    ).parse_args()
+    with arguments.refusals("measure_prefill"):
         model = load(args.model, dtype="float32", max_num_seqs=4)
         bench = Bench(model, args.text, args.rows, args.segment)
-    except UsageError as error:
-        sys.exit(f"measure_prefill: {error}")
     found = measure(bench)
     answers = questions(model, bench, found, args.samples)
     dense = bench.run(bench.dense, len(bench.given))

@@ -9,17 +9,13 @@ interval from resampling rows, and what is saved of that of a constant budget: o
 the size at which it reads as many blocks.
 """
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 from measure_prefill import BASELINE, Bench, arms, line
 
 from et_jax.control.budget import ConstantBudget, EntropyBudget
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, prompt_tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.engine import load
 
 SIZES = (64, 128, 256, 512)  # B_0, tokens
@@ -46,18 +42,10 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Parse the arguments, measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--text", type=Path, required=True, help="an archive of works, or a file of stories")
-    parser.add_argument("--rows", type=arguments.count(), default=40, help="rows of full context (default 40)")
-    parser.add_argument("--segment", type=arguments.count(), default=64, help="tokens of a segment (default 64)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "printed_budgets.json")
-    args = parser.parse_args()
-    try:
+    args = arguments.parser(__doc__, "model", "text", "rows", "segment", results="printed_budgets.json").parse_args()
+    with arguments.refusals("measure_printed_budgets"):
         model = load(args.model, dtype="float32", max_num_seqs=4)
         bench = Bench(model, args.text, args.rows, args.segment)
-    except UsageError as error:
-        sys.exit(f"measure_printed_budgets: {error}")
     lines = measure(bench)
     print(prompt_tables.printed_budgets(lines))
     settings = {"model": args.model, "text": args.text.name, "rows": args.rows, "segment": args.segment}

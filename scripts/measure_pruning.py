@@ -10,7 +10,6 @@ everything, by a fair coin. What entropy adds over a constant threshold, and ove
 at equal reading, by `measure_selection.py`.
 """
 
-import argparse
 import itertools
 import sys
 from typing import Any
@@ -21,16 +20,15 @@ from et_jax.control import clock, priority, select, tolerance, view
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, tables
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.arguments import DEPTHS
+from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.answers import Answer
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
 
-DEPTHS = 5
 PARTS = ("boxes", "last masses")  # of the alpha that presets take
 THETA = 0.05  # the presets' own, where the model is certain
 ALPHAS = {
@@ -95,25 +93,17 @@ def measure(model: Model, tasks: list[str], length: int, samples: int, seed: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", "samples", "seed", results="pruning.json")
     parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: all)")
     parser.add_argument(
         "--length", action="append", type=arguments.count(), help="repeatable (default 512, 1024, 2048)"
     )
-    parser.add_argument(
-        "--samples", type=arguments.count(), default=8, help=f"questions at each of {DEPTHS} depths (default 8)"
-    )
-    parser.add_argument("--seed", type=arguments.count(0), default=0)
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "pruning.json")
     args = parser.parse_args()
     lengths = args.length or [512, 1024, 2048]
-    try:
+    with arguments.refusals("measure_pruning"):
         model = load(args.model)
         tasks = args.task or list(TASKS)
         cases = [case for n in lengths for case in measure(model, tasks, n, args.samples, args.seed)]
-    except UsageError as error:
-        sys.exit(f"measure_pruning: {error}")
     print(tables.pruning(cases))
     settings = {"model": args.model, "lengths": lengths, "samples": args.samples, "seed": args.seed, "theta": THETA}
     write(args.output, "scripts/measure_pruning.py", settings, cases=cases)

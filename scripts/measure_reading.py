@@ -7,7 +7,6 @@ as many blocks as far from the other end. The question is prefilled with all ope
 and the answer's own: the tokens at which the answer is looked up.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -83,12 +82,10 @@ def measure(
 
 def main() -> None:
     """Parse the arguments, measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", "seed")
     parser.add_argument("--task", action="append", choices=TASKS, help="repeatable (default single_key and passkey)")
     parser.add_argument("--length", type=arguments.count(), default=512)
     parser.add_argument("--samples", type=arguments.count(), default=8, help="examples at each depth")
-    parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--haystack", type=Path, help="a text to hide answers in (default: invented sentences)")
     args = parser.parse_args()
     try:

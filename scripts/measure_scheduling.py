@@ -38,7 +38,7 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, misplaced, tables
 from et_jax.evidence.held_out import texts
-from et_jax.evidence.results import REPOSITORY, RESULTS, write
+from et_jax.evidence.results import REPOSITORY, write
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -306,8 +306,7 @@ def cases(model: Model, named: dict[str, Any], stretches: list[Stretch], loads: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", results="scheduling.json")
     parser.add_argument("--trace", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, default=TEXT, help="where the prompts are cut from")
     parser.add_argument("--own", nargs=2, metavar=("MODEL", "STORIES"), help="a model that ends its texts itself")
@@ -318,7 +317,6 @@ def main() -> None:
     parser.add_argument(
         "--longest", type=arguments.count(), nargs=2, default=[256, 200], help="prompt and answer, in tokens"
     )
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "scheduling.json")
     args = parser.parse_args()
     runs = [(args.model, path, read_text(args.text, "The text")) for path in args.trace]
     if args.own:

@@ -43,10 +43,9 @@ from et_jax.decode.prefill import prefill
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step, traffic
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import RESULTS, with_others, write
+from et_jax.evidence.results import with_others, write
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
@@ -331,23 +330,18 @@ def measure(name: str, text: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser = arguments.parser(__doc__, "case", "add", results="selection.json")
     parser.add_argument(
         "--selector", action="append", choices=list(SELECTORS), help="of the first table, repeatable (default: all)"
     )
     parser.add_argument("--page-size", type=arguments.count(), default=16)
     parser.add_argument("--rows", type=arguments.count(), default=8, help="rows of text at full context (default 8)")
-    parser.add_argument("--add", action="store_true", help="keep the other cases of the output file")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "selection.json")
     args = parser.parse_args()
     cases = []
-    try:
+    with arguments.refusals("measure_selection"):
         for name, text in args.case:
             cases.append(measure(name, Path(text), args))
             print(f"\n{tables.selectors(cases[-1:])}\n\n{tables.tolerances(cases[-1:])}", flush=True)
-    except UsageError as error:
-        sys.exit(f"measure_selection: {error}")
     if args.add:
         cases = with_others(args.output, cases)
     settings = {"page_size": args.page_size, "rows": args.rows, "shares": SHARES, "dtype": "float32", "seeds": SEEDS}

@@ -14,9 +14,7 @@ of the model alone: of one text at a time, and of eight side by side. Of either 
 is told whose mean entropy is at most the paper's bound.
 """
 
-import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,9 @@ from jaxtyping import Array, Float, Int
 from et_jax.control.controller import Controller
 from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, SwitchState
 from et_jax.decode.sampling import fold_key, plain, sample_token
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, tables
 from et_jax.evidence.held_out import cut, held_out_logits, texts
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve.completions import Completion
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -199,8 +196,7 @@ def measure(
 
 def main() -> None:
     """Parse the arguments, measure, print a table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser = arguments.parser(__doc__, "model", results="switching.json")
     parser.add_argument("--small", default="bundled-small")
     parser.add_argument("--text", type=Path, required=True, help="what the prompts are taken from: held-out works")
     parser.add_argument("--prompts", type=arguments.count(), default=40)
@@ -211,9 +207,8 @@ def main() -> None:
         "--samples", type=arguments.count(), default=8, help="questions of every task at each of 5 depths (default 8)"
     )
     parser.add_argument("--length", type=arguments.count(), default=512, help="tokens of a question (default 512)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "switching.json")
     args = parser.parse_args()
-    try:
+    with arguments.refusals("measure_switching"):
         sizes = {"max_model_len": max(2 * args.tokens, args.length + 128), "num_pages": 8000}
         models, single = (
             {
@@ -227,8 +222,6 @@ def main() -> None:
         prompts = cut(models["model"], str(args.text), texts(args.text), args.prompts, args.tokens)
         asked = grid(counter(models["model"]), list(TASKS), [args.length], depths=5, samples=args.samples)
         lines = measure(models, single, prompts, asked)
-    except UsageError as error:
-        sys.exit(f"measure_switching: {error}")
     print(tables.switching(lines, len(asked)))
     settings = {name: getattr(args, name) for name in ("model", "small", "prompts", "tokens", "samples", "length")}
     write(args.output, "scripts/measure_switching.py", settings, lines=lines, questions=len(asked))

@@ -11,7 +11,6 @@ table stand the distinct 3-grams of the text itself.
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from et_jax.control import guards, temperature, temperature_rules
 from et_jax.control.base import Law, TemperatureRule
 from et_jax.control.controller import Controller
 from et_jax.decode.request import request
-from et_jax.errors import UsageError
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.figures import FIGURES, pyplot, save
 from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import RESULTS, write
+from et_jax.evidence.results import write
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 
@@ -181,19 +179,16 @@ def plot(drawn: dict[str, Any], model: str, target: float, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("MODEL", "TEXT"))
+    parser = arguments.parser(__doc__, "case", "seed", results="temperature.json")
     parser.add_argument("--targets", type=float, nargs="+", default=[1.0, 2.0, 3.0], help="nats (default 1 2 3)")
     parser.add_argument("--prompts", type=arguments.count(), default=8, help="sequences, decoded together (default 8)")
     parser.add_argument("--tokens", type=arguments.count(), default=256, help="tokens of each (default 256)")
     parser.add_argument("--burn-in", type=arguments.count(0), default=32, help="first tokens left out (default 32)")
-    parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--plot", action="store_true", help="draw the first model to docs/figures/temperature.png")
     parser.add_argument("--plot-target", type=float, default=2.0, help="target of the figure (default 2)")
-    parser.add_argument("--output", type=arguments.output, default=RESULTS / "temperature.json")
     args = parser.parse_args()
     cases = []
-    try:
+    with arguments.refusals("measure_temperature"):
         for name, text in args.case:
             figures, drawn = measure(name, Path(text), args)
             for target in args.targets:
@@ -202,8 +197,6 @@ def main() -> None:
             cases.append(figures)
             if args.plot and len(cases) == 1:
                 plot(drawn, figures["model"], args.plot_target, FIGURES / "temperature.png")
-    except UsageError as error:
-        sys.exit(f"measure_temperature: {error}")
     names = ("prompts", "tokens", "burn_in", "seed")
     settings = {name: getattr(args, name) for name in names} | {"prompt_tokens": PROMPT, "clip": [LOW, HIGH]}
     write(args.output, "scripts/measure_temperature.py", settings | {"dtype": "float32"}, models=cases)

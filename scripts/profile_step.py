@@ -123,7 +123,7 @@ def measure(config: DecoderConfig, args: argparse.Namespace, dtype: str) -> dict
 
 def main() -> None:
     """Measure every batch and dtype and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--batch", type=arguments.count(), nargs="+", default=[2, 16], help="rows of a step (default 2 16)"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 from places import SHARED
 
@@ -84,6 +85,14 @@ def hardly_optimised():
     yield
     del os.environ[name.upper()]
     jax.config.update(name, False)
+
+
+@pytest.fixture
+def as_users_have_it():
+    """Without the run-time type checks of the test run, which would answer before the code does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 """What the arguments of scripts may be: checked as they are read, before a model is loaded."""
 
 import argparse
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from et_jax.errors import UsageError
+from et_jax.evidence.results import RESULTS
 from et_jax.io.files import check_writable
 
 _MOST = 2**31 - 1
@@ -44,3 +48,35 @@ def output(text: str) -> Path:
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(text)
+
+
+DEPTHS = 5  # in a text, at which questions are asked
+COMMON: dict[str, dict[str, Any]] = {
+    "model": {"default": "bundled"},
+    "text": {"type": Path, "required": True, "help": "an archive of works, or a file of stories"},
+    "case": {"nargs": 2, "action": "append", "required": True, "metavar": ("MODEL", "TEXT")},
+    "rows": {"type": count(), "default": 40, "help": "rows of full context (default 40)"},
+    "samples": {"type": count(), "default": 8, "help": f"questions at each of {DEPTHS} depths (default 8)"},
+    "segment": {"type": count(), "default": 64, "help": "tokens of a segment (default 64)"},
+    "seed": {"type": count(0), "default": 0},
+    "add": {"action": "store_true", "help": "keep the other cases of the output file"},
+}
+
+
+def parser(description: str | None, *common: str, results: str | None = None) -> argparse.ArgumentParser:
+    """Return a script's parser, with these arguments of `COMMON`, and `--output` where it has a file of results."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in common:
+        made.add_argument(f"--{name}", **COMMON[name])
+    if results is not None:
+        made.add_argument("--output", type=output, default=RESULTS / results)
+    return made
+
+
+@contextlib.contextmanager
+def refusals(script: str) -> Iterator[None]:
+    """End `script` with the sentence of a UsageError."""
+    try:
+        yield
+    except UsageError as error:
+        sys.exit(f"{script}: {error}")

@@ -6,17 +6,21 @@ once: a token's keys and values depend on the tokens before it and on what they 
 """
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.compression import Compression, Entries, Latent, attention_mass, kept
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
 from et_jax.types import pytree
+
+_TEXTS = 4  # read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +133,38 @@ def continued(
         return Continued(log_probs=jax.nn.log_softmax(logits[0]), entries=jnp.stack(held))
 
     return jax.lax.map(one, (text, at, end))
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A compression of each text at a token of its own, `count` tokens read on, and judged from the `judged`-th on."""
+
+    how: Compression
+    at: Int[np.ndarray, " q"]
+    count: int
+    judged: int = 0
+
+
+def read_on(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[np.ndarray, "q t"],
+    end: Int[np.ndarray, " q"],
+    ways: dict[Any, Way],
+    page_size: int,
+) -> Iterator[tuple[slice, Texts, Iterator[tuple[Any, Continued]]]]:
+    """Yield some texts at a time: which, what dense reading makes of them, and by name what follows in each way."""
+    for begin in range(0, len(tokens), _TEXTS):
+        part = slice(begin, begin + _TEXTS)
+        dense = texts(config, params, jnp.asarray(tokens[part]))
+
+        def follow(part: slice = part, dense: Texts = dense) -> Iterator[tuple[Any, Continued]]:
+            for name, way in ways.items():
+                points = jnp.asarray(way.at[part]), jnp.asarray(end[part])
+                sizes = {"count": way.count, "page_size": page_size}
+                yield name, continued(config, params, dense, *points, way.how, **sizes)
+
+        yield part, dense, follow()
 
 
 def _entries(

@@ -9,14 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jaxtyping import config
 
 from et_jax.control.temperature import Thermostat
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("hardly_optimised")
+pytestmark = pytest.mark.usefixtures("as_users_have_it", "hardly_optimised")
 
 BRIEF = SamplingParams(max_tokens=2)
 
@@ -24,14 +23,6 @@ BRIEF = SamplingParams(max_tokens=2)
 @pytest.fixture(scope="module")
 def model():
     return engine.load(max_num_seqs=3, max_model_len=64, prefill_batch=16)
-
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """Without the run-time type checks of the test run, which would answer before the code does."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
 
 
 class Text(str):

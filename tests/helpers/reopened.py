@@ -22,3 +22,12 @@ def reopened(
     if config is None:
         other._decoders = model._decoders
     return other
+
+
+def assert_balanced(model: engine.Model) -> None:
+    """Nothing runs, and every page is back once no prefix is kept."""
+    for replica in model.replicas().replicas:
+        replica.forget_prefixes()
+        table = replica.device.state.table
+        assert replica.idle and int(table.num_free) == model.decoder_config.num_pages - 1
+        assert replica.pool.num_free == int(table.num_free) and not table.references.any()

@@ -24,12 +24,13 @@ POOL = 25  # 24 pages for three slots of up to sixteen blocks
 MODEL = dataclasses.replace(SMALL, max_positions=LENGTH)
 VOCABULARY = MODEL.vocab_size
 NARROW = dataclasses.replace(MODEL, windows=(6, None))
+OTHER = dataclasses.replace(MODEL, num_layers=1, num_heads=2, num_kv_heads=1)
 
 
 @functools.cache
-def weights(dtype=jnp.float32):
+def weights(dtype=jnp.float32, model=MODEL):
     """Random weights, larger than a model's first ones so that attention shows in the logits."""
-    drawn = initialise(MODEL, jax.random.key(0), dtype)
+    drawn = initialise(model, jax.random.key(int(model == OTHER)), dtype)
     return jax.tree.map(lambda x: x * jnp.asarray(8 if x.ndim > 1 else 1, dtype), drawn)
 
 

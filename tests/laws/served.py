@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 from capabilities import Capability
+from reopened import assert_balanced as assert_pages_back
+from small_model import same_bits
 
 from et_jax.decode.request import request
 from et_jax.decode.sampling import plain
@@ -108,12 +109,6 @@ def bits(done: list[Completion]) -> list:
     ]
 
 
-def same_bits(one, other) -> bool:
-    """Whether two trees of arrays are equal to the last bit."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
-
-
 def assert_balanced(model: Model) -> None:
     """Nothing runs or waits, what was asked for is forgotten, and every page is back once no prefix is kept."""
     for replica in model.replicas().replicas:
@@ -123,7 +118,4 @@ def assert_balanced(model: Model) -> None:
         assert same_bits(state.sampling, plain(state.active.shape))
         table = jax.device_get(replica.device.state.table)
         assert not table.num_blocks.any() and (table.references > 0).sum() == replica.pool.num_kept
-        replica.forget_prefixes()
-        table = jax.device_get(replica.device.state.table)
-        free = model.decoder_config.num_pages - 1  # page 0 is nobody's
-        assert int(table.num_free) == free == replica.pool.num_free and not table.references.any()
+    assert_pages_back(model)

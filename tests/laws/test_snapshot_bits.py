@@ -2,7 +2,8 @@
 
 import jax
 import numpy as np
-from served import begun, same_bits
+from served import begun
+from small_model import same_bits
 
 from et_jax.decode import snapshots
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import config
 
 import et_jax.control
 from et_jax import evaluate, generate
@@ -44,12 +43,7 @@ HOSTILE = [
 PARAMS = SamplingParams()
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """Without the run-time type checks of the test run, which would answer before the code does."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def made(make: Callable[[], Any], kind: type[ValueError], what: str) -> Any:

@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_model import CHUNK, LENGTH, MODEL, NARROW, PROMPTS, VOCABULARY, configuration, fill, same_bits, weights
+from small_model import (
+    CHUNK,
+    LENGTH,
+    MODEL,
+    NARROW,
+    OTHER,
+    PROMPTS,
+    VOCABULARY,
+    configuration,
+    fill,
+    same_bits,
+    weights,
+)
 
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
@@ -26,7 +38,6 @@ from et_jax.decode.draft import Drafting, Drafts, by_acceptance, laid_out, looku
 from et_jax.decode.extend import catch_up
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
-from et_jax.models.transformer import initialise
 from et_jax.models.weights import Dense
 from et_jax.types import replace
 
@@ -118,14 +129,7 @@ LIMIT = 20
 
 def given_to(d):
     """The weights that a decoder runs on: a small model of the model's own shape has its weights too."""
-    if d.config.small is None:
-        return (weights(),)
-    return weights(), weights() if d.config.small == MODEL else other_weights()
-
-
-@functools.cache
-def other_weights():
-    return jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, initialise(OTHER, jax.random.key(1), jnp.float32))
+    return tuple(weights(model=model) for model in (MODEL, d.config.small) if model is not None)
 
 
 def begun(d, params, **asked):
@@ -173,7 +177,6 @@ FOUR = Drafting(most=4, length=FixedLength())
 NONSENSE = Drafting(most=4, length=FixedLength(), drafter=garbage)
 BY_MODEL = Drafting(most=4, length=FixedLength(), drafter=None)
 BY_TURNS = Drafting(most=4, length=AcceptanceLength(retry=4), drafter=None)
-OTHER = dataclasses.replace(MODEL, num_layers=1, num_heads=2, num_kv_heads=1)
 DRAFTERS = {
     "lookup": (FOUR, None),
     "garbage": (NONSENSE, None),
@@ -280,7 +283,7 @@ def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
     rows = jnp.asarray([slot, 0])
     after, chunks, _ = catch_up(
         d.config.plants[1],
-        other_weights(),
+        weights(model=OTHER),
         small,
         rows,
         state.table.pages[rows],

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PROMPTS, configuration, dense, fill, given, same_bits, weights
+from small_model import MODEL, OTHER, PROMPTS, configuration, dense, fill, given, same_bits, weights
 
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
@@ -17,9 +17,7 @@ from et_jax.control.switch import MODEL as LARGE
 from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.decode import decoder as decoding
 from et_jax.decode.request import request
-from et_jax.models.transformer import initialise
 
-OTHER = dataclasses.replace(MODEL, num_layers=1, num_heads=2, num_kv_heads=1)
 LIMIT = 20
 SWITCHES = {
     "printed": AsPrinted(4.17, window=3, least=2),
@@ -27,10 +25,8 @@ SWITCHES = {
 }
 
 
-@functools.cache
 def pair() -> tuple:
-    drawn = initialise(OTHER, jax.random.key(1), jnp.float32)
-    return weights(), jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, drawn)
+    return weights(), weights(model=OTHER)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """A cache budget in the engine: texts that no company changes, pages that balance, refusals in a sentence."""
 
 import pytest
-from reopened import SIZES, reopened
+from reopened import SIZES, assert_balanced, reopened
 
 from et_jax.control.budget import ConstantBudget
 from et_jax.control.compression import named
@@ -49,14 +49,6 @@ def text_of(completion: Completion):
     """All of a completion but what its company may change, its cost."""
     held = [row.blocks_held for row in completion.trace]
     return completion.text, completion.token_ids, completion.finish_reason, held, completion.tokens_left_out
-
-
-def assert_balanced(model: engine.Model) -> None:
-    for replica in model.replicas().replicas:
-        replica.forget_prefixes()
-        table = replica.device.state.table
-        assert replica.idle and int(table.num_free) == model.decoder_config.num_pages - 1
-        assert replica.pool.num_free == int(table.num_free) and not table.references.any()
 
 
 def test_texts_are_the_same_alone_in_company_and_when_preempted(model):

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from reopened import SIZES
+from reopened import SIZES, assert_balanced
 
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
@@ -49,12 +49,6 @@ def all_but_costs(completion: Completion):
 def opened(control: str, **settings) -> engine.Model:
     chosen = "off" if control == "off" else preset(control, target_entropy=2.0)
     return engine.load(**(SIZES | {"max_model_len": 192, "control": chosen} | settings))
-
-
-def assert_balanced(model: engine.Model) -> None:
-    for replica in model.replicas().replicas:
-        replica.forget_prefixes()
-        assert replica.idle and int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import jax
 import pytest
-from jaxtyping import config
 
 from et_jax.control.controller import Controller
 from et_jax.control.presets import PRESETS, Off, preset
@@ -14,13 +13,7 @@ from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
 from et_jax.types import replace
 
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """Without the run-time type checks of the test run, which would answer before the code does."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 GIVEN = {"tolerance": 0.02, "min_blocks": 5, "window": 32}

@@ -1,12 +1,11 @@
 """What goes with what: every row of the table is met, and no setting that is taken does nothing."""
 
-import dataclasses
 import itertools
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from small_model import LENGTH, MODEL
+from small_model import LENGTH, MODEL, OTHER
 
 from et_jax import evaluate, generate
 from et_jax.control.budget import ConstantBudget
@@ -23,7 +22,6 @@ from et_jax.serve.config import EngineConfig
 from et_jax.serve.sizing import beside, decoder_config
 from et_jax.types import replace
 
-OTHER = dataclasses.replace(MODEL, num_layers=1, num_heads=2, num_kv_heads=1)
 LAW = ConstantBudget(tokens=16, segment=16, dense_until=16)
 SETS_TOLERANCE = Controller(law=lambda signals, state: replace(state, tolerance=0.1 * signals.entropy))
 SETS_HEAT = Controller(law=lambda signals, state: replace(state, temperature=0.1 + signals.entropy))

@@ -5,7 +5,6 @@ import inspect
 from pathlib import Path
 
 import pytest
-from jaxtyping import config
 
 from et_jax import generate
 from et_jax.control.presets import preset
@@ -16,12 +15,7 @@ from et_jax.serve.engine import load
 SIZES = ("page_size", "max_model_len", "num_pages", "max_num_seqs", "max_resident_seqs", "prefill_batch", "replicas")
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """Without the run-time type checks of the test run, which would answer before the code does."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def test_load_takes_every_setting_under_its_name_with_its_default():

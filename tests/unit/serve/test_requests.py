@@ -7,18 +7,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import config
 
 from et_jax.errors import UsageError
 from et_jax.serve.requests import MAX_N, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS, GenerationRequest, SamplingParams
 
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """Without the run-time type checks of the test run, which would answer before the code does."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 class Strange:
