@@ -33,6 +33,7 @@ class Chip:
 class Decoding:
     """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
 
+    num_layers: of the model, and of the small one.
     control: the preset it reads by; with "off" no page has a summary.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
     drafts: tokens drafted for a sequence in a step at most.
@@ -48,6 +49,7 @@ class Decoding:
     num_slots: int
     max_length: int
     prefill_batch: int
+    num_layers: int = 2
     control: str = "off"
     small: dict[str, Any] | None = None
     drafts: int = 0
@@ -104,7 +106,26 @@ LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_d
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # by XLA the small one takes the same path
-    Decoding(name="llama3_8b", model=LLAMA3_8B, num_slots=16, max_length=32768, prefill_batch=512, by_xla=False),
+    Decoding(
+        name="llama3_8b",
+        model=LLAMA3_8B,
+        num_slots=16,
+        max_length=32768,
+        prefill_batch=512,
+        by_xla=False,
+        seldom=("TPU v6e", "H200"),  # which take its full depth
+    ),
+    Decoding(
+        name="llama3_8b, 32 layers",
+        model=LLAMA3_8B,
+        num_slots=4,
+        max_length=8192,
+        prefill_batch=512,
+        num_layers=32,
+        functions=("decode", "prefill"),
+        by_xla=False,
+        seldom=("TPU v5e",),  # whose memory does not hold its weights
+    ),
     Decoding(
         name="adaptive",
         model=LLAMA3_8B,

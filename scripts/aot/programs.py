@@ -261,8 +261,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         None
         if shape is None
         else ModelConfig(
-            num_layers=2,
-            windows=(None, None),
+            num_layers=decoding.num_layers,
+            windows=(None,) * decoding.num_layers,
             max_positions=decoding.max_length,
             norm_eps=1e-5,
             rope_theta=500000.0,
@@ -289,7 +289,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
         small=small,
         compression=None if budget is None else named("latent", budget, every=budget // 4),
-        calibration=Calibration(sensitivity=Table(np.ones((2, model.num_kv_heads, model.group_size), np.float32))),
+        calibration=Calibration(
+            sensitivity=Table(np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32))
+        ),
     )
     weights = tuple(abstract(one, jnp.bfloat16) for one in (model, small) if one is not None)
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
