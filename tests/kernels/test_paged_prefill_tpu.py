@@ -9,8 +9,8 @@ from absent_tpu import lower, strictly
 from ladder import as_bytes, results
 from test_paged_prefill import NAMED, assert_equals_reference, listing_every_block, with_nan_beyond_the_lists
 
+from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_prefill import tpu
-from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 
