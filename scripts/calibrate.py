@@ -13,9 +13,9 @@ model's training, any other file its stories.
 import sys
 from pathlib import Path
 
-from et_jax.control.calibration import fit_temperature, negative_log_likelihood
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments
+from et_jax.evidence.calibration import fit_temperature, negative_log_likelihood
 from et_jax.evidence.held_out import cut, held_out_logits, texts
 from et_jax.evidence.sensitivity import head_sensitivity
 from et_jax.io.files import check_writable

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from et_jax.control import entropy
-from et_jax.control.calibration import fit_temperature
 from et_jax.evidence import arguments, tables
+from et_jax.evidence.calibration import fit_temperature
 from et_jax.evidence.held_out import held_out_logits, rows
 from et_jax.evidence.results import write
 from et_jax.serve.engine import load

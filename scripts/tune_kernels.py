@@ -47,13 +47,17 @@ class Candidate:
 
 
 def module(op: str, backend: str) -> Any:
-    """Return an op's module for a backend, or its list of shapes."""
+    """Return an op's module for a backend."""
     return importlib.import_module(f"et_jax.pallas.{FOLDERS[op]}.{backend}")
+
+
+def _shapes(op: str) -> Any:
+    return importlib.import_module(f"et_jax.evidence.kernel_shapes.{FOLDERS[op]}")
 
 
 def named_shapes(op: str, names: list[str]) -> list[Any]:
     """Return the named shapes, or those that are run on an accelerator."""
-    shapes = module(op, "shapes").SHAPES
+    shapes = _shapes(op).SHAPES
     return [shape for shape in shapes if (shape.name in names if names else not shape.tested)]
 
 
@@ -145,7 +149,7 @@ def tune(op: str, backend: str, shape: Any, rounds: int) -> dict[str, Any] | Non
     """Return the key of a shape, the rule's settings, the best ones, and their figures; None where it is refused."""
     kernel = partial(getattr(module(op, backend), op), **shape.settings)
     taken = inspect.signature(kernel).parameters
-    arguments = {name: x for name, x in module(op, "shapes").example(shape).items() if name in taken and x is not None}
+    arguments = {name: x for name, x in _shapes(op).example(shape).items() if name in taken and x is not None}
     print(f"{op}/{backend} {shape.name}")
     try:
         key, by_rule = rule_of(kernel, arguments)

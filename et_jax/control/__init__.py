@@ -11,5 +11,4 @@ segment, budget                what of a prompt is seen, and read, segment by se
 controller                     laws put together
 presets, preset_laws           controllers by name, their knobs and what they are made of
 settings                       numbers of a controller changed by name, for one request
-calibration                    the temperature at which probabilities mean what they say
 """

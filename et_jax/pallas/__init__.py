@@ -1,4 +1,4 @@
-"""Kernels: one folder each, with api, reference, xla, gpu, tpu and shapes.
+"""Kernels: one folder each, with api, reference, xla, gpu and tpu.
 
 paged_attention, paged_prefill, block_scores
 backend, tuned                 which one serves a device, and settings measured on it

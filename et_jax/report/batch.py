@@ -17,7 +17,8 @@ import numpy as np
 
 from et_jax.errors import UsageError
 from et_jax.io.known import told
-from et_jax.report.figures import BLUE, GREEN, PURPLE, WARM, Figure, of_completion, plain
+from et_jax.report.drawing import BLUE, GREEN, PURPLE, WARM, Figure, axis, chart, plain
+from et_jax.report.figures import of_completion
 from et_jax.report.page import Decode, Section, Table, facts_of, write_page
 from et_jax.serve.completions import Completion
 
@@ -273,16 +274,14 @@ class _Spread:
                 title=f"{measure.name[0].upper()}{measure.name[1:]} of requests",
                 caption="How many requests have how much.",
                 words=f"{len(values)} requests, {least:.3g} to {greatest:.3g} {measure.unit}, median {middle:.3g}.",
-                spec={
-                    "height": 160,
-                    "mark": {"type": "bar", "tooltip": True},
-                    "encoding": {
-                        "x": {"field": label, "type": "quantitative", "bin": {"binned": True}, "title": label},
-                        "x2": {"field": "to"},
-                        "y": {"field": "requests", "type": "quantitative"},
-                        "color": {"value": measure.colour},
-                    },
-                },
+                spec=chart(
+                    "bar",
+                    160,
+                    x=axis(label, bin={"binned": True}, title=label),
+                    x2={"field": "to"},
+                    y=axis("requests"),
+                    color={"value": measure.colour},
+                ),
                 columns={label: plain(edges[:-1]), "to": plain(edges[1:]), "requests": counts.tolist()},
             )
 
@@ -297,15 +296,14 @@ class _Spread:
             caption=f"A dot is a request: the entropy that it resolved, against the bytes that this took.{few}",
             words=f"{told(sum(self._time), ',.1f')} nats for {told(sum(self._cost), ',.1f')} MB moved by "
             f"{len(self._time)} requests.",
-            spec={
-                "height": 260,
-                "mark": {"type": "point", "filled": True, "opacity": 0.6, "tooltip": True},
-                "encoding": {
-                    "x": {"field": "cost (MB moved)", "type": "quantitative"},
-                    "y": {"field": "entropic time (nats)", "type": "quantitative"},
-                    "color": {"value": PURPLE},
-                },
-            },
+            spec=chart(
+                "point",
+                260,
+                mark={"filled": True, "opacity": 0.6},
+                x=axis("cost (MB moved)"),
+                y=axis("entropic time (nats)"),
+                color={"value": PURPLE},
+            ),
             columns={
                 "line": self._numbers[chosen],
                 "cost (MB moved)": plain(np.array(self._cost)[chosen]),

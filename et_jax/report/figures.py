@@ -1,42 +1,34 @@
-"""The figures of a report, as Vega-Lite specifications over columns of plain numbers.
+"""The figures of one continuation: what was measured of its tokens."""
 
-Where there are more tokens than a screen has points, a point stands for several of them: it has their mean, and a band
-from the least to the greatest where that says more.
-"""
-
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from et_jax.io.known import known, ratio, told
+from et_jax.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    HEIGHT,
+    LEGEND,
+    MOST_POINTS,
+    PURPLE,
+    WARM,
+    Figure,
+    axis,
+    band,
+    binned,
+    chart,
+    groups,
+    lines,
+    over_tokens,
+    plain,
+    shade,
+)
 from et_jax.serve.completions import Completion, TokenTrace
 
-MOST_POINTS = 1500  # of a line: about two to a pixel of a wide screen
 MOST_MOMENTS = 120  # columns of a heat map over tokens
-_HEIGHT = 220  # pixels
-_LEGEND = {"title": None, "orient": "top"}
-# Colours are names that the page resolves, one set for a light screen and one for a dark one.
-WARM, GREY, BLUE, GREEN, PURPLE = "$warm", "$grey", "$blue", "$green", "$purple"
-
-Columns = Mapping[str, Sequence[Any]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One figure: its title, a sentence on how to read it, what it shows in words, and the drawing.
-
-    `columns` are the data that `spec` calls by the name `table`. `by_token` tells that x counts tokens.
-    """
-
-    title: str
-    caption: str
-    words: str
-    spec: Mapping[str, Any]
-    columns: Columns
-    by_token: bool = False
 
 
 def of_completion(completion: Completion) -> list[Figure]:
@@ -46,49 +38,19 @@ def of_completion(completion: Completion) -> list[Figure]:
     return [figure for figure in [*found, _drafts(rows), _speakers(rows), _guards(rows)] if figure is not None]
 
 
-def binned(values: Float[np.ndarray, " n"], most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return where each of at most `most` equal groups of values is (from 1, its middle), its mean, least, greatest.
-
-    Values that are not known, NaN, count for nothing; a group of them alone is NaN.
-    """
-    size = -(-len(values) // most)
-    groups = -(-len(values) // size)
-    padded = np.full(groups * size, np.nan)
-    padded[: len(values)] = values
-    grouped = padded.reshape(groups, size)
-    known = ~np.isnan(grouped)
-    count = known.sum(axis=1)
-    mean = np.where(count > 0, np.where(known, grouped, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
-    least = np.where(count > 0, np.where(known, grouped, np.inf).min(axis=1), np.nan)
-    greatest = np.where(count > 0, np.where(known, grouped, -np.inf).max(axis=1), np.nan)
-    start = np.arange(groups) * size
-    middle = (start + 1 + np.minimum(start + size, len(values))) / 2
-    return middle, mean, least, greatest
-
-
-def plain(values: np.ndarray) -> list[float | None]:
-    """Return numbers for JSON, to five figures; None for those that are not known."""
-    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.astype(np.float64)]
-
-
 def _entropy(rows: Sequence[TokenTrace]) -> Figure:
     token, mean, least, greatest = binned(np.array([row.entropy for row in rows]), MOST_POINTS)
     surprisal = binned(np.array([row.surprisal for row in rows]), MOST_POINTS)[1]
-    columns = {
-        "token": plain(token),
-        "entropy": plain(mean),
-        "least": plain(least),
-        "greatest": plain(greatest),
-        "surprisal": plain(surprisal),
-    }
-    lines = _lines({"surprisal": GREY, "entropy": WARM}, points=["surprisal"])
-    band = [_band(WARM)] if len(token) < len(rows) else []
+    columns = {"token": plain(token), "entropy": plain(mean), "least": plain(least), "greatest": plain(greatest)}
+    columns["surprisal"] = plain(surprisal)
+    drawn = lines({"surprisal": GREY, "entropy": WARM}, points=["surprisal"])
+    area = [band(WARM)] if len(token) < len(rows) else []
     return Figure(
         title="Entropy and surprisal",
         caption=f"Entropy of the next token, and the surprisal of the one that was taken, in nats.{_grouped(rows)}",
         words=f"Entropy by token: {_told([row.entropy for row in rows])} nats. "
         f"Surprisal: {_told([row.surprisal for row in rows])} nats.",
-        spec=_over_tokens([*band, *lines], "nats", len(rows)),
+        spec=over_tokens([*area, *drawn], "nats", len(rows)),
         columns=columns,
         by_token=True,
     )
@@ -96,18 +58,13 @@ def _entropy(rows: Sequence[TokenTrace]) -> Figure:
 
 def _temperature(rows: Sequence[TokenTrace]) -> Figure:
     token, mean, least, greatest = binned(np.array([row.temperature for row in rows]), MOST_POINTS)
-    columns = {
-        "token": plain(token),
-        "temperature": plain(mean),
-        "least": plain(least),
-        "greatest": plain(greatest),
-    }
-    band = [_band(BLUE)] if len(token) < len(rows) else []
+    columns = {"token": plain(token), "temperature": plain(mean), "least": plain(least), "greatest": plain(greatest)}
+    area = [band(BLUE)] if len(token) < len(rows) else []
     return Figure(
         title="Temperature",
         caption=f"The temperature that each token was sampled at; 0 is greedy.{_grouped(rows)}",
         words=f"Temperature by token: {_told([row.temperature for row in rows])}.",
-        spec=_over_tokens([*band, *_lines({"temperature": BLUE})], "temperature", len(rows)),
+        spec=over_tokens([*area, *lines({"temperature": BLUE})], "temperature", len(rows)),
         columns=columns,
         by_token=True,
     )
@@ -126,19 +83,13 @@ def _reading(rows: Sequence[TokenTrace]) -> Figure:
         colours["attention mass kept"] = PURPLE
         words += f" Attention mass kept: {_told([row.kept_mass for row in rows])}."
         caption += " The mass kept is what the bound proves, or what was measured."
-    spec = _over_tokens(_lines(colours), "share", len(rows))
+    spec = over_tokens(lines(colours), "share", len(rows))
     spec["encoding"]["y"]["scale"] = {"domain": [0, 1]}
     if any(known):
         level = [np.nan if row.attention_entropy is None else row.attention_entropy for row in rows]
         words += f" Entropy of attention, from 0 to 1: {_told(np.array(level)[known])}."
-    return Figure(
-        title="Blocks read",
-        caption=caption + _grouped(rows),
-        words=words,
-        spec=spec,
-        columns=columns,
-        by_token=True,
-    )
+    caption += _grouped(rows)
+    return Figure(title="Blocks read", caption=caption, words=words, spec=spec, columns=columns, by_token=True)
 
 
 def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
@@ -153,21 +104,16 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
     )
     mean = np.nanmean(shares, axis=0)
     layer, head = (index.ravel().tolist() for index in np.indices(mean.shape))
+    height = max(HEIGHT // 2, min(18 * layers, 2 * HEIGHT))
     by_head = Figure(
         title="Blocks read, by layer and KV head",
         caption="The share of its blocks that each KV head of each layer read, in the mean over the tokens.",
         words=f"Share of blocks read by {layers} layers of {heads} KV heads: {_told(mean.ravel())}; "
         f"most by layer {np.unravel_index(mean.argmax(), mean.shape)[0]}, "
         f"least by layer {np.unravel_index(mean.argmin(), mean.shape)[0]}.",
-        spec={
-            "height": max(_HEIGHT // 2, min(18 * layers, 2 * _HEIGHT)),
-            "mark": {"type": "rect", "tooltip": True},
-            "encoding": {
-                "x": {"field": "KV head", "type": "ordinal", "axis": {"labelAngle": 0}},
-                "y": {"field": "layer", "type": "ordinal"},
-                "color": _shade("share of blocks read"),
-            },
-        },
+        spec=chart(
+            "rect", height, x=groups("KV head"), y=axis("layer", "ordinal"), color=shade("share of blocks read")
+        ),
         columns={"layer": layer, "KV head": head, "share of blocks read": plain(mean.ravel())},
     )
     moments = np.array([binned(shares[:, i].mean(axis=1), MOST_MOMENTS)[1] for i in range(layers)])
@@ -180,16 +126,14 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
         + (f"; a column is {size} tokens." if size > 1 else "."),
         words=f"Share of blocks read by {layers} layers over {len(rows)} tokens: "
         f"{_told(moments[layer_of, column_of])}.",
-        spec={
-            "height": max(_HEIGHT // 2, min(18 * layers, 2 * _HEIGHT)),
-            "mark": {"type": "rect", "tooltip": True},
-            "encoding": {
-                "x": {"field": "token", "type": "quantitative", "scale": {"nice": False}, "title": "token"},
-                "x2": {"field": "to"},
-                "y": {"field": "layer", "type": "ordinal"},
-                "color": _shade("share of blocks read"),
-            },
-        },
+        spec=chart(
+            "rect",
+            height,
+            x=axis("token", scale={"nice": False}, title="token"),
+            x2={"field": "to"},
+            y=axis("layer", "ordinal"),
+            color=shade("share of blocks read"),
+        ),
         columns={
             "token": start.tolist(),
             "to": (start + size).tolist(),
@@ -210,16 +154,13 @@ def _progress(rows: Sequence[TokenTrace]) -> Figure:
         caption="Entropy resolved so far, in nats by the clock of the run, against the bytes that this took.",
         words=f"{told(time[-1], ',.1f')} nats for {told(moved[-1], ',.1f')} MB moved, "
         f"{told(ratio(float(time[-1]), float(moved[-1])), '.3g')} nats a MB.",
-        spec={
-            "height": _HEIGHT,
-            "mark": {"type": "line", "tooltip": True},
-            "encoding": {
-                "x": {"field": "cost (MB moved)", "type": "quantitative"},
-                "y": {"field": "entropic time (nats)", "type": "quantitative"},
-                "order": {"field": "cost (MB moved)", "type": "quantitative"},
-                "color": {"value": PURPLE},
-            },
-        },
+        spec=chart(
+            "line",
+            x=axis("cost (MB moved)"),
+            y=axis("entropic time (nats)"),
+            order=axis("cost (MB moved)"),
+            color={"value": PURPLE},
+        ),
         columns={"cost (MB moved)": plain(moved[chosen]), "entropic time (nats)": plain(time[chosen])},
     )
 
@@ -244,15 +185,7 @@ def _drafts(rows: Sequence[TokenTrace]) -> Figure | None:
         words=f"{sum(accepted)} of {drafted} drafted tokens accepted in {len(accepted)} steps: "
         + ", ".join(f"{steps[count]} steps accepted {count}" for count in range(most + 1) if steps[count])
         + ".",
-        spec={
-            "height": _HEIGHT,
-            "mark": {"type": "bar", "tooltip": True},
-            "encoding": {
-                "x": {"field": "accepted in a step", "type": "ordinal", "axis": {"labelAngle": 0}},
-                "y": {"field": "steps", "type": "quantitative"},
-                "color": {"value": GREEN},
-            },
-        },
+        spec=chart("bar", x=groups("accepted in a step"), y=axis("steps"), color={"value": GREEN}),
         columns={"accepted in a step": list(range(most + 1)), "steps": steps},
     )
 
@@ -269,35 +202,21 @@ def _speakers(rows: Sequence[TokenTrace]) -> Figure | None:
         else:
             turns.append((i, i + 1, who))
     small = sum(row.by_small is True for row in rows)
+    starts, ends, speakers = zip(*turns, strict=True)
+    scale = {"domain": ["model", "small model"], "range": [GREEN, PURPLE]}
     return Figure(
         title="Which model spoke",
         caption="Which of the two models said each token.",
         words=f"The small model said {small} of {len(rows)} tokens, in {len(turns)} turns of the two.",
-        spec={
-            "height": 70,
-            "mark": {"type": "rect", "tooltip": True},
-            "encoding": {
-                "x": {
-                    "field": "from",
-                    "type": "quantitative",
-                    "scale": {"domain": [1, len(rows) + 1], "nice": False},
-                    "title": "token",
-                },
-                "x2": {"field": "to"},
-                "y": {"field": "said by", "type": "nominal", "title": None},
-                "color": {
-                    "field": "said by",
-                    "type": "nominal",
-                    "scale": {"domain": ["model", "small model"], "range": [GREEN, PURPLE]},
-                    "legend": None,
-                },
-            },
-        },
-        columns={
-            "from": [turn[0] for turn in turns],
-            "to": [turn[1] for turn in turns],
-            "said by": [turn[2] for turn in turns],
-        },
+        spec=chart(
+            "rect",
+            70,
+            x=axis("from", scale={"domain": [1, len(rows) + 1], "nice": False}, title="token"),
+            x2={"field": "to"},
+            y=axis("said by", "nominal", title=None),
+            color=axis("said by", "nominal", scale=scale, legend=None),
+        ),
+        columns={"from": list(starts), "to": list(ends), "said by": list(speakers)},
     )
 
 
@@ -312,19 +231,9 @@ def _guards(rows: Sequence[TokenTrace]) -> Figure | None:
         columns["token"] += plain(token)
         columns["share of tokens flagged"] += plain(mean)
         columns["guard"] += [name.replace("_", " ")] * len(token)
-    line = {
-        "mark": "line",
-        "encoding": {
-            "y": {"field": "share of tokens flagged"},
-            "color": {
-                "field": "guard",
-                "type": "nominal",
-                "scale": {"range": [WARM, BLUE, GREEN, PURPLE]},
-                "legend": _LEGEND,
-            },
-        },
-    }
-    spec = _over_tokens([line], "share of tokens so far", len(rows))
+    colour = axis("guard", "nominal", scale={"range": [WARM, BLUE, GREEN, PURPLE]}, legend=LEGEND)
+    line = {"mark": "line", "encoding": {"y": {"field": "share of tokens flagged"}, "color": colour}}
+    spec = over_tokens([line], "share of tokens so far", len(rows))
     spec["encoding"]["y"]["scale"] = {"domain": [0, 1]}
     last = {name: f"{told(100 * rate, '.0f')}%" for name, rate in rows[-1].guard_rates.items()}
     return Figure(
@@ -335,50 +244,6 @@ def _guards(rows: Sequence[TokenTrace]) -> Figure | None:
         columns=columns,
         by_token=True,
     )
-
-
-def _over_tokens(layers: list[dict[str, Any]], title: str, tokens: int) -> dict[str, Any]:
-    """A drawing of layers over tokens, with a rule at the token that is looked at: the signal `at`."""
-    x = {"field": "token", "type": "quantitative", "title": "token"}
-    rule = {
-        "mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.8},
-        "data": {"values": [{}]},
-        "encoding": {"x": {"datum": {"expr": "at"}}},
-    }
-    return {
-        "height": _HEIGHT,
-        "params": [{"name": "at", "value": 1}],
-        "encoding": {
-            "x": x | {"scale": {"domain": [1, max(tokens, 2)], "nice": False}},
-            "y": {"type": "quantitative", "title": title},
-        },
-        "layer": [*layers, rule],
-    }
-
-
-def _lines(colours: Mapping[str, str], points: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """A line for each column in its colour, dots for those of `points`, with one legend for all."""
-    scale = {"domain": list(colours), "range": list(colours.values())}
-    legend = _LEGEND if len(colours) > 1 else None
-    dots = {"type": "point", "filled": True, "size": 14, "opacity": 0.7, "clip": True}
-    return [
-        {
-            "mark": dots if name in points else {"type": "line", "clip": True, "strokeWidth": 1.5},
-            "encoding": {"y": {"field": name}, "color": {"datum": name, "scale": scale, "legend": legend}},
-        }
-        for name in colours
-    ]
-
-
-def _band(colour: str) -> dict[str, Any]:
-    return {
-        "mark": {"type": "area", "opacity": 0.25, "clip": True, "color": colour},
-        "encoding": {"y": {"field": "least"}, "y2": {"field": "greatest"}},
-    }
-
-
-def _shade(field: str) -> dict[str, Any]:
-    return {"field": field, "type": "quantitative", "scale": {"domain": [0, 1], "scheme": "$heat"}, "title": "share"}
 
 
 def _grouped(rows: Sequence[TokenTrace]) -> str:

@@ -16,7 +16,8 @@ from et_jax.errors import UsageError
 from et_jax.io import html, values
 from et_jax.io.files import check_writable, replace_file
 from et_jax.io.known import known_or_none, told
-from et_jax.report.figures import Figure, of_completion
+from et_jax.report.drawing import Figure
+from et_jax.report.figures import of_completion
 from et_jax.serve.completions import Completion, TokenTrace, checked_completion
 from et_jax.serve.totals import Totals
 

@@ -7,8 +7,8 @@ from absent_tpu import lower, strictly
 from ladder import results, taken
 from test_block_scores import NAMED, assert_equals_reference, poisoned
 
+from et_jax.evidence.kernel_shapes.block_scores import SHAPES, TESTED, Shape, example
 from et_jax.pallas.block_scores import tpu
-from et_jax.pallas.block_scores.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.ring import RingConfig
 
 # few buffers of few pages: lists go round the ring several times

@@ -9,9 +9,9 @@ from absent_tpu import lower, strictly
 from ladder import compiled, numbers, results
 from test_paged_attention import MIXED, NAMED, assert_equals_reference, of_two_dtypes, poisoned
 
+from et_jax.evidence.kernel_shapes.paged_attention import SHAPES, TESTED, Shape, example
 from et_jax.pallas import ring
 from et_jax.pallas.paged_attention import tpu
-from et_jax.pallas.paged_attention.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.ring import RingConfig
 
 KERNEL = tpu.paged_attention

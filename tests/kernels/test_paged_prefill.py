@@ -9,9 +9,9 @@ import pytest
 from jaxtyping import TypeCheckError
 from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results
 
+from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_prefill import paged_prefill
-from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.softmax import Softmax
 
 NAMED = {shape.name: shape for shape in SHAPES}

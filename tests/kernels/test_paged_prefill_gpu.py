@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ladder import as_bytes, assert_attention_close
 from test_paged_prefill import NAMED, assert_equals_reference, both, listing_every_block, with_nan_beyond_the_lists
 
+from et_jax.evidence.kernel_shapes.paged_prefill import TESTED, Shape, example
 from et_jax.pallas import hopper
 from et_jax.pallas.paged_prefill import gpu
-from et_jax.pallas.paged_prefill.shapes import TESTED, Shape, example
 
 KERNEL = gpu.paged_prefill
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper")]

@@ -16,8 +16,8 @@ from test_paged_prefill import (
     with_nan_beyond_the_lists,
 )
 
+from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_prefill import tpu
-from et_jax.pallas.paged_prefill.shapes import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 

@@ -19,10 +19,10 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.decode import decoder as decoding
 from et_jax.decode.state import empty
 from et_jax.decode.step import step
+from et_jax.evidence.kernel_shapes.paged_attention import Shape, example
 from et_jax.models.calibration import Calibration
 from et_jax.models.transformer import initialise
 from et_jax.pallas.paged_attention import paged_attention
-from et_jax.pallas.paged_attention.shapes import Shape, example
 from et_jax.types import Table, replace
 
 # Wide enough that sums over 2 rows are small to XLA, and those over 18 rows are not.

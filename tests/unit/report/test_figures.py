@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import sample
 
-from et_jax.report.figures import MOST_POINTS, Figure, binned, of_completion
+from et_jax.report.drawing import MOST_POINTS, Figure, binned
+from et_jax.report.figures import of_completion
 from et_jax.types import replace
 
 

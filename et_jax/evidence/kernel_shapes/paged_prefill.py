@@ -7,41 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.pallas.checks import padded_width
-from et_jax.pallas.softmax import Softmax
-
-DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
+from et_jax.evidence.kernel_shapes import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(base.AttentionShape):
     """One case.
 
     chunk: new queries a row. starts: tokens before the chunk, a number for each row.
     open_share: the chance that a KV head lists a block; the last block is always listed. None: no lists, dense.
     block_lse: whether block sums are asked for.
-    tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
     """
 
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
     chunk: int
     starts: tuple[int, ...] = (0,)
-    dtype: str = "float32"
     open_share: float | None = None
     block_lse: bool = False
-    soft_cap: float | None = None
-    window: int | None = None
-    sinks: bool = False
-    tested: bool = True
-
-    @property
-    def width(self) -> int:
-        """Width of a cached token: key and value, padded to whole lanes."""
-        return padded_width(self.head_dim)
 
     @property
     def num_blocks(self) -> int:
@@ -53,31 +34,19 @@ class Shape:
         """The keyword arguments that are no trees of arrays."""
         return {"block_lse": self.block_lse}
 
-    def softmax(self, rng: np.random.Generator | None = None) -> Softmax:
-        """Return the settings of the softmax, with random sinks where the shape has some and numbers are drawn."""
-        sinks = None
-        if self.sinks and rng is not None:
-            sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32))
-        return Softmax(scale=self.head_dim**-0.5, soft_cap=self.soft_cap, window=self.window, sink_logits=sinks)
-
 
 def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     """Return random arguments of this shape, pages scattered over the pool, a list for each KV head where wanted."""
     rng = np.random.default_rng(seed)
-    b, n, k = len(shape.starts), shape.num_blocks, shape.num_kv_heads
+    b, n = len(shape.starts), shape.num_blocks
     num_pages = 1 + b * n
 
-    def normal(*size: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)))
-
-    pages = normal(k, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
-    if num_pages > DRAWN_PAGES:
-        pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
+    normal, pages = base.normal(shape, rng), base.pool(shape, num_pages, rng)
     blocks, counts = (None, None) if shape.open_share is None else lists(shape, rng, shape.open_share)
     return {
         "q": normal(b, shape.chunk, shape.num_heads, shape.head_dim),
-        "pages": pages,
-        "page_table": jnp.asarray(rng.permutation(num_pages - 1).reshape(b, n) + 1, jnp.int32),
+        "pages": base.repeated(pages, num_pages),
+        "page_table": base.scattered(num_pages, b, rng),
         "starts": jnp.asarray(shape.starts, jnp.int32),
         "blocks": blocks,
         "counts": counts,
@@ -87,29 +56,13 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
 
 def lists(shape: Shape, rng: np.random.Generator, open_share: float) -> tuple[jax.Array, jax.Array]:
     """Return random lists "b k n" of the blocks that hold a row's tokens, and their lengths "b k"."""
-    blocks = np.zeros((len(shape.starts), shape.num_kv_heads, shape.num_blocks), np.int32)
-    counts = np.zeros(blocks.shape[:2], np.int32)
-    for row, start in enumerate(shape.starts):
-        for head in range(shape.num_kv_heads):
-            open_mask = rng.random(-(-(start + shape.chunk) // shape.page_size)) < open_share
-            open_mask[-1] = True
-            listed = np.flatnonzero(open_mask)
-            blocks[row, head, : len(listed)] = listed
-            counts[row, head] = len(listed)
-    return jnp.asarray(blocks), jnp.asarray(counts)
+    return base.listed(shape, shape.num_blocks, [start + shape.chunk for start in shape.starts], rng, open_share)
 
 
 def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, chunk: int, **rest) -> Shape:
     num_heads, num_kv_heads = heads
-    return Shape(
-        name=name,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        chunk=chunk,
-        **rest,
-    )
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
+    return Shape(name=name, chunk=chunk, **sizes, **rest)
 
 
 SHAPES = (

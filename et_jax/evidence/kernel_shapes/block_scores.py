@@ -6,32 +6,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.pallas.checks import padded_width
+from et_jax.evidence.kernel_shapes import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(base.Shape):
     """One case.
 
     lengths: tokens a row; 0 is an empty slot. spare: blocks a slot has room for beyond its longest row.
     dtype: of the queries and the boxes, as the cache's pages have it; mean keys are float32.
-    tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
     """
 
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
     lengths: tuple[int, ...]
-    dtype: str = "float32"
     spare: int = 0
-    tested: bool = True
-
-    @property
-    def width(self) -> int:
-        """Width of a page's summary: two keys, padded to whole lanes."""
-        return padded_width(self.head_dim)
 
     @property
     def num_blocks(self) -> int:
@@ -57,26 +44,19 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     box = np.pad(np.concatenate([low, high], axis=-1), ((0, 0), (0, 0), (0, shape.width - 2 * d)))
     codes = rng.integers(-128, 128, (k, num_pages, shape.page_size * d), np.int8)
     return {
-        "q": jnp.asarray(rng.standard_normal((b, shape.num_heads, d), np.float32).astype(jnp.dtype(shape.dtype))),
+        "q": base.normal(shape, rng)(b, shape.num_heads, d),
         "key_box": jnp.asarray(box),
         "mean": jnp.asarray(np.concatenate([mean, value], axis=-1)),
         "key_codes": jnp.asarray(codes),
-        "page_table": jnp.asarray(rng.permutation(num_pages - 1).reshape(b, n) + 1, jnp.int32),
+        "page_table": base.scattered(num_pages, b, rng),
         "lengths": jnp.asarray(shape.lengths, jnp.int32),
     }
 
 
 def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, lengths: tuple[int, ...], **rest) -> Shape:
     num_heads, num_kv_heads = heads
-    return Shape(
-        name=name,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        lengths=lengths,
-        **rest,
-    )
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
+    return Shape(name=name, lengths=lengths, **sizes, **rest)
 
 
 SHAPES = (

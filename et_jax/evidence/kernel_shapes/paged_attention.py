@@ -3,18 +3,14 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.pallas.checks import padded_width
-from et_jax.pallas.softmax import Softmax
-
-DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
+from et_jax.evidence.kernel_shapes import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(base.AttentionShape):
     """One case.
 
     lengths: tokens a slot, those of its rows included; 0 is an empty slot.
@@ -22,29 +18,13 @@ class Shape:
     read_apart: a listed block is read by some rows of its slot.
     open_share: the chance that a KV head lists a block; the last block is always listed.
     int8: the pool holds 8-bit integers with a scale for each page's keys and values.
-    tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks.
     """
 
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
     lengths: tuple[int, ...]
-    dtype: str = "float32"
     open_share: float = 1.0
-    soft_cap: float | None = None
-    window: int | None = None
-    sinks: bool = False
     int8: bool = False
     rows: int = 1
     read_apart: bool = False
-    tested: bool = True
-
-    @property
-    def width(self) -> int:
-        """Width of a cached token: key and value, padded to whole lanes."""
-        return padded_width(self.head_dim)
 
     @property
     def num_blocks(self) -> int:
@@ -62,48 +42,27 @@ class Shape:
         seen = [[max(0, length - back) for back in reversed(range(self.rows))] for length in self.lengths]
         return [0 if self.rows >= 3 and row == 1 else each for slot in seen for row, each in enumerate(slot)]
 
-    def softmax(self, rng: np.random.Generator | None = None) -> Softmax:
-        """Return the settings of the softmax, with random sinks where the shape has some and numbers are drawn."""
-        sinks = None
-        if self.sinks and rng is not None:
-            sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32))
-        return Softmax(scale=self.head_dim**-0.5, soft_cap=self.soft_cap, window=self.window, sink_logits=sinks)
-
 
 def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     """Return random arguments of this shape: pages scattered over the pool, a list for each KV head."""
     rng = np.random.default_rng(seed)
-    b, k, n, s = len(shape.lengths), shape.num_kv_heads, shape.num_blocks, shape.page_size
+    b, k, n = len(shape.lengths), shape.num_kv_heads, shape.num_blocks
     num_pages = 1 + b * n
-    blocks = np.zeros((b, k, n), np.int32)
-    counts = np.zeros((b, k), np.int32)
-    for row, length in enumerate(shape.lengths):
-        held = -(-length // s)
-        for head in range(k):
-            open_mask = rng.random(held) < shape.open_share
-            open_mask[-1:] = True
-            listed = np.flatnonzero(open_mask)
-            blocks[row, head, : len(listed)] = listed
-            counts[row, head] = len(listed)
-
-    def normal(*size: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)))
-
-    pages, kv_scales = normal(k, min(num_pages, DRAWN_PAGES), s, shape.width), None
+    blocks, counts = base.listed(shape, n, list(shape.lengths), rng, shape.open_share)
+    normal = base.normal(shape, rng)
+    pages, kv_scales = base.pool(shape, num_pages, rng), None
     if shape.int8:
         pages = jnp.clip(jnp.round(40 * pages.astype(jnp.float32)), -127, 127).astype(jnp.int8)
         kv_scales = jnp.asarray(rng.uniform(0.01, 0.04, (k, num_pages, 2)), jnp.float32)
-    if num_pages > DRAWN_PAGES:
-        pages = pages[:, np.arange(num_pages) % DRAWN_PAGES]
     readers = None
     if shape.read_apart:
         readers = jnp.asarray(rng.integers(1, 1 << shape.rows, blocks.shape), jnp.int32)
     return {
         "q": normal(b * shape.rows, shape.num_heads, shape.head_dim),
-        "pages": pages,
-        "page_table": jnp.asarray(rng.permutation(num_pages - 1).reshape(b, n) + 1, jnp.int32),
-        "blocks": jnp.asarray(blocks),
-        "counts": jnp.asarray(counts),
+        "pages": base.repeated(pages, num_pages),
+        "page_table": base.scattered(num_pages, b, rng),
+        "blocks": blocks,
+        "counts": counts,
         "lengths": jnp.asarray(shape.row_lengths, jnp.int32),
         "softmax": shape.softmax(rng),
         "readers": readers,
@@ -113,15 +72,8 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
 
 def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, lengths: tuple[int, ...], **rest) -> Shape:
     num_heads, num_kv_heads = heads
-    return Shape(
-        name=name,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        lengths=lengths,
-        **rest,
-    )
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
+    return Shape(name=name, lengths=lengths, **sizes, **rest)
 
 
 SHAPES = (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from et_jax.control import calibration
-from et_jax.control.calibration import negative_log_likelihood
+from et_jax.evidence.calibration import negative_log_likelihood
 
 fit_temperature = jax.jit(calibration.fit_temperature)
 

@@ -1,0 +1,88 @@
+"""What the shapes of all kernels share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from et_jax.pallas.checks import padded_width
+from et_jax.pallas.softmax import Softmax
+
+DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One case. tested: small enough for the tests on a CPU; the others are for benchmarks and compile checks."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str = "float32"
+    tested: bool = True
+
+    @property
+    def width(self) -> int:
+        """Width of a cached token, key and value, or of a page's summary, two keys: padded to whole lanes."""
+        return padded_width(self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionShape(Shape):
+    """A case of attention, with what changes its scores."""
+
+    soft_cap: float | None = None
+    window: int | None = None
+    sinks: bool = False
+
+    def softmax(self, rng: np.random.Generator | None = None) -> Softmax:
+        """Return the settings of the softmax, with random sinks where the shape has some and numbers are drawn."""
+        sinks = None
+        if self.sinks and rng is not None:
+            sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32))
+        return Softmax(scale=self.head_dim**-0.5, soft_cap=self.soft_cap, window=self.window, sink_logits=sinks)
+
+
+def listed(
+    shape: Shape, num_blocks: int, lengths: list[int], rng: np.random.Generator, open_share: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return random lists "b k n" of the blocks that hold so many tokens of each slot, and their lengths "b k"."""
+    blocks = np.zeros((len(lengths), shape.num_kv_heads, num_blocks), np.int32)
+    counts = np.zeros(blocks.shape[:2], np.int32)
+    for row, length in enumerate(lengths):
+        for head in range(shape.num_kv_heads):
+            open_mask = rng.random(-(-length // shape.page_size)) < open_share
+            open_mask[-1:] = True  # the last block is always listed
+            found = np.flatnonzero(open_mask)
+            blocks[row, head, : len(found)] = found
+            counts[row, head] = len(found)
+    return jnp.asarray(blocks), jnp.asarray(counts)
+
+
+def normal(shape: Shape, rng: np.random.Generator) -> Callable[..., jax.Array]:
+    """Return a function that draws normal numbers of a size, in the shape's dtype."""
+
+    def draw(*size: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)))
+
+    return draw
+
+
+def pool(shape: Shape, num_pages: int, rng: np.random.Generator) -> jax.Array:
+    """Return random pages "k p s e"; of a large pool those that `repeated` repeats."""
+    return normal(shape, rng)(shape.num_kv_heads, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
+
+
+def repeated(pages: Any, num_pages: int) -> Any:
+    """Return a pool of so many pages."""
+    return pages[:, np.arange(num_pages) % DRAWN_PAGES] if num_pages > DRAWN_PAGES else pages
+
+
+def scattered(num_pages: int, slots: int, rng: np.random.Generator) -> jax.Array:
+    """Return a page table "b n" whose pages lie anywhere in the pool but for page 0."""
+    return jnp.asarray(rng.permutation(num_pages - 1).reshape(slots, -1) + 1, jnp.int32)
