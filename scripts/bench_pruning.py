@@ -21,8 +21,8 @@ from measure_pruning import ALPHAS, pruned
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import snapshot
+from et_jax.decode.plant import costs
 from et_jax.decode.request import request
-from et_jax.decode.step import traffic
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import rows as rows_of
 from et_jax.evidence.results import write
@@ -56,7 +56,7 @@ def started(model: Model, control: Controller, texts: np.ndarray, steps: int) ->
     signals = jax.device_get(output.signals)
     read, looked = (getattr(signals, name)[:steps].sum() for name in ("blocks_read", "summaries_read"))
     held = signals.pages_held[:steps].sum() * model.config.num_layers * model.config.num_kv_heads
-    moved = traffic(model.params, state.plants[0].cache, d.config.by_mass_of)
+    [moved] = costs(d.config.plants, model.weights, state.plants, d.config.by_mass_of)
     share = (read * moved.block + looked * moved.summary) / (held * moved.block)
     return timed, {"share_read": float(read / held), "share_bytes": float(share)}
 

@@ -39,10 +39,11 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import BlockView, coded_mass, greater_mass, last_mass, mass
 from et_jax.decode import slots
 from et_jax.decode.config import DecoderConfig
+from et_jax.decode.plant import costs
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
-from et_jax.decode.step import step, traffic
+from et_jax.decode.step import step
 from et_jax.evidence import arguments, tables
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import with_others, write
@@ -147,8 +148,8 @@ class Bench:
         config = dataclasses.replace(
             self.config(SELECTORS[name], EmaEntropy()), cache_dtype=jnp.bfloat16, keep=frozenset()
         )
-        cache = jax.eval_shape(partial(empty, config)).plants[0].cache
-        bytes_of = traffic(self.model.params, cache, config.by_mass_of)
+        plants = jax.eval_shape(partial(empty, config)).plants
+        [bytes_of] = costs(config.plants, self.model.weights, plants, config.by_mass_of)
         return bytes_of.summary / bytes_of.block
 
     def config(self, case: Case, law: Any) -> DecoderConfig:

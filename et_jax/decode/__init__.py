@@ -10,5 +10,5 @@ a second model that writes them, `turns` two models that take turns, and `verify
 reports; `fresh` is what a sequence starts from, `request` what starts one, `rows` which slots a step advances,
 `faults` what can go wrong with one, and `once` guards what a step may leave out. `compat` is the table of what goes
 with what. `compress` makes the cache of a sequence smaller amid its decoding, by its last `queries`. `snapshots` keeps
-a state on disk, `cost` says what a step moves.
+a state on disk; `work` is what a step does for its sequences, and `cost` what that moves.
 """

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from et_jax.control.draft import MOST_DRAFTED, ROW_COST, ROW_COST_OF_CHIPS, SHORT, AcceptanceLength, DraftLength
 from et_jax.decode.rows import Rows
+from et_jax.decode.work import Work
 from et_jax.types import pytree, replace
 
 _LONGEST_MATCH = 4  # tokens that a lookup compares, the newest ones
@@ -72,14 +73,12 @@ def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0
 class Drafts:
     """The first `count` of `token` are guesses at what follows the newest token of each row.
 
-    A small model read `tokens_read` tokens of each row to make them, and its weights `passes` times; both are None
-    where there is none.
+    `work` is what the models did to make them that are there for it.
     """
 
     token: Int[Array, "r t"]
     count: Int[Array, " r"]
-    tokens_read: Int[Array, " r"] | None = None
-    passes: Int[Array, ""] | None = None
+    work: tuple[Work, ...] = ()
 
 
 def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:

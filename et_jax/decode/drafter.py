@@ -16,6 +16,8 @@ from et_jax.decode.readers import Whole
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecodeState
+from et_jax.decode.work import Work, of_chunks
+from et_jax.types import replace
 
 
 @jax.named_scope("draft")
@@ -33,7 +35,7 @@ def draft(
     before, position = rows.take(own.num_cached), rows.position
     behind = (count > 0) & (before < position - 1)
     wanted = jnp.where(behind, position, before)
-    own, chunks, _ = catch_up(plant, params, own, rows.slot, table, text, wanted, config.chunk)
+    own, caught_up, _ = catch_up(plant, params, own, rows.slot, table, text, wanted, config.chunk)
     # The key of a draft that held as a whole is not written yet: it goes before the newest token.
     one_behind = (count > 0) & (rows.take(own.num_cached) < position)
     last = jnp.take_along_axis(text, jnp.maximum(position - 1, 0)[:, None], axis=1)[:, 0]
@@ -48,36 +50,33 @@ def draft(
 
     def read(own: PlantState, rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"]) -> tuple:
         logits, own, _ = extend(plant, params, own, of_rows(rows, table, end), Whole())
-        return logits[:, 0], own
+        return logits[:, 0], own, of_chunks(plant, rows.run.astype(jnp.int32), rows.position + 1)
 
     def going(carry: tuple) -> Bool[Array, ""]:
-        i, _, _, count = carry
+        i, _, _, count, _ = carry
         return i < jnp.max(count)
 
-    def with_drawn(carry: tuple, own: PlantState, logits: Float[Array, "r v"]) -> tuple:
-        i, _, tokens, count = carry
+    def with_drawn(carry: tuple, own: PlantState, logits: Float[Array, "r v"], more: Work) -> tuple:
+        i, _, tokens, count, done = carry
         token, stops = _drawn(how, state, rows, logits, position + i + 1)
-        return i + 1, own, tokens.at[:, i].set(token), jnp.where(stops, jnp.minimum(count, i + 1), count)
+        count = jnp.where(stops, jnp.minimum(count, i + 1), count)
+        return i + 1, own, tokens.at[:, i].set(token), count, done.plus(more)
 
     def begin(carry: tuple, both: Rows) -> tuple:
-        logits, own = read(carry[1], both, jnp.tile(table, (2, 1)), jnp.tile(position + 1, 2))
-        return with_drawn(carry, own, logits[:num_rows])
+        logits, own, more = read(carry[1], both, jnp.tile(table, (2, 1)), jnp.tile(position + 1, 2))
+        each = jax.tree.map(lambda x: jnp.sum(x.reshape(2, num_rows), axis=0, dtype=x.dtype), more)
+        return with_drawn(carry, own, logits[:num_rows], replace(each, passes=more.passes[:num_rows]))
 
     def go_on(carry: tuple) -> tuple:
-        i, own, tokens, count = carry
+        i, own, tokens, count, _ = carry
         here = Rows(slot=rows.slot, token=tokens[:, i - 1], position=position + i, run=i < count)
-        logits, own = read(own, here, table, position + i + 1)
-        return with_drawn(carry, own, logits)
+        logits, own, more = read(own, here, table, position + i + 1)
+        return with_drawn(carry, own, logits, more)
 
-    nothing = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count
+    nothing = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count, caught_up
     begun = run_if(jnp.any(count > 0), begin, nothing, both)
-    passes, own, tokens, drafted = jax.lax.while_loop(going, go_on, begun)
-    return state.with_plant(SMALL, own), Drafts(
-        token=tokens,
-        count=drafted,
-        tokens_read=jnp.where(drafted > 0, rows.take(own.num_cached) - before, 0),
-        passes=chunks + passes,
-    )
+    _, own, tokens, drafted, done = jax.lax.while_loop(going, go_on, begun)
+    return state.with_plant(SMALL, own), Drafts(token=tokens, count=drafted, work=(done,))
 
 
 def _drawn(

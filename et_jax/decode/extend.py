@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.decode import queries
+from et_jax.decode import queries, work
 from et_jax.decode.cache import KVCache, LayerCache, write
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
+from et_jax.decode.work import Work
 from et_jax.models.model import ModelWeights, forward
 from et_jax.pallas.softmax import Softmax
 from et_jax.types import replace
@@ -126,11 +127,11 @@ def catch_up(
     wanted: Int[Array, " r"],
     chunk: int,
     audited: bool = False,
-) -> tuple[PlantState, Int[Array, ""], Bool[Array, "r m"] | None]:
+) -> tuple[PlantState, Work, Bool[Array, "r m"] | None]:
     """Have a model read its rows' texts up to `wanted` tokens: chunk by chunk, none crossing a multiple of `chunk`.
 
-    That is how prompts are read, so that nothing depends on when a model catches up. Returns how many passes that
-    took and, where it is `audited`, at which positions the token that follows was the likeliest to this model.
+    That is how prompts are read, so that nothing depends on when a model catches up. Returns the work that took and,
+    where it is `audited`, at which positions the token that follows was the likeliest to this model.
     """
     agreed = jnp.zeros(text.shape, bool) if audited else None
 
@@ -138,7 +139,7 @@ def catch_up(
         return jnp.any(at_slots(slot, carry[0].num_cached) < wanted)
 
     def read(carry: tuple) -> tuple:
-        state, passes, agreed = carry
+        state, done, agreed = carry
         cached = at_slots(slot, state.num_cached)
         end = jnp.maximum(jnp.minimum(wanted, (cached // chunk + 1) * chunk), cached)
         position = cached[:, None] + jnp.arange(chunk, dtype=jnp.int32)
@@ -157,9 +158,9 @@ def catch_up(
             place = jnp.where(position < end[:, None], position, text.shape[1])
             same = jnp.argmax(logits, axis=-1) == said
             agreed = agreed.at[jnp.arange(text.shape[0])[:, None], place].set(same, mode="drop")
-        return state, passes + 1, agreed
+        return state, done.plus(work.of_chunks(plant, part.count, end)), agreed
 
-    return jax.lax.while_loop(behind, read, (state, jnp.int32(0), agreed))
+    return jax.lax.while_loop(behind, read, (state, work.no_work(len(wanted)), agreed))
 
 
 def with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:

@@ -3,21 +3,16 @@
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.base import Signals
+from et_jax.decode.work import Work
 from et_jax.types import pytree
 
 
 @pytree
-class Spent:
-    """What the model and the small one did for a sequence: tokens read, and passes, each divided by the rows it had.
+class Audit:
+    """Of `audited` words that one of two models said and the other read now, `agreed` were the likeliest to it too."""
 
-    Of `audited` words that one said and the other read to catch up, `agreed` were the likeliest to the other; both are
-    None where nothing is audited.
-    """
-
-    tokens: Int[Array, "*b m"]
-    passes: Float[Array, "*b m"]
-    audited: Int[Array, "*b"] | None
-    agreed: Int[Array, "*b"] | None
+    audited: Int[Array, "*b"]
+    agreed: Int[Array, "*b"]
 
 
 @pytree
@@ -30,12 +25,12 @@ class StepOutput:
     is the one the token was drawn at. `guard_rates` is the share of tokens that each counting guard has
     flagged, by its name. `top_tokens` and `top_logprobs` are None where the decoder reports none, and 0
     in steps where no sequence asks for them. `drafted` counts the tokens that were drafted for a slot in the step,
-    `accepted` those that held; `blocks_wasted` and `summaries_wasted` are what was read for the others. All four
-    stand with its first token. So do `small_tokens`, those that the small model read for a slot, and `small_passes`,
-    how often all its weights were read in the step; None where there is no such model. Where either model may speak,
-    `by_small` tells whose token it is, and `spent` what both did for it, since the one before. `reads` counts the
-    blocks that each layer and KV head of the model read for the token, None unless the decoder tells it; with a token
-    of the small model of a switch it stands for nothing.
+    `accepted` those that held; both stand with its first token. `work` is what each of the decoder's models did for the
+    token; with the first one is what the step did for the others that were drafted, and how often it read all weights.
+    Where either of two models may speak, `by_small` tells whose token it is, and `audit` is None unless one says of the
+    other's words how likely they were. A sequence that waits for the other model gets no token, but work was done for
+    it. `reads` counts the blocks that each layer and KV head of the model read for the token, None unless the decoder
+    tells it; with a token of the small model of a switch it stands for nothing.
     """
 
     token: Int[Array, "*b"]
@@ -48,14 +43,11 @@ class StepOutput:
     total_cost: Float[Array, "*b"]
     drafted: Int[Array, "*b"]
     accepted: Int[Array, "*b"]
-    blocks_wasted: Int[Array, "*b"]
-    summaries_wasted: Int[Array, "*b"]
     guard_rates: dict[str, Float[Array, "*b"]]
     signals: Signals
     top_tokens: Int[Array, "*b a"] | None
     top_logprobs: Float[Array, "*b a"] | None
-    small_tokens: Int[Array, "*b"] | None = None
-    small_passes: Int[Array, "*b"] | None = None
+    work: tuple[Work, ...] = ()
     by_small: Bool[Array, "*b"] | None = None
-    spent: Spent | None = None
+    audit: Audit | None = None
     reads: Int[Array, "*b l k"] | None = None

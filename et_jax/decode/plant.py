@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from et_jax.decode import cost
@@ -74,19 +72,6 @@ class PlantState:
         return replace(self, num_cached=num_cached, shift=none(self.shift), skipped=none(self.skipped))
 
 
-def costs(plant: Plant, weights: ModelWeights, cache_dtype: DTypeLike) -> cost.Model:
-    """Return what it takes to run a model."""
-    model = plant.model
-    return cost.Model(
-        weights=num_bytes(weights),
-        num_multiplied=num_multiplied(model),
-        heads=plant.all_kv_heads,
-        token=2 * model.head_dim * jnp.dtype(cache_dtype).itemsize,
-        group_size=model.group_size,
-        head_dim=model.head_dim,
-    )
-
-
 def check_weights(weights: Weights, num_plants: int) -> None:
     """Raise TypeError unless there are weights of every plant of a decoder."""
     if not isinstance(weights, tuple) or len(weights) != num_plants:
@@ -94,16 +79,28 @@ def check_weights(weights: Weights, num_plants: int) -> None:
         raise TypeError(f"weights: got {got}, wanted a tuple with those of each of the decoder's {num_plants} models")
 
 
-def traffic(weights: ModelWeights, cache: KVCache, by_mass_of: int = 0) -> cost.Traffic:
-    """Return the bytes of what a step of a model may read.
+def costs(
+    plants: tuple[Plant, ...], weights: Weights, states: tuple[PlantState, ...], by_mass_of: int = 0
+) -> tuple[cost.Model, ...]:
+    """Return what it takes to run each model of a decoder.
 
-    Where blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, one number of each is read, and
-    one written.
+    Where the first one's blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, one number of
+    each is read, and one written.
     """
-    layer = cache.layers[0]
+    kept = (by_mass_of, *[0] * (len(plants) - 1))
+    return tuple(_cost(*each) for each in zip(plants, weights, states, kept, strict=True))
+
+
+def _cost(plant: Plant, weights: ModelWeights, state: PlantState, by_mass_of: int) -> cost.Model:
+    layer, model = state.cache.layers[0], plant.model
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
-    return cost.Traffic(
+    return cost.Model(
         weights=num_bytes(weights),
         block=num_bytes(layer.pages) // num_blocks,
         summary=num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
+        num_multiplied=num_multiplied(model),
+        heads=plant.all_kv_heads,
+        group_size=model.group_size,
+        head_dim=model.head_dim,
+        codes=0 if layer.key_codes is None else plant.page_size,
     )

@@ -56,7 +56,6 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         text=None if state.text is None else put(state.text, request.text),
         draft=None if how is None else put(state.draft, draft.started(how.length, request.num_drafted)),
         switch=None if request.laws.switch is None else put(state.switch, request.laws.switch.started()),
-        spent=jax.tree.map(lambda x: x.at[slot].set(0), state.spent),
         laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),
         control=put(state.control, fresh_control(config, request.laws, request.sampling.temperature)),

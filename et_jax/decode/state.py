@@ -15,7 +15,6 @@ from et_jax.decode import cache as kv
 from et_jax.decode import pages
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import blank_signals, fresh, law_numbers
-from et_jax.decode.output import Spent
 from et_jax.decode.plant import PlantState
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.config import ModelShape
@@ -32,7 +31,7 @@ class DecodeState:
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
     `draft` how its drafts fare; both are None where nothing is drafted. `plants` are what the models hold, whose pages
     are those of `table`: the model whose text it is, and the small one where there is one. Where they take turns,
-    `switch` says which of them is active, and `spent` what both did since the last token.
+    `switch` says which of them is active.
     """
 
     token: Int[Array, " b"]
@@ -49,7 +48,6 @@ class DecodeState:
     text: Int[Array, "b n"] | None
     draft: DraftState | None
     switch: SwitchState | None
-    spent: Spent | None
     laws: Controller
     signals: Signals
     logits: Float[Array, "b v"] | None
@@ -109,14 +107,6 @@ def empty(config: DecoderConfig) -> DecodeState:
         text=integers(b, config.max_length) if config.keeps_text else None,
         draft=None if config.draft is None else drafting_started(config.draft.length, integers(b)),
         switch=None if switch is None else jax.vmap(lambda one: one.started())(laws.switch),
-        spent=None
-        if switch is None
-        else Spent(
-            tokens=integers(b, 2),
-            passes=jnp.zeros((b, 2), jnp.float32),
-            audited=integers(b) if config.audit else None,
-            agreed=integers(b) if config.audit else None,
-        ),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,

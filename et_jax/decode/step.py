@@ -19,11 +19,12 @@ from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.extend import extend
 from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
-from et_jax.decode.plant import PlantState, Weights, check_weights, traffic
+from et_jax.decode.plant import PlantState, Weights, check_weights, costs
 from et_jax.decode.readers import ReadStats, Selected
 from et_jax.decode.rows import Rows, at_slots
 from et_jax.decode.state import DecodeState
 from et_jax.decode.verify import advance, verify
+from et_jax.decode.work import Work, by_position, of_tokens
 from et_jax.types import replace
 
 # Cells of the grid of slots and their tokens for each row that there is: more, and rows are read one by one.
@@ -43,21 +44,27 @@ def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[D
     state, chosen = choose(config, state, turns.ready(state, active))
     table, rows = reserve(config, state, chosen)
     state = replace(state, table=table)
-    price = partial(_price, config, _traffic(config, weights, state), active)
+    price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), config.batch, active)
+    own, audit = config.plants[MODEL], None
     if config.draft is not None:
         state, count = reserve_drafts(config, config.draft, state, rows)
         state, drafts = propose(config, config.draft, weights, state, rows, count)
-        state, logits, stats, at = extend_drafted(config, config.draft, weights, state, rows, drafts)
+        state, logits, stats, whole, at = extend_drafted(config, config.draft, weights, state, rows, drafts)
         after, outputs = verify(config, config.draft, price, state, rows, drafts, logits, stats, at)
+        done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read)
+        produced = jax.vmap(rows.take)(outputs.produced)
+        work = by_position(done, at, drafts.count, produced), *(_with_first(each, at.shape[1]) for each in drafts.work)
     else:
         if active is None:
             state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
+            work = (of_tokens(own, rows, stats.blocks_read, stats.summaries_read),)
         else:
-            state, logits, stats = turns.extend_active(config, weights, state, rows, active, extend_rows)
+            state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, extend_rows)
         after, output, _ = advance(config, price, state, rows, logits, stats, True)
-        outputs = jax.tree.map(lambda x: x[None], output)
+        outputs, work, audit = jax.tree.map(lambda x: x[None], (output, work, audit))
     refused = rows.spread(config.num_slots, chosen.run & ~rows.run)
-    return after, replace(outputs, refused=outputs.refused.at[0].set(refused))
+    work, audit = jax.vmap(lambda each: rows.spread(config.num_slots, each))((work, audit))
+    return after, replace(outputs, refused=outputs.refused.at[0].set(refused), work=work, audit=audit)
 
 
 @jax.named_scope("choose")
@@ -166,10 +173,10 @@ def propose(
 
 def extend_drafted(
     config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, drafts: Drafts
-) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Int[Array, "r t1"]]:
+) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Rows, Int[Array, "r t1"]]:
     """Extend by the rows and their drafts, in the least number of rows that holds them.
 
-    Returns the state, logits and stats of every row, and which of them each token of a row is.
+    Returns the state, logits and stats of every row, all rows, and which of them each token of a row is.
     """
     widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
@@ -195,21 +202,24 @@ def extend_drafted(
         some = jax.tree.map(lambda x, width=width: x[:width], whole)
         carry = run_if((needed <= width) & (needed > narrower), fill, carry, some)
     own, (logits, stats) = carry
-    return state.with_plant(MODEL, own), logits, stats, at
+    return state.with_plant(MODEL, own), logits, stats, whole, at
 
 
-def _traffic(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[cost.Traffic, ...]:
-    """What a step of each plant may read; masses are kept of the model's own blocks alone."""
-    kept = (config.by_mass_of, *[0] * (len(state.plants) - 1))
-    each = zip(weights, state.plants, kept, strict=True)
-    return tuple(traffic(own, plant.cache, by_mass_of) for own, plant, by_mass_of in each)
+def _with_first(work: Work, positions: int) -> Work:
+    """The work of every row with the first of so many positions, and none with the others."""
+    return jax.tree.map(lambda x: jnp.zeros((positions, *x.shape), x.dtype).at[0].set(x), work)
 
 
 def _price(
-    config: DecoderConfig, moved: tuple[cost.Traffic, ...], active: Int[Array, ""] | None, stats: ReadStats
+    models: tuple[cost.Model, ...], batch: int, active: Int[Array, ""] | None, stats: ReadStats
 ) -> Float[Array, " r"]:
-    """What a token costs in the eyes of the laws: that of the active model, by its own sizes."""
-    nominal = [cost.nominal_bytes(one, config.batch, stats.blocks_read, stats.summaries_read) for one in moved]
+    """What a token costs in the eyes of the laws: what was read for it, by the active model's sizes, and a fixed share.
+
+    The share of the weights is that of the `batch` sequences that a step may serve, so that what a law decides does not
+    depend on the company.
+    """
+    blocks, summaries = stats.blocks_read.astype(jnp.float32), stats.summaries_read.astype(jnp.float32)
+    nominal = [cost.cached_bytes(one, blocks, summaries) + one.weights / batch for one in models]
     if active is None:
         return nominal[MODEL]
     return jnp.stack(nominal)[active]

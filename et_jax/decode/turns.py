@@ -16,11 +16,12 @@ from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import catch_up, extend
 from et_jax.decode.once import run_if
-from et_jax.decode.output import Spent
+from et_jax.decode.output import Audit
 from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.readers import ReadStats, Whole, no_reads
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecodeState
+from et_jax.decode.work import Work, of_tokens
 from et_jax.types import replace
 
 Extend = Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]]
@@ -49,12 +50,12 @@ def extend_active(
     rows: Rows,
     active: Int[Array, ""],
     extend_rows: Extend,
-) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
+) -> tuple[DecodeState, Float[Array, "r v"], ReadStats, tuple[Work, ...], Audit | None]:
     """Have the active model catch up with the rows' texts and read their newest tokens, the model by `extend_rows`.
 
-    What it did is added to what every slot has spent since its last token.
+    Returns what each model did for the rows, and what the active one says of the other's words, if it is asked.
     """
-    assert state.text is not None and state.spent is not None
+    assert state.text is not None
     table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(_num_cached(state))
 
     def caught_up(index: int, plants: tuple[PlantState, ...], rows: Rows) -> tuple:
@@ -63,26 +64,30 @@ def extend_active(
         return catch_up(plant, params, own, rows.slot, table, text, wanted, config.chunk, config.audit)
 
     def by_model(carry: tuple, rows: Rows) -> tuple:
-        own, chunks, agreed = caught_up(MODEL, carry[0], rows)
+        own, done, agreed = caught_up(MODEL, carry[0], rows)
         some = replace(state, plants=carry[0]).with_plant(MODEL, own)
         some, logits, stats = extend_rows(config, weights, some, rows, rows.position + 1)
-        return some.plants, logits, stats, chunks, agreed
+        more = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read)
+        return some.plants, logits, stats, done.plus(more), agreed
 
     def by_small(carry: tuple, rows: Rows) -> tuple:
-        own, chunks, agreed = caught_up(SMALL, carry[0], rows)
+        own, done, agreed = caught_up(SMALL, carry[0], rows)
         chunk = of_rows(rows, table, rows.position + 1)
         logits, own, _ = extend(config.plants[SMALL], weights[SMALL], own, chunk, Whole())
         some = replace(state, plants=carry[0]).with_plant(SMALL, own)
-        return some.plants, logits[:, 0], _whole(config, state, rows), chunks, agreed
+        stats = _whole(config, state, rows)
+        more = of_tokens(config.plants[SMALL], rows, stats.blocks_read, stats.summaries_read)
+        return some.plants, logits[:, 0], stats, done.plus(more), agreed
 
     shapes = jax.eval_shape(lambda: by_model((state.plants,), rows))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1:])
     carry = (state.plants, *blank)
     carry = run_if(active == MODEL, by_model, carry, rows)
     carry = run_if(active == SMALL, by_small, carry, rows)
-    plants, logits, stats, chunks, agreed = carry
-    spent = _spent(config, state, rows, active, before, chunks, agreed)
-    return replace(state, plants=plants, spent=spent), logits, stats
+    plants, logits, stats, done, agreed = carry
+    work = tuple(done.where(active == index) for index in range(len(plants)))
+    audit = None if agreed is None else _audit(state, rows, before[:, active], agreed)
+    return replace(state, plants=plants), logits, stats, work, audit
 
 
 def _num_cached(state: DecodeState) -> Int[Array, "b m"]:
@@ -118,31 +123,10 @@ def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
     )
 
 
-def _spent(
-    config: DecoderConfig,
-    state: DecodeState,
-    rows: Rows,
-    active: Int[Array, ""],
-    before: Int[Array, "r m"],
-    passes: Int[Array, ""],
-    agreed: Bool[Array, "r n"] | None,
-) -> Spent:
-    """What both models have done for every slot since its last token, with this step."""
-    assert state.text is not None and state.spent is not None
-    lag = before[jnp.arange(before.shape[0]), active]
-    read_now = jnp.where(rows.run, rows.position + 1 - lag, 0)
-    num_rows = jnp.maximum(jnp.sum(rows.run), 1).astype(jnp.float32)
-    share = jnp.where(rows.run, (passes + 1).astype(jnp.float32) / num_rows, 0.0)
-    own = jnp.arange(before.shape[1]) == active
-    added = {
-        "tokens": jnp.where(own, read_now[:, None], 0),
-        "passes": jnp.where(own, share[:, None], 0.0),
-    }
-    if agreed is not None:
-        # of the tokens caught up with, those that lead to a word of the text rather than of its prompt
-        place, first = jnp.arange(agreed.shape[1]), rows.position - rows.take(state.generated)
-        counted = (place >= jnp.maximum(lag, first)[:, None]) & (place < rows.position[:, None]) & rows.run[:, None]
-        told = {"audited": counted, "agreed": counted & agreed}
-        added |= {name: jnp.sum(each, axis=1, dtype=jnp.int32) for name, each in told.items()}
-    spread = rows.spread(config.num_slots, added)
-    return replace(state.spent, **{name: getattr(state.spent, name) + each for name, each in spread.items()})
+def _audit(state: DecodeState, rows: Rows, before: Int[Array, " r"], agreed: Bool[Array, "r n"]) -> Audit:
+    """What a model that had come as far as `before` says of the words that it caught up with, the other's."""
+    # of the tokens caught up with, those that lead to a word of the text rather than of its prompt
+    place, first = jnp.arange(agreed.shape[1]), rows.position - rows.take(state.generated)
+    counted = (place >= jnp.maximum(before, first)[:, None]) & (place < rows.position[:, None]) & rows.run[:, None]
+    audited, same = (jnp.sum(each, axis=1, dtype=jnp.int32) for each in (counted, counted & agreed))
+    return Audit(audited=audited, agreed=same)

@@ -69,8 +69,7 @@ def advance(
     output = report(config, after, rows, logits, raw, sampled, verdict, stats, rows.take(state.logprobs))
     if state.switch is not None:
         by_small = output.produced & (state.switch.speaker == SMALL)
-        after, output = replace(after, switch=switch), replace(output, by_small=by_small, spent=state.spent)
-        after = replace(after, spent=jax.tree.map(partial(_cleared, output.produced), state.spent))
+        after, output = replace(after, switch=switch), replace(output, by_small=by_small)
     return after, output, verdict
 
 
@@ -127,16 +126,8 @@ def verify(
 
     nothing = jnp.zeros(num_rows, jnp.int32)
     _, after, outputs, _, accepted = jax.lax.while_loop(more, go_on, (jnp.int32(0), light, outputs, rows.run, nothing))
-    told = {
-        "drafted": drafts.count,
-        "accepted": accepted,
-        "blocks_wasted": _wasted(stats.blocks_read, at, drafts.count, accepted),
-        "summaries_wasted": _wasted(stats.summaries_read, at, drafts.count, accepted),
-    }
-    if drafts.passes is not None:
-        told |= {"small_tokens": drafts.tokens_read, "small_passes": jnp.full_like(accepted, drafts.passes)}
-    spread = rows.spread(config.num_slots, told)
-    outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in spread.items()})
+    told = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
+    outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in told.items()})
     assert after.draft is not None
     own = jax.vmap(partial(lengths.updated, drafting.length))
     entropies = rows.take(after.signals).entropy
@@ -151,15 +142,6 @@ def verify(
         draft=rows.put(after.draft, draft),
         table=pages.truncate(after.table, surplus, most),
     ), outputs
-
-
-def _wasted(
-    read: Int[Array, " w"], at: Int[Array, "r t1"], drafted: Int[Array, " r"], accepted: Int[Array, " r"]
-) -> Int[Array, " r"]:
-    """What was read for rejected tokens."""
-    ahead = jnp.arange(at.shape[1])
-    rejected = (ahead > accepted[:, None]) & (ahead <= drafted[:, None])
-    return jnp.sum(jnp.where(rejected, read[at], 0), axis=1)
 
 
 @jax.named_scope("measure")
@@ -207,8 +189,8 @@ def control(state: DecodeState, rows: Rows, sampled: Sampled, raw: entropy.Momen
     """Run the laws on every row, and judge it; greedy requests stay greedy under every law."""
     before, settings, signals = rows.take(state.control), rows.take(state.sampling), sampled.signals
     mass = None if before.block_mass is None else jnp.stack(stats.block_masses, axis=1)
-    mask, spent = jnp.stack(stats.block_masks, axis=1), before.total_cost + signals.cost
-    read = replace(before, block_mask=mask, block_mass=mass, total_cost=spent)
+    mask, total = jnp.stack(stats.block_masks, axis=1), before.total_cost + signals.cost
+    read = replace(before, block_mask=mask, block_mass=mass, total_cost=total)
     decided = _cold(settings, jax.vmap(_after_token)(rows.take(state.laws), signals, read))
     found = faults.fault(raw.s0, sampled.temperature, sampled.moments, _cold(settings, before), decided)
     fault = jnp.where(rows.run, found, 0)
@@ -290,10 +272,6 @@ def report(
         total_cost=after.control.total_cost,
         drafted=jnp.zeros_like(fault),
         accepted=jnp.zeros_like(fault),
-        blocks_wasted=jnp.zeros_like(fault),
-        summaries_wasted=jnp.zeros_like(fault),
-        small_tokens=None if config.small is None else jnp.zeros_like(fault),
-        small_passes=None if config.small is None else jnp.zeros_like(fault),
         guard_rates=guards.rates(after.control),
         signals=after.signals,
         top_tokens=None if top is None else top[1],
@@ -315,11 +293,6 @@ def _alternatives(
 
 def _after_token(laws: Controller, signals: Signals, control: ControlState) -> ControlState:
     return updated(laws.law, signals, control)
-
-
-def _cleared(produced: Bool[Array, " b"], spent: Array) -> Array:
-    """What was spent, nothing where a token came of it."""
-    return jnp.where(produced.reshape(-1, *[1] * (spent.ndim - 1)), 0, spent)
 
 
 def _cold(settings: Sampling, control: ControlState) -> ControlState:

@@ -9,161 +9,144 @@ import jax
 import numpy as np
 
 from et_jax.control.budget import PromptNotes
+from et_jax.control.switch import MODEL
 from et_jax.decode import cost
-from et_jax.decode.config import DecoderConfig
 from et_jax.decode.output import StepOutput
 from et_jax.serve.completions import PromptRead, TokenTrace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Charge:
+    """What a sequence is charged for some steps, named as in `TokenTrace`."""
+
+    cost: float = 0.0
+    flops: float = 0.0
+    audited: int = 0
+    agreed: int = 0
+
+
+NOTHING = Charge()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """What one step did for one slot; `trace` is None unless it produced a token, `fault` as in `StepOutput`."""
+    """What one step did for one slot; `trace` is None unless it produced a token, `fault` as in `StepOutput`.
+
+    `unpaid` is what the slot's next token is to pay for.
+    """
 
     finished: bool
     fault: int
     trace: TokenTrace | None
+    unpaid: Charge
 
 
 class Burst:
     """The first `num_steps` steps of an `output` of numpy arrays stacked over steps, as Python numbers.
 
-    Each step is stacked over its tokens too. `traffic` is what a step may read, `costs` what each of the decoder's
-    models takes.
+    Each step is stacked over its tokens too. `costs` is what each of the decoder's models takes.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        traffic: cost.Traffic,
-        costs: tuple[cost.Model, ...],
-        output: StepOutput,
-        num_steps: int,
-    ) -> None:
-        self._config, self._traffic, self._costs = config, traffic, costs
-        self._num_multiplied = costs[0].num_multiplied
+    def __init__(self, costs: tuple[cost.Model, ...], output: StepOutput, num_steps: int) -> None:
+        self._costs = costs
         cut = jax.tree.map(lambda x: np.asarray(x[:num_steps]), output)
         told = np.any(cut.produced | (cut.fault > 0), axis=-1)
         told[:, 0] = True
         cut = jax.tree.map(lambda x: x[told], cut)  # most positions of drafts hold nothing
         self._places: list[list[int]] = np.where(told, np.cumsum(told).reshape(told.shape) - 1, -1).tolist()
-        self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)  # all at once
+        ran = np.any([work.tokens > 0 for work in cut.work], axis=0) & (cut.fault == 0)
+        prices = [cost.price(*each) for each in zip(costs, jax.tree.map(np.float64, cut.work), strict=True)]
+        # all at once; a step's passes are told of every row that it had
+        self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)
+        self._served: list[list[bool]] = ran.tolist()
+        self._shared: list[list[float]] = np.transpose([one.shared.max(axis=-1) for one in prices]).tolist()
+        self._own: list[list[float]] = np.sum([one.own for one in prices], axis=0).tolist()
+        self._flops: list[list[float]] = np.sum([one.flops for one in prices], axis=0).tolist()
 
     def num_positions(self, step: int) -> int:
         """Return at how many positions, one after the other, a step brought tokens."""
         return sum(place >= 0 for place in self._places[step])
 
     def num_served(self, step: int, slots: Iterable[int]) -> int:
-        """Return how many of `slots` a step brought a token."""
-        return sum(self._output.produced[self._places[step][0]][slot] for slot in slots)
+        """Return for how many of `slots` a step ran a model, and nothing failed."""
+        return sum(self._served[self._places[step][0]][slot] for slot in slots)
 
-    def num_produced(self, step: int, slots: Iterable[int]) -> int:
-        """Return how many tokens a step brought `slots`."""
-        produced = [self._output.produced[place] for place in self._places[step] if place >= 0]
-        return sum(each[slot] for slot in slots for each in produced)
+    def num_sharing(self, step: int, slots: Iterable[int]) -> int:
+        """Return how many share a step's weights: the tokens that it brought `slots`, and those that wait for one."""
+        served = [self._served[place] for place in self._places[step] if place >= 0]
+        return sum(each[slot] for slot in slots for each in served)
 
-    def row(self, step: int, position: int, slot: int, asked: int, num_produced: int) -> StepRow:
-        """Return what a step did for a slot at a position, one of the `num_produced` tokens that share its weights.
+    def idle(self, step: int, num_rows: int) -> cost.Price:
+        """Return what so many rows of a step come to that bring nothing, of the model that the step is of."""
+        shared = self._shared[self._places[step][0]]
+        model = next((one for one, weights in zip(self._costs, shared, strict=True) if weights), self._costs[MODEL])
+        return cost.Price(shared=sum(shared), own=0.0, flops=cost.flops(model, num_rows))
 
-        `asked` is how many alternatives of the token are wanted.
+    def row(
+        self, step: int, position: int, slot: int, asked: int, num_sharing: int, unpaid: Charge = NOTHING
+    ) -> StepRow:
+        """Return what a step did for a slot at a position, one of the `num_sharing` that share its weights.
+
+        `asked` is how many alternatives of the token are wanted. What is `unpaid` of the steps before is charged to it.
         """
-        output, place = self._output, self._places[step][position]
+        output, place, first = self._output, self._places[step][position], self._places[step][0]
+        if self._served[place][slot]:
+            shared = sum(self._shared[first]) / num_sharing
+            audit = output.audit
+            unpaid = Charge(
+                cost=unpaid.cost + self._own[place][slot] + shared,
+                flops=unpaid.flops + self._flops[place][slot],
+                audited=unpaid.audited + (0 if audit is None else audit.audited[place][slot]),
+                agreed=unpaid.agreed + (0 if audit is None else audit.agreed[place][slot]),
+            )
+        trace = None
+        if output.produced[place][slot]:
+            trace, unpaid = self._trace(step, position, slot, asked, unpaid), NOTHING
         return StepRow(
-            finished=output.finished[place][slot],
-            fault=output.fault[place][slot],
-            trace=self._trace(step, position, slot, asked, num_produced) if output.produced[place][slot] else None,
+            finished=output.finished[place][slot], fault=output.fault[place][slot], trace=trace, unpaid=unpaid
         )
 
-    def _trace(self, step: int, position: int, slot: int, asked: int, num_produced: int) -> TokenTrace:
-        config, output = self._config, self._output
-        if config.controller.switch is not None:
-            return self._trace_switched(step, position, slot, asked)
-        model = config.model
-        first, step = self._places[step][0], self._places[step][position]
-        drafted, accepted = output.drafted[first][slot], output.accepted[first][slot]
-        signals, heads = output.signals, model.num_layers * model.num_kv_heads
-        read, looked = signals.blocks_read[step][slot], signals.summaries_read[step][slot]
-        length = signals.length[step][slot]
-        tokens_read = min(read * config.page_size, length * heads)
-        codes = config.page_size if "codes" in config.keeps else 0
-        looking = cost.selection_flops(looked, model.group_size, model.head_dim, codes)
-        wasted_read, wasted_looks, wasted = 0, 0, 0.0
-        if position == 0 and drafted > accepted:
-            wasted_read, wasted_looks = output.blocks_wasted[first][slot], output.summaries_wasted[first][slot]
-            tokens = wasted_read * config.page_size
-            wasted = cost.token_flops(0, tokens, model.group_size, model.head_dim)
-            wasted += (drafted - accepted) * cost.token_flops(self._num_multiplied, 0, 1, 1)
-            wasted += cost.selection_flops(wasted_looks, model.group_size, model.head_dim, codes)
-        small_bytes, small_flops = self._small(first, position, slot, length, num_produced)
-        held = signals.pages_held[step][slot] * heads
-        moved = read * self._traffic.block + looked * self._traffic.summary
-        return self._told(
-            step,
-            slot,
-            asked,
-            blocks_held=held,
-            share_bytes=moved / (held * self._traffic.block),
-            cost=cost.charged_bytes(self._traffic, num_produced, read + wasted_read, looked + wasted_looks)
-            + small_bytes,
-            flops=cost.token_flops(self._num_multiplied, tokens_read, model.group_size, model.head_dim)
-            + looking
-            + wasted
-            + small_flops,
-            drafted=0 if position else drafted,
-            accepted=position < accepted,
-        )
-
-    def _trace_switched(self, step: int, position: int, slot: int, asked: int) -> TokenTrace:
-        """The record of a token of either model; what both did since the last token is charged to it."""
-        config, output, at = self._config, self._output, self._places[step][position]
-        length, by_small = output.signals.length[at][slot], output.by_small[at][slot]
-        moved, flops = 0.0, 0.0
-        for model, tokens, passes in zip(
-            self._costs, output.spent.tokens[at][slot], output.spent.passes[at][slot], strict=True
-        ):
-            moved += passes * model.weights + model.cached_bytes(-(-tokens // config.chunk), length)
-            flops += model.flops(tokens, length)
-        held = -(-length // config.page_size) * self._costs[by_small].heads
-        told = {"blocks_held": held, "cost": moved, "flops": flops, "by_small": by_small}
-        if config.audit:
-            told |= {name: getattr(output.spent, name)[at][slot] for name in ("audited", "agreed")}
-        return self._told(at, slot, asked, **told)
-
-    def _told(self, at: int, slot: int, asked: int, **own: Any) -> TokenTrace:
-        """The record of the token at a place of the output, with what is its `own`."""
+    def _trace(self, step: int, position: int, slot: int, asked: int, charge: Charge) -> TokenTrace:
+        """The record of a token, and what is charged to it."""
+        place, first = self._places[step][position], self._places[step][0]
         output, signals = self._output, self._output.signals
+        by_small = None if output.by_small is None else output.by_small[place][slot]
+        model = self._costs[by_small or MODEL]
+        blocks_read, held = signals.blocks_read[place][slot], signals.pages_held[place][slot] * model.heads
+        moved = cost.cached_bytes(model, blocks_read, signals.summaries_read[place][slot])
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:
-            top = tuple(zip(output.top_tokens[at][slot][:asked], output.top_logprobs[at][slot][:asked], strict=True))
+            top = tuple(
+                zip(output.top_tokens[place][slot][:asked], output.top_logprobs[place][slot][:asked], strict=True)
+            )
         reads = None
-        if output.reads is not None and not own.get("by_small"):
-            reads = tuple(map(tuple, output.reads[at][slot]))
+        if output.reads is not None and not by_small:
+            reads = tuple(map(tuple, output.reads[place][slot]))
         return TokenTrace(
-            token=output.token[at][slot],
+            token=output.token[place][slot],
             text="",
-            entropy=signals.entropy[at][slot],
-            varentropy=signals.varentropy[at][slot],
-            temperature=output.temperature[at][slot],
-            surprisal=signals.surprisal[at][slot],
-            blocks_read=signals.blocks_read[at][slot],
-            kept_mass=signals.kept_mass[at][slot],
-            attention_entropy=_known(signals.attention_entropy[at][slot]),
-            least_attention_entropy=_known(signals.least_attention_entropy[at][slot]),
-            entropic_time=output.entropic_time[at][slot],
-            guard_rates={name: rate[at][slot] for name, rate in output.guard_rates.items()},
+            entropy=signals.entropy[place][slot],
+            varentropy=signals.varentropy[place][slot],
+            temperature=output.temperature[place][slot],
+            surprisal=signals.surprisal[place][slot],
+            blocks_read=blocks_read,
+            blocks_held=held,
+            share_bytes=moved / (held * model.block) if by_small is None else None,
+            kept_mass=signals.kept_mass[place][slot],
+            attention_entropy=_known(signals.attention_entropy[place][slot]),
+            least_attention_entropy=_known(signals.least_attention_entropy[place][slot]),
+            entropic_time=output.entropic_time[place][slot],
+            cost=charge.cost,
+            flops=charge.flops,
+            guard_rates={name: rate[place][slot] for name, rate in output.guard_rates.items()},
+            drafted=0 if position else output.drafted[first][slot],
+            accepted=position < output.accepted[first][slot],
+            by_small=by_small,
+            audited=charge.audited,
+            agreed=charge.agreed,
             top=top,
             reads=reads,
-            **own,
         )
-
-    def _small(self, first: int, position: int, slot: int, length: int, num_produced: int) -> tuple[float, float]:
-        """The bytes and FLOPs of the small model: its weights shared by all tokens, the rest with a slot's first."""
-        if len(self._costs) == 1:
-            return 0.0, 0.0
-        output, (_, small) = self._output, self._costs
-        passes = max(output.small_passes[first])
-        tokens = 0 if position else output.small_tokens[first][slot]
-        shared = passes * small.weights / num_produced
-        return shared + small.cached_bytes(tokens, length), small.flops(tokens, length)
 
 
 def _known(signal: float) -> float | None:

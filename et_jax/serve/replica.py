@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from et_jax.decode import cost, faults
+from et_jax.decode import faults
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder
-from et_jax.decode.plant import Weights, costs, traffic
+from et_jax.decode.plant import Weights, costs
 from et_jax.scope import own_settings
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.compilation import made
@@ -79,9 +79,7 @@ class Replica:
         self.burst_seconds = _BURST_SECONDS
         self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
-        self._traffic = traffic(weights[0], self.device.state.plants[0].cache, self.config.by_mass_of)
-        each = zip(self.config.plants, weights, strict=True)
-        self._costs = tuple(costs(plant, own, self.config.cache_dtype) for plant, own in each)
+        self._costs = costs(self.config.plants, weights, self.device.state.plants, self.config.by_mass_of)
         self._rounds = 0
         self._steps = 1
         queue.join(self.slots)
@@ -354,15 +352,17 @@ class Replica:
             per_step = (time.perf_counter() - began) / max(ran, 1)
             self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
         self.metrics.steps += ran
-        burst = Burst(self.config, self._traffic, self._costs, output, ran)
+        burst = Burst(self._costs, output, ran)
         for step in range(ran):
-            num_produced = burst.num_produced(step, self._with(Status.RUNNING))
+            num_sharing = burst.num_sharing(step, self._with(Status.RUNNING))
             for position in range(burst.num_positions(step)):
                 running = self._with(Status.RUNNING)
                 if position == 0:
-                    self._count_idle(burst.num_served(step, running))
+                    self._count_idle(burst, step, running)
                 for slot, sequence in running.items():
-                    self._take(slot, sequence, burst.row(step, position, slot, asked[slot], num_produced))
+                    row = burst.row(step, position, slot, asked[slot], num_sharing, sequence.unpaid)
+                    sequence.unpaid = row.unpaid
+                    self._take(slot, sequence, row)
         self._compress()
 
     def _compress(self) -> None:
@@ -373,13 +373,12 @@ class Replica:
             self.device.compress(slot)
             self.slots[slot].left_out = self.pool.left_out(slot)
 
-    def _count_idle(self, num_served: int) -> None:
-        """Count the rows of a step that brought no sequence a token: empty, failed, or past the end of their text."""
-        if self.config.controller.switch is not None:  # a sequence that waits for the other model pays for it later
-            return
-        num_idle = self.config.batch - num_served
-        self.metrics.idle_flops += num_idle * cost.token_flops(self._costs[0].num_multiplied, 0, 1, 1)
-        self.metrics.idle_cost += 0.0 if num_served else float(self._traffic.weights)
+    def _count_idle(self, burst: Burst, step: int, running: dict[int, Sequence]) -> None:
+        """Count the rows of a step that served no sequence: empty, failed, or past the end of their text."""
+        num_served = burst.num_served(step, running)
+        idle = burst.idle(step, self.config.batch - num_served)
+        self.metrics.idle_flops += idle.flops
+        self.metrics.idle_cost += 0.0 if num_served else idle.shared
 
     def _take(self, slot: int, sequence: Sequence, row: StepRow) -> None:
         """Hand on what a step did for a sequence."""

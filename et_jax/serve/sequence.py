@@ -11,6 +11,7 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.request import Request, request
 from et_jax.serve import scheduler
 from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace
+from et_jax.serve.records import NOTHING, Charge
 from et_jax.serve.requests import GenerationRequest
 from et_jax.text import Detokenizer, Tokenizer
 from et_jax.text.stop_strings import StopStrings
@@ -65,8 +66,9 @@ class Sequence:
     `laws` control it. `prompt_ids` are the tokens of `prompt`. `deliver` is called with every event. `arrival` numbers
     submissions and `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it
     is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held. Of the
-    tokens that it wrote compression left out `left_out`. `prompt_read` is what a budget had it read of its prompt. Its
-    caller sets `abandoned` when it wants no more of it: the next round of a replica ends it.
+    tokens that it wrote compression left out `left_out`. Steps that brought it no token are `unpaid`: its next one pays
+    for them. `prompt_read` is what a budget read of its prompt. Its caller sets `abandoned` when it wants no more of
+    it: the next round of a replica ends it.
     """
 
     request: GenerationRequest
@@ -90,6 +92,7 @@ class Sequence:
     swapped: list[Any] = dataclasses.field(default_factory=list)
     prompt_read: PromptRead | None = None
     left_out: int = 0
+    unpaid: Charge = NOTHING
     abandoned: bool = False
 
     @property

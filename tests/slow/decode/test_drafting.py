@@ -227,7 +227,7 @@ def test_drafts_that_hold_take_no_step_of_their_own():
     assert all(rows[slot]["token"].tolist() == expected[slot]["token"].tolist() for slot in PROMPTS)
     drafted, accepted = (np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted))
     assert (drafted == accepted).all() and (drafted == 4).all()
-    assert not np.asarray(output.blocks_wasted).any()
+    np.testing.assert_array_equal(output.work[0].blocks, np.where(output.produced, output.signals.blocks_read, 0))
 
 
 def test_where_there_is_no_guess_nothing_is_drafted_and_nothing_is_held_against_drafts():
@@ -261,7 +261,7 @@ def test_the_small_model_reads_a_text_once():
         state, _, output, ran = decoded(made(control, drafting, small=small))
         small_cached = state.plants[1].num_cached
         wasted = np.asarray(output.drafted - output.accepted)[:ran, 0]
-        told, passes = (np.asarray(x)[:ran, 0] for x in (output.small_tokens, output.small_passes))
+        told, passes = (np.asarray(x)[:ran, 0] for x in (output.work[1].tokens, output.work[1].passes))
         assert (passes[told.sum(axis=-1) == 0] == 0).all() and (passes <= 5 + LENGTH // CHUNK).all()
         for slot, tokens in PROMPTS.items():
             held, whole = int(small_cached[slot]), len(tokens) - 1 + LIMIT
@@ -281,7 +281,7 @@ def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
     length = int(state.length[slot])
     assert int(small.num_cached[slot]) == len(PROMPTS[slot]) - 1 and length == len(whole) - 1
     rows = jnp.asarray([slot, 0])
-    after, chunks, _ = catch_up(
+    after, work, _ = catch_up(
         d.config.plants[1],
         weights(model=OTHER),
         small,
@@ -292,7 +292,8 @@ def test_what_was_not_read_is_caught_up_with_as_a_prompt_is_read():
         CHUNK,
     )
     assert after.num_cached[rows].tolist() == [length, int(small.num_cached[0])]
-    assert int(chunks) == -(-length // CHUNK) - (len(PROMPTS[slot]) - 1) // CHUNK
+    passes = -(-length // CHUNK) - (len(PROMPTS[slot]) - 1) // CHUNK
+    assert work.passes.tolist() == [passes] * 2 and work.tokens.tolist() == [length - len(PROMPTS[slot]) + 1, 0]
     fresh = fill(d, given_to(d), d.empty(), slot, whole)
     for layer, expected in zip(after.cache.layers, fresh.plants[1].cache.layers, strict=True):
         got, want = (

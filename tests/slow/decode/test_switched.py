@@ -114,7 +114,7 @@ def test_two_models_write_what_an_independent_program_does(name):
         assert rows[slot][0] == said and rows[slot][2] == by_small
         assert 0 < sum(by_small) < LIMIT  # both speak
     # tokens read: each model reads every text up to the last token it speaks after, once
-    read = np.asarray(output.spent.tokens)[np.asarray(output.produced)].sum(axis=0)
+    read = np.asarray([work.tokens.sum() for work in output.work])
     assert (read <= len(PROMPTS) * LIMIT + sum(map(len, PROMPTS.values()))).all() and (read > 0).all()
 
 
@@ -125,7 +125,7 @@ def test_without_a_bound_the_small_model_speaks_alone(switch):
     for slot in PROMPTS:
         assert rows[slot][0] == expected[slot][0] and same_bits(rows[slot][1], expected[slot][1])
         assert all(rows[slot][2])
-    assert not np.asarray(output.spent.tokens)[..., LARGE].any()
+    assert not any(leaf.any() for leaf in jax.tree.leaves(output.work[LARGE]))
 
 
 def test_with_a_bound_below_nothing_the_model_speaks_alone_from_the_first_token():
@@ -222,6 +222,5 @@ def test_whoever_catches_up_says_which_of_the_others_words_were_its_own_too():
         for i in range(last):
             model, params = (MODEL, pair()[0]) if by_small[i] else (OTHER, pair()[1])
             agreed += int(np.argmax(dense(params, model, PROMPTS[slot] + said[:i])[0][-1])) == said[i]
-        produced = np.asarray(output.produced)[:, slot]
-        told = [np.asarray(each)[produced, slot].sum() for each in (output.spent.audited, output.spent.agreed)]
+        told = [each[:, slot].sum() for each in (output.audit.audited, output.audit.agreed)]
         assert told == [last, agreed]

@@ -6,34 +6,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PAGE, configuration
+from small_model import MODEL, PAGE
 
-from et_jax.control.controller import Controller
-from et_jax.control.switch import AsPrinted
 from et_jax.decode import cost
-from et_jax.decode.draft import Drafting
 from et_jax.decode.fresh import blank_signals
-from et_jax.decode.output import Spent, StepOutput
-from et_jax.serve.records import Burst
+from et_jax.decode.output import Audit, StepOutput
+from et_jax.decode.work import Work
+from et_jax.serve.records import Burst, Charge
 from et_jax.types import replace
 
 STEPS, SLOTS = 3, 3
-TRAFFIC = cost.Traffic(weights=6000, block=10, summary=1)
 NUM_MULTIPLIED = 700
 MODEL_COST = cost.Model(
     weights=6000,
+    block=10,
+    summary=1,
     num_multiplied=NUM_MULTIPLIED,
     heads=MODEL.num_layers * MODEL.num_kv_heads,
-    token=8,
     group_size=MODEL.group_size,
     head_dim=MODEL.head_dim,
 )
+
+
+def work(**figures) -> Work:
+    """Work of no tokens, but for the figures given."""
+    none = {"tokens": 0, "passes": 0, "blocks": 0, "summaries": 0} | figures
+    whole = {
+        name: jnp.broadcast_to(jnp.int32(each), (STEPS, SLOTS)) for name, each in none.items() if name != "attended"
+    }
+    return Work(attended=jnp.broadcast_to(jnp.float32(figures.get("attended", 0)), (STEPS, SLOTS)), **whole)
 
 
 @pytest.fixture(scope="module")
 def output() -> StepOutput:
     """Slot 2 fails at step 1, slot 0 finishes there; every number tells its step and slot."""
     number = np.arange(STEPS * SLOTS, dtype=np.int32).reshape(STEPS, SLOTS)
+    produced = np.asarray([[1, 1, 1], [1, 1, 0], [0, 1, 0]])
     signals = replace(
         blank_signals((STEPS, SLOTS)),
         entropy=jnp.float32(number),
@@ -44,7 +52,7 @@ def output() -> StepOutput:
     )
     return StepOutput(
         token=jnp.int32(number + 40),
-        produced=jnp.asarray([[1, 1, 1], [1, 1, 0], [0, 1, 0]], bool),
+        produced=jnp.asarray(produced, bool),
         finished=jnp.asarray([[0, 0, 0], [1, 0, 0], [0, 0, 0]], bool),
         fault=jnp.int32([[0, 0, 0], [0, 0, 4], [0, 0, 0]]),
         refused=jnp.zeros((STEPS, SLOTS), bool),
@@ -53,8 +61,7 @@ def output() -> StepOutput:
         total_cost=jnp.zeros((STEPS, SLOTS), jnp.float32),
         drafted=jnp.zeros((STEPS, SLOTS), jnp.int32),
         accepted=jnp.zeros((STEPS, SLOTS), jnp.int32),
-        blocks_wasted=jnp.zeros((STEPS, SLOTS), jnp.int32),
-        summaries_wasted=jnp.zeros((STEPS, SLOTS), jnp.int32),
+        work=(work(tokens=produced, passes=1, blocks=number + 1, summaries=2, attended=(number + 1) * PAGE),),
         guard_rates={"stability": jnp.float32(number / 8)},
         signals=signals,
         top_tokens=jnp.int32(number[..., None] + np.arange(4)),
@@ -68,7 +75,7 @@ def told_of(output: StepOutput) -> StepOutput:
 
 
 def burst(output: StepOutput, num_steps: int = STEPS) -> Burst:
-    return Burst(configuration(), TRAFFIC, (MODEL_COST,), told_of(output), num_steps)
+    return Burst((MODEL_COST,), told_of(output), num_steps)
 
 
 def test_each_record_is_of_its_step_and_slot(output):
@@ -105,14 +112,23 @@ def test_steps_that_were_not_run_are_not_there(output):
         burst(output, num_steps=1).row(1, 0, 0, 0, 1)
 
 
+def in_one_step(output: StepOutput) -> StepOutput:
+    """The steps as positions of one, whose weights are read once."""
+    once = tuple(replace(each, passes=each.passes.at[1:].set(0)) for each in output.work)
+    stacked = jax.tree.map(lambda x: jnp.pad(x, [(0, 2)] + [(0, 0)] * (x.ndim - 1))[None], replace(output, work=once))
+    return jax.device_get(stacked)
+
+
 def test_tokens_of_one_step_share_its_weights_and_the_first_pays_for_what_was_rejected(output):
     """The three steps become positions of one step: slot 1 was brought three tokens, of four drafted two held."""
-    drafts = Drafting(most=4)
-    told = {"drafted": 4, "accepted": 2, "blocks_wasted": 7, "summaries_wasted": 5}
-    drafted = replace(output, **{name: getattr(output, name).at[0, 1].set(number) for name, number in told.items()})
-    stacked = jax.tree.map(lambda x: jnp.pad(x, [(0, 2)] + [(0, 0)] * (x.ndim - 1))[None], drafted)
-    one = Burst(configuration(draft=drafts), TRAFFIC, (MODEL_COST,), jax.device_get(stacked), 1)
-    assert (one.num_positions(0), one.num_served(0, range(SLOTS)), one.num_produced(0, range(SLOTS))) == (3, 3, 6)
+    drafted = replace(
+        output, **{name: getattr(output, name).at[0, 1].set(n) for name, n in (("drafted", 4), ("accepted", 2))}
+    )
+    [done] = output.work
+    rejected = {"tokens": 2, "blocks": 7, "summaries": 5, "attended": 7 * PAGE}
+    more = replace(done, **{name: getattr(done, name).at[0, 1].add(each) for name, each in rejected.items()})
+    one = Burst((MODEL_COST,), in_one_step(replace(drafted, work=(more,))), 1)
+    assert (one.num_positions(0), one.num_served(0, range(SLOTS)), one.num_sharing(0, range(SLOTS))) == (3, 3, 6)
     rows = [one.row(0, position, 1, 0, 6).trace for position in range(3)]
     assert all(row is not None for row in rows)
     assert [row.token for row in rows if row] == [41, 44, 47]
@@ -121,13 +137,19 @@ def test_tokens_of_one_step_share_its_weights_and_the_first_pays_for_what_was_re
     plain = [burst(output).row(step, 0, 1, 0, 6).trace for step in range(3)]
     more = [row.cost - other.cost for row, other in zip(rows, plain, strict=True) if row and other]
     assert more == pytest.approx([10 * 7 + 5, 0, 0])
-    work = [row.flops - other.flops for row, other in zip(rows, plain, strict=True) if row and other]
-    attention = cost.token_flops(0, 7 * PAGE, MODEL.group_size, MODEL.head_dim)
-    looking = cost.selection_flops(5, MODEL.group_size, MODEL.head_dim, 0)
-    assert work == pytest.approx([2 * 2 * NUM_MULTIPLIED + attention + looking, 0, 0])
+    extra = [row.flops - other.flops for row, other in zip(rows, plain, strict=True) if row and other]
+    attention, looking = 4 * 7 * PAGE, 10 * 5
+    width = MODEL.group_size * MODEL.head_dim
+    assert extra == pytest.approx([2 * 2 * NUM_MULTIPLIED + (attention + looking) * width, 0, 0])
 
 
-OTHER = cost.Model(weights=300, num_multiplied=40, heads=2, token=8, group_size=2, head_dim=4)
+OTHER = cost.Model(weights=300, block=16, summary=0, num_multiplied=40, heads=2, group_size=2, head_dim=4)
+
+
+def test_8_bit_keys_are_looked_at_one_by_one():
+    coded = dataclasses.replace(MODEL_COST, codes=16)
+    width = MODEL.group_size * MODEL.head_dim
+    assert cost.flops(coded, 3, 5.0, 7) == 3 * 2 * NUM_MULTIPLIED + (4 * 5 + (8 + 2 + 2 * 16) * 7) * width
 
 
 def test_reads_are_by_layer_and_head_and_none_for_a_small_model(output):
@@ -140,15 +162,8 @@ def test_reads_are_by_layer_and_head_and_none_for_a_small_model(output):
     assert row.reads == tuple(tuple(next(number) for _ in range(shape[3])) for _ in range(shape[2]))
     silent = burst(output).row(1, 0, 1, 0, 1).trace
     assert silent is not None and silent.reads is None
-    spent = Spent(
-        tokens=jnp.zeros((STEPS, SLOTS, 2), jnp.int32),
-        passes=jnp.zeros((STEPS, SLOTS, 2), jnp.float32),
-        audited=None,
-        agreed=None,
-    )
-    turns = replace(told, by_small=jnp.zeros((STEPS, SLOTS), bool).at[0, 0].set(True), spent=spent)
-    config = configuration(controller=Controller(switch=AsPrinted(1.0)), small=MODEL)
-    both = Burst(config, TRAFFIC, (OTHER, OTHER), told_of(turns), STEPS)
+    turns = replace(told, by_small=jnp.zeros((STEPS, SLOTS), bool).at[0, 0].set(True), work=(work(), *output.work))
+    both = Burst((OTHER, OTHER), told_of(turns), STEPS)
     by_small, by_model = (both.row(0, 0, slot, 0, 3).trace for slot in (0, 1))
     assert by_small is not None and by_small.reads is None
     assert by_model is not None and by_model.reads is not None
@@ -156,37 +171,68 @@ def test_reads_are_by_layer_and_head_and_none_for_a_small_model(output):
 
 def test_what_a_small_model_drafts_with_is_charged_to_what_came_of_it(output):
     """Two passes over 300 bytes of weights for six tokens; slot 1's first token pays for what was read for it."""
-    small = {"small_tokens": jnp.zeros((STEPS, SLOTS), jnp.int32).at[0, 1].set(3)}
-    small["small_passes"] = jnp.zeros((STEPS, SLOTS), jnp.int32).at[0].set(2)
-    stacked = jax.tree.map(lambda x: jnp.pad(x, [(0, 2)] + [(0, 0)] * (x.ndim - 1))[None], replace(output, **small))
-    config = configuration(draft=Drafting(most=4))
-    one, two = (
-        Burst(config, TRAFFIC, costs, jax.device_get(stacked), 1) for costs in ((MODEL_COST,), (MODEL_COST, OTHER))
+    only = jnp.zeros((STEPS, SLOTS), jnp.int32).at[0, 1]
+    own = work(
+        tokens=only.set(3), blocks=only.set(12), attended=only.set(70), passes=2 * jnp.eye(STEPS, 1, dtype=jnp.int32)
     )
+    drafted = replace(output, work=(*output.work, own))
+    one, two = Burst((MODEL_COST,), in_one_step(output), 1), Burst((MODEL_COST, OTHER), in_one_step(drafted), 1)
     more = [
         (two.row(0, position, slot, 0, 6).trace, one.row(0, position, slot, 0, 6).trace)
         for position, slot in ((0, 0), (0, 1), (1, 1))
     ]
-    length = int(output.signals.length[0, 1])
-    assert [a.cost - b.cost for a, b in more if a and b] == pytest.approx([100, 100 + 3 * length * 2 * 8, 100])
-    per_token = 2 * 40 + 4 * 4 * 2 * length * 2
-    assert [a.flops - b.flops for a, b in more if a and b] == pytest.approx([0, 3 * per_token, 0])
+    assert [a.cost - b.cost for a, b in more if a and b] == pytest.approx([100, 100 + 12 * 16, 100])
+    assert [a.flops - b.flops for a, b in more if a and b] == pytest.approx([0, 3 * 2 * 40 + 4 * 4 * 2 * 70, 0])
 
 
 def test_a_token_of_two_models_pays_for_both_since_the_last(output):
-    """Slot 0's first token is the small model's; before it the model read 5 tokens in a chunk and a third of a pass."""
-    big = dataclasses.replace(OTHER, weights=6000, num_multiplied=700, heads=4)
-    tokens = jnp.zeros((STEPS, SLOTS, 2), jnp.int32).at[0, 0].set(jnp.asarray([5, 1]))
-    passes = jnp.zeros((STEPS, SLOTS, 2), jnp.float32).at[0, 0].set(jnp.asarray([0.25, 0.5]))
+    """The model's step brings slot 0 no token, for the other is to say it; slot 1 gets one, and both share the pass.
+
+    In the next step the small model says slot 0's token. The model had read five tokens of it, in two reads.
+    """
+    big = dataclasses.replace(OTHER, weights=6000, num_multiplied=700, heads=4, block=32)
+    model = work(
+        tokens=np.asarray([[5, 1, 0], [0, 0, 0], [0, 0, 0]]),
+        passes=np.asarray([[2, 2, 2], [0, 0, 0], [0, 0, 0]]),
+        blocks=np.asarray([[8, 4, 0], [0, 0, 0], [0, 0, 0]]),
+        attended=np.asarray([[90, 0, 0], [0, 0, 0], [0, 0, 0]]),
+    )
+    small = work(
+        tokens=np.asarray([[0, 0, 0], [1, 0, 0], [0, 0, 0]]),
+        passes=np.asarray([[0, 0, 0], [1, 1, 1], [0, 0, 0]]),
+        blocks=np.asarray([[0, 0, 0], [2, 0, 0], [0, 0, 0]]),
+        attended=np.asarray([[0, 0, 0], [16, 0, 0], [0, 0, 0]]),
+    )
+    spoken = jnp.zeros((STEPS, SLOTS), bool)
+    asked = jnp.zeros((STEPS, SLOTS), jnp.int32)
     told = replace(
         output,
-        by_small=output.produced.at[:, 1:].set(False),
-        spent=Spent(tokens=tokens, passes=passes, audited=None, agreed=None),
+        produced=spoken.at[0, 1].set(True).at[1, 0].set(True),
+        fault=asked,
+        by_small=spoken.at[1, 0].set(True),
+        work=(model, small),
+        audit=Audit(audited=asked.at[0, 0].set(4).at[1, 0].set(1), agreed=asked.at[0, 0].set(3)),
     )
-    config = configuration(controller=Controller(switch=AsPrinted(1.0)), small=MODEL)
-    row = Burst(config, TRAFFIC, (big, OTHER), told_of(told), STEPS).row(0, 0, 0, 0, 3).trace
-    length = int(output.signals.length[0, 0])
-    assert row is not None and row.by_small
-    assert row.cost == pytest.approx(0.25 * 6000 + 0.5 * 300 + length * (4 * 8 + 2 * 8))
-    assert row.flops == pytest.approx(5 * (2 * 700 + 4 * 4 * 2 * length * 4) + 2 * 40 + 4 * 4 * 2 * length * 2)
-    assert row.blocks_held == -(-length // PAGE) * OTHER.heads
+    both = Burst((big, OTHER), told_of(told), STEPS)
+    assert [both.num_sharing(step, range(SLOTS)) for step in (0, 1)] == [2, 1]
+    waiting = both.row(0, 0, 0, 0, 2)
+    assert waiting.trace is None and waiting.unpaid.cost == 2 * 6000 / 2 + 8 * 32
+    row = both.row(1, 0, 0, 0, 1, waiting.unpaid)
+    assert row.unpaid == Charge() and row.trace is not None and row.trace.by_small
+    assert row.trace.cost == 2 * 6000 / 2 + 8 * 32 + 300 + 2 * 16
+    assert row.trace.flops == 5 * 2 * 700 + 4 * 4 * 2 * 90 + 2 * 40 + 4 * 4 * 2 * 16
+    assert (row.trace.audited, row.trace.agreed) == (5, 3)
+    assert row.trace.blocks_held == -(-int(output.signals.length[1, 0]) // PAGE) * OTHER.heads
+    by_model = both.row(0, 0, 1, 0, 2).trace
+    assert by_model is not None and by_model.cost == 2 * 6000 / 2 + 4 * 32 and by_model.audited == 0
+
+
+def test_rows_that_serve_nobody_are_those_of_the_model_whose_step_it_is(output):
+    """The first step is the model's, the second the small one's."""
+    turns = jnp.asarray([[1], [0], [1]])
+    told = replace(output, work=(work(passes=turns), work(passes=3 * (1 - turns))))
+    both = Burst((MODEL_COST, OTHER), told_of(told), STEPS)
+    assert [(one.shared, one.flops) for one in (both.idle(step, 2) for step in (0, 1))] == [
+        (6000, 2 * 2 * NUM_MULTIPLIED),
+        (3 * 300, 2 * 2 * 40),
+    ]

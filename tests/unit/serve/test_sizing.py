@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_model import LENGTH, MODEL
 
 from et_jax.decode.cache import token_width
-from et_jax.decode.plant import costs, traffic
+from et_jax.decode.plant import costs
 from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models import transformer
@@ -52,8 +52,8 @@ def test_the_cache_has_the_dtype_asked_for_or_that_of_the_weights(dtype, asked):
     assert {layer.pages.dtype for layer in state.cache.layers} == {cached}
     weights = transformer.abstract(MODEL, dtype)
     block = sized.page_size * token_width(MODEL.head_dim) * cached.itemsize
-    assert traffic(weights, state.cache).block == block
-    assert costs(sized.plants[0], weights, sized.cache_dtype).token == 2 * MODEL.head_dim * cached.itemsize
+    [model] = costs(sized.plants, (weights,), (state,), sized.by_mass_of)
+    assert model.block == block
     planned = plan(sized, 10**9)
     assert planned.weights == transformer.num_weights(MODEL) * jnp.dtype(dtype).itemsize
     held = MODEL.num_layers * MODEL.num_kv_heads * block

@@ -1,0 +1,78 @@
+"""What a step does for its sequences, by each of the decoder's models."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.decode.plant import Plant
+from et_jax.decode.rows import Rows
+from et_jax.types import pytree, replace
+
+
+@pytree
+class Work:
+    """What one model did for a sequence; `cost.price` says what that comes to.
+
+    It read `tokens` of the text, and for them `blocks` of the cache and `summaries` to choose those by, counted over
+    layers and KV heads. Their queries met `attended` keys at most, of every KV head of every layer. `passes` is how
+    often all its weights were read, which the rows of a step share: it is the same for each of them.
+    """
+
+    tokens: Int[Array, "*b"]
+    passes: Int[Array, "*b"]
+    blocks: Int[Array, "*b"]
+    summaries: Int[Array, "*b"]
+    attended: Float[Array, "*b"]
+
+    def plus(self, other: "Work") -> "Work":
+        """Return what both come to."""
+        return jax.tree.map(jnp.add, self, other)
+
+    def where(self, kept: Bool[Array, "*b"] | Bool[Array, ""]) -> "Work":
+        """Return the work where it is `kept`, and none elsewhere."""
+        return jax.tree.map(lambda x: jnp.where(kept, x, 0), self)
+
+
+def no_work(num_rows: int) -> Work:
+    """Return the work of rows for which nothing was done."""
+    none = jnp.zeros(num_rows, jnp.int32)
+    return Work(tokens=none, passes=none, blocks=none, summaries=none, attended=none.astype(jnp.float32))
+
+
+def of_tokens(plant: Plant, rows: Rows, blocks: Int[Array, " r"], summaries: Int[Array, " r"]) -> Work:
+    """Return the work of one pass over the rows' tokens, which read so many blocks and summaries."""
+    keys = jnp.minimum(blocks * plant.page_size, (rows.position + 1) * plant.all_kv_heads)
+    run = rows.run.astype(jnp.int32)
+    return Work(
+        tokens=run,
+        passes=jnp.ones_like(run),
+        blocks=run * blocks,
+        summaries=run * summaries,
+        attended=(run * keys).astype(jnp.float32),
+    )
+
+
+def of_chunks(plant: Plant, count: Int[Array, " r"], end: Int[Array, " r"]) -> Work:
+    """Return the work of one pass over a chunk of `count` tokens a row, which read all up to their `end`."""
+    run = (count > 0).astype(jnp.int32)
+    met = count.astype(jnp.float32) * end.astype(jnp.float32) * plant.all_kv_heads
+    return Work(
+        tokens=count,
+        passes=jnp.ones_like(count),
+        blocks=run * -(-end // plant.page_size) * plant.all_kv_heads,
+        summaries=jnp.zeros_like(count),
+        attended=met,
+    )
+
+
+def by_position(work: Work, at: Int[Array, "r t"], drafted: Int[Array, " r"], produced: Bool[Array, "t r"]) -> Work:
+    """Return the work of every position, of rows of which `at` says where each token stands, as `laid_out` does.
+
+    What was done for drafted tokens that were not `produced` goes to the first one.
+    """
+    ahead = jnp.arange(at.shape[1])
+    real = (ahead <= drafted[:, None]).T
+    each = jax.tree.map(lambda x: x[at].T, work)
+    rest = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), each.where(real & ~produced))
+    own = jax.tree.map(lambda x, more: x.at[0].add(more), each.where(real & produced), rest)
+    return replace(own, passes=jnp.zeros_like(own.passes).at[0].set(work.passes[: at.shape[0]]))
