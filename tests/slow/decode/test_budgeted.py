@@ -18,6 +18,8 @@ from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import calls, pack
 from et_jax.types import value
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 PAGE, CHUNK, LENGTH = 4, 16, 160
 THREE = dataclasses.replace(MODEL, num_layers=3, windows=(None,) * 3, max_positions=LENGTH)
 LAW = EntropyBudget(tokens=16, segment=CHUNK, dense_until=CHUNK, floor=0.25)

@@ -41,6 +41,8 @@ from et_jax.decode.rows import Rows
 from et_jax.models.weights import Dense
 from et_jax.types import replace
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 def found_in(text: list[int], most: int) -> list[int]:
     """What follows the latest place with the longest match of two to four tokens, round and round."""
@@ -111,7 +113,6 @@ def garbage(text, newest, most):
 CONTROLS = {
     "off": Controller(),
     "thermostat": Controller(law=chain(FallClock(), Thermostat(2.0))),
-    "quest": Controller(selector=Quest(2)),
     "certified": Controller(
         law=chain(FallClock(), Constant(0.2)),
         selector=PerHead(Certified(coded_bounds), AttentionEntropy()),

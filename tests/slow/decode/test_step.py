@@ -123,8 +123,9 @@ def test_the_signals_are_those_of_the_dense_logits():
 
         entropy, varentropy, surprisal = moments(logits)
         warm = moments(logits / temperature)
-        tenth = np.sort(logits, axis=-1)[:, -20][:, None]
-        cut = moments(np.where(logits >= tenth, logits / temperature, -np.inf))
+        ranked = np.sort(logits, axis=-1)
+        clear = ranked[:, -20] - ranked[:, -21] > 1e-4  # elsewhere float32 may keep another token
+        cut = moments(np.where(logits >= ranked[:, -20:-19], logits / temperature, -np.inf))
         close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
         close(signals.entropy, entropy)
         close(signals.entropy_low, entropy)
@@ -134,7 +135,8 @@ def test_the_signals_are_those_of_the_dense_logits():
         close(signals.margin, np.diff(np.sort(logits, axis=-1)[:, -2:], axis=-1)[:, 0])
         close(signals.tempered_entropy, warm[0])
         close(signals.tempered_varentropy, warm[1])
-        close(signals.truncated_entropy, cut[0])
+        assert clear.mean() > 0.8
+        close(signals.truncated_entropy[clear], cut[0][clear])
         blocks = (at // PAGE + 1) * MODEL.num_layers * MODEL.num_kv_heads
         assert signals.blocks_read.tolist() == blocks.tolist()
         np.testing.assert_allclose(signals.cost, blocks * PAGE * width * 4 + num_bytes / 3, rtol=1e-6)

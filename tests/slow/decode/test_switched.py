@@ -18,6 +18,8 @@ from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.decode import decoder as decoding
 from et_jax.decode.request import request
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 LIMIT = 20
 SWITCHES = {
     "printed": AsPrinted(4.17, window=3, least=2),

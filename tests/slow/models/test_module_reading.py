@@ -17,6 +17,8 @@ from et_jax.models.module_reading import causal as reference
 from et_jax.models.module_reading import read_module
 from et_jax.types import Table
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 VOCABULARY = 61
 CONFIG = ModuleConfig(max_positions=LENGTH)
 

@@ -15,6 +15,8 @@ from et_jax.errors import UsageError
 from et_jax.report.trace import VERSION, About, TraceWriter, read_trace
 from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 ABOUT = About(model="bundled", control="off", n=2, prompt='It\nwas\u2028 "É"', prompt_tokens=3)
 
 figures, counts = st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**40)

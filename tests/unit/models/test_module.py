@@ -15,6 +15,8 @@ from et_jax.models.calls import run
 from et_jax.models.module import ModuleConfig, called, forward, is_module
 from et_jax.models.module_reading import read_module
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 VOCABULARY = 61
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
 CONFIG = ModuleConfig(max_positions=96)
