@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from et_jax.control.compression import POLICIES, Compression
+from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
 from et_jax.control.draft import (
     MOST_DRAFTED,
@@ -13,6 +13,7 @@ from et_jax.control.draft import (
     FixedLength,
     StopEntropy,
 )
+from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
 from et_jax.decode.draft import Drafting, by_acceptance, lookup
