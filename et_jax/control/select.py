@@ -108,7 +108,7 @@ class _Opens(Selector):
 
 @value
 class MaskSelector(_Opens):
-    """Opens what a function or a value with numbers answers, which says by `needs` what it reads beside the summaries.
+    """Opens what a function or a value with numbers answers, which says by `needs` what it reads besides the summaries.
 
     For a plain function that is `view.needing`.
     """

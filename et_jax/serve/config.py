@@ -146,7 +146,7 @@ class EngineConfig:
     def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting:
         """Return how tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
 
-        Steps have `batch` rows, and drafted ones beside.
+        Steps have `batch` rows, and the drafted ones.
         """
         most = self.most_drafted
         by_model = self.draft_model is not None

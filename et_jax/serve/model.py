@@ -39,7 +39,7 @@ from et_jax.text import Tokenizer
 from et_jax.types import replace
 
 Structure = tuple[Any, frozenset[Keep]]
-"""What a program is compiled for: the structure of a controller, and what is kept beside its needs."""
+"""What a program is compiled for: the structure of a controller, and what is kept besides its needs."""
 
 _MOST_DECODERS = 4  # that are kept compiled, the last to be used
 _AHEAD = 256  # continuations a caller may have waiting: enough for their priorities to matter
@@ -111,7 +111,7 @@ class Model:
 
     @property
     def params(self) -> ModelWeights:
-        """The weights of the model, without those of a small one beside it."""
+        """The weights of the model, without those of the second model."""
         return self.weights[0]
 
     @property
