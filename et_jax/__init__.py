@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from et_jax.report.notebook import show as show
     from et_jax.report.page import write_report as write_report
     from et_jax.serve.completions import Completion as Completion
-    from et_jax.serve.engine import Model as Model
     from et_jax.serve.engine import load as load
+    from et_jax.serve.model import Model as Model
     from et_jax.serve.requests import GenerationRequest as GenerationRequest
     from et_jax.serve.requests import SamplingParams as SamplingParams
     from et_jax.types import Count as Count
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "load": "et_jax.serve.engine",
-    "Model": "et_jax.serve.engine",
+    "Model": "et_jax.serve.model",
     "SamplingParams": "et_jax.serve.requests",
     "GenerationRequest": "et_jax.serve.requests",
     "ModuleConfig": "et_jax.models.module",

@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--length", action="append", type=int, help="tokens of prompt and answer; repeatable (default 512)")
     p.add_argument("--depths", type=int, default=5, help="places of the answer, from start to end (default 5)")
     p.add_argument("--samples", type=int, default=4, help="examples at each length and depth, or of a file (default 4)")
-    p.add_argument("--pairs", type=int, default=NUM_PAIRS, help="keys beside the one asked for (default 7)")
+    p.add_argument("--pairs", type=int, default=NUM_PAIRS, help="keys besides the one asked for (default 7)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same examples (default 0)")
     p.add_argument("--haystack", help="a text to hide answers in (default: invented sentences)")
     p.add_argument("--prompts", help="a file of JSON lines for the tasks that are read, not generated")

@@ -1,4 +1,4 @@
-"""What drafts save: tokens per second with drafts beside plain decoding, turn by turn, on this device.
+"""What drafts save: tokens per second with drafts and by plain decoding, turn by turn, on this device.
 
     python scripts/bench_drafting.py
 

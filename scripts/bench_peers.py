@@ -1,4 +1,4 @@
-"""Tokens per second of et_jax beside Hugging Face transformers: same weights, same machine, turn by turn.
+"""Tokens per second of et_jax and Hugging Face transformers: same weights, same machine, turn by turn.
 
     python scripts/bench_peers.py --peer-python OTHER_ENVIRONMENT/bin/python
 

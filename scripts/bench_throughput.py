@@ -124,7 +124,7 @@ def main() -> None:
 
 def summary(name: str, taken: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
     """Return medians over the rounds, and the median of the rounds' own ratios to `base`."""
-    ratios = [mine["tokens_per_second"] / its["tokens_per_second"] for mine, its in zip(taken, base, strict=True)]
+    ratios = [each["tokens_per_second"] / plain["tokens_per_second"] for each, plain in zip(taken, base, strict=True)]
     medians = {key: statistics.median(row[key] for row in taken) for key in taken[0]}
     return {"name": name, "ratio": statistics.median(ratios), "ratios": ratios, **medians}
 

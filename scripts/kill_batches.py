@@ -113,7 +113,7 @@ def preemptions(metrics: Path) -> int:
 
 
 def kill(process: subprocess.Popen[str], chosen: signal.Signals) -> int:
-    """Send the signal and return the exit code. Raises Broken where a run hangs on, or ends in a traceback."""
+    """Send the signal and return the exit code. Raises Broken where a run does not end, or ends in a traceback."""
     process.send_signal(chosen)
     try:
         said = process.communicate(timeout=60)[1]

@@ -26,7 +26,7 @@ from et_jax.control.bounds import Interval
 from et_jax.control.select import Certified
 from et_jax.control.view import tolerating
 from et_jax.evidence import arguments, tables
-from et_jax.evidence.block_views import Blocks, blocks_at, capture, key_radius
+from et_jax.evidence.block_views import CapturedBlocks, blocks_at, capture, key_radius
 from et_jax.evidence.held_out import rows
 from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
@@ -38,7 +38,7 @@ ALLOWED = 1.0 + 1e-3  # unread mass over tolerance, for rounding
 BOUNDS = ("box", "ball", "box and ball", "chord, box", "chord, both", "int8 codes", "exact")
 
 
-def intervals(blocks: Blocks) -> dict[str, Interval]:
+def intervals(blocks: CapturedBlocks) -> dict[str, Interval]:
     """Return each bound on every block's log Z, in nats."""
     view, count = blocks.view, blocks.view.num_tokens
     box = view.score
@@ -55,7 +55,7 @@ def intervals(blocks: Blocks) -> dict[str, Interval]:
     }
 
 
-def int8_mass(blocks: Blocks) -> Interval:
+def int8_mass(blocks: CapturedBlocks) -> Interval:
     """Return the bounds that 8-bit key codes allow, their scale set by each block's box."""
     view = blocks.view
     scale, offset = bounds.code_scale(view.key_min, view.key_max)
@@ -64,7 +64,7 @@ def int8_mass(blocks: Blocks) -> Interval:
     return bounds.coded_mass(view.query, codes, scale, offset, view.num_tokens)
 
 
-def choices(blocks: Blocks) -> dict[str, dict[str, Array]]:
+def choices(blocks: CapturedBlocks) -> dict[str, dict[str, Array]]:
     """Return per bound its mean slack in nats and, per tolerance, the share of blocks opened and unread / tolerance.
 
     The unread mass is that of the query head which has most of it. The oracle needs no slack against rounding.
@@ -87,7 +87,7 @@ def choices(blocks: Blocks) -> dict[str, dict[str, Array]]:
     return found
 
 
-def residual_errors(blocks: Blocks) -> Float[Array, "e f"]:
+def residual_errors(blocks: CapturedBlocks) -> Float[Array, "e f"]:
     """Return |o~ - o| / |o| per share of blocks open, those of most mass, and per estimate of the rest.
 
     The rest is dropped; or stands as n e^{q . mean key} times its mean value; or as its true mass times that.

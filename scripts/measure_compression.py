@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from et_jax.control.compression import Compression, Policy, named
+from et_jax.control.compression import Compression, named
+from et_jax.control.policies import Policy
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, paired, prompt_tables
 from et_jax.evidence.arguments import DEPTHS

@@ -33,7 +33,7 @@ from et_jax.serve.engine import Model, load
 TASK = "copying"
 WORDS = (16, 50, 64)  # of a verse
 WAITS = (4, 16)  # tokens of an answer decoded before its cache is compressed: N_d
-POLICIES = ("streaming", "random")  # beside those that rank by queries
+POLICIES = ("streaming", "random")  # besides those that rank by queries
 
 
 def ends(wait: int, model: Model, asked: list[Question], likeliest: Int[np.ndarray, "r t"]) -> list[tuple[bool, float]]:

@@ -3,7 +3,7 @@
 base, entropy                  what a law may see and set; how uncertain a distribution is
 clock, temperature, temperature_rules, tolerance, priority, smoothing, guards
 view, bounds, contribution, select, expected_error, bisect     which blocks of the cache are read
-compression                    which entries of the cache are kept when it is compressed
+compression, policies          when a cache is compressed and to what; which of its entries are kept
 head_tolerance                 how much of its attention each query head may leave unread
 draft                          how many tokens a step drafts for a sequence
 switch                         which of two models speaks

@@ -178,10 +178,10 @@ class Law:
 
 AnyLaw = Law | Callable[[Signals, ControlState], ControlState]
 
-Moments = Callable[[Float[Array, ""] | float], tuple[Float[Array, ""], Float[Array, ""]]]
+MomentsAt = Callable[[Float[Array, ""] | float], tuple[Float[Array, ""], Float[Array, ""]]]
 """Entropy (nats) and varentropy (nats^2) of this very step's distribution at a given temperature."""
 
-TemperatureRule = Callable[[Moments, Signals, ControlState], Float[Array, ""]]
+TemperatureRule = Callable[[MomentsAt, Signals, ControlState], Float[Array, ""]]
 """The temperature for this very token, decided before it is sampled; may probe other temperatures."""
 
 PriorityRule = Callable[[Signals, ControlState], Float[Array, ""]]

@@ -113,7 +113,7 @@ class AcceptanceLength(DraftLength):
 
         argmax_k (1 + p + ... + p^k) / (1 + c w(k))
 
-    k drafted tokens bring 1 + p + ... + p^k tokens (Leviathan et al. 2023) and c w(k) of a plain step's time beside it;
+    k drafted tokens bring 1 + p + ... + p^k tokens (Leviathan et al. 2023) and c w(k) of a plain step's time besides;
     c is `row_cost`, and w(k) the least of `widths`, in drafted tokens of a sequence, that holds k, or k itself where
     none does. A sequence for which that is 0 drafts after `retry` steps, so that it is heard of again: as many tokens
     as cost what one costs.

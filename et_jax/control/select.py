@@ -108,7 +108,7 @@ class _Opens(Selector):
 
 @value
 class MaskSelector(_Opens):
-    """Opens what a function or a value with numbers answers, which says by `needs` what it reads beside the summaries.
+    """Opens what a function or a value with numbers answers, which says by `needs` what it reads besides the summaries.
 
     For a plain function that is `view.needing`.
     """
@@ -177,13 +177,24 @@ def _ends(view: BlockView, sinks: Count, window: Count) -> Bool[Array, " n"]:
 
 
 @value
-class _Within(Selector):
-    """What goes by a selector within."""
+class Guarded(Selector):
+    """The blocks `selector` opens, those of the first `sinks` and last `window` tokens, and `min_blocks` at least.
+
+    A minimum is filled with the blocks of the greatest estimated mass (see `view.mass`), ties together. 0
+    switches a guard off. Opening more only adds to the mass read, so a certificate holds as before. The
+    defaults are a starting point; three blocks are Quest's least. Source: Entropic-Time Inference,
+    section 3.3 (minimum active-block budget).
+    """
 
     selector: AnySelector
+    sinks: Count = 16
+    window: Count = 64
+    min_blocks: MaybeCount = 3
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "selector", as_selector(self.selector))
+        if isinstance(self.min_blocks, int) and self.min_blocks == 0:
+            object.__setattr__(self, "min_blocks", None)  # a guard that is off costs nothing
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -194,26 +205,6 @@ class _Within(Selector):
     def reads_all(self) -> bool:
         """Whether the selector within reads all."""
         return self.selector.reads_all
-
-
-@value
-class Guarded(_Within):
-    """The blocks `selector` opens, those of the first `sinks` and last `window` tokens, and `min_blocks` at least.
-
-    A minimum is filled with the blocks of the greatest estimated mass (see `view.mass`), ties together. 0
-    switches a guard off. Opening more only adds to the mass read, so a certificate holds as before. The
-    defaults are a starting point; three blocks are Quest's least. Source: Entropic-Time Inference,
-    section 3.3 (minimum active-block budget).
-    """
-
-    sinks: Count = 16
-    window: Count = 64
-    min_blocks: MaybeCount = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.min_blocks, int) and self.min_blocks == 0:
-            object.__setattr__(self, "min_blocks", None)  # a guard that is off costs nothing
 
     def choose(self, view: BlockView) -> Selection:
         """Return what the selector within opens, and more."""
@@ -227,23 +218,29 @@ class Guarded(_Within):
 
 
 @value
-class PerHead(_Within):
+class PerHead(Selector):
     """What `selector` opens where `rule` has given every query head a tolerance of its own.
 
     For the selectors that go by a tolerance: `TopMass`, `ActiveSet`, `Certified` and `ExpectedError`. What
     one proves it proves of each head for its own tolerance.
     """
 
+    selector: AnySelector
     rule: HeadRule
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        object.__setattr__(self, "selector", as_selector(self.selector))
         object.__setattr__(self, "rule", as_value(self.rule))
 
     @property
     def needs(self) -> frozenset[Need]:
         """What the selector within needs."""
-        return super().needs | needs_of(getattr(self.rule, "function", self.rule))
+        return self.selector.needs | needs_of(getattr(self.rule, "function", self.rule))
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the selector within reads all."""
+        return self.selector.reads_all
 
     def choose(self, view: BlockView) -> Selection:
         """Return what the selector within opens. Raises ValueError where the rule gives no tolerance a head."""

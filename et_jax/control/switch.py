@@ -16,7 +16,7 @@ MODEL, SMALL = 0, 1
 class SwitchState:
     """Who speaks in a sequence, `MODEL` or `SMALL`, and what the switch remembers.
 
-    `window` are the latest entropies of whoever spoke, newest first, NaN where there were none; `since` counts the
+    `window` are the latest entropies of the active model, newest first, NaN where there were none; `since` counts the
     tokens since the speaker changed.
     """
 
@@ -45,9 +45,9 @@ class Switch:
 class AsPrinted(Switch):
     """The switch as the paper prints it.
 
-    After each token the mean of the last `window` entropies, of whichever model, is held against `tau`: above it the
-    model speaks, up to it the small one. A speaker says `least` tokens before it may change. The token whose entropy
-    passes tau is the small model's all the same.
+    After each token the mean of the last `window` entropies, of whichever model, is compared with `tau`: above it the
+    model is active, up to it the small one. The active model writes at least `least` tokens before the other may become
+    active. The token whose entropy passes tau is the small model's all the same.
     """
 
     tau: Number

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from et_jax.control.base import ControlState, Moments, Signals, TemperatureRule, as_value
+from et_jax.control.base import ControlState, MomentsAt, Signals, TemperatureRule, as_value
 from et_jax.types import Number, derived, static, value
 
 
@@ -42,7 +42,7 @@ class Newton:
     def __post_init__(self) -> None:
         _set_logs(self)
 
-    def __call__(self, moments_at: Moments, signals: Signals, state: ControlState) -> Float[Array, ""]:
+    def __call__(self, moments_at: MomentsAt, signals: Signals, state: ControlState) -> Float[Array, ""]:
         """Return the temperature after the steps."""
 
         def step(_: Int[Array, ""], x: Float[Array, ""]) -> Float[Array, ""]:
@@ -73,7 +73,7 @@ class Solve:
     def __post_init__(self) -> None:
         _set_logs(self)
 
-    def __call__(self, moments_at: Moments, signals: Signals, state: ControlState) -> Float[Array, ""]:
+    def __call__(self, moments_at: MomentsAt, signals: Signals, state: ControlState) -> Float[Array, ""]:
         """Return the root."""
 
         def step(_: Int[Array, ""], carry):
@@ -104,7 +104,7 @@ class EDT:
     theta: Number
     base: Number = 0.8
 
-    def __call__(self, moments_at: Moments, signals: Signals, state: ControlState) -> Float[Array, ""]:
+    def __call__(self, moments_at: MomentsAt, signals: Signals, state: ControlState) -> Float[Array, ""]:
         """Return the temperature for these logits."""
         entropy, _ = moments_at(jnp.float32(1.0))
         return state.temperature * self.base ** (self.theta / jnp.maximum(entropy, jnp.finfo(jnp.float32).tiny))
@@ -122,6 +122,6 @@ class CoolOnly:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", as_value(self.rule))
 
-    def __call__(self, moments_at: Moments, signals: Signals, state: ControlState) -> Float[Array, ""]:
+    def __call__(self, moments_at: MomentsAt, signals: Signals, state: ControlState) -> Float[Array, ""]:
         """Return the lower of the two temperatures."""
         return jnp.minimum(state.temperature, self.rule(moments_at, signals, state))

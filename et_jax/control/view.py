@@ -19,11 +19,11 @@ F = TypeVar("F", bound=Callable)
 
 
 def needing(*needs: Need) -> Callable[[F], F]:
-    """Return a decorator that says what a function of a `BlockView` reads beside the summaries.
+    """Return a decorator that says what a function of a `BlockView` reads besides the summaries.
 
     The cache keeps exactly what the selectors of its layers need: "codes" is what `BlockView.coded` is
     made of, "surprisals" what `mean_surprisal` is made of. "masses" are kept with the control state, "sensitivity"
-    beside the model (`models.calibration`).
+    with the model (`models.calibration`).
     """
     unknown = set(needs) - set(get_args(Need))
     if unknown:

@@ -17,7 +17,7 @@ class Case:
     """Settings that were given, by their names in `load`, and the laws that are to run under them.
 
     `steers` tells whether one token decides what the next reads, and is asked only where that matters. Selectors have
-    the `needs`, beside those of the laws. Where a cache is compressed, heads keep different numbers of entries if it
+    the `needs`, besides those of the laws. Where a cache is compressed, heads keep different numbers of entries if it
     `splits`, and `room` entries at the very most; a slot has `length` tokens. What is not known yet is None.
     """
 

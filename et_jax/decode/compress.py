@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from et_jax.control import compression
-from et_jax.control.compression import Entries
+from et_jax.control.policies import Entries
 from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, queries

@@ -160,7 +160,7 @@ class DecoderConfig:
 
     @property
     def keeps(self) -> frozenset[str]:
-        """What the state holds beside keys and values: needs of selectors, `keep`, and what those rest on."""
+        """What the state holds besides keys and values: needs of selectors, `keep`, and what those rest on."""
         needed = self.keep.union(*(selector.needs for selector in self.selectors)) - {"sensitivity"}
         boxes = "codes" in needed or self.controller.budget is not None
         surprisals = "surprisals" in needed
@@ -189,7 +189,7 @@ class DecoderConfig:
 
     @property
     def plants(self) -> tuple[Plant, ...]:
-        """The model, and the small one beside it, each with the best kernels from `backend` on."""
+        """The model, and the small one, each with the best kernels from `backend` on."""
         size, dtype = self.page_size, self.weights_dtype
         model = Plant(model=self.model, page_size=size, backend=self.backend, scores_backend=self.scoring[0])
         if self.small is None:

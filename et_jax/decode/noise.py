@@ -1,6 +1,6 @@
 """The noise that a token is sampled with: a function of the request's key, the position and the token id alone.
 
-It is the same wherever it is asked for: for a row alone or among others, a token verified beside its predecessors, a
+It is the same wherever it is drawn: for a row alone or among others, a token verified with its predecessors, a
 second model that drafts. A hash of a counter, no state: threefry makes two words of key and position, and those key
 a hash of the token id. For one key and position the hash is a permutation of 32-bit words: no two tokens share theirs.
 """

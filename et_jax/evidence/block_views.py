@@ -15,7 +15,7 @@ from et_jax.types import pytree
 
 
 @pytree
-class Blocks:
+class CapturedBlocks:
     """One KV head's blocks up to one position, whole and summarised.
 
     `held` marks the tokens up to the position. `log_mass` is each block's true log Z in nats, -inf where
@@ -64,7 +64,7 @@ def blocks_at(
     value: Float[Array, "t d"],
     position: Int[Array, ""],
     page_size: int,
-) -> Blocks:
+) -> CapturedBlocks:
     """Return the blocks that the query at `position` sees, in pages of `page_size` tokens, a divisor of t.
 
     `query` is scaled, so that query . key is the attention score.
@@ -102,7 +102,7 @@ def blocks_at(
         head_tolerance=jnp.zeros(query.shape[0]),
         tail_log_mass=log_mass[:, position // page_size],
     )
-    return Blocks(
+    return CapturedBlocks(
         view=view,
         key=key,
         held=held,
@@ -112,7 +112,7 @@ def blocks_at(
     )
 
 
-def key_radius(blocks: Blocks) -> Float[Array, " n"]:
+def key_radius(blocks: CapturedBlocks) -> Float[Array, " n"]:
     """Return the greatest distance of a key held from its block's mean key, 0 where none is held."""
     apart = jnp.linalg.norm(blocks.key - blocks.view.key_mean[:, None], axis=-1)
     return jnp.max(jnp.where(blocks.held, apart, 0.0), axis=1)

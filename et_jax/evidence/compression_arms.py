@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.compression import Compression, Entries, Latent, attention_mass, kept
+from et_jax.control.compression import Compression, kept
+from et_jax.control.policies import Entries, Latent, attention_mass
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
 from et_jax.types import pytree

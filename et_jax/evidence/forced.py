@@ -36,7 +36,7 @@ class Arm:
 
 
 @pytree
-class Text:
+class ForcedText:
     """Rows of text on which arms are compared: `start` tokens read densely, then those measured, "*r m".
 
     `following` are the tokens after them; `keys` and `values` those of the first tokens, layer by layer;
@@ -67,7 +67,7 @@ class Score:
     entropy: Float[Array, "*r l m k g"]
 
 
-def text(config: ModelConfig, params: Params, tokens: Int[Array, "r t"], start: int) -> Text:
+def text(config: ModelConfig, params: Params, tokens: Int[Array, "r t"], start: int) -> ForcedText:
     """Return rows to be measured from token `start` on.
 
     Raises ValueError for a model with sliding windows: a block would be seen in part.
@@ -86,7 +86,7 @@ def text(config: ModelConfig, params: Params, tokens: Int[Array, "r t"], start: 
         return jax.nn.log_softmax(logits[0, start:]), layers
 
     log_probs, layers = jax.lax.map(one, given)
-    return Text(
+    return ForcedText(
         measured=given[:, start:],
         following=tokens[:, start + 1 :],
         keys=tuple(k for k, _ in layers),
@@ -99,7 +99,7 @@ def text(config: ModelConfig, params: Params, tokens: Int[Array, "r t"], start: 
 def run(
     config: ModelConfig,
     params: Params,
-    text: Text,
+    text: ForcedText,
     arm: Arm,
     tolerance: Float[Array, ""],
     factors: Float[Array, "r l m k g"],
@@ -109,7 +109,7 @@ def run(
 ) -> Score:
     """Return what an arm gives of a model that is so sensitive to its heads, each at `tolerance` times its factor."""
 
-    def one(row: tuple[Text, Array]) -> Score:
+    def one(row: tuple[ForcedText, Array]) -> Score:
         line, factor = row
         start, count = line.keys[0].shape[0], line.measured.shape[0]
         positions = start + jnp.arange(count, dtype=jnp.int32)

@@ -34,7 +34,7 @@ def _processor() -> str:
 
 
 def write(path: Path, script: str, settings: dict[str, Any], **results: Any) -> None:
-    """Write `results` as JSON, beside the script, the machine and the settings they come from."""
+    """Write `results` as JSON, with the script, the machine and the settings they come from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"script": script, "machine": machine(), "settings": settings} | results
     replace_file(path, json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""How much of the next token's distribution hangs on each query head: measured by gradients on held-out text."""
+"""How much of the next token's distribution depends on each query head: measured by gradients on held-out text."""
 
 import jax
 import jax.numpy as jnp

@@ -326,7 +326,7 @@ def _saved(saving: Case) -> str:
 
 
 def throughput(rows: Sequence[Case]) -> str:
-    """Return how fast many requests are served at once, beside one at a time."""
+    """Return how fast many requests are served at once, compared with one at a time."""
     header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "swapped out", "prompt tokens found"]
     lines = [
         [

@@ -60,7 +60,7 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
+class Costs:
     """What each text took: steps of the model, tokens drafted and tokens accepted."""
 
     steps: Float[np.ndarray, " r"]
@@ -117,10 +117,10 @@ def walk(hits: Bool[np.ndarray, " n"], choose: Choose) -> tuple[int, int, int]:
     return steps, drafted, accepted
 
 
-def walked(hits: Bool[np.ndarray, "r n"], choosers: Iterator[Choose]) -> Spent:
+def walked(hits: Bool[np.ndarray, "r n"], choosers: Iterator[Choose]) -> Costs:
     """Return what every text took, each with its own chooser of lengths."""
     found = [walk(*each) for each in zip(hits, choosers, strict=True)]
-    return Spent(*np.array(found, np.float64).T)
+    return Costs(*np.array(found, np.float64).T)
 
 
 def by_law(law: DraftLength, most: int, told: Float[np.ndarray, " n"]) -> Choose:
@@ -156,18 +156,18 @@ def ahead(signal: Float[np.ndarray, "r n"]) -> Float[np.ndarray, "r n m"]:
 SIGNALS = {"entropy": ahead, "summed entropy": lambda entropy: ahead(entropy).cumsum(axis=-1)}
 
 
-def stopped(hits: Bool[np.ndarray, "r n"], signal: Float[np.ndarray, "r n m"], bound: float) -> Spent:
+def stopped(hits: Bool[np.ndarray, "r n"], signal: Float[np.ndarray, "r n m"], bound: float) -> Costs:
     """Return what every text takes where drafts stop as the signal passes the bound."""
     return walked(hits, (by_stop(row, bound) for row in signal))
 
 
-def as_many(hits: Bool[np.ndarray, "r n"], signal: Float[np.ndarray, "r n m"], budget: float) -> tuple[float, Spent]:
+def as_many(hits: Bool[np.ndarray, "r n"], signal: Float[np.ndarray, "r n m"], budget: float) -> tuple[float, Costs]:
     """Return the bound at which `budget` tokens are drafted for every token of the texts, and what they take.
 
     No bound drafts exactly so many: two are mixed that lie side by side. Raises ValueError where no bound comes near.
     """
 
-    def at(bound: float) -> tuple[float, Spent, float]:
+    def at(bound: float) -> tuple[float, Costs, float]:
         found = stopped(hits, signal, bound)
         return bound, found, float(found.drafted.sum()) / hits.size
 
@@ -181,12 +181,12 @@ def as_many(hits: Bool[np.ndarray, "r n"], signal: Float[np.ndarray, "r n m"], b
         low, high = (middle, high) if middle[2] <= budget else (low, middle)
     share = (budget - low[2]) / (high[2] - low[2]) if high[2] > low[2] else 0.0
     few, many = (dataclasses.astuple(found) for _, found, _ in (low, high))
-    return low[0], Spent(*((1.0 - share) * x + share * y for x, y in zip(few, many, strict=True)))
+    return low[0], Costs(*((1.0 - share) * x + share * y for x, y in zip(few, many, strict=True)))
 
 
-def mean(each: list[Spent]) -> Spent:
+def mean(each: list[Costs]) -> Costs:
     """Return the mean over runs of what every text took."""
-    return Spent(*np.mean([dataclasses.astuple(one) for one in each], axis=0))
+    return Costs(*np.mean([dataclasses.astuple(one) for one in each], axis=0))
 
 
 def lengths(texts: Written, rng: np.random.Generator) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def lengths(texts: Written, rng: np.random.Generator) -> dict[str, Any]:
     hits = texts.hits
     num_texts, n = hits.shape
 
-    def law(rule: DraftLength, most: int) -> Spent:
+    def law(rule: DraftLength, most: int) -> Costs:
         return walked(hits, (by_law(rule, most, told) for told in texts.told))
 
     spent = {f"fixed {k}": walked(hits, (lambda *_, k=k: k for _ in hits)) for k in FIXED}
@@ -228,7 +228,7 @@ def lengths(texts: Written, rng: np.random.Generator) -> dict[str, Any]:
     return about | {"laws": lines, "controls": controls, "comparisons": comparisons}
 
 
-def _line(name: str, spent: Spent) -> dict[str, Any]:
+def _line(name: str, spent: Costs) -> dict[str, Any]:
     steps, drafted, accepted = (float(x.sum()) for x in (spent.steps, spent.drafted, spent.accepted))
     return {
         "law": name,

@@ -25,13 +25,13 @@ MAX_INDEX_BYTES = 32 * 2**20
 MAX_TOKENIZER_BYTES = 256 * 2**20  # of a tokenizer.json or tokenizer.model; published ones reach 35 MB
 MAX_TEMPLATE_BYTES = 2**20
 MAX_LAYERS = 1024  # published models have up to about 130
-MAX_EOS_IDS = 8  # end tokens of a model, kept beside a request's own stop ids
+MAX_EOS_IDS = 8  # end tokens of a model, kept besides a request's own stop ids
 FETCH = "take the file from the model's repository again"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is half of a character, or of one written in two
 _SHOWN = 60  # characters of a value that a sentence shows
 _REPR = reprlib.Repr(maxstring=_SHOWN, maxother=_SHOWN)
 
-Count = Annotated[int, Meta(ge=1, le=2**22)]
+Size = Annotated[int, Meta(ge=1, le=2**22)]
 Length = Annotated[int, Meta(ge=1, le=2**30)]
 Id = Annotated[int, Meta(ge=0, lt=2**22)]  # in a tokenizer's own vocabulary
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -64,12 +64,12 @@ class RopeFile(msgspec.Struct):
 class ConfigFile(KindFile, kw_only=True):
     """config.json, as far as it is read."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
     num_hidden_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
     head_dim: Annotated[int, Meta(ge=2, multiple_of=2, le=2**14)] | None = None
     max_position_embeddings: Length
     rms_norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-6
@@ -97,7 +97,7 @@ class GenerationFile(msgspec.Struct):
 
     bos_token_id: Token | None = None
     eos_token_id: Token | list[Token] | None = None
-    vocab_size: Count | None = None
+    vocab_size: Size | None = None
 
 
 class IndexFile(msgspec.Struct):
@@ -153,7 +153,7 @@ class AddedTokenFile(msgspec.Struct):
 
 
 class TokenizerFile(msgspec.Struct):
-    """Of tokenizer.json the parts that are read beside the library's own reading, and before it."""
+    """Of tokenizer.json the parts that are read besides the library's own reading, and before it."""
 
     model: VocabularyFile | None = None
     added_tokens: list[AddedTokenFile] | None = None

@@ -19,7 +19,7 @@ from et_jax.errors import UsageError
 from et_jax.io.known import told
 from et_jax.report.drawing import BLUE, GREEN, PURPLE, WARM, Figure, axis, chart, plain
 from et_jax.report.figures import of_completion
-from et_jax.report.page import Decode, Section, Table, facts_of, write_page
+from et_jax.report.page import Decode, Section, TextTable, facts_of, write_page
 from et_jax.serve.completions import Completion
 
 EACH = 3  # requests at an end of a measure
@@ -250,7 +250,7 @@ class _Spread:
             ]
             for number in ends
         ]
-        tables = [Table(title="Requests at either end", heads=["request", "what sets it apart"], rows=rows)]
+        tables = [TextTable(title="Requests at either end", heads=["request", "what sets it apart"], rows=rows)]
         return Section(
             id="spread",
             title="All requests",

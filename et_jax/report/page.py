@@ -29,7 +29,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Table:
+class TextTable:
     """Rows of cells under heads; a cell is text, or markup."""
 
     title: str
@@ -51,7 +51,7 @@ class Section:
     completion: Completion | None = None
     plain: str | None = None
     figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[TextTable] = ()
 
 
 def check_library() -> None:

@@ -1,7 +1,7 @@
 r"""The host: what drives a decoder for many callers at once.
 
-    engine -> streams -> replicas -> replica -> queue -> scheduler -> page_pool -> prefix_cache
-                                            \-> device
+    engine -> model -> streams -> replicas -> replica -> queue -> scheduler -> page_pool -> prefix_cache
+                                                     \-> device
 
 `config` has the settings, `use` says where a model may be used, `requests` has what callers ask for, `prompts` what
 they may hand over, `completions` what they get and `totals` what those came to, `sequence` what is between. `chunks`

@@ -12,7 +12,7 @@ import numpy as np
 
 from et_jax.decode.config import DecoderConfig
 
-Rows = tuple[np.ndarray[Any, np.dtype[Any]], ...]
+PackedRows = tuple[np.ndarray[Any, np.dtype[Any]], ...]
 
 
 def rows_per_call(config: DecoderConfig) -> int:
@@ -20,7 +20,7 @@ def rows_per_call(config: DecoderConfig) -> int:
     return config.prefill_batch // config.chunk
 
 
-def pack(config: DecoderConfig, chunks: Sequence[tuple[int, Sequence[int]]], ends: Collection[int] = ()) -> Rows:
+def pack(config: DecoderConfig, chunks: Sequence[tuple[int, Sequence[int]]], ends: Collection[int] = ()) -> PackedRows:
     """Return `slot`, `tokens`, `count` and `last` for `decode.prefill`.
 
     `chunks` are slots and at most `config.chunk` tokens for each, at most as many as a call takes. The prompts of the
@@ -48,7 +48,7 @@ def next_call(config: DecoderConfig, prompts: Iterable[tuple[int, list[int]]]) -
     return list(itertools.islice(cut, rows_per_call(config)))
 
 
-def calls(config: DecoderConfig, slot: int, prompt: list[int]) -> Iterator[Rows]:
+def calls(config: DecoderConfig, slot: int, prompt: list[int]) -> Iterator[PackedRows]:
     """Yield what `decode.prefill` takes, call by call, to write a prompt into a slot."""
     for at in range(0, len(prompt), config.prefill_batch):
         part = split(config, prompt[at : at + config.prefill_batch])

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from et_jax.control.compression import POLICIES, Compression
+from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
 from et_jax.control.draft import (
     MOST_DRAFTED,
@@ -13,6 +13,7 @@ from et_jax.control.draft import (
     FixedLength,
     StopEntropy,
 )
+from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
 from et_jax.decode.draft import Drafting, by_acceptance, lookup
@@ -149,7 +150,7 @@ class EngineConfig:
     def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting:
         """Return how tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
 
-        Steps have `batch` rows, and drafted ones beside.
+        Steps have `batch` rows, and the drafted ones.
         """
         most = self.most_drafted
         by_model = self.draft_model is not None

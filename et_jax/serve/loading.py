@@ -57,26 +57,26 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
         return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
 
     _keep_programs(settings.compilation_cache, tell)
-    beside = None if settings.second_model is None else resolve(settings.second_model)
-    small = None if beside is None else read_config(beside)
+    second = None if settings.second_model is None else resolve(settings.second_model)
+    small = None if second is None else read_config(second)
     tell(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
-    if beside is not None:
-        _check_second(settings, beside, read_config(folder), tokenizer, tell)
+    if second is not None:
+        _check_second(settings, second, read_config(folder), tokenizer, tell)
     model, params = load_checkpoint(folder, settings.dtype)
     dtype, calibration = dtype_of(params), read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, small=small)
     check_measured(settings.name, config)
-    weights = _both(settings, params, beside, dtype, tell)
+    weights = _both(settings, params, second, dtype, tell)
     return Opened(config=config, weights=weights, small=small, tokenizer=tokenizer, plan=fitting)
 
 
 def opened_module(
     settings: EngineConfig, module: Any, config: Any, tokenizer: Any, tell: Callable[[str], None]
 ) -> Opened:
-    """Return a module of the caller's own, looked at, with all that `settings` name beside it.
+    """Return a module of the caller's own, looked at, with all that `settings` name besides it.
 
     Raises UsageError where it cannot be served, has another vocabulary than the tokenizer, or would not fit.
     """
@@ -86,8 +86,8 @@ def opened_module(
         raise UsageError(f"dtype is {settings.dtype}; leave it out, for a module has the dtype that it was made with.")
     _keep_programs(settings.compilation_cache, tell)
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
-    beside = None if settings.second_model is None else resolve(settings.second_model)
-    small = None if beside is None else read_config(beside)
+    second = None if settings.second_model is None else resolve(settings.second_model)
+    small = None if second is None else read_config(second)
     tell(f"looking at {settings.name}")
     model, weights = read_module(module, config)
     if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
@@ -101,25 +101,25 @@ def opened_module(
                 f"{settings.name} has a vocabulary of {model.vocab_size} tokens, without the id {token}; give "
                 f"ModuleConfig({name}=...) of its own."
             )
-    if beside is not None:
-        _check_second(settings, beside, model, found, tell)
+    if second is not None:
+        _check_second(settings, second, model, found, tell)
     sizes = partial(decoder_config, settings, model, model.dtype, calibration=config.calibration, small=small)
     memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
     fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
     served = sizes(num_pages=fitting.num_pages)
     check_measured(settings.name, served)
-    both = _both(settings, weights, beside, model.dtype, tell)
+    both = _both(settings, weights, second, model.dtype, tell)
     return Opened(config=served, weights=both, small=small, tokenizer=found, plan=fitting)
 
 
 def _both(
-    settings: EngineConfig, weights: ModelWeights, beside: Path | None, dtype: DTypeLike, tell: Callable[[str], None]
+    settings: EngineConfig, weights: ModelWeights, second: Path | None, dtype: DTypeLike, tell: Callable[[str], None]
 ) -> Weights:
-    """The weights of the model, and those of the small one in the folder `beside`, if there is one."""
-    if beside is None:
+    """The weights of the model, and those of the small one in the folder `second`, if there is one."""
+    if second is None:
         return (weights,)
     tell(f"loading {settings.second_model}, the small model")
-    return weights, load_checkpoint(beside, jnp.dtype(dtype).name)[1]
+    return weights, load_checkpoint(second, jnp.dtype(dtype).name)[1]
 
 
 def _check_second(

@@ -33,7 +33,7 @@ class Plan:
     """Bytes by what they are for, and the pages of the cache that fit.
 
     `page` is one page of every layer with its summaries and codes; `state` is all that a decoder holds
-    beside its pages; `step` what a step needs while it runs. `memory` may be used in all. With
+    besides its pages; `step` what a step needs while it runs. `memory` may be used in all. With
     `wanted_pages` every slot reaches its full length; `num_pages` are there, page 0 included. Each of the
     `replicas` of a device has state, step and cache of its own.
     """
@@ -105,7 +105,7 @@ def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas
 
 
 def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:
-    """Return what one more page adds to a decoder's state, and what the state holds beside its pages."""
+    """Return what one more page adds to a decoder's state, and what the state holds besides its pages."""
     two, three = (_state_bytes(replace(config, num_pages=number)) for number in (2, 3))
     return three - two, two - 2 * (three - two)
 

@@ -37,7 +37,7 @@ def requests_of(
     given = _prompts(prompts, most)
     if given and (params is not None or settings) and all(isinstance(one, GenerationRequest) for one in given):
         name = next(iter(settings), "params")
-        raise UsageError(f"{name} is given beside requests that have settings of their own; set it in those.")
+        raise UsageError(f"{name} is given with requests that have settings of their own; set it in those.")
     return [one if isinstance(one, GenerationRequest) else _request(one, asked, most) for one in given]
 
 

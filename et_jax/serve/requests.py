@@ -46,7 +46,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other
     penalties 0 are off; none goes beyond a million, nor `repetition_penalty` below a millionth. `stop` strings
-    end the text and are left out of it; `stop_token_ids` likewise, beside the model's own end tokens, which
+    end the text and are left out of it; `stop_token_ids` likewise, besides the model's own end tokens, which
     `ignore_eos` disregards. `n` continuations are drawn, each from its own key derived from `seed`. `logprobs`
     asks for that many alternatives per token.
 

@@ -35,7 +35,7 @@ def decoder_config(
     calibration: Calibration | None = None,
     small: ModelShape | None = None,
 ) -> DecoderConfig:
-    """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is one beside it.
+    """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is the second one.
 
     The cache is of that dtype too, unless the settings name another. Without `num_pages`, as the settings ask for or as
     fit, every resident sequence has pages for its full length. Raises UsageError, one sentence, for a size that cannot
@@ -93,7 +93,7 @@ def beside(
     *,
     for_one_call: bool = True,
 ) -> DecoderConfig:
-    """Return the configuration under other laws, with what they and the settings have run beside the model.
+    """Return the configuration under other laws, with what they and the settings have run with the model.
 
     That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked
     for. Raises UsageError where the laws do not go with the settings, or a small model does not fit the other.

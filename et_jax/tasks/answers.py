@@ -57,10 +57,10 @@ class Answers(list[Answer]):
         depths = sorted({row["depth"] for row in summary(self)})
         rows = []
         for task, length in dict.fromkeys((one.example.task, one.length) for one in self):
-            mine = _of(self, task, length)
-            at = {row["depth"]: row["accuracy"] for row in summary(mine)}
-            means = [_mean([getattr(one, name) for one in mine]) for name in shares]
-            found = f"{sum(one.right for one in mine)} of {len(mine)}"
+            of_task = _of(self, task, length)
+            at = {row["depth"]: row["accuracy"] for row in summary(of_task)}
+            means = [_mean([getattr(one, name) for one in of_task]) for name in shares]
+            found = f"{sum(one.right for one in of_task)} of {len(of_task)}"
             rows.append([task, length, found, *means, *(at.get(depth) for depth in depths)])
         header = ["task", "length", "right", *(_SHARES[name] for name in shares), *(f"at {one:.2f}" for one in depths)]
         return html.boxed(html.table(header, rows, "Accuracy by depth, and shares of what was read, kept or agreed."))
@@ -130,10 +130,10 @@ def plot(answers: Sequence[Answer], path: Path) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, axes = plt.subplots(1, len(tasks), figsize=(1.5 + 2.6 * len(tasks), 3.6), squeeze=False, layout="tight")
     for axis, task in zip(axes[0], tasks, strict=True):
-        mine = [row for row in rows if row["task"] == task]
-        lengths, depths = (sorted({row[name] for row in mine}) for name in ("length", "depth"))
+        of_task = [row for row in rows if row["task"] == task]
+        lengths, depths = (sorted({row[name] for row in of_task}) for name in ("length", "depth"))
         cells = np.full((len(depths), len(lengths)), np.nan)
-        for row in mine:
+        for row in of_task:
             cells[depths.index(row["depth"]), lengths.index(row["length"])] = row["accuracy"]
         axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (y, x), value in np.ndenumerate(cells):

@@ -9,7 +9,7 @@ import numpy as np
 from et_jax.io.known import known_or_none, ratio
 from et_jax.serve.totals import Totals
 from et_jax.tasks.answers import Answer, Answers
-from et_jax.tasks.base import Count, Example, right
+from et_jax.tasks.base import CountTokens, Example, right
 from et_jax.tasks.generators import NUM_PAIRS, example
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ def _shares(completion: "Completion") -> dict[str, float | None]:
     return {name: known_or_none(share) for name, share in shares.items()}
 
 
-def counter(model: "Model") -> Count:
+def counter(model: "Model") -> CountTokens:
     """Return the function that counts the tokens of a text, without what the tokenizer puts before one."""
     opening = len(model.tokenizer.encode(""))
     return lambda text: len(model.tokenizer.encode(text)) - opening
 
 
 def grid(
-    count: Count,
+    count: CountTokens,
     tasks: Sequence[str],
     lengths: Sequence[int],
     *,

@@ -13,7 +13,7 @@ import numpy as np
 from et_jax.errors import UsageError
 from et_jax.tasks.words import VERBS, Split, Vocabulary, vocabulary
 
-Count = Callable[[str], int]
+CountTokens = Callable[[str], int]
 """The number of tokens of a text, without what a tokenizer puts before one."""
 
 Match = Literal["start", "contains", "number"]
@@ -67,7 +67,7 @@ class Needle:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class DocumentPlan:
     """What a generator decides: the needles and the turns; `filled` False takes no sentences between them."""
 
     needles: tuple[Needle, ...]
@@ -81,13 +81,13 @@ class Setting:
     """What a generator works with.
 
     `room` is the tokens of all text, `depth` that of the first answer asked for, `num_turns` how many
-    questions at most, `num_pairs` how many keys beside the one that is asked first.
+    questions at most, `num_pairs` how many keys besides the one that is asked first.
     """
 
     random: np.random.Generator
     words: Vocabulary
     split: Split
-    count: Count
+    count: CountTokens
     room: int
     depth: float
     num_turns: int
@@ -126,7 +126,7 @@ def filler(random: np.random.Generator, words: Vocabulary) -> Iterator[str]:
         yield f" The {first} {VERBS[random.choice(len(VERBS))]} the {second} by the {place}."
 
 
-def lay_out(plan: Plan, setting: Setting, haystack: Sequence[str] | None) -> str:
+def lay_out(plan: DocumentPlan, setting: Setting, haystack: Sequence[str] | None) -> str:
     """Return the context: sentences up to the room that is left, each needle at its depth among them.
 
     Sentences are taken from a random place in `haystack` on, around its end; None invents them.
@@ -168,7 +168,7 @@ def _hay(setting: Setting, haystack: Sequence[str] | None, space: int) -> tuple[
 
 def setting(
     task: str,
-    count: Count,
+    count: CountTokens,
     length: int,
     depth: float,
     seed: int,

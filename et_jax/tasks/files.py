@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.tasks.base import Count, Example, Match
+from et_jax.tasks.base import CountTokens, Example, Match
 
 Record = dict[str, Any]
 Read = tuple[str, str, float, Match]
@@ -49,7 +49,7 @@ FILES: dict[str, Callable[[Record], Read]] = {
 }
 
 
-def examples(task: str, path: Path, count: Count, limit: int) -> list[Example]:
+def examples(task: str, path: Path, count: CountTokens, limit: int) -> list[Example]:
     """Return the first `limit` examples of a file of JSON lines, compressed (.gz) or not.
 
     Raises UsageError for a file that is not there or holds something else.

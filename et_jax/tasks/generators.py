@@ -11,34 +11,34 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.tasks.base import Count, Document, Example, Needle, Plan, Setting, Turn, lay_out, setting
+from et_jax.tasks.base import CountTokens, Document, DocumentPlan, Example, Needle, Setting, Turn, lay_out, setting
 from et_jax.tasks.words import Split, Vocabulary, belongs
 
-NUM_PAIRS = 7  # keys of a test beside the one asked for, where a task has such
+NUM_PAIRS = 7  # keys of a test besides the one asked for, where a task has such
 _NUM_NEEDLES = 3
 _HOPS = 2  # of a trace
 _COUNTED = 5  # different words of a count
 _ORDINALS = ("first", "second", "third")
 
 
-def single_key(s: Setting) -> Plan:
+def single_key(s: Setting) -> DocumentPlan:
     """One key with its word, hidden in the text."""
     return _recall(s, 0)
 
 
-def multi_key(s: Setting) -> Plan:
+def multi_key(s: Setting) -> DocumentPlan:
     """Many keys, each with its word; the wrong ones look like the right one."""
     return _recall(s, s.num_pairs)
 
 
-def passkey(s: Setting) -> Plan:
+def passkey(s: Setting) -> DocumentPlan:
     """One number of five digits, hidden in the text; the first digit is none that may stick to the space before it."""
     number = _number(s)
     turn = Turn(question=" The passkey is", answer=f" {number}", depth=s.depth)
-    return Plan(needles=(_statement(turn),), turns=(turn,), items=(number,))
+    return DocumentPlan(needles=(_statement(turn),), turns=(turn,), items=(number,))
 
 
-def multi_needle(s: Setting) -> Plan:
+def multi_needle(s: Setting) -> DocumentPlan:
     """Three words at three places, to be told in their order; `depth` is that of the first."""
     [name] = _names(s, 1)
     words = s.random.choice(s.words.words, _NUM_NEEDLES, replace=False)
@@ -47,10 +47,10 @@ def multi_needle(s: Setting) -> Plan:
     question = f" The {_ORDINALS[0]} word of {name} is"
     turn = Turn(question=question, answer="".join(texts).removeprefix(question).removesuffix("."), depth=s.depth)
     needles = tuple(Needle(text=text, depth=depth) for text, depth in zip(texts, depths, strict=True))
-    return Plan(needles=needles, turns=(turn,), items=(name,))
+    return DocumentPlan(needles=needles, turns=(turn,), items=(name,))
 
 
-def tracing(s: Setting) -> Plan:
+def tracing(s: Setting) -> DocumentPlan:
     """Chains of names, each following another, to be traced to the word at their end; `depth` is that of the word.
 
     The statements of a chain stand anywhere and in any order.
@@ -68,10 +68,10 @@ def tracing(s: Setting) -> Plan:
         question = f" {chain[0]} follows"
         answer = "".join(texts).removeprefix(question).removesuffix(".")
         turns.append(Turn(question=question, answer=answer, depth=depth))
-    return Plan(needles=tuple(needles), turns=tuple(turns[: s.num_turns]), items=tuple(names.flat))
+    return DocumentPlan(needles=tuple(needles), turns=tuple(turns[: s.num_turns]), items=tuple(names.flat))
 
 
-def line_retrieval(s: Setting) -> Plan:
+def line_retrieval(s: Setting) -> DocumentPlan:
     """A text of nothing but lines, each with an id of two words and a word."""
     lines: dict[str, str] = {}
     left = s.room
@@ -89,7 +89,7 @@ def line_retrieval(s: Setting) -> Plan:
     place = round(s.depth * (len(order) - 1))
     order = [*order[1 : place + 1], order[0], *order[place + 1 :]]
     depths = dict(zip(order, np.linspace(0, 1, len(order)) if len(order) > 1 else [0.0], strict=True))
-    return Plan(
+    return DocumentPlan(
         needles=tuple(Needle(text=f"{line}{lines[line]}.", depth=float(depths[line])) for line in order),
         turns=tuple(Turn(question=line, answer=lines[line], depth=float(depths[line])) for line in asked),
         items=tuple(line.removeprefix(" Line ").removesuffix(":") for line in order),
@@ -97,7 +97,7 @@ def line_retrieval(s: Setting) -> Plan:
     )
 
 
-def counting(s: Setting) -> Plan:
+def counting(s: Setting) -> DocumentPlan:
     """A list of a few words, one of them twice as often as each other; the answer is everywhere, so depth is 0."""
     several = [str(word) for word in s.random.choice(s.words.words, _COUNTED, replace=False)]
     turn = Turn(question=" The most frequent word is", answer=f" {several[0]}", depth=0.0)
@@ -105,20 +105,20 @@ def counting(s: Setting) -> Plan:
     space = s.room - s.count(" List:." + turn.question + turn.answer + ".")
     rounds = max(1, space // s.count("".join(f" {word}" for word in round_of)))
     listed = "".join(f" {word}" for word in s.random.permutation(round_of * rounds))
-    return Plan(needles=(Needle(text=f" List:{listed}.", depth=0.0),), turns=(turn,), items=(), filled=False)
+    return DocumentPlan(needles=(Needle(text=f" List:{listed}.", depth=0.0),), turns=(turn,), items=(), filled=False)
 
 
-def copying(s: Setting) -> Plan:
+def copying(s: Setting) -> DocumentPlan:
     """A passage of words under a name, far back, to be said again: as many words as there are keys elsewhere."""
     [name] = _names(s, 1)
     if s.num_pairs >= len(s.words.copied):
         raise UsageError(f"There are {len(s.words.copied)} words for a verse of {1 + s.num_pairs}; ask for fewer.")
     passage = " ".join(s.random.choice(s.words.copied, 1 + s.num_pairs, replace=False))
     turn = Turn(question=f" The verse of {name}:", answer=f" {passage}", depth=s.depth)
-    return Plan(needles=(_statement(turn),), turns=(turn,), items=(name, passage))
+    return DocumentPlan(needles=(_statement(turn),), turns=(turn,), items=(name, passage))
 
 
-TASKS: dict[str, Callable[[Setting], Plan]] = {
+TASKS: dict[str, Callable[[Setting], DocumentPlan]] = {
     generator.__name__: generator
     for generator in (
         single_key,
@@ -136,7 +136,7 @@ TASKS: dict[str, Callable[[Setting], Plan]] = {
 def document(
     task: str,
     *,
-    count: Count,
+    count: CountTokens,
     length: int,
     depth: float,
     seed: int,
@@ -166,7 +166,7 @@ def document(
 def example(
     task: str,
     *,
-    count: Count,
+    count: CountTokens,
     length: int,
     depth: float,
     seed: int,
@@ -192,7 +192,7 @@ def example(
     )
 
 
-def _recall(s: Setting, num_others: int) -> Plan:
+def _recall(s: Setting, num_others: int) -> DocumentPlan:
     names = _names(s, 1 + num_others)
     words = s.random.choice(s.words.words, len(names), replace=False)
     depths = [s.depth, *s.random.random(len(names) - 1)]
@@ -201,7 +201,7 @@ def _recall(s: Setting, num_others: int) -> Plan:
         for name, word, depth in zip(names, words, depths, strict=True)
     ]
     asked = turns[:1] + [turns[1 + i] for i in s.random.permutation(len(turns) - 1)]
-    return Plan(
+    return DocumentPlan(
         needles=tuple(_statement(turn) for turn in turns),
         turns=tuple(asked[: s.num_turns]),
         items=tuple(names),

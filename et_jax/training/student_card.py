@@ -108,9 +108,9 @@ def _tasks(
     found = agreement(params, settings, teacher, rows)
     tasks = {}
     for task in dict.fromkeys(given.tasks):
-        mine = np.array(given.tasks) == task
-        count = given.answer_mask[mine].sum()
-        near = [float(values[mine].sum() / count) for values in (found.overlap, found.greedy)]
+        of_task = np.array(given.tasks) == task
+        count = given.answer_mask[of_task].sum()
+        near = [float(values[of_task].sum() / count) for values in (found.overlap, found.greedy)]
         tasks[task] = (*(right[task] for right in rights), *near)
     return tasks
 

@@ -21,7 +21,7 @@ FAILURES = {
     "rows": "a line without exactly one row, or a second run that adds something",
     "silent": "damage that was accepted without a word",
     "escape": "what is outside was reached",
-    "noise": "pages of output beside the sentence",
+    "noise": "pages of output besides the sentence",
 }
 SECONDS, MEMORY = 10.0, 2 * 2**30
 COMPILING = 120.0  # seconds, for a case that compiles programs of its own, on a busy machine

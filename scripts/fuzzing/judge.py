@@ -11,7 +11,7 @@ from et_jax.errors import UsageError
 from fuzzing.cases import REFUSED, Fault
 
 LONGEST = 600  # characters of a refusal
-NOISE = 2000  # bytes of output beside it: more is pages
+NOISE = 2000  # bytes of output besides it: more is pages
 _DETAIL = 400
 
 

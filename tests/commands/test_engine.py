@@ -15,6 +15,7 @@ from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.serve import engine, loading
+from et_jax.serve import model as model_module
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import Table
 
@@ -72,19 +73,19 @@ def test_more_prompts_than_slots_give_the_texts_they_give_one_by_one(model):
 
 
 def test_a_control_is_resolved_once_for_all_requests_of_a_call(model, monkeypatch):
-    resolved, beside = [], engine.beside
+    resolved, beside = [], model_module.beside
 
     def counted(settings, config, laws, *more, **named):
         resolved.append(laws)
         return beside(settings, config, laws, *more, **named)
 
-    monkeypatch.setattr(engine, "beside", counted)
+    monkeypatch.setattr(model_module, "beside", counted)
     requests = [GenerationRequest(prompt=ONCE, params=SamplingParams())] * 20
     controls = [preset("guarded"), preset("off"), "guarded"]
     for control in controls:
         sequences = model._checked(requests, control)
-        assert all(one.laws == engine.controller(control) for one in sequences)
-    assert resolved == [engine.controller(control) for control in controls]
+        assert all(one.laws == model_module.controller(control) for one in sequences)
+    assert resolved == [model_module.controller(control) for control in controls]
     with pytest.raises(UsageError, match=r'^control is "nobody"'):
         model.generate(ONCE, control="nobody")
 
@@ -331,7 +332,7 @@ def test_a_request_sets_the_knobs_of_the_preset_that_serves_it(model, made):
         request = GenerationRequest(prompt=ONCE, params=SamplingParams(), control=control)
         return model.sequences(0, request, made())[0].laws
 
-    of_all = engine.controller(made()).preset
+    of_all = model_module.controller(made()).preset
     assert laws(tolerance=0.5).preset == dataclasses.replace(of_all, tolerance=0.5)
     with pytest.raises(UsageError, match=r"tolerance is 1\.5; it must be a share of attention"):
         laws(tolerance=1.5)

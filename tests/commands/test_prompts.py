@@ -128,7 +128,7 @@ def test_keywords_change_the_settings_given_whole(model):
 def test_settings_beside_requests_that_have_their_own_are_refused(model):
     request = GenerationRequest(prompt="a", params=BRIEF)
     for prompts, given in ((request, {"max_tokens": 1}), ([request, request], {"params": BRIEF})):
-        with pytest.raises(UsageError, match=f"{next(iter(given))} is given beside requests"):
+        with pytest.raises(UsageError, match=f"{next(iter(given))} is given with requests"):
             model.generate(prompts, **given)
 
 

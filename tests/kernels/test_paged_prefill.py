@@ -319,7 +319,7 @@ def test_a_wrong_shape_is_named(case):
 def test_a_wrong_setting_is_named():
     with pytest.raises(ValueError, match="counts: got None, wanted the lengths of the lists in blocks"):
         paged_prefill(**zeros(RIGHT | {"blocks": (2, 2, 4)}), softmax=SOFTMAX)
-    with pytest.raises(ValueError, match="blocks: got None, wanted lists of blocks beside counts"):
+    with pytest.raises(ValueError, match="blocks: got None, wanted lists of blocks with counts"):
         paged_prefill(**zeros(RIGHT | {"counts": (2, 2)}), softmax=SOFTMAX)
     with pytest.raises(NotImplementedError, match=r'backend "tpu" .*: use "xla"'):
         paged_prefill(**zeros(RIGHT), softmax=SOFTMAX, backend="tpu")

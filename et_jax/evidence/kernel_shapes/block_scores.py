@@ -32,7 +32,7 @@ class Shape(base.Shape):
 
 
 def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
-    """Return random arguments of both functions: summaries of pages scattered over the pool, beside any codes."""
+    """Return random arguments of both functions: summaries of pages scattered over the pool, and any codes."""
     rng = np.random.default_rng(seed)
     b, k, n, d = len(shape.lengths), shape.num_kv_heads, shape.num_blocks, shape.head_dim
     num_pages = 1 + b * n

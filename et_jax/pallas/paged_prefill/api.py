@@ -51,7 +51,7 @@ def paged_prefill(
     require_shape("starts", starts, (b,), "b")
     require_integers("page_table", page_table)
     require_integers("starts", starts)
-    require(counts is None or blocks is not None, "blocks", "None", "lists of blocks beside counts")
+    require(counts is None or blocks is not None, "blocks", "None", "lists of blocks with counts")
     if blocks is not None:
         require(counts is not None, "counts", "None", "the lengths of the lists in blocks")
         require_shape("blocks", blocks, (b, k, None), "b k m")

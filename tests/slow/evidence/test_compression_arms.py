@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from small_model import LENGTH, MODEL, NARROW, PAGE, configuration, prompt, start, weights
 
-from et_jax.control.compression import Compression, Latent, kept, named
+from et_jax.control.compression import Compression, kept, named
+from et_jax.control.policies import Latent
 from et_jax.decode import decoder as decoding
 from et_jax.evidence.compression_arms import HeavyHitters, Oracle, Texts, _entries, continued, texts
 from et_jax.types import replace

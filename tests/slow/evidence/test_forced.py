@@ -56,7 +56,7 @@ def step_by_step(selector, tolerance: float, residual: bool, tokens: list[int]):
     return np.stack(logits), jax.tree.map(lambda *x: np.stack(x), *signals)
 
 
-def score(line: forced.Text, arm: forced.Arm, tolerance: float, factor: float = 1.0) -> forced.Score:
+def score(line: forced.ForcedText, arm: forced.Arm, tolerance: float, factor: float = 1.0) -> forced.Score:
     r, m = line.measured.shape
     factors = jnp.full((r, HEADS[0], m, *HEADS[1:]), factor, jnp.float32)
     return forced.run(MODEL, weights(), line, arm, jnp.float32(tolerance), factors, SENSITIVITY, page_size=PAGE)

@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 
 from et_jax.control import compression
-from et_jax.control.compression import (
-    POLICIES,
-    AdaKV,
-    Compression,
-    Entries,
-    Latent,
-    PyramidKV,
-    Random,
-    Streaming,
-    attention_mass,
-    named,
-)
+from et_jax.control.compression import Compression, named
+from et_jax.control.policies import POLICIES, AdaKV, Entries, Latent, PyramidKV, Random, Streaming, attention_mass
 from et_jax.types import replace
 
 PAGE, BUDGET, WINDOW, HEADS, GROUP, DIM = 4, 16, 6, 3, 2, 8

@@ -1,0 +1,389 @@
+"""A loaded model, which serves all that call it."""
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+import time
+from collections import abc
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from et_jax.decode.backends import serving_backend
+from et_jax.decode.config import DecoderConfig, Keep
+from et_jax.decode.decoder import Decoder, decoder
+from et_jax.decode.plant import Weights
+from et_jax.errors import UsageError
+from et_jax.io import values
+from et_jax.io.bar import Bar
+from et_jax.models.config import ModelShape
+from et_jax.models.model import ModelWeights, device_of, dtype_of
+from et_jax.models.weights import num_bytes
+from et_jax.scope import own_settings
+from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.config import LENGTHS, Control, EngineConfig, controller
+from et_jax.serve.metrics import Metrics
+from et_jax.serve.preflight import Plan
+from et_jax.serve.prompts import as_request, refused, requests_of, sequences_of
+from et_jax.serve.queue import Queue
+from et_jax.serve.replica import Replica
+from et_jax.serve.replicas import Replicas
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.sequence import Sequence
+from et_jax.serve.sizing import beside, check_measured
+from et_jax.serve.streams import serve
+from et_jax.serve.use import Use, check_untraced, untraced
+from et_jax.text import Tokenizer
+from et_jax.types import replace
+
+Structure = tuple[Any, frozenset[Keep]]
+"""What a program is compiled for: the structure of a controller, and what is kept besides its needs."""
+
+_MOST_DECODERS = 4  # that are kept compiled, the last to be used
+_AHEAD = 256  # continuations a caller may have waiting: enough for their priorities to matter
+
+Prompt = str | abc.Sequence[int] | GenerationRequest
+"""A text, token ids, or a request with settings of its own."""
+
+Prompts = Prompt | Iterable[Prompt]
+"""One prompt or several; arrays of ids are lists of ids, an array of two axes is several prompts."""
+
+
+class Model:
+    """Weights, a tokenizer, and what has been compiled for them so far.
+
+    `metrics` counts what was served. `config` holds the sizes that `settings` come to. It serves any number of threads
+    of the process that loaded it, until it is closed: by `close`, or at the end of `with model:`.
+    """
+
+    def __init__(
+        self,
+        settings: EngineConfig,
+        *,
+        config: DecoderConfig,
+        weights: Weights,
+        tokenizer: Tokenizer,
+        small: ModelShape | None = None,
+        plan: Plan | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.name, self.tokenizer = settings.name, tokenizer
+        self._weights: Weights | None = weights
+        self._small = small
+        self.settings, self.config, self.decoder_config = settings, config.model, config
+        self.metrics = Metrics()
+        self._plan, self._tell = plan, progress
+        self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
+        self._decoders: dict[Structure, Decoder] = {}
+        self._replicas: dict[Structure, Replicas] = {}
+        self._lock, self._use = threading.Lock(), Use(settings.name)
+
+    def __enter__(self) -> "Model":
+        self._use.check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory of weights and caches back; using the model, or an open stream of it, raises UsageError then.
+
+        Rounds under way are waited for, five seconds at most. A second call does nothing. A model that is dropped gives
+        its memory back without being closed.
+        """
+        self._use.closed = True
+        replicas, self._replicas, self._decoders, self._weights = self._replicas, {}, {}, None
+        held = [replica for each in replicas.values() for replica in each.let_go()]
+        # No lock is taken, for the collector may end a generator with a `with model:` in it, in the thread of a round,
+        # or when the interpreter ends, where no round is under way any more, and modules are empty.
+        left = 5000
+        while left and any(replica.under_way for replica in held) and not self._use.elsewhere:
+            left -= 1
+            time.sleep(0.001)
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            f"The model {self.name} cannot be copied or pickled, for it holds a device's memory; load it again, in "
+            "each process."
+        )
+
+    @property
+    def params(self) -> ModelWeights:
+        """The weights of the model, without those of the second model."""
+        return self.weights[0]
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of every model that the decoder runs, which its functions are given."""
+        weights = self._weights
+        if weights is None:
+            raise self._use.refusal
+        return weights
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and text together."""
+        return self.decoder_config.max_length
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | None = None,
+        *,
+        control: Control | None = None,
+        progress: bool = False,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Return the continuations of every prompt, in order, `n` of each.
+
+        Prompts are texts, lists of token ids, or `GenerationRequest`s with settings of their own; the others
+        take theirs from a `SamplingParams`, its fields as keywords, or both, of which the keywords count:
+        `model.generate("It was", temperature=0.7)`. A list of ids alone is one prompt, an empty list none.
+        `control` stands in for the model's own; controllers that differ in numbers alone run in one program, as
+        do requests with a `control` of their own. `progress` shows a bar.
+        """
+        self._check_call(control)
+        requests = self._requests(prompts, params, settings)
+        total = sum(request.params.n for request in requests)
+        ended = []
+        with Bar(total if progress else None) as bar:
+            for event in self._serve(self._checked(requests, control), control):
+                bar.count(token=event.trace is not None, ended=event.completion is not None)
+                if event.completion is not None:
+                    ended.append(event)
+        ended.sort(key=lambda event: (event.prompt_index, event.index))
+        return [event.completion for event in ended]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | None = None,
+        *,
+        control: Control | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+        **settings: Any,
+    ) -> Generator[TokenEvent]:
+        """Yield every token of every continuation as it comes; prompts and settings as for `generate`.
+
+        Streams open at the same time share the slots. When `cancelled` answers True, every unfinished
+        sequence ends with what it has, as "abort"; so it does when the caller closes the stream.
+        """
+        self._check_call(control, cancelled)
+        requests = self._requests(prompts, params, settings)
+        return self._serve(self._checked(requests, control), control, cancelled)
+
+    async def stream_async(
+        self, prompts: Prompts, params: SamplingParams | None = None, **settings: Any
+    ) -> AsyncGenerator[TokenEvent]:
+        """`stream` for asyncio: other tasks run while the device works, further streams among them."""
+        events = self.stream(prompts, params, **settings)
+        loop, pending = asyncio.get_running_loop(), None
+
+        def following() -> TokenEvent | None:
+            return next(events, None)
+
+        try:
+            while True:
+                # No task, as `asyncio.to_thread` is: those of a loop are all cancelled when it ends, threads are not.
+                pending = loop.run_in_executor(None, contextvars.copy_context().run, following)
+                try:
+                    event = await asyncio.shield(pending)
+                except asyncio.CancelledError:
+                    await asyncio.wait([pending])  # its thread is still at work
+                    raise
+                if event is None:
+                    return
+                yield event
+        finally:
+            if pending is None or pending.done():  # else the end of that thread's work is the stream's end too
+                events.close()
+
+    def as_completed(
+        self,
+        requests: Iterable[GenerationRequest],
+        *,
+        control: Control | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yield (index of the request, completion) as continuations end, in any order, `n` for each request.
+
+        Requests are taken from the iterable as they are needed, some ahead of the slots. One that cannot
+        be served yields a single completion whose `error` says why.
+        """
+        wrong = isinstance(requests, str | GenerationRequest) or values.is_bytes(requests)
+        if wrong or not isinstance(requests, Iterable):
+            raise UsageError(f"requests is {values.shown(requests)}; it must be a list of GenerationRequest(...).")
+
+        def sequences() -> Iterator[Sequence | TokenEvent]:
+            for index, request in enumerate(requests):
+                try:
+                    yield from self.sequences(index, as_request(request), control)
+                except UsageError as error:
+                    yield refused(index, request, str(error))
+                except Exception as error:  # whatever a tokenizer may raise is an answer to its own request
+                    yield refused(index, request, f"This request cannot be read ({type(error).__name__}: {error}).")
+
+        def completions() -> Iterator[tuple[int, Completion]]:
+            with contextlib.closing(self._serve(sequences(), control, cancelled)) as events:
+                for event in events:
+                    if event.completion is not None:
+                        yield event.prompt_index, event.completion
+
+        self._check_call(control, cancelled)
+        return completions()
+
+    def warm_up(self, control: Control | None = None) -> None:
+        """Compile every program that serving under `control` needs, so that no request waits for it."""
+        self.replicas(control)
+
+    def describe(self) -> list[str]:
+        """Return lines that say what runs where and what it needs, for a person."""
+        c, d = self.config, self.decoder_config
+        weights = f"{num_bytes(self.params) / 1e6:.1f} MB {dtype_of(self.params)}"
+        refusals = serving_backend(c, d.page_size, d.weights_dtype, d.cache_dtype)[1]
+        return [
+            f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
+            f"device {jax.devices()[0].device_kind}, attention backend {d.backend}",
+            *(f"not chosen: {refusal}" for refusal in refusals),
+            *self._scoring(),
+            f"cache {d.num_pages} pages of {d.page_size} tokens in {jnp.dtype(d.cache_dtype)}, "
+            f"{d.num_slots} slots of {d.max_length} tokens, {d.batch} served in a step"
+            + ("" if self.settings.replicas == 1 else f", {self.settings.replicas} times over"),
+            *self._drafting(),
+            *([] if self._plan is None else self._plan.table()),
+            f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
+        ]
+
+    def _drafting(self) -> list[str]:
+        """Say how tokens are drafted."""
+        if self.decoder_config.controller.switch is not None:
+            return [f"takes turns with {self.settings.small}, by the entropy of what the one who speaks predicts"]
+        if self.settings.draft is None:
+            return []
+        most, length = self.settings.most_drafted, self.settings.draft_length or LENGTHS[0]
+        return [f"up to {most} tokens drafted by {self.settings.draft}, {length} length"]
+
+    def _scoring(self) -> list[str]:
+        """Say what scores blocks, where the model's own controller chooses any."""
+        config = self.decoder_config
+        if all(selector.reads_all for selector in config.selectors):
+            return []
+        backend, refusals = config.scoring
+        return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals)]
+
+    def _requests(self, prompts: Prompts, params: SamplingParams | None, settings: dict) -> list[GenerationRequest]:
+        return requests_of(prompts, params, settings, self.max_model_len)
+
+    def _check_call(self, control: Control | None, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self._use.check()
+        check_untraced()
+        self._configuration(control)
+        if not callable(cancelled):
+            raise UsageError(f"cancelled is {values.shown(cancelled)}; it must be a function without arguments.")
+
+    def _checked(self, requests: list[GenerationRequest], control: Control | None) -> list[Sequence]:
+        """Check every request before any work is done for one."""
+        return [one for index, request in enumerate(requests) for one in self.sequences(index, request, control)]
+
+    def sequences(
+        self, prompt_index: int, request: GenerationRequest, control: Control | None = None
+    ) -> list[Sequence]:
+        """Return the `n` sequences that a request asks for, not submitted yet; `prompt_index` names it in events.
+
+        Raises UsageError where it cannot be served.
+        """
+        config = self._configuration(control)
+        return sequences_of(request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name)
+
+    def _serve(
+        self,
+        sequences: Iterable[Sequence | TokenEvent],
+        control: Control | None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[TokenEvent]:
+        ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
+        yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled)
+
+    @untraced
+    @own_settings()
+    def replicas(self, control: Control | None = None) -> Replicas:
+        """Return what serves under controllers of a structure, made and warmed up when first asked for.
+
+        Others that are idle are dropped.
+        """
+        own = self.decoder(control)
+        wanted = _structure(own.config)
+        with self._lock:
+            for replicas in self._replicas.values():
+                replicas.end_abandoned()
+            self._replicas = served = {
+                structure: replicas
+                for structure, replicas in self._replicas.items()
+                if not replicas.broken and (structure == wanted or not replicas.idle)
+            }
+            if wanted not in served:
+                queue = Queue()
+                each = [self._replica(own, queue, i) for i in range(self.settings.replicas)]
+                replicas = Replicas(queue, each, self._use)
+                replicas.warm_up(self._tell)
+                served[wanted] = replicas
+        if self._use.closed:  # meanwhile, by another thread
+            self.close()
+            raise self._use.refusal
+        return served[wanted]
+
+    def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
+        """A replica, on the devices in turn, beginning where the weights are."""
+        weights = self.weights
+        home = device_of(weights)
+        devices = [home, *(device for device in jax.local_devices() if device != home)]
+        return Replica(
+            jax.device_put(weights, devices[number % len(devices)]),
+            own,
+            queue,
+            self.settings,
+            metrics=self.metrics,
+            # The surprisal of the first token after a kept page needs logits that are kept nowhere.
+            # Nor would the model know what the small one alone has read, nor a budget what came before the page.
+            keep_prefixes=self.settings.prefix_cache
+            and "surprisals" not in own.config.keeps
+            and not own.config.lazy
+            and own.config.controller.budget is None,
+        )
+
+    def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:
+        """Return the pure functions underneath, bound to this model; compiled once for all controllers of a structure.
+
+        `keep` is that of `DecoderConfig`. The last few are kept.
+        """
+        self._use.check()
+        config = self._configuration(control, keep)
+        wanted = _structure(config)
+        with self._lock:
+            kept = self._decoders
+            found = kept.pop(wanted, None) or decoder(config)
+            kept[wanted] = found  # the last to be used
+            for old in list(kept)[:-_MOST_DECODERS]:
+                del kept[old]
+        return replace(found, config=config)
+
+    def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
+        """The decoder's configuration under a control, checked; the last one is kept, for all requests of a call ask.
+
+        Raises UsageError for what is no control, or does not go with the model and its settings.
+        """
+        last = self._configured
+        if last is not None and last[0] is control and last[1] == keep:
+            return last[2]
+        found = self.decoder_config.controller if control is None else controller(control)
+        config = beside(self.settings, self.decoder_config, found, self._small, keep)
+        check_measured(self.name, config)
+        self._configured = control, keep, config
+        return config
+
+
+def _structure(config: DecoderConfig) -> Structure:
+    return jax.tree.structure(config.controller), config.keep
