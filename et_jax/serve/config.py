@@ -133,29 +133,27 @@ class EngineConfig:
         return None if self.draft == LOOKUP or self.draft is None else str(self.draft)
 
     @property
-    def second_model(self) -> str | None:
-        """The small model, if there is one, that drafts or speaks."""
-        return self.draft_model if self.small is None else str(self.small)
+    def others(self) -> tuple[str, ...]:
+        """The models beside the one that is loaded: a small one that drafts or takes turns with it, or none."""
+        return tuple(str(one) for one in (self.draft_model, self.small) if one is not None)
 
     @property
     def most_drafted(self) -> int:
         """Tokens that are drafted of a sequence in a step, where any are."""
         return Drafting.most if self.draft_tokens is None else self.draft_tokens
 
-    def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting:
+    def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting | None:
         """Return how tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
 
-        Steps have `batch` rows, and drafted ones beside.
+        Steps have `batch` rows, and drafted ones beside. None where nothing is drafted.
         """
+        if self.draft is None:
+            return None
         most = self.most_drafted
-        by_model = self.draft_model is not None
-        if self.draft_length == "entropy":
-            length = StopEntropy() if by_model else EntropyLength()
-        elif self.draft_length == "fixed":
-            length = FixedLength()
-        else:
-            length = by_acceptance(most, self.max_num_seqs, batch, drafter_cost)
-        return Drafting(most=most, length=length, drafter=None if by_model else lookup)
+        drafter, by_entropy = (lookup, EntropyLength()) if self.draft_model is None else (None, StopEntropy())
+        lengths = {"entropy": by_entropy, "fixed": FixedLength()}
+        usual = by_acceptance(most, self.max_num_seqs, batch, drafter_cost)
+        return Drafting(most=most, length=lengths.get(self.draft_length or "", usual), drafter=drafter)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -118,9 +118,9 @@ LIMIT = 20
 
 def given_to(d):
     """The weights that a decoder runs on: a small model of the model's own shape has its weights too."""
-    if d.config.small is None:
+    if not d.config.others:
         return (weights(),)
-    return weights(), weights() if d.config.small == MODEL else other_weights()
+    return weights(), weights() if d.config.others == (MODEL,) else other_weights()
 
 
 @functools.cache
@@ -152,7 +152,12 @@ def told(output, ran: int) -> dict[int, dict[str, Any]]:
 def made(control: str, drafting: Drafting | None, model=MODEL, small=None):
     return decoding.decoder(
         configuration(
-            controller=CONTROLS[control], draft=drafting, penalties=True, num_pages=49, model=model, small=small
+            controller=CONTROLS[control],
+            draft=drafting,
+            penalties=True,
+            num_pages=49,
+            model=model,
+            others=() if small is None else (small,),
         )
     )
 
