@@ -129,8 +129,9 @@ class DecoderConfig:
         True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
         selectors that go by surprisals or by the last masses.
         """
-        by_law = law_steers(self.controller, self.mask_shape, self.fresh_prompt)
-        return by_law or self.controller.refresh_every > 1 or bool(self.keeps & {"surprisals", "masses"})
+        if self.controller.refresh_every > 1 or self.keeps & {"surprisals", "masses"}:
+            return True
+        return law_steers(self.controller, self.mask_shape, self.fresh_prompt)
 
     @property
     def mask_shape(self) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from et_jax.control.draft import (
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
 from et_jax.decode.draft import Drafting, by_acceptance, lookup
-from et_jax.decode.fresh import law_steers
+from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.pallas.backend import NAMES as BACKENDS
@@ -103,8 +103,8 @@ class EngineConfig:
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        known = self.laws.preset is not None  # the law of another may want to know the model's shapes
-        compat.check(self.case(self.laws, steers=lambda: known and law_steers(self.laws)))
+        # a law that does not say what it sets may want to know the model's shapes, and is asked once they are known
+        compat.check(self.case(self.laws, steers=lambda: not READING.isdisjoint(self.laws.law.sets or ())))
 
     def case(self, laws: Controller, **known: Any) -> compat.Case:
         """Return what is to go together: what was given, `laws`, and what else is `known` (`compat.Case`)."""
