@@ -18,7 +18,7 @@ A law with numbers is a value, so that every sequence of a batch may bring its o
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +165,17 @@ class Law:
 
     Both change only the fields they are named for. Derive from it, as a `value`, for a law with numbers; a
     plain function `(Signals, ControlState) -> ControlState` is a law with none and nothing to start.
+
+    `sets` names the fields that a call may change, notes aside. A law that does not say is asked by tracing it, and one
+    that changes the call of another has to say anew.
     """
+
+    sets: ClassVar[Any] = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__call__" in vars(cls) and "sets" not in vars(cls):
+            cls.sets = None
 
     def init(self, state: ControlState) -> ControlState:
         """Return the state of a sequence before its first token."""
@@ -218,6 +228,12 @@ class Chain(Law):
     """Laws run in order, each seeing what those before it decided."""
 
     laws: tuple[Law, ...]
+
+    @property
+    def sets(self) -> frozenset[str] | None:
+        """What any of the laws sets; None where one of them does not say."""
+        each = [law.sets for law in self.laws]
+        return None if None in each else frozenset().union(*each)
 
     def init(self, state: ControlState) -> ControlState:
         """Return the state as every law starts it."""

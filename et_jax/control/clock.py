@@ -28,6 +28,8 @@ class FallClock(Law):
     noise: Number = 0.0
     deadband: Number = derived()
 
+    sets = frozenset({"entropic_time"})
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "deadband", 2.0 * self.noise)
 
@@ -48,6 +50,8 @@ class RecordClock(Law):
 
     Never more than log V, whatever the jitter: time passes only when a new low is reached.
     """
+
+    sets = frozenset({"entropic_time"})
 
     def init(self, state: ControlState) -> ControlState:
         """Note that there is no low yet."""
@@ -72,6 +76,8 @@ class ChainRuleClock(Law):
 
     realised: bool = static(default=False)
 
+    sets = frozenset({"entropic_time"})
+
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Add what the token resolves."""
         resolved = signals.surprisal if self.realised else signals.entropy
@@ -92,6 +98,8 @@ class Beside(Law):
 
     clock: Law
     name: str = static()
+
+    sets = frozenset()
 
     def init(self, state: ControlState) -> ControlState:
         """Start the second clock at 0."""

@@ -20,7 +20,7 @@ from et_jax.control.entropy import Estimator, ExactEstimator
 from et_jax.control.priority import FCFS
 from et_jax.control.select import AnySelector, Dense, Selector, as_selector
 from et_jax.control.smoothing import EmaEntropy
-from et_jax.control.switch import Switch
+from et_jax.control.switch import Switch, SwitchState
 from et_jax.io import html
 from et_jax.types import MaybeCount, static, value
 
@@ -86,6 +86,10 @@ class Controller:
         """Return the selector of every layer."""
         each = self.selector if isinstance(self.selector, tuple) else (self.selector,) * num_layers
         return tuple(Dense() if i < self.dense_layers else as_selector(one) for i, one in enumerate(each))
+
+    def switch_started(self) -> SwitchState | None:
+        """Return what the switch of one sequence starts from; None where one model serves all."""
+        return None if self.switch is None else self.switch.started()
 
     def _repr_html_(self) -> str:
         """Return a table of what decides, each with its numbers; what stands within another is set in."""

@@ -4,6 +4,8 @@ Each wraps one law and is left out to reproduce a paper as printed. `field` name
 `ControlState` that the law decides.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,6 +31,17 @@ class _Guard(Law):
         return started(self.law, state)
 
 
+def _sets_of_law(guard: _Guard) -> frozenset[str] | None:
+    """What the law within sets."""
+    return as_value(guard.law).sets
+
+
+def _sets_field_too(guard: Any) -> frozenset[str] | None:
+    """What the law within sets, and the field that is guarded."""
+    within = _sets_of_law(guard)
+    return None if within is None else within | {guard.field}
+
+
 @value
 class Clipped(_Guard):
     """The law with what it decides kept in [low, high], in the units of `field`, from the start.
@@ -40,6 +53,8 @@ class Clipped(_Guard):
     field: str = static()
     low: Number
     high: Number
+
+    sets = property(_sets_field_too)
 
     def init(self, state: ControlState) -> ControlState:
         """Start the law within bounds."""
@@ -63,6 +78,8 @@ class NeverAboveStart(_Guard):
 
     law: AnyLaw
     field: str = static()
+
+    sets = property(_sets_field_too)
 
     def init(self, state: ControlState) -> ControlState:
         """Note the start."""
@@ -91,6 +108,8 @@ class RateLimited(_Guard):
     rise: Number
     fall: Number = jnp.inf
 
+    sets = property(_sets_field_too)
+
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Keep what the law decides near what was."""
         old, decided = getattr(state, self.field), updated(self.law, signals, state)
@@ -108,6 +127,8 @@ class Floored(_Guard):
 
     law: AnyLaw
     floor: Number
+
+    sets = property(_sets_of_law)
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Let the law decide by raised entropies."""
@@ -128,6 +149,8 @@ class _Counting(_Guard):
     """A guard that changes nothing and counts the tokens after which `_happened` holds."""
 
     _note: str
+
+    sets = property(_sets_of_law)
 
     def init(self, state: ControlState) -> ControlState:
         """Start counting."""

@@ -72,6 +72,8 @@ class EntropyDrift(Law):
     weight: Number = derived()
     prior_variance: Number = derived()
 
+    sets = frozenset()
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", 1.0 - self.decay)
         object.__setattr__(self, "prior_variance", self.prior_deviation * self.prior_deviation)

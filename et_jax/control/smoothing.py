@@ -10,6 +10,8 @@ class EmaEntropy(Law):
 
     decay: Number = 0.9
 
+    sets = frozenset({"entropy"})
+
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Filter the raw entropy."""
         first = (signals.generated <= 1).astype(state.entropy.dtype)

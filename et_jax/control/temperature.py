@@ -13,6 +13,8 @@ from et_jax.types import Number, derived, replace, value
 class Fixed(Law):
     """The request's own temperature, unchanged."""
 
+    sets = frozenset()
+
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Change nothing."""
         return state
@@ -33,6 +35,8 @@ class Thermostat(Law):
     gain: Number = 0.05
     low: Number = 0.1
     high: Number = 2.0
+
+    sets = frozenset({"temperature"})
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Move the temperature against the error."""
@@ -55,6 +59,8 @@ class DampedThermostat(Law):
     low: Number = 0.1
     high: Number = 2.0
 
+    sets = frozenset({"temperature"})
+
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Move the temperature against the error."""
         damped = jnp.minimum(self.gain, 1.0 / jnp.maximum(signals.tempered_varentropy, self.least_varentropy))
@@ -75,6 +81,8 @@ class Mirostat2(Law):
     target_surprisal: Number
     rate: Number = 0.1
     first_cap: Number = derived()
+
+    sets = frozenset({"surprisal_cap"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "first_cap", 2.0 * self.target_surprisal)

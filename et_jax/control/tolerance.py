@@ -19,6 +19,8 @@ class Constant(Law):
 
     tolerance: Number
 
+    sets = frozenset()
+
     def init(self, state: ControlState) -> ControlState:
         """Set it."""
         return replace(state, tolerance=jnp.full_like(state.tolerance, self.tolerance))
@@ -40,6 +42,8 @@ class EntropyThreshold(Law):
 
     greatest: Number
     reference_entropy: Number
+
+    sets = frozenset({"tolerance"})
 
     def init(self, state: ControlState) -> ControlState:
         """Prune nothing at first."""
@@ -71,6 +75,8 @@ class EntropyTolerance(Law):
     least_margin: Number = 0.0
     span: Number = derived()
     ratio: Number = derived()
+
+    sets = frozenset({"tolerance"})
 
     def __post_init__(self) -> None:
         if self.least == 0:
@@ -104,6 +110,8 @@ class Shuffled(Law):
 
     tolerances: Any = static()
     first: Number = 0.0
+
+    sets = frozenset({"tolerance"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.tolerances, Table):

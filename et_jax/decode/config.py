@@ -34,14 +34,14 @@ class DecoderConfig:
     `controller` gives the structure of all laws, and the numbers of requests that bring none of their own.
     `keep` names what the state holds beyond what the controller's selectors need: "codes", "surprisals",
     "logits", the last ones of every slot. `draft` says how tokens are drafted, None that none are; laws by
-    which one token sets what the next may read (`steers_reading`) leave nothing to draft. `small` is a second model
-    of the same vocabulary, which drafts, or speaks where the controller's `switch` says so; it reads all that it has
-    seen. With `lazy` prompts are read by the small model alone, and by the model when it first speaks. With `audit`
-    either model says of the other's words, as it catches up with them, which were likeliest to it too; and under a
-    budget the last query of each segment says how much of its attention was on the blocks read. A budget's segments are
-    chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it, always. With `tell_reads`
-    outputs tell what every layer and KV head read. Keys and values are kept in `cache_dtype`; `dtype` is that of the
-    weights and of queries, None where it is the same.
+    which one token sets what the next may read (`steers_reading`) leave nothing to draft. `others` are the models
+    beside it, of the same vocabulary: a small one that drafts, or speaks where the controller's `switch` says so; it
+    reads all that it has seen. With `lazy` prompts are read by the small model alone, and by the model when it first
+    speaks. With `audit` either model says of the other's words, as it catches up with them, which were likeliest to it
+    too; and under a budget the last query of each segment says how much of its attention was on the blocks read. A
+    budget's segments are chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it,
+    always. With `tell_reads` outputs tell what every layer and KV head read. Keys and values are kept in
+    `cache_dtype`; `dtype` is that of the weights and of queries, None where it is the same.
     """
 
     model: ModelShape
@@ -63,7 +63,7 @@ class DecoderConfig:
     controller: Controller = dataclasses.field(default_factory=Controller)
     keep: frozenset[Keep] = frozenset()
     draft: Drafting | None = None
-    small: ModelShape | None = None
+    others: tuple[ModelShape, ...] = ()
     lazy: bool = False
     audit: bool = False
     compression: Compression | None = None
@@ -79,22 +79,19 @@ class DecoderConfig:
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")
         compat.check(self._case())
-        drafts, speaks = self.draft is not None and self.draft.drafter is None, self.controller.switch is not None
-        if (self.small is not None) != (drafts or speaks):
-            raise ValueError("small: got a model that neither drafts nor speaks, or none that should; wanted both")
+        drafts = self.draft is not None and self.draft.drafter is None
+        wanted = (self.model.vocab_size,) * (drafts or self.takes_turns)
+        if (got := tuple(other.vocab_size for other in self.others)) != wanted:
+            raise ValueError(f"others: got models of {got} tokens, wanted {wanted}: those that draft or speak")
         self._check_budget()
-        if self.small is not None and self.small.vocab_size != self.model.vocab_size:
-            sizes = f"{self.small.vocab_size} tokens, wanted {self.model.vocab_size}"
-            raise ValueError(f"small: got a vocabulary of {sizes} as the model has")
         if self.compression is not None:
             self.compression.layout(self.page_size, self.model.windows)
 
     def _case(self) -> compat.Case:
         """What is to go together, by the names of `load`."""
-        small = None if self.controller.switch is None else self.small
-        given = {"draft": self.draft, "small": small, "cache_budget": self.compression}
+        given = {"draft": self.draft, "small": self.takes_turns and self.others, "cache_budget": self.compression}
         return compat.Case(
-            given={name: one for name, one in given.items() if one is not None},
+            given={name: one for name, one in given.items() if one},
             laws=self.controller,
             steers=lambda: self.steers_reading,
             num_layers=self.model.num_layers,
@@ -118,14 +115,25 @@ class DecoderConfig:
             )
 
     @property
+    def models(self) -> tuple[ModelShape, ...]:
+        """The model, and the others."""
+        return self.model, *self.others
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two models speak, each where the controller's switch says so."""
+        return self.controller.switch is not None
+
+    @property
     def steers_reading(self) -> bool:
         """Whether what a token's step observes decides what the next token reads.
 
         True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
         selectors that go by surprisals or by the last masses.
         """
-        by_law = law_steers(self.controller, self.mask_shape, self.fresh_prompt)
-        return by_law or self.controller.refresh_every > 1 or bool(self.keeps & {"surprisals", "masses"})
+        if self.controller.refresh_every > 1 or self.keeps & {"surprisals", "masses"}:
+            return True
+        return law_steers(self.controller, self.mask_shape, self.fresh_prompt)
 
     @property
     def mask_shape(self) -> tuple[int, int, int]:
@@ -141,7 +149,7 @@ class DecoderConfig:
     @property
     def keeps_text(self) -> bool:
         """Whether the state holds every text: drafts are looked up in it, and a model that lags catches up from it."""
-        return self.draft is not None or self.controller.switch is not None
+        return self.draft is not None or self.takes_turns
 
     @property
     def pages_per_swap(self) -> int:
@@ -189,10 +197,9 @@ class DecoderConfig:
 
     @property
     def plants(self) -> tuple[Plant, ...]:
-        """The model, and the small one, each with the best kernels from `backend` on."""
+        """The model and the others, each with the best kernels from `backend` on."""
         size, dtype = self.page_size, self.weights_dtype
         model = Plant(model=self.model, page_size=size, backend=self.backend, scores_backend=self.scoring[0])
-        if self.small is None:
-            return (model,)
-        backend = serving_backend(self.small, size, dtype, self.cache_dtype, self.backend)[0]
-        return model, Plant(model=self.small, page_size=size, backend=backend, scores_backend=backend)
+        backends = [serving_backend(other, size, dtype, self.cache_dtype, self.backend)[0] for other in self.others]
+        both = zip(self.others, backends, strict=True)
+        return model, *(Plant(model=one, page_size=size, backend=name, scores_backend=name) for one, name in both)

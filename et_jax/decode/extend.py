@@ -127,13 +127,12 @@ def catch_up(
     wanted: Int[Array, " r"],
     chunk: int,
     audited: bool = False,
-) -> tuple[PlantState, Work, Bool[Array, "r m"] | None]:
+) -> tuple[PlantState, Work, Bool[Array, "r m"]]:
     """Have a model read its rows' texts up to `wanted` tokens: chunk by chunk, none crossing a multiple of `chunk`.
 
     That is how prompts are read, so that nothing depends on when a model catches up. Returns the work that took and,
-    where it is `audited`, at which positions the token that follows was the likeliest to this model.
+    if it is `audited`, at which positions the token that follows was the likeliest to this model.
     """
-    agreed = jnp.zeros(text.shape, bool) if audited else None
 
     def behind(carry: tuple) -> Bool[Array, ""]:
         return jnp.any(at_slots(slot, carry[0].num_cached) < wanted)
@@ -153,14 +152,14 @@ def catch_up(
             end=end,
         )
         logits, state, _ = extend(plant, weights, state, part, Whole())
-        if agreed is not None:
+        if audited:
             said = jnp.take_along_axis(text, jnp.minimum(position + 1, text.shape[1] - 1), axis=1)
             place = jnp.where(position < end[:, None], position, text.shape[1])
             same = jnp.argmax(logits, axis=-1) == said
             agreed = agreed.at[jnp.arange(text.shape[0])[:, None], place].set(same, mode="drop")
         return state, done.plus(work.of_chunks(plant, part.count, end)), agreed
 
-    return jax.lax.while_loop(behind, read, (state, work.no_work(len(wanted)), agreed))
+    return jax.lax.while_loop(behind, read, (state, work.no_work(len(wanted)), jnp.zeros(text.shape, bool)))
 
 
 def with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:

@@ -48,15 +48,17 @@ def fresh(
     )
 
 
-def law_steers(
-    laws: Controller,
-    mask: tuple[int, int, int] = (1, 1, 1),
-    prompt: Callable[[], budgets.PromptNotes | None] = lambda: None,
-) -> bool:
-    """Return whether the law sets what the next token reads: the tolerance, or the blocks, whose mask has this shape.
+READING = frozenset({"tolerance", "block_mask"})
+"""The fields of `ControlState` by which the next token reads."""
 
-    Those of presets do or do not whatever the shape is.
+
+def law_steers(laws: Controller, mask: tuple[int, int, int], prompt: Callable[[], budgets.PromptNotes | None]) -> bool:
+    """Return whether the law sets what the next token reads, of a sequence whose mask has this shape.
+
+    A law that does not say what it `sets`, as a plain function, is traced.
     """
+    if laws.law.sets is not None:
+        return not READING.isdisjoint(laws.law.sets)
     steers = []
 
     def start(temperature: Float[Array, ""]) -> ControlState:
@@ -64,7 +66,7 @@ def law_steers(
 
     def run(signals: Signals, state: ControlState) -> ControlState:
         after = updated(laws.law, signals, state)
-        steers.append(after.tolerance is not state.tolerance or after.block_mask is not state.block_mask)
+        steers.append(any(getattr(after, name) is not getattr(state, name) for name in READING))
         return after
 
     jax.eval_shape(run, blank_signals(()), jax.eval_shape(start, jnp.zeros((), jnp.float32)))

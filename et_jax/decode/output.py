@@ -27,10 +27,10 @@ class StepOutput:
     in steps where no sequence asks for them. `drafted` counts the tokens that were drafted for a slot in the step,
     `accepted` those that held; both stand with its first token. `work` is what each of the decoder's models did for the
     token; with the first one is what the step did for the others that were drafted, and how often it read all weights.
-    Where either of two models may speak, `by_small` tells whose token it is, and `audit` is None unless one says of the
-    other's words how likely they were. A sequence that waits for the other model gets no token, but work was done for
-    it. `reads` counts the blocks that each layer and KV head of the model read for the token, None unless the decoder
-    tells it; with a token of the small model of a switch it stands for nothing.
+    Where either of two models may speak, `by_small` tells whose token it is, and `audit` what one says of the other's
+    words, if it is asked; both are None elsewhere. A sequence that waits for the other model gets no token, though
+    work was done for it. `reads` counts the blocks that each layer and KV head of the model read for the token, None
+    unless the decoder tells it; with a token of the small model of a switch it stands for nothing.
     """
 
     token: Int[Array, "*b"]

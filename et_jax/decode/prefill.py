@@ -12,7 +12,7 @@ from et_jax.decode import pages
 from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.extend import extend
+from et_jax.decode.extend import Reader, extend
 from et_jax.decode.plant import Weights, check_weights
 from et_jax.decode.readers import Whole
 from et_jax.decode.state import DecodeState
@@ -48,17 +48,15 @@ def prefill(
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
     pages_of = table.pages[slot]
     part = Chunk(slot=slot, table=pages_of, token=tokens, position=start, start=start, count=written, end=end)
-    plants, control, logits = list(state.plants), state.control, None
-    for index, plant in enumerate(config.plants):
-        if index == MODEL and config.lazy:
-            continue
-        budget, reader = config.controller.budget, Whole()
-        if index == MODEL and budget is not None:
-            reader = Budgeted(budget=budget, last=last, notes=_begun(config, state, part))
-        found, plants[index], notes = extend(plant, weights[index], plants[index], part, reader)
-        if index == MODEL:
-            logits = found
-            control = control if notes is None else replace(control, prompt=notes)
+    readers: list[Reader] = [Whole()] * len(config.plants)
+    if config.controller.budget is not None:
+        readers[MODEL] = Budgeted(budget=config.controller.budget, last=last, notes=_begun(config, state, part))
+    plants, found, notes = list(state.plants), {}, {}
+    for index in range(int(config.lazy), len(config.plants)):
+        read = extend(config.plants[index], weights[index], plants[index], part, readers[index])
+        found[index], plants[index], notes[index] = read
+    logits, noted = found.get(MODEL), notes.get(MODEL)
+    control = state.control if noted is None else replace(state.control, prompt=noted)
     newest, own = state.logits, plants[MODEL]
     if newest is not None and logits is not None:
         ends = (written > 0) & (before + count == total)

@@ -55,7 +55,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         counts=counts,
         text=None if state.text is None else put(state.text, request.text),
         draft=None if how is None else put(state.draft, draft.started(how.length, request.num_drafted)),
-        switch=None if request.laws.switch is None else put(state.switch, request.laws.switch.started()),
+        switch=put(state.switch, request.laws.switch_started()),
         laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),
         control=put(state.control, fresh_control(config, request.laws, request.sampling.temperature)),

@@ -83,7 +83,7 @@ def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Ar
 def empty(config: DecoderConfig) -> DecodeState:
     """Return the state of a decoder that holds no sequence."""
     b, v, keeps = config.num_slots, config.model.vocab_size, config.keeps
-    laws, switch = slot_laws(config), config.controller.switch
+    laws = slot_laws(config)
 
     def integers(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
@@ -106,19 +106,21 @@ def empty(config: DecoderConfig) -> DecodeState:
         counts=counts if config.penalties else None,
         text=integers(b, config.max_length) if config.keeps_text else None,
         draft=None if config.draft is None else drafting_started(config.draft.length, integers(b)),
-        switch=None if switch is None else jax.vmap(lambda one: one.started())(laws.switch),
+        switch=jax.vmap(Controller.switch_started)(laws),
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,
         control=jax.vmap(partial(fresh_control, config))(laws, numbers()),
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
-        plants=tuple(_plant(config, index, plant.model) for index, plant in enumerate(config.plants)),
+        plants=(
+            _compressible(config, _plant(config, config.model, config.keeps)),
+            *(_plant(config, other, frozenset()) for other in config.others),
+        ),
     )
 
 
-def _plant(config: DecoderConfig, index: int, model: ModelShape) -> PlantState:
-    """A plant that holds nothing. What selectors need, and compression, is kept of the model's own cache alone."""
-    how, keeps, b = config.compression, config.keeps if index == MODEL else frozenset(), config.num_slots
+def _plant(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> PlantState:
+    """A plant that holds nothing, whose cache `keeps` some things beside keys and values."""
     cache = kv.empty(
         model.num_layers,
         model.num_kv_heads,
@@ -130,8 +132,13 @@ def _plant(config: DecoderConfig, index: int, model: ModelShape) -> PlantState:
         key_codes="codes" in keeps,
         surprisals="surprisals" in keeps,
     )
-    state = PlantState(cache=cache, num_cached=jnp.zeros(b, jnp.int32))
-    if how is None or index != MODEL:
+    return PlantState(cache=cache, num_cached=jnp.zeros(config.num_slots, jnp.int32))
+
+
+def _compressible(config: DecoderConfig, state: PlantState) -> PlantState:
+    """The state with what compression must know, where it is asked for."""
+    how, model, b = config.compression, config.model, config.num_slots
+    if how is None:
         return state
     heads = model.num_layers, model.num_kv_heads
     last = model.num_layers, how.window, model.num_heads, model.head_dim

@@ -40,8 +40,8 @@ def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[D
     that of one of them, for the sequences in which it is active.
     """
     check_weights(weights, len(config.plants))
-    active = turns.active(state)
-    state, chosen = choose(config, state, turns.ready(state, active))
+    active, ready = turns.chosen(state)
+    state, chosen = choose(config, state, ready)
     table, rows = reserve(config, state, chosen)
     state = replace(state, table=table)
     price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), config.batch, active)
@@ -55,11 +55,7 @@ def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[D
         produced = jax.vmap(rows.take)(outputs.produced)
         work = by_position(done, at, drafts.count, produced), *(_with_first(each, at.shape[1]) for each in drafts.work)
     else:
-        if active is None:
-            state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
-            work = (of_tokens(own, rows, stats.blocks_read, stats.summaries_read),)
-        else:
-            state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, extend_rows)
+        state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, extend_rows)
         after, output, _ = advance(config, price, state, rows, logits, stats, True)
         outputs, work, audit = jax.tree.map(lambda x: x[None], (output, work, audit))
     refused = rows.spread(config.num_slots, chosen.run & ~rows.run)
@@ -211,7 +207,7 @@ def _with_first(work: Work, positions: int) -> Work:
 
 
 def _price(
-    models: tuple[cost.Model, ...], batch: int, active: Int[Array, ""] | None, stats: ReadStats
+    models: tuple[cost.Model, ...], batch: int, active: Int[Array, ""] | int, stats: ReadStats
 ) -> Float[Array, " r"]:
     """What a token costs in the eyes of the laws: what was read for it, by the active model's sizes, and a fixed share.
 
@@ -220,8 +216,6 @@ def _price(
     """
     blocks, summaries = stats.blocks_read.astype(jnp.float32), stats.summaries_read.astype(jnp.float32)
     nominal = [cost.cached_bytes(one, blocks, summaries) + one.weights / batch for one in models]
-    if active is None:
-        return nominal[MODEL]
     return jnp.stack(nominal)[active]
 
 

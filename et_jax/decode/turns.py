@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.controller import Controller
-from et_jax.control.switch import MODEL, SMALL, Switch, SwitchState
+from et_jax.control import entropy
+from et_jax.control.switch import MODEL, SMALL, SwitchState
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import catch_up, extend
@@ -27,20 +27,16 @@ from et_jax.types import replace
 Extend = Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]]
 
 
-def active(state: DecodeState) -> Int[Array, ""] | None:
-    """Return whose step it is: that of the sequence which has waited longest, so that none waits for ever.
+def chosen(state: DecodeState) -> tuple[Int[Array, ""] | int, Bool[Array, " b"] | bool]:
+    """Return whose step it is, and in which sequences that model is active.
 
-    None where one model serves all.
+    It is that of the sequence which has waited longest, so that none waits for ever; where one model serves all, its.
     """
     if state.switch is None:
-        return None
+        return MODEL, True
     waited = jnp.where(state.active, state.control.wait, -1)
-    return state.switch.speaker[jnp.argmax(waited)]
-
-
-def ready(state: DecodeState, active: Int[Array, ""] | None) -> Bool[Array, " b"] | bool:
-    """Return which sequences the model of this step is active in."""
-    return True if state.switch is None else state.switch.speaker == active
+    active = state.switch.speaker[jnp.argmax(waited)]
+    return active, state.switch.speaker == active
 
 
 def extend_active(
@@ -48,13 +44,18 @@ def extend_active(
     weights: Weights,
     state: DecodeState,
     rows: Rows,
-    active: Int[Array, ""],
+    active: Int[Array, ""] | int,
     extend_rows: Extend,
 ) -> tuple[DecodeState, Float[Array, "r v"], ReadStats, tuple[Work, ...], Audit | None]:
     """Have the active model catch up with the rows' texts and read their newest tokens, the model by `extend_rows`.
 
+    Where one model serves all there is nothing to catch up with.
     Returns what each model did for the rows, and what the active one says of the other's words, if it is asked.
     """
+    if state.switch is None:
+        state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
+        done = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read)
+        return state, logits, stats, (done,), None
     assert state.text is not None
     table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(_num_cached(state))
 
@@ -86,7 +87,7 @@ def extend_active(
     carry = run_if(active == SMALL, by_small, carry, rows)
     plants, logits, stats, done, agreed = carry
     work = tuple(done.where(active == index) for index in range(len(plants)))
-    audit = None if agreed is None else _audit(state, rows, before[:, active], agreed)
+    audit = _audit(config, state, rows, before[:, active], agreed)
     return replace(state, plants=plants), logits, stats, work, audit
 
 
@@ -95,19 +96,23 @@ def _num_cached(state: DecodeState) -> Int[Array, "b m"]:
     return jnp.stack([plant.num_cached for plant in state.plants], axis=1)
 
 
-def before_token(laws: Controller, state: SwitchState, certainty: Float[Array, ""]) -> SwitchState:
-    """Return what the switch decides when the entropy is known and nothing sampled."""
-    return _switch(laws).before(state, certainty)
+def turn(
+    state: DecodeState, rows: Rows, raw: entropy.Moments, produced: Bool[Array, " r"]
+) -> tuple[SwitchState | None, Bool[Array, " r"], Bool[Array, " r"] | None]:
+    """Return what switches decide by the rows' predictions, which rows get a token, and which one of the small model.
 
-
-def after_token(laws: Controller, state: SwitchState, certainty: Float[Array, ""]) -> SwitchState:
-    """Return what the switch decides after a token."""
-    return _switch(laws).after(state, certainty)
-
-
-def _switch(laws: Controller) -> Switch:
-    assert laws.switch is not None
-    return laws.switch
+    A row whose switch makes the other model active before its token is sampled gets none.
+    """
+    switch, laws = state.switch, state.laws.switch
+    if switch is None or laws is None:
+        return switch, produced, None
+    before, own, certainty = rows.take(switch), rows.take(laws), entropy.entropy(raw)
+    turned = jax.vmap(lambda law, one, certain: law.before(one, certain))(own, before, certainty)
+    deferred = rows.run & (turned.speaker != before.speaker)
+    produced = produced & ~deferred
+    went_on = jax.vmap(lambda law, one, certain: law.after(one, certain))(own, before, certainty)
+    after = rows.put_where(deferred, rows.put_where(produced, switch, went_on), turned)
+    return after, produced, produced & (before.speaker == SMALL)
 
 
 def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
@@ -123,10 +128,13 @@ def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
     )
 
 
-def _audit(state: DecodeState, rows: Rows, before: Int[Array, " r"], agreed: Bool[Array, "r n"]) -> Audit:
-    """What a model that had come as far as `before` says of the words that it caught up with, the other's."""
+def _audit(
+    config: DecoderConfig, state: DecodeState, rows: Rows, before: Int[Array, " r"], agreed: Bool[Array, "r n"]
+) -> Audit:
+    """What a model that had come as far as `before` says of the words that it caught up with, if it is asked."""
     # of the tokens caught up with, those that lead to a word of the text rather than of its prompt
     place, first = jnp.arange(agreed.shape[1]), rows.position - rows.take(state.generated)
     counted = (place >= jnp.maximum(before, first)[:, None]) & (place < rows.position[:, None]) & rows.run[:, None]
+    counted &= config.audit
     audited, same = (jnp.sum(each, axis=1, dtype=jnp.int32) for each in (counted, counted & agreed))
     return Audit(audited=audited, agreed=same)

@@ -11,7 +11,6 @@ from et_jax.control import draft as lengths
 from et_jax.control import entropy, guards
 from et_jax.control.base import ControlState, Signals, updated
 from et_jax.control.controller import Controller
-from et_jax.control.switch import SMALL
 from et_jax.decode import faults, pages, sampling, turns
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts
@@ -57,19 +56,11 @@ def advance(
     signals, raw = measure(config, price, state, rows, logits, stats)
     sampled = sample(state, rows, logits, signals, raw)
     verdict = control(state, rows, sampled, raw, stats)
-    switch = state.switch
-    if switch is not None:
-        before, laws, certainty = rows.take(switch), rows.take(state.laws), entropy.entropy(raw)
-        turned = jax.vmap(turns.before_token)(laws, before, certainty)
-        deferred = rows.run & (turned.speaker != before.speaker)
-        verdict = replace(verdict, produced=verdict.produced & ~deferred, finished=verdict.finished & ~deferred)
-        went_on = rows.put_where(verdict.produced, switch, jax.vmap(turns.after_token)(laws, before, certainty))
-        switch = rows.put_where(deferred, went_on, turned)
-    after = commit(state, rows, logits, sampled, verdict, first)
+    switch, produced, by_small = turns.turn(state, rows, raw, verdict.produced)
+    verdict = replace(verdict, produced=produced, finished=verdict.finished & produced)
+    after = replace(commit(state, rows, logits, sampled, verdict, first), switch=switch)
     output = report(config, after, rows, logits, raw, sampled, verdict, stats, rows.take(state.logprobs))
-    if state.switch is not None:
-        by_small = output.produced & (state.switch.speaker == SMALL)
-        after, output = replace(after, switch=switch), replace(output, by_small=by_small)
+    output = replace(output, by_small=rows.spread(config.num_slots, by_small))
     return after, output, verdict
 
 

@@ -24,6 +24,11 @@ class Told(Law):
     law: AnyLaw
     entropies: Float[Array, " t"]
 
+    @property
+    def sets(self) -> frozenset[str] | None:
+        """What the law sets."""
+        return as_value(self.law).sets
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "law", as_value(self.law))
 

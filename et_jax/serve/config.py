@@ -17,7 +17,7 @@ from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
 from et_jax.decode.draft import Drafting, by_acceptance, lookup
-from et_jax.decode.fresh import law_steers
+from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.pallas.backend import NAMES as BACKENDS
@@ -108,8 +108,8 @@ class EngineConfig:
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        known = self.laws.preset is not None  # the law of another may want to know the model's shapes
-        compat.check(self.case(self.laws, steers=lambda: known and law_steers(self.laws)))
+        # a law that does not say what it sets may want to know the model's shapes, and is asked once they are known
+        compat.check(self.case(self.laws, steers=lambda: not READING.isdisjoint(self.laws.law.sets or ())))
 
     def case(self, laws: Controller, **known: Any) -> compat.Case:
         """Return what is to go together: what was given, `laws`, and what else is `known` (`compat.Case`)."""
@@ -138,29 +138,27 @@ class EngineConfig:
         return None if self.draft == LOOKUP or self.draft is None else str(self.draft)
 
     @property
-    def second_model(self) -> str | None:
-        """The small model, if there is one, that drafts or speaks."""
-        return self.draft_model if self.small is None else str(self.small)
+    def others(self) -> tuple[str, ...]:
+        """The models beside the one that is loaded: a small one that drafts or takes turns with it, or none."""
+        return tuple(str(one) for one in (self.draft_model, self.small) if one is not None)
 
     @property
     def most_drafted(self) -> int:
         """Tokens that are drafted of a sequence in a step, where any are."""
         return Drafting.most if self.draft_tokens is None else self.draft_tokens
 
-    def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting:
+    def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting | None:
         """Return how tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
 
-        Steps have `batch` rows, and the drafted ones.
+        Steps have `batch` rows, and the drafted ones. None where nothing is drafted.
         """
+        if self.draft is None:
+            return None
         most = self.most_drafted
-        by_model = self.draft_model is not None
-        if self.draft_length == "entropy":
-            length = StopEntropy() if by_model else EntropyLength()
-        elif self.draft_length == "fixed":
-            length = FixedLength()
-        else:
-            length = by_acceptance(most, self.max_num_seqs, batch, drafter_cost)
-        return Drafting(most=most, length=length, drafter=None if by_model else lookup)
+        drafter, by_entropy = (lookup, EntropyLength()) if self.draft_model is None else (None, StopEntropy())
+        lengths = {"entropy": by_entropy, "fixed": FixedLength()}
+        usual = by_acceptance(most, self.max_num_seqs, batch, drafter_cost)
+        return Drafting(most=most, length=lengths.get(self.draft_length or "", usual), drafter=drafter)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def load(
         settings,
         config=found.config,
         weights=found.weights,
-        small=found.small,
+        others=found.others,
         tokenizer=found.tokenizer,
         plan=found.plan,
         progress=tell,

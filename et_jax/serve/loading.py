@@ -18,7 +18,7 @@ from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
 from et_jax.models.config import ModelShape
 from et_jax.models.hub import resolve
-from et_jax.models.model import ModelWeights, dtype_of, num_weights
+from et_jax.models.model import dtype_of, num_weights
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import read_module
 from et_jax.serve.compilation import default_folder, keep_programs
@@ -33,12 +33,12 @@ from et_jax.text import Tokenizer, as_tokenizer, load_tokenizer
 class Opened:
     """Weights, tokenizer, and the sizes of a decoder for them that fit, as `plan` says.
 
-    `weights` are those of a small model too, of the configuration `small`, where there is one.
+    `weights` are those of the models beside it too, of the configurations `others`.
     """
 
     config: DecoderConfig
     weights: Weights
-    small: ModelShape | None
+    others: tuple[ModelShape, ...]
     tokenizer: Tokenizer
     plan: Plan
 
@@ -52,25 +52,24 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
 
     def fit(folder: Path) -> Plan:
         """What it will need, from config.json alone. Raises UsageError where that is too much."""
-        wanted = decoder_config(settings, read_config(folder), stored_dtype(folder, settings.dtype), small=small)
+        wanted = decoder_config(settings, read_config(folder), stored_dtype(folder, settings.dtype), others=others)
         memory = usable_memory(settings.memory_fraction)
         return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
 
     _keep_programs(settings.compilation_cache, tell)
-    second = None if settings.second_model is None else resolve(settings.second_model)
-    small = None if second is None else read_config(second)
+    beside = {name: resolve(name) for name in settings.others}
+    others = tuple(map(read_config, beside.values()))
     tell(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
-    if second is not None:
-        _check_second(settings, second, read_config(folder), tokenizer, tell)
+    _check_others(settings, beside, read_config(folder), tokenizer, tell)
     model, params = load_checkpoint(folder, settings.dtype)
     dtype, calibration = dtype_of(params), read_calibration(folder, model)
-    config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, small=small)
+    config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, others=others)
     check_measured(settings.name, config)
-    weights = _both(settings, params, second, dtype, tell)
-    return Opened(config=config, weights=weights, small=small, tokenizer=tokenizer, plan=fitting)
+    weights = params, *_others(beside, dtype, tell)
+    return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting)
 
 
 def opened_module(
@@ -86,8 +85,8 @@ def opened_module(
         raise UsageError(f"dtype is {settings.dtype}; leave it out, for a module has the dtype that it was made with.")
     _keep_programs(settings.compilation_cache, tell)
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
-    second = None if settings.second_model is None else resolve(settings.second_model)
-    small = None if second is None else read_config(second)
+    beside = {name: resolve(name) for name in settings.others}
+    others = tuple(map(read_config, beside.values()))
     tell(f"looking at {settings.name}")
     model, weights = read_module(module, config)
     if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
@@ -101,39 +100,42 @@ def opened_module(
                 f"{settings.name} has a vocabulary of {model.vocab_size} tokens, without the id {token}; give "
                 f"ModuleConfig({name}=...) of its own."
             )
-    if second is not None:
-        _check_second(settings, second, model, found, tell)
-    sizes = partial(decoder_config, settings, model, model.dtype, calibration=config.calibration, small=small)
+    _check_others(settings, beside, model, found, tell)
+    sizes = partial(decoder_config, settings, model, model.dtype, calibration=config.calibration, others=others)
     memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
     fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
     served = sizes(num_pages=fitting.num_pages)
     check_measured(settings.name, served)
-    both = _both(settings, weights, second, model.dtype, tell)
-    return Opened(config=served, weights=both, small=small, tokenizer=found, plan=fitting)
+    every = weights, *_others(beside, model.dtype, tell)
+    return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting)
 
 
-def _both(
-    settings: EngineConfig, weights: ModelWeights, second: Path | None, dtype: DTypeLike, tell: Callable[[str], None]
-) -> Weights:
-    """The weights of the model, and those of the small one in the folder `second`, if there is one."""
-    if second is None:
-        return (weights,)
-    tell(f"loading {settings.second_model}, the small model")
-    return weights, load_checkpoint(second, jnp.dtype(dtype).name)[1]
+def _others(beside: dict[str, Path], dtype: DTypeLike, tell: Callable[[str], None]) -> Weights:
+    """The weights of the models beside the first, by their names and folders."""
+    weights = []
+    for name, folder in beside.items():
+        tell(f"loading {name}, the small model")
+        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name)[1])
+    return tuple(weights)
 
 
-def _check_second(
-    settings: EngineConfig, folder: Path, model: ModelShape, tokenizer: Tokenizer, tell: Callable[[str], None]
+def _check_others(
+    settings: EngineConfig,
+    beside: dict[str, Path],
+    model: ModelShape,
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None],
 ) -> None:
-    """Raise UsageError where the small model has other tokens; tell where it is no smaller than the other."""
-    name, small = str(settings.second_model), read_config(folder)
-    check_weights(folder, small)
-    if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
-        raise UsageError(
-            f"{name} and {settings.name} have different tokenizers; take a small model that has that of the other."
-        )
-    if num_weights(small) >= num_weights(model):
-        tell(f"{name}, the small model, has no fewer weights than {settings.name}: it will save nothing")
+    """Raise UsageError where a model beside the first has other tokens; tell where it is no smaller."""
+    for name, folder in beside.items():
+        other = read_config(folder)
+        check_weights(folder, other)
+        if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
+            raise UsageError(
+                f"{name} and {settings.name} have different tokenizers; take a small model that has that of the other."
+            )
+        if num_weights(other) >= num_weights(model):
+            tell(f"{name}, the small model, has no fewer weights than {settings.name}: it will save nothing")
 
 
 def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:

@@ -66,13 +66,13 @@ class Model:
         config: DecoderConfig,
         weights: Weights,
         tokenizer: Tokenizer,
-        small: ModelShape | None = None,
+        others: tuple[ModelShape, ...] = (),
         plan: Plan | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.name, self.tokenizer = settings.name, tokenizer
         self._weights: Weights | None = weights
-        self._small = small
+        self._others = others
         self.settings, self.config, self.decoder_config = settings, config.model, config
         self.metrics = Metrics()
         self._plan, self._tell = plan, progress
@@ -379,7 +379,7 @@ class Model:
         if last is not None and last[0] is control and last[1] == keep:
             return last[2]
         found = self.decoder_config.controller if control is None else controller(control)
-        config = beside(self.settings, self.decoder_config, found, self._small, keep)
+        config = beside(self.settings, self.decoder_config, found, self._others, keep)
         check_measured(self.name, config)
         self._configured = control, keep, config
         return config

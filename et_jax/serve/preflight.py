@@ -85,8 +85,7 @@ def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, re
 
 def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
     """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
-    models = (config.model,) if config.small is None else (config.model, config.small)
-    weights, step = sum(weight_bytes(model, config.weights_dtype) for model in models), step_bytes(config)
+    weights, step = sum(weight_bytes(model, config.weights_dtype) for model in config.models), step_bytes(config)
     page, state = decoder_bytes(config)
     wanted = config.num_slots * config.blocks_per_slot + 1
     if num_pages is None:

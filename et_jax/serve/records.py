@@ -58,6 +58,9 @@ class Burst:
         prices = [cost.price(*each) for each in zip(costs, jax.tree.map(np.float64, cut.work), strict=True)]
         # all at once; a step's passes are told of every row that it had
         self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)
+        alone, nothing = np.full(cut.token.shape, None), np.zeros_like(cut.token)
+        turns = (cut.by_small, cut.audit.audited, cut.audit.agreed) if cut.audit else (alone, nothing, nothing)
+        self._by_small, self._audited, self._agreed = (each.tolist() for each in turns)
         self._served: list[list[bool]] = ran.tolist()
         self._shared: list[list[float]] = np.transpose([one.shared.max(axis=-1) for one in prices]).tolist()
         self._own: list[list[float]] = np.sum([one.own for one in prices], axis=0).tolist()
@@ -92,12 +95,11 @@ class Burst:
         output, place, first = self._output, self._places[step][position], self._places[step][0]
         if self._served[place][slot]:
             shared = sum(self._shared[first]) / num_sharing
-            audit = output.audit
             unpaid = Charge(
                 cost=unpaid.cost + self._own[place][slot] + shared,
                 flops=unpaid.flops + self._flops[place][slot],
-                audited=unpaid.audited + (0 if audit is None else audit.audited[place][slot]),
-                agreed=unpaid.agreed + (0 if audit is None else audit.agreed[place][slot]),
+                audited=unpaid.audited + self._audited[place][slot],
+                agreed=unpaid.agreed + self._agreed[place][slot],
             )
         trace = None
         if output.produced[place][slot]:
@@ -110,7 +112,7 @@ class Burst:
         """The record of a token, and what is charged to it."""
         place, first = self._places[step][position], self._places[step][0]
         output, signals = self._output, self._output.signals
-        by_small = None if output.by_small is None else output.by_small[place][slot]
+        by_small = self._by_small[place][slot]
         model = self._costs[by_small or MODEL]
         blocks_read, held = signals.blocks_read[place][slot], signals.pages_held[place][slot] * model.heads
         moved = cost.cached_bytes(model, blocks_read, signals.summaries_read[place][slot])

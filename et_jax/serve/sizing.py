@@ -1,5 +1,8 @@
 """From what a caller asks of a model to the configuration of its decoder, every size checked."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -33,9 +36,9 @@ def decoder_config(
     *,
     num_pages: int | None = None,
     calibration: Calibration | None = None,
-    small: ModelShape | None = None,
+    others: tuple[ModelShape, ...] = (),
 ) -> DecoderConfig:
-    """Return the decoder of a model, whose weights are of `dtype`, under these settings; `small` is the second one.
+    """Return the decoder of a model, whose weights are of `dtype`, under these settings, with `others` beside it.
 
     The cache is of that dtype too, unless the settings name another. Without `num_pages`, as the settings ask for or as
     fit, every resident sequence has pages for its full length. Raises UsageError, one sentence, for a size that cannot
@@ -81,59 +84,53 @@ def decoder_config(
         compression=_compression(settings, model, page_size),
         tell_reads=settings.tell_reads,
     )
-    return beside(settings, plain, settings.laws, small, for_one_call=False)
+    return beside(settings, plain, settings.laws, others, for_one_call=False)
 
 
 def beside(
     settings: EngineConfig,
     config: DecoderConfig,
     laws: Controller,
-    small: ModelShape | None,
+    others: tuple[ModelShape, ...],
     keep: frozenset[Keep] = frozenset(),
     *,
     for_one_call: bool = True,
 ) -> DecoderConfig:
     """Return the configuration under other laws, with what they and the settings have run with the model.
 
-    That is a small model that takes turns with it, where the laws have a switch; else drafts, where those are asked
-    for. Raises UsageError where the laws do not go with the settings, or a small model does not fit the other.
+    That is one of `others` that takes turns with it, where the laws have a switch; else drafts, where those are asked
+    for. Raises UsageError where the laws do not go with the settings, or another model does not fit this one.
     """
     chunk, prefill_batch = config.chunk, config.prefill_batch
     if laws.budget is not None or config.controller.budget is not None:
         chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
-    plain = replace(
-        config,
-        draft=None,
-        small=None,
-        lazy=False,
-        audit=settings.audit and laws.budget is not None,
-        controller=laws if laws.switch is None else replace(laws, switch=None),
-        keep=keep,
-        chunk=chunk,
-        prefill_batch=prefill_batch,
-    )
-    _check(settings, plain, laws, for_one_call)
-    if small is not None:
-        _check_beside(str(settings.second_model), small, plain)
+    alone = partial(replace, config, draft=None, others=(), lazy=False, audit=False, keep=keep)
+    alone = partial(alone, controller=laws, chunk=chunk, prefill_batch=prefill_batch)
+    _check(settings, config, laws, keep, lambda: alone().steers_reading, for_one_call)
+    for name, other in zip(settings.others, others, strict=True):
+        _check_beside(name, other, config)
     if laws.switch is not None:
-        return replace(plain, controller=laws, small=small, lazy=settings.lazy_prefill, audit=settings.audit)
-    if settings.draft is None:
-        return plain
-    if settings.draft_model is None:
-        return replace(plain, draft=settings.drafting(plain.batch))
-    assert small is not None
-    drafting = settings.drafting(plain.batch, num_weights(small) / num_weights(plain.model))
-    return replace(plain, draft=drafting, small=small)
+        return alone(others=others, lazy=settings.lazy_prefill, audit=settings.audit)
+    drafting = settings.drafting(config.batch, *(num_weights(other) / num_weights(config.model) for other in others))
+    drafters = others if settings.draft_model else ()
+    return alone(draft=drafting, others=drafters, audit=settings.audit and laws.budget is not None)
 
 
-def _check(settings: EngineConfig, config: DecoderConfig, laws: Controller, for_one_call: bool) -> None:
+def _check(
+    settings: EngineConfig,
+    config: DecoderConfig,
+    laws: Controller,
+    keep: frozenset[Keep],
+    steers: Callable[[], bool],
+    for_one_call: bool,
+) -> None:
     """Raise UsageError where the settings, the sizes that they come to and the laws do not go together."""
     layout = config.layout
     case = settings.case(
         laws,
-        steers=lambda: config.steers_reading,
+        steers=steers,
         num_layers=config.model.num_layers,
-        needs=config.keep,
+        needs=keep,
         room=None if layout is None else layout.region * config.page_size,
         length=config.max_length,
     )
@@ -180,15 +177,15 @@ def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> C
     return named(settings.policy, budget, every=0 if settings.policy == "snapkv" else max(1, budget // 4))
 
 
-def _check_beside(name: str, small: ModelShape, config: DecoderConfig) -> None:
-    if small.vocab_size != config.model.vocab_size:
+def _check_beside(name: str, other: ModelShape, config: DecoderConfig) -> None:
+    if other.vocab_size != config.model.vocab_size:
         raise UsageError(
-            f"{name} has a vocabulary of {small.vocab_size} tokens and the model one of {config.model.vocab_size}; "
+            f"{name} has a vocabulary of {other.vocab_size} tokens and the model one of {config.model.vocab_size}; "
             "take a small model of the same vocabulary."
         )
-    if small.max_positions < config.max_length:
+    if other.max_positions < config.max_length:
         raise UsageError(
-            f"{name}, the small model, was made for {small.max_positions} tokens and max_model_len is "
+            f"{name}, the small model, was made for {other.max_positions} tokens and max_model_len is "
             f"{config.max_length}; lower that, or take another model."
         )
 

@@ -199,14 +199,13 @@ class Totals:
             said.append(f"{100 * self.prompt_share_read:.0f}% of blocks read of the prompt")
         if math.isfinite(self.prompt_mass_kept):
             said.append(f"on which was {self.prompt_mass_kept:.3f} of its attention")
-        if self.tokens_left_out:
-            whole = self.tokens_cached + self.tokens_left_out
-            said.append(f"{self.tokens_cached} of {whole} tokens held in the cache")
-        if self.drafted:
-            said.append(f"{self.accepted} of {self.drafted} drafted tokens accepted")
-        if self.by_turns:
-            said.append(f"{self.by_small} of {self.tokens} tokens by the small model")
-        if self.audited:
-            said.append(f"{self.agreed} of {self.audited} words of one were likeliest to the other")
+        whole = self.tokens_cached + self.tokens_left_out
+        counted = (
+            (self.tokens_left_out, f"{self.tokens_cached} of {whole} tokens held in the cache"),
+            (self.drafted, f"{self.accepted} of {self.drafted} drafted tokens accepted"),
+            (self.by_turns, f"{self.by_small} of {self.tokens} tokens by the small model"),
+            (self.audited, f"{self.agreed} of {self.audited} words of one were likeliest to the other"),
+        )
+        said += [sentence for count, sentence in counted if count]
         said += [f"{name} {told(100 * worst, '.0f')}% of tokens" for name, worst in self.guard_rates.items()]
         return "; ".join(said)

@@ -257,10 +257,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.types import Table
 
     device = device_of(chip)
-    model, small = (
-        None
-        if shape is None
-        else ModelConfig(
+    model, *others = (
+        ModelConfig(
             num_layers=decoding.num_layers,
             windows=(None,) * decoding.num_layers,
             max_positions=decoding.max_length,
@@ -269,8 +267,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
             **{"architecture": "llama"} | shape,
         )
         for shape in (decoding.model, decoding.small)
+        if shape is not None
     )
-    assert model is not None
     controller, budget = preset(decoding.control), decoding.cache_budget
     part = PART if controller.budget is None else controller.budget.segment
     config = DecoderConfig(
@@ -287,13 +285,13 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         backend=backend,
         controller=controller,
         draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
-        small=small,
+        others=tuple(others),
         compression=None if budget is None else named("latent", budget, every=budget // 4),
         calibration=Calibration(
             sensitivity=Table(np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32))
         ),
     )
-    weights = tuple(abstract(one, jnp.bfloat16) for one in (model, small) if one is not None)
+    weights = tuple(abstract(one, jnp.bfloat16) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     return function_program(function, config, params, device)
 

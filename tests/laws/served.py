@@ -48,7 +48,7 @@ class Served:
             replace(model.settings, **changed),
             config=model.decoder_config,
             weights=model.weights,
-            small=model._small,
+            others=model._others,
             tokenizer=model.tokenizer,
         )
         other._decoders = model._decoders

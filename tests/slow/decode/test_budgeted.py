@@ -242,7 +242,7 @@ def test_layers_with_a_window_read_all_of_it():
         (dict(controller=Controller(budget=LAW), chunk=8, prefill_batch=8), "wanted 16"),
         (dict(controller=Controller(budget=dataclasses.replace(LAW, tokens=8))), "at least a block of 4"),
         (
-            dict(controller=Controller(budget=LAW, switch=AsPrinted(0.1)), small=THREE),
+            dict(controller=Controller(budget=LAW, switch=AsPrinted(0.1)), others=(THREE,)),
             "has a prefill budget and switches between two models",
         ),
     ],

@@ -130,7 +130,7 @@ LIMIT = 20
 
 def given_to(d):
     """The weights that a decoder runs on: a small model of the model's own shape has its weights too."""
-    return tuple(weights(model=model) for model in (MODEL, d.config.small) if model is not None)
+    return tuple(weights(model=model) for model in (MODEL, *d.config.others))
 
 
 def begun(d, params, **asked):
@@ -157,7 +157,12 @@ def told(output, ran: int) -> dict[int, dict[str, Any]]:
 def made(control: str, drafting: Drafting | None, model=MODEL, small=None):
     return decoding.decoder(
         configuration(
-            controller=CONTROLS[control], draft=drafting, penalties=True, num_pages=49, model=model, small=small
+            controller=CONTROLS[control],
+            draft=drafting,
+            penalties=True,
+            num_pages=49,
+            model=model,
+            others=() if small is None else (small,),
         )
     )
 

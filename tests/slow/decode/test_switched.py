@@ -34,7 +34,9 @@ def pair() -> tuple:
 @functools.cache
 def made(switch, **changes):
     """The decoder of a switch's structure; its numbers come with the requests."""
-    return decoding.decoder(configuration(controller=Controller(switch=switch), small=OTHER, num_pages=49, **changes))
+    return decoding.decoder(
+        configuration(controller=Controller(switch=switch), others=(OTHER,), num_pages=49, **changes)
+    )
 
 
 @functools.cache
@@ -200,7 +202,7 @@ def test_no_sequence_waits_for_ever_and_pages_balance():
     [
         ({"controller": Controller(switch=AsPrinted(1.0))}, "This control switches between two models; name the other"),
         (
-            {"controller": Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll)), "small": MODEL},
+            {"controller": Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll)), "others": (MODEL,)},
             "goes by surprisals, which a model that lags does not know",
         ),
     ],

@@ -30,8 +30,7 @@ SETS_HEAT = Controller(law=lambda signals, state: replace(state, temperature=0.1
 def sized(**settings: Any) -> DecoderConfig:
     """The configuration of the decoder of a small model, and of a smaller one where two are named."""
     given = EngineConfig(**{"page_size": 4, "backend": "xla"} | settings)
-    small = None if given.second_model is None else OTHER
-    return decoder_config(given, MODEL, jnp.float32, small=small)
+    return decoder_config(given, MODEL, jnp.float32, others=(OTHER,) * len(given.others))
 
 
 TURNS = {"control": "ead", "small": "bundled-small"}
@@ -105,13 +104,13 @@ def test_a_control_for_one_call_meets_the_same_table_but_may_leave_idle_what_ser
         settings = EngineConfig(**drafting)
         laws = preset(control) if isinstance(control, str) else control
         with pytest.raises(UsageError, match=sentence):
-            beside(settings, sized(**drafting), laws, OTHER)
+            beside(settings, sized(**drafting), laws, (OTHER,))
     turning = {"page_size": 4, "backend": "xla", "lazy_prefill": True, "audit": True} | TURNS
-    alone = beside(EngineConfig(**turning), sized(**turning), Controller(), OTHER)
-    assert alone.small is None and not alone.lazy and not alone.audit
+    alone = beside(EngineConfig(**turning), sized(**turning), Controller(), (OTHER,))
+    assert not alone.others and not alone.lazy and not alone.audit
     kept = {"page_size": 4, "backend": "xla", "cache_budget": 36}
     with pytest.raises(UsageError, match=r"^cache_budget forgets tokens"):
-        beside(EngineConfig(**kept), sized(**kept), Controller(selector=Quest(2), refresh_every=2), None)
+        beside(EngineConfig(**kept), sized(**kept), Controller(selector=Quest(2), refresh_every=2), ())
 
 
 def test_a_law_of_ones_own_is_drafted_for_unless_it_sets_what_the_next_token_reads():

@@ -162,7 +162,12 @@ def test_reads_are_by_layer_and_head_and_none_for_a_small_model(output):
     assert row.reads == tuple(tuple(next(number) for _ in range(shape[3])) for _ in range(shape[2]))
     silent = burst(output).row(1, 0, 1, 0, 1).trace
     assert silent is not None and silent.reads is None
-    turns = replace(told, by_small=jnp.zeros((STEPS, SLOTS), bool).at[0, 0].set(True), work=(work(), *output.work))
+    turns = replace(
+        told,
+        by_small=jnp.zeros((STEPS, SLOTS), bool).at[0, 0].set(True),
+        work=(work(), *output.work),
+        audit=Audit(audited=output.drafted, agreed=output.drafted),
+    )
     both = Burst((OTHER, OTHER), told_of(turns), STEPS)
     by_small, by_model = (both.row(0, 0, slot, 0, 3).trace for slot in (0, 1))
     assert by_small is not None and by_small.reads is None
