@@ -376,6 +376,8 @@ class Replica:
         if self.config.controller.switch is not None:  # a sequence that waits for the other model pays for it later
             return
         num_idle = self.config.batch - num_served
+        self.metrics.step_rows += self.config.batch
+        self.metrics.idle_rows += num_idle
         self.metrics.idle_flops += num_idle * cost.token_flops(self._costs[0].num_multiplied, 0, 1, 1)
         self.metrics.idle_cost += 0.0 if num_served else float(self._traffic.weights)
 
