@@ -4,8 +4,12 @@ import fcntl
 import importlib
 import logging
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +21,7 @@ from et_jax.errors import UsageError
 from et_jax.io import values
 
 BESIDE = 2  # logical CPUs that reading and cutting into blocks take, beside those of the actors
-_PATIENCE = 5.0  # seconds that a cluster may take to answer
+_PATIENCE = 30.0  # seconds that a cluster may take to answer
 _PLATFORMS = {"GPU": "gpu", "TPU": "tpu"}  # resources in Ray's spelling, and JAX's name of such a device
 _SETTINGS = {  # of Ray, where the user has none: no word to anyone outside, nor of what it mends by itself
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,35 +69,44 @@ def connected(address: str | None, *, told: bool) -> Iterator[Any]:
     module = ray()
     logging.getLogger("ray.data").setLevel(logging.INFO if told else logging.ERROR)
     quiet = {"log_to_driver": told, "logging_level": logging.ERROR}
+    heeded = signal.getsignal(signal.SIGTERM)
     if address is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         module.init(address="local", num_cpus=cores + BESIDE, include_dashboard=False, **quiet)
     else:
-        _check_answers(address)
-        try:
-            module.init(address=address, **quiet)
-        except (OSError, RuntimeError, ValueError) as error:
-            said = str(error).strip().partition("\n")[0]
-            raise UsageError(f"The Ray cluster at {address} cannot be joined ({said}); {_ADVICE}.") from error
+        _check_joins(address)
+        module.init(address=address, **quiet)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, heeded)  # in the place of Ray's, which prints a stack
     try:
         yield module
     finally:
         module.shutdown()
 
 
+_JOIN = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
 _ADVICE = "see with `ray status` whether it runs, and give --ray-address its host:port"
 
 
-def _check_answers(address: str) -> None:
-    """Find out that something listens at an address; Ray itself would wait for minutes."""
+def _check_joins(address: str) -> None:
+    """Find out that a cluster can be joined, in a process that can be ended: Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise UsageError(f"--ray-address is {address}; it must be the host:port of a cluster's head.")
     try:
         socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+        subprocess.run([sys.executable, "-c", _JOIN, address], timeout=_PATIENCE, check=True, capture_output=True)
     except (OSError, OverflowError) as error:
         said = getattr(error, "strerror", None) or error
         raise UsageError(f"No Ray cluster answers at {address} ({said}); {_ADVICE}.") from error
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"What listens at {address} does not answer as a Ray cluster does; {_ADVICE}.") from error
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip()
+        if "AuthToken" in said:
+            raise UsageError(f"The Ray cluster at {address} asks for a token; set RAY_AUTH_MODE=token.") from error
+        said = said.rpartition("\n")[2][:200]
+        raise UsageError(f"The Ray cluster at {address} cannot be joined ({said}); {_ADVICE}.") from error
 
 
 def check_room(module: Any, actors: int, resources: Resources) -> None:
@@ -106,11 +119,10 @@ def check_room(module: Any, actors: int, resources: Resources) -> None:
     room = min(room, int((sum(node.get("CPU", 0.0) for node in nodes) - BESIDE) // resources.get("CPU", 1e-9)))
     if room < actors:
         each = ", ".join(f"{name}={amount:g}" for name, amount in resources.items())
-        start = "{} asks for {} actors of {}, and the cluster has room for {} and the reading beside; ask for less, or {}."
-        advice = "start Ray with more, as ray.init(num_cpus=...), or add nodes"
+        said = f"{actors} actors of {each}, and beside the reading there is room for {max(room, 0)}; ask for less, or"
         raise UsageError(
-            start.format("concurrency", actors, each, max(room, 0), advice),
-            on_command_line=start.format("--ray-actors", actors, each, max(room, 0), "add nodes"),
+            f"decode is to have {said} start Ray with more: ray.init(num_cpus=...).",
+            on_command_line=f"--ray-actors and --ray-resources ask for {said} add nodes.",
         )
 
 

@@ -199,8 +199,8 @@ def run(
     for source, output in placed.items():
         check_files(source, output)
     with contextlib.ExitStack() as stack:
-        for output in placed.values():
-            _make(output.parent)
+        for folder in dict.fromkeys(output.parent for output in placed.values()):
+            stack.enter_context(_made(folder))
         journals = [stack.enter_context(open_journal(output, settings)) for output in placed.values()]
         surveys = [survey(source, journal) for source, journal in zip(placed, journals, strict=True)]
         sums = Sums(total=sum(one.total for one in surveys), before=sum(one.before for one in surveys))
@@ -222,11 +222,20 @@ def run(
     return sums
 
 
-def _make(folder: Path) -> None:
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder where there is none; where the job is refused before a row is written, it goes again."""
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made ({error.strerror}); choose another --output.") from error
+    try:
+        yield
+    except UsageError:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 def _serve(
