@@ -337,9 +337,7 @@ def _defaults(args: argparse.Namespace) -> "Defaults":
     )
 
 
-def _settings(
-    args: argparse.Namespace, engine: "EngineConfig", defaults: "Defaults", platform: str
-) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defaults", platform: str) -> dict[str, Any]:
     """Return all that the answers of a batch depend on beside its lines: what may change their last bits too.
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.

@@ -233,7 +233,12 @@ def decode(
 
 
 def in_actors(
-    dataset: Any, actor: type[Engine], given: Mapping[str, Any], config: EngineConfig, actors: int, held: cluster.Resources
+    dataset: Any,
+    actor: type[Engine],
+    given: Mapping[str, Any],
+    config: EngineConfig,
+    actors: int,
+    held: cluster.Resources,
 ) -> Any:
     """Return a dataset that is cut into blocks and mapped by `actors` of a class, each made of what is `given`."""
     size = rows_of_block(config)

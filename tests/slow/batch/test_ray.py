@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in import PaperModel
+from stand_in import paper
 
 from et_jax.batch.ray import Decoder, decode
 from et_jax.batch.tasks import Defaults
@@ -190,10 +190,6 @@ def test_a_dataset_has_the_texts_of_batch_lines(plain: dict[str, Any], cluster: 
         assert row["prompt_tokens"] == usage["prompt_tokens"]
         assert row["completion_tokens"] == usage["completion_tokens"]
         assert row["entropic"]["mean_entropy"] > 0
-
-
-def paper(config: EngineConfig) -> PaperModel:
-    return PaperModel()
 
 
 def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
