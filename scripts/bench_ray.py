@@ -213,14 +213,16 @@ def main() -> None:
     load, began = os.getloadavg()[0], time.monotonic()
     rounds = measured(asked, args.rounds)
     tokens = sum(entry.values["max_tokens"] for entry in asked)
-    found = {"rounds": rounds} | summary(rounds, args.lines, tokens) | {"short_lines": short_lines(args.short_lines)}
+    found: dict[str, Any] = (
+        {"rounds": rounds} | summary(rounds, args.lines, tokens) | {"short_lines": short_lines(args.short_lines)}
+    )
     note = {"load_average_before": round(load, 2), "seconds": round(time.monotonic() - began, 1)}
     settings = {name: value for name, value in vars(args).items() if name != "output"}
     write(args.output, "scripts/bench_ray.py", settings, ray=module.__version__, **note, **found)
     print(
         table(
             ["way", "tokens/s", "idle slots"],
-            [[way, one["tokens_per_second"], one["idle_share"]] for way, one in found["ways"].items()],
+            [[way, found["ways"][way]["tokens_per_second"], found["ways"][way]["idle_share"]] for way in WAYS],
         )
     )
     print(json.dumps(found["two_actors_over"], indent=1), json.dumps(found["short_lines"]), sep="\n")

@@ -120,7 +120,7 @@ def idle_share(rows: int, idle: int) -> str:
 
 
 class Decoder(Engine):
-    """Decodes a column of a dataset, for `map_batches(Decoder, batch_format="pyarrow", concurrency=n)`; see `decode`.
+    """Decodes a column of a dataset, for `dataset.map_batches(Decoder, batch_format="pyarrow", ...)`; see `decode`.
 
     `config` and what is named alike there are its constructor's; `load` makes the model of a configuration.
     """
@@ -214,8 +214,8 @@ def decode(
     """Return a Ray dataset with a text for every row of `dataset`, computed when it is asked for.
 
     The column `prompt` holds texts, lists of token ids, or conversations: lists of messages with role and content.
-    Columns that are named as the settings of batch lines (`temperature`, `seed`, `control` ...) are those of their rows;
-    a row without takes them from `defaults`. All columns stay. Added are `text`, `finish_reason`, `prompt_tokens`,
+    Columns that are named as settings of batch lines (`temperature`, `seed`, `control` ...) are those of their rows; a
+    row without takes them from `defaults`. All columns stay. Added are `text`, `finish_reason`, `prompt_tokens`,
     `completion_tokens`, `seed`, `entropic` (entropic time in nats, cost in bytes and the other figures of a batch
     file's rows) and `error`, which says why a row has no text, beginning with its name from the column `id`.
 

@@ -91,7 +91,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _lines(batch: Any) -> Iterator[dict[str, list[Any]]]:
-    """Read the shard of a row, and yield what has to be served of it, each line with the Entry that it makes as JSON."""
+    """Read the shard of a row, and yield what has to be served of it: each line as the Entry that it makes, in JSON."""
     [shard] = batch.to_pylist()
     marks = array.array("Q", shard["marks"])
     held: list[dict[str, Any]] = []
@@ -133,12 +133,12 @@ class LineDecoder(Engine):
         engine = f"{self.model.name} {os.getpid()} {socket.gethostname()}"
         for one in self.answers([entry for entry, _ in asked]):
             row = _Row(shard=shard[id(one.entry)], engine=engine)
-            if one.error is None and one.task is not None:
+            if one.error is not None:
+                answer = error_row(one.entry, *one.error)
+            else:
                 answer = answer_row(one.task, one.completions, self.model.name, self.model.tokenizer)
                 row.tokens = sum(len(completion.token_ids) for completion in one.completions)
                 row.nats = sum(completion.entropic_time for completion in one.completions)
-            else:
-                answer = error_row(one.entry, *one.error)
             row.row = json.dumps(answer, ensure_ascii=False, allow_nan=False)
             row.rows, row.idle = self.model.metrics.step_rows, self.model.metrics.idle_rows
             rows.append(row)

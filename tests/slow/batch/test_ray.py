@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import HELPERS
 from stand_in import paper
 
 from et_jax.batch.ray import Decoder, decode
@@ -33,9 +34,12 @@ LENGTH = ("--max-model-len", "128")
 @pytest.fixture(scope="module")
 def cluster(hardly_optimised: None) -> Iterator[str]:
     """Start Ray in this process, for commands to join; return its address."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(HELPERS), prepend=os.pathsep)  # for actors that answer by a stand-in
+        ray.init(address="local", num_cpus=4, **quiet)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -207,8 +211,8 @@ def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
     given = {"config": EngineConfig(), "defaults": Defaults(params=SamplingParams(max_tokens=5)), "load": paper}
 
     def decoded(table: Any) -> list[dict[str, Any]]:
-        kinds = {"batch_format": "pyarrow", "concurrency": 1, "fn_constructor_kwargs": given}
-        return ray.data.from_arrow(table).map_batches(Decoder, **kinds).take_all()
+        how = {"batch_format": "pyarrow", "compute": ray.data.ActorPoolStrategy(size=1)}
+        return ray.data.from_arrow(table).map_batches(Decoder, fn_constructor_kwargs=given, **how).take_all()
 
     found = {row["custom_id"]: row for row in decoded(table)}
     assert {name: len(row["text"]) for name, row in found.items() if row["text"] is not None} == {"text": 5, "own": 3}
