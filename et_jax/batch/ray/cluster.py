@@ -19,6 +19,7 @@ import jax
 
 from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.scope import platform
 
 BESIDE = 2  # logical CPUs that reading and cutting into blocks take, beside those of the actors
 _PATIENCE = 30.0  # seconds that a cluster may take to answer
@@ -129,11 +130,19 @@ def check_room(module: Any, actors: int, resources: Resources) -> None:
 def settle(resources: Resources) -> None:
     """Have this process, an actor that holds `resources`, decode on them alone; before it asks JAX for a device.
 
-    Without an accelerator it is bound to cores of its own, by whose number JAX sizes its threads.
+    Without an accelerator it is bound to cores of its own, by whose number JAX sizes its threads. Raises UsageError
+    where JAX does not find the accelerator.
     """
-    platform = platform_of(resources)
-    jax.config.update("jax_platforms", {"gpu": "cuda,rocm"}.get(platform, platform))
-    if platform == "cpu" and hasattr(os, "sched_setaffinity"):
+    wanted = platform_of(resources)
+    if wanted != "cpu":
+        if (found := platform()) != wanted:
+            extra = {"gpu": "cuda13"}.get(wanted, wanted)
+            raise UsageError(
+                f"An actor holds a {wanted.upper()}, where JAX finds a {found} alone; install et_jax[{extra}] on every node."
+            )
+        return
+    jax.config.update("jax_platforms", "cpu")
+    if hasattr(os, "sched_setaffinity"):
         cores = own_cores(max(1, int(resources.get("CPU", 1))), Path(tempfile.gettempdir()))
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), cores)

@@ -67,6 +67,12 @@ def test_other_resources_are_refused(given: Any, said: str) -> None:
         cluster.check_resources(given)
 
 
+def test_an_actor_whose_accelerator_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "platform", lambda: "cpu")
+    with pytest.raises(UsageError, match=r"holds a GPU, where JAX finds a cpu alone; install et_jax\[cuda13\]"):
+        cluster.settle({"CPU": 1.0, "GPU": 1.0})
+
+
 def nodes(*held: dict[str, float]) -> Any:
     return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": one} for one in held])
 
