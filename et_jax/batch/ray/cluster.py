@@ -138,7 +138,8 @@ def settle(resources: Resources) -> None:
         if (found := platform()) != wanted:
             extra = {"gpu": "cuda13"}.get(wanted, wanted)
             raise UsageError(
-                f"An actor holds a {wanted.upper()}, where JAX finds a {found} alone; install et_jax[{extra}] on every node."
+                f"An actor holds a {wanted.upper()}, where JAX finds a {found} alone; install et_jax[{extra}] on every "
+                "node."
             )
         return
     jax.config.update("jax_platforms", "cpu")

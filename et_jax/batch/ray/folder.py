@@ -96,9 +96,8 @@ def _lines(batch: Any) -> Iterator[dict[str, list[Any]]]:
     marks = array.array("Q", shard["marks"])
     held: list[dict[str, Any]] = []
     try:
-        lines = surveyed(Path(shard["source"]), marks, Path(shard["output"]))
-        for recorded, entry in zip(shard["recorded"], lines, strict=False):
-            if not recorded:
+        for number, entry in enumerate(surveyed(Path(shard["source"]), marks, Path(shard["output"]))):
+            if not shard["recorded"][number]:
                 held.append({"fault": "", "shard": shard["shard"], "entry": json.dumps(dataclasses.asdict(entry))})
             if len(held) == _READ:
                 yield _table(held)

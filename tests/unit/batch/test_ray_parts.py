@@ -1,5 +1,6 @@
 """What a job on Ray finds out by itself: shards and their outputs, room for actors, cores; Ray itself is not needed."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from et_jax.batch.job import survey
+from et_jax.batch.journal import open_journal
 from et_jax.batch.ray import cluster
 from et_jax.batch.ray.decoder import COLUMNS, Answer, Decoder, rows_of_block
-from et_jax.batch.ray.folder import Sums, _Row, shards
-from et_jax.batch.tasks import Entry
+from et_jax.batch.ray.folder import Sums, _lines, _record, _Row, shards
+from et_jax.batch.tasks import Entry, read_entries
 from et_jax.errors import UsageError
 from et_jax.serve.config import EngineConfig
 
@@ -150,6 +153,36 @@ def test_rows_make_the_lines_of_batch_files() -> None:
     assert refused == dict.fromkeys(COLUMNS) | {"error": "5: No."}
 
 
+def test_what_has_a_row_is_not_read_again_and_a_changed_shard_is_a_fault(tmp_path: Path) -> None:
+    source, lines = tmp_path / "in.jsonl", [{"id": f"r{i}", "prompt": "It was"} for i in range(600)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with open_journal(tmp_path / "out.jsonl", {"model_files": "paper"}) as journal:
+        entries = list(read_entries(source))
+        for i in (0, 299, 598):
+            journal.append({"id": entries[i].id, "custom_id": f"r{i}", "response": {}, "error": None})
+        found = survey(source, journal)
+
+    def read() -> list[dict[str, Any]]:
+        shard = {"shard": 7, "source": str(source), "output": "out.jsonl"}
+        shard |= {"marks": found.marks.tobytes(), "recorded": bytes(found.recorded)}
+        tables = _lines(SimpleNamespace(to_pylist=lambda: [shard]))
+        return [dict(zip(table, row, strict=True)) for table in tables for row in zip(*table.values(), strict=True)]
+
+    rows = read()
+    assert [Entry(**json.loads(row["entry"])) for row in rows] == [
+        entry for i, entry in enumerate(entries) if i not in (0, 299, 598)
+    ]
+    assert {(row["fault"], row["shard"]) for row in rows} == {("", 7)}
+    source.write_text(source.read_text().replace('"r500"', '"other"'))
+    assert [row["fault"][-60:] for row in read() if row["fault"]] == [
+        "run the same command again when the file is as it should be."
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines[:-2]))
+    assert "(it has 598 lines, not 600)" in read()[-1]["fault"]
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"id": "more", "prompt": "It was"}]))
+    assert "(it has more than 600 lines)" in read()[-1]["fault"]
+
+
 def test_a_job_tells_tokens_and_nats_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = Sums(total=10, before=2, answered=5, refused=1, tokens=100, nats=50.0, began=0.0)
     sums.engines = {"a": (60, 3), "b": (40, 7)}
@@ -162,9 +195,6 @@ def test_a_job_tells_tokens_and_nats_a_second(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_fault_ends_the_job_and_a_row_is_written_once(tmp_path: Path) -> None:
-    from et_jax.batch.journal import open_journal
-    from et_jax.batch.ray.folder import _record
-
     sums = Sums(total=1)
     row = '{"id": "batch_req_1", "custom_id": "a", "response": {}, "error": null}'
     with open_journal(tmp_path / "out.jsonl", {"model_files": "paper"}) as journal:
