@@ -223,7 +223,8 @@ def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
         "long": "long: The prompt is too long; shorten it.",
     }
     assert (found["own"]["seed"], found["text"]["seed"]) == (7, 0)
-    assert found["text"]["entropic"]["entropic_time"] == 10.0  # five tokens of 2 nats
+    figures = found["text"]["entropic"]
+    assert (figures["cost_bytes"], figures["mean_entropy"]) == (50.0, 1.0)  # five tokens of 10 bytes and 1 nat
     [chat] = decoded(chats)
     assert (len(chat["text"]), chat["kept"], chat["prompt_tokens"]) == (5, 1, len("user: Hello\n"))
 
