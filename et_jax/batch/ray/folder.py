@@ -247,6 +247,8 @@ def _serve(
     fleet: Fleet,
 ) -> None:
     """Have the lines of shards answered, and append every row to the journal of its shard as it comes."""
+    shown = module.data.DataContext.get_current()
+    shown.enable_rich_progress_bars, shown.use_ray_tqdm = True, False  # bars on a terminal by what is installed
     lines = module.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _lines, batch_size=1, batch_format="pyarrow"
     )
