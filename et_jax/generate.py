@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
     source.add_argument(
-        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet"
+        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet; see --ray"
     )
     p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go; run again to resume")
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
@@ -102,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--memory-fraction", type=float, default=0.9, help="share of the free memory that may be used (default 0.9)"
     )
+    flags.add_ray(p.add_argument_group("Ray", "batch files on a cluster (extra ray)"))
     output = p.add_argument_group("output")
     output.add_argument("--metrics", metavar="FILE", help="write counters in Prometheus's text format")
     output.add_argument("--json", action="store_true", help="print one JSON object per continuation, at the end")
@@ -124,12 +125,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
     _check_combination(args)
-    _check_written(args)
-    _check_paths(args)
-    return _run_prompt(args, signals) if args.input is None else _run_batch(args, signals)
+    if not args.ray:
+        _check_written(args)
+        _check_paths(args)
+    if args.input is None:
+        return _run_prompt(args, signals)
+    return _run_ray(args, signals) if args.ray else _run_batch(args, signals)
 
 
 def _check_combination(args: argparse.Namespace) -> None:
+    for name in ("ray_address", "ray_actors", "ray_resources"):
+        if getattr(args, name) is not None and not args.ray:
+            raise UsageError(f"--{name.replace('_', '-')} needs --ray; without it one process serves all lines.")
+    if args.ray and args.input is None:
+        raise UsageError("--ray is for --input; one prompt is served by one process.")
+    for name in ("metrics", "report"):
+        if args.ray and getattr(args, name) is not None:
+            raise UsageError(f"--{name} tells of one process and its output; leave it or --ray out.")
     if args.input is None:
         if args.system_prompt is not None and not args.chat:
             raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")
@@ -255,24 +267,19 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
     from et_jax.batch.source import spooled
-    from et_jax.batch.tasks import Defaults
     from et_jax.report.batch import Extremes, write_batch_report
     from et_jax.report.display import Status
+    from et_jax.scope import platform
     from et_jax.serve.metrics import Metrics
 
     signals.said = _RESUME.format(args.output)
-    defaults = Defaults(
-        params=_sampling(args),
-        chat=args.chat,
-        system_prompt=args.system_prompt,
-        allow_special_tokens=args.allow_special_tokens,
-    )
+    defaults = _defaults(args)
     engine = _engine(args, _BATCH_SEQUENCES, _controller(args))
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     extremes = Extremes()
     check_files(source, output)
-    settings = _settings(args, engine, defaults)
+    settings = _settings(args, engine, defaults, platform())
     with Status() as status, open_journal(output, settings) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
@@ -293,21 +300,58 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     return 0 if kept else command.FAILED
 
 
-def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defaults") -> dict[str, Any]:
+def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
+    """Serve a file or a folder by actors; the rows that are written outlast any signal, which ends this at once."""
+    import jax
+
+    from et_jax.batch.ray import cluster, folder
+    from et_jax.cli.paths import check_paths
+    from et_jax.io import values
+    from et_jax.models.bundled import named_folder
+
+    jax.config.update("jax_platforms", "cpu")  # accelerators are the actors'
+    signals.said = _RESUME.format(args.output)
+    given = {} if args.ray_resources is None else flags.amounts("ray-resources", args.ray_resources)
+    fleet = folder.Fleet(
+        address=args.ray_address,
+        actors=values.whole("ray_actors", 1 if args.ray_actors is None else args.ray_actors, 1),
+        resources=cluster.check_resources(given),
+    )
+    defaults = _defaults(args)
+    engine = _engine(args, _BATCH_SEQUENCES, _controller(args))
+    placed = folder.shards(args.input, Path(args.output))
+    for source, output in placed.items():
+        check_paths({"--input": source}, {"--output": output}, named_folder(args.model))
+    settings = _settings(args, engine, defaults, cluster.platform_of(fleet.resources))
+    print(folder.run(placed, settings, engine, defaults, fleet, told=args.verbose), file=sys.stderr)
+    return 0
+
+
+def _defaults(args: argparse.Namespace) -> "Defaults":
+    from et_jax.batch.tasks import Defaults
+
+    return Defaults(
+        params=_sampling(args),
+        chat=args.chat,
+        system_prompt=args.system_prompt,
+        allow_special_tokens=args.allow_special_tokens,
+    )
+
+
+def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defaults", platform: str) -> dict[str, Any]:
     """Return all that the answers of a batch depend on beside its lines: what may change their last bits too.
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
     """
     from et_jax.batch.fingerprint import fingerprint
     from et_jax.models.hub import resolve
-    from et_jax.scope import platform
 
     beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
     return {
         "model": args.model,
         "model_files": fingerprint(resolve(args.model)),
         **beside,
-        "platform": platform(),
+        "platform": platform,
         **engine.decisive,
         "control": args.control,
         **flags.given(args, KNOBS),

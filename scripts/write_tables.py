@@ -76,6 +76,7 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "report": ("report.json", lambda found: tables.rows(found["rows"])),
 }
+SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", tables.ray)}
 DOCUMENTS = {
     "measurements.md": CONTROL,
     "serving.md": SERVING,
@@ -83,6 +84,7 @@ DOCUMENTS = {
     "switching.md": SWITCHING,
     "entropyinfer.md": ENTROPYINFER,
     "reports.md": REPORTS,
+    "scale.md": SCALE,
 }
 
 
@@ -145,6 +147,7 @@ def main() -> int:
             ("bench_prefill",),
             ("bench_compression",),
             ("bench_report",),
+            ("bench_ray",),
         ):
             path = Path(__file__).with_name(f"{script}.py")
             if failed := subprocess.run([sys.executable, str(path), *more]).returncode:

@@ -8,19 +8,18 @@ import array
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from et_jax.batch.answers import answer_row, error_row
 from et_jax.batch.journal import Journal
 from et_jax.batch.progress import Progress
+from et_jax.batch.serving import Serving, serve_entries
 from et_jax.batch.strict import shown
-from et_jax.batch.tasks import Defaults, Entry, Task, read_entries, read_task
+from et_jax.batch.tasks import Defaults, Entry, Task, read_entries
 from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
-from et_jax.serve.metrics import Metrics
-from et_jax.serve.requests import GenerationRequest
 
 Watch = Callable[[Mapping[str, Any], Sequence[Completion]], None]
 """Told of every row that is written of an answer, and the completions that it was made of."""
@@ -28,25 +27,13 @@ Watch = Callable[[Mapping[str, Any], Sequence[Completion]], None]
 _METRICS_SECONDS = 5.0
 
 
-@runtime_checkable
-class Serving(Protocol):
-    """What a job needs of a model, see `engine.Model`."""
-
-    name: str
-    tokenizer: Any
-    metrics: Metrics
-
-    def as_completed(
-        self, requests: Iterable[GenerationRequest], *, control: Any = None, cancelled: Callable[[], bool] = ...
-    ) -> Iterator[tuple[int, Completion]]: ...
-
-
 @dataclasses.dataclass(kw_only=True)
 class Summary:
     """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
 
     `programs` were compiled for the model so far, `programs_late` of them after warm-up; `idle_flops` went
-    into rows that produced no token. `marks` tell the lines of the survey from others, eight bytes for each.
+    into rows that produced no token. `marks` tell the lines of the survey from others, eight bytes for each, and
+    `recorded` is 1 for those that had a row.
     """
 
     total: int = 0
@@ -62,6 +49,7 @@ class Summary:
     programs: int = 0
     programs_late: int = 0
     marks: array.array = dataclasses.field(default_factory=lambda: array.array("Q"), repr=False)
+    recorded: bytearray = dataclasses.field(default_factory=bytearray, repr=False)
 
     @property
     def done(self) -> int:
@@ -89,7 +77,9 @@ def survey(path: Path, journal: Journal) -> Summary:
     summary, strays = Summary(), set(journal.recorded)
     for entry in read_entries(path):
         summary.total += 1
-        summary.before += _is_done(entry, journal)
+        done = _is_done(entry, journal)
+        summary.before += done
+        summary.recorded.append(done)
         summary.marks.append(_mark(entry))
         strays.discard(entry.key)
     if nameless := [key for key in strays if isinstance(key, int)]:
@@ -102,6 +92,29 @@ def survey(path: Path, journal: Journal) -> Summary:
             file=sys.stderr,
         )
     return summary
+
+
+def surveyed(path: Path, marks: Sequence[int], output: Path) -> Iterator[Entry]:
+    """Yield the lines of `path`, which a survey for the rows in `output` left these marks of.
+
+    Raises UsageError where the lines are others now.
+    """
+    number = 0
+    for number, entry in enumerate(read_entries(path), 1):
+        if number > len(marks):
+            raise _changed(path, output, f"it has more than {len(marks)} lines")
+        if _mark(entry) != marks[number - 1]:
+            raise _changed(path, output, f"line {entry.line} is another than at the start")
+        yield entry
+    if number < len(marks):
+        raise _changed(path, output, f"it has {number} lines, not {len(marks)}")
+
+
+def _changed(path: Path, output: Path, how: str) -> UsageError:
+    return UsageError(
+        f"{path} was changed while the job ran ({how}); the rows in {output} are kept: run the same command again when "
+        "the file is as it should be."
+    )
 
 
 def _mark(entry: Entry) -> int:
@@ -173,23 +186,20 @@ class _Job:
         self._watch = watch
         self._model, self._path, self._journal, self._defaults = model, path, journal, defaults
         self._summary, self._progress, self._metrics_file, self._cancelled = summary, progress, metrics_file, cancelled
-        self._under_way: dict[int, tuple[Task, list[Completion]]] = {}
         self._looked = time.monotonic()
         self._fault: UsageError | None = None  # of the input; what is under way is served all the same
 
     def serve(self) -> None:
-        for index, completion in self._model.as_completed(self._requests(), cancelled=self._stops):
-            if index not in self._under_way:  # a sibling failed, and the line has its error row
-                continue
-            task, completions = self._under_way[index]
-            completions.append(completion)
-            if len(completions) == task.request.params.n or completion.error is not None:
-                del self._under_way[index]
-                self._record(task, completions)
+        serve_entries(
+            self._model,
+            self._left(),
+            self._defaults,
+            ended=self._record,
+            refused=lambda entry, message: self._refuse(entry, "invalid_request", message),
+            cancelled=self._stops,
+        )
         if self._fault is not None:
             raise self._fault
-        if self._under_way and not self._cancelled():
-            raise RuntimeError(f"the engine left {len(self._under_way)} requests unanswered")
 
     def look(self, last: bool = False) -> None:
         """Do what is due now and then: rows to the disk, counters to their file, a word to the user."""
@@ -205,45 +215,20 @@ class _Job:
         self.look()
         return self._cancelled()
 
-    def _requests(self) -> Iterator[GenerationRequest]:
-        """Yield what is left to serve, in the order of the file, and record what cannot be."""
-        count = 0
+    def _left(self) -> Iterator[Entry]:
+        """Yield what is left to serve, in the order of the file."""
         for entry in self._entries():
             if self._cancelled():
                 return
-            if _is_done(entry, self._journal):
-                continue
-            try:
-                task = read_task(entry, self._model.tokenizer, self._defaults)
-            except UsageError as error:
-                self._refuse(entry, "invalid_request", str(error))
-                continue
-            self._under_way[count] = (task, [])
-            count += 1
-            yield task.request
+            if not _is_done(entry, self._journal):
+                yield entry
 
     def _entries(self) -> Iterator[Entry]:
         """Yield the lines that the survey saw, up to where they are others."""
-        marks, number = self._summary.marks, 0
         try:
-            for number, entry in enumerate(read_entries(self._path), 1):
-                if number > len(marks):
-                    self._fault = self._changed(f"it has more than {len(marks)} lines")
-                    return
-                if _mark(entry) != marks[number - 1]:
-                    self._fault = self._changed(f"line {entry.line} is another than at the start")
-                    return
-                yield entry
-            if number < len(marks):
-                self._fault = self._changed(f"it has {number} lines, not {len(marks)}")
+            yield from surveyed(self._path, self._summary.marks, self._journal.path)
         except UsageError as error:
             self._fault = error
-
-    def _changed(self, how: str) -> UsageError:
-        return UsageError(
-            f"{self._path} was changed while the job ran ({how}); the rows in "
-            f"{self._journal.path} are kept: run the same command again when the file is as it should be."
-        )
 
     def _record(self, task: Task, completions: list[Completion]) -> None:
         if self._cancelled() and any(completion.finish_reason == "abort" for completion in completions):

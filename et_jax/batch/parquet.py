@@ -45,7 +45,7 @@ def _row(row: dict[str, Any]) -> tuple[bytes, str | None]:
     values = {}
     for name, value in row.items():
         try:
-            values[name] = _plain(value)
+            values[name] = plain(value)
         except UnicodeDecodeError:
             return repr(row).encode(errors="replace"), f"{excerpt(name)} holds bytes that are no UTF-8; write texts."
         except ValueError as error:
@@ -53,8 +53,11 @@ def _row(row: dict[str, Any]) -> tuple[bytes, str | None]:
     return json.dumps(values, default=str).encode(), None
 
 
-def _plain(value: Any) -> Any:
-    """Return a value that JSON has a form for, where there is one."""
+def plain(value: Any) -> Any:
+    """Return a value that JSON has a form for, where there is one.
+
+    Raises UnicodeDecodeError for bytes that are no UTF-8, and ValueError for a map that has a key twice.
+    """
     match value:
         case bytes():
             return value.decode("utf-8")
@@ -68,13 +71,13 @@ def _plain(value: Any) -> Any:
                 return None
             return int(number) if number.is_integer() and abs(number) <= _EXACT else number
         case dict():
-            return {name: _plain(inner) for name, inner in value.items()}
+            return {name: plain(inner) for name, inner in value.items()}
         case list() if value and all(isinstance(pair, tuple) for pair in value):  # how a map comes
-            named = {str(_plain(name)): _plain(inner) for name, inner in value}
+            named = {str(plain(name)): plain(inner) for name, inner in value}
             if len(named) < len(value):
-                names = [str(_plain(name)) for name, _ in value]
+                names = [str(plain(name)) for name, _ in value]
                 raise ValueError(f"has the key {shown(next(name for name in names if names.count(name) > 1))} twice")
             return named
         case list():
-            return [_plain(inner) for inner in value]
+            return [plain(inner) for inner in value]
     return value

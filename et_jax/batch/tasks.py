@@ -29,6 +29,8 @@ _NUMBERS = {
     *("priority", "deadline"),
 }
 _OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
+SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
+"""What a line may set beside its prompt."""
 _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Fields not served here, with the value under which they change nothing.
 _NEUTRAL = {
@@ -303,7 +305,7 @@ def _control(body: Mapping[str, Any]) -> dict[str, Any] | None:
     value = body.get("control")
     if value is not None and not isinstance(value, dict):
         raise UsageError(f"control is {shown(value)}; it must be an object of numbers.")
-    return value
+    return None if value is None else {name: number for name, number in value.items() if number is not None}
 
 
 def _number(body: Mapping[str, Any], name: str) -> float | None:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from et_jax.errors import UsageError
 from et_jax.io import knobs
 
 CACHE = ("cache_budget", "cache_policy")
@@ -51,6 +52,32 @@ def add_cache(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="which: latent (default), snapkv, adakv, pyramidkv, streaming or random (docs/entropyinfer.md)",
     )
+
+
+def add_ray(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of batch jobs on Ray."""
+    group.add_argument(
+        "--ray",
+        action="store_true",
+        help="have --input, also a folder or a pattern such as 'in/*.jsonl', served by actors (docs/scale.md)",
+    )
+    group.add_argument("--ray-address", metavar="HOST:PORT", help="the cluster's head (default: one of this machine)")
+    group.add_argument("--ray-actors", type=int, metavar="N", help="engines, each in a process of its own (default 1)")
+    group.add_argument(
+        "--ray-resources", metavar="NAME=AMOUNT,...", help="what each has: CPU=4, GPU=1, TPU=4 ... (default CPU=1)"
+    )
+
+
+def amounts(name: str, given: str) -> dict[str, float]:
+    """Return what a flag says as NAME=AMOUNT,... Raises UsageError."""
+    found = {}
+    for pair in given.split(","):
+        key, _, amount = pair.partition("=")
+        try:
+            found[key.strip()] = float(amount)
+        except ValueError as error:
+            raise UsageError(f"--{name} is {given!r}; write it as CPU=4 or CPU=8,GPU=1.") from error
+    return found
 
 
 def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

@@ -344,6 +344,26 @@ def throughput(rows: Sequence[Case]) -> str:
     return table([*header, "compiled after warm-up"], lines)
 
 
+def ray(found: Case) -> str:
+    """Return how fast one engine and two are, in a process and as actors, what a line costs more, and of Ray alone."""
+    over, alone = found["two_actors_over"], found["short_lines"]
+    lines = []
+    for way, one in found["ways"].items():
+        pairs = over.get(way)
+        rounds = None if pairs is None else f"{pairs['least_ratio']:.2f} to {pairs['most_ratio']:.2f}"
+        extra = None if pairs is None else pairs["milliseconds_more_a_line"]
+        idle = f"{one['idle_share']:.1%}"
+        lines.append([way, one["tokens_per_second"], idle, one["seconds_before"], rounds, extra])
+    header = ["by", "tokens/s", "idle slots", "seconds to start", "actors over it, single rounds", "ms more a line"]
+    held = alone["driver_megabytes"]
+    return (
+        f"{table(header, lines)}\n\nThe load average at the start was {found['load_average_before']}. "
+        f"{alone['lines']:,} short lines through `map_batches`, with a model that answers at once: "
+        f"{alone['lines_per_second']:,.0f} lines a second; the driver held {held[0]:.0f} MB after a tenth of them and "
+        f"{held[-1]:.0f} MB at the end."
+    )
+
+
 def scheduling(cases: Sequence[Case]) -> str:
     """Return the figures of every priority rule, and what some come to over others, for each model, trace and load."""
     header = ["rule", "mean latency", "median", "99th percentile", "first token", "tokens/step", "nats at half time"]

@@ -25,8 +25,8 @@ class Metrics:
     `finished` counts continuations by finish reason. `cached_prompt_tokens` are the prompt tokens that
     the prefix cache held already. `cost` and `flops` are those of ended continuations; idle rows, which a
     step runs with the others, are counted apart. `programs_compiled_late` are those of `programs_compiled` that came
-    after warm-up. `waiting_seconds` (submission to first slot) and `serving_seconds` (first slot to
-    end) are sums over requests.
+    after warm-up.. `waiting_seconds`
+    (submission to first slot) and `serving_seconds` (first slot to end) are sums over requests.
     """
 
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -37,6 +37,8 @@ class Metrics:
     accepted_tokens: int = _counter("accepted_tokens_total", "Drafted tokens that were accepted.")
     small_tokens: int = _counter("small_tokens_total", "Tokens that the small model of two produced.")
     steps: int = _counter("steps_total", "Decode steps run on the device.")
+    step_rows: int = _counter("step_rows_total", "Rows that decode steps ran.")
+    idle_rows: int = _counter("idle_rows_total", "Rows of decode steps that served no sequence.")
     preemptions: int = _counter("preemptions_total", "Sequences that gave up their slot before their end.")
     programs_compiled: int = _counter("programs_compiled_total", "Programs compiled or read from the cache.")
     programs_compiled_late: int = _counter("programs_compiled_late_total", "Programs compiled after warm-up.")

@@ -376,7 +376,10 @@ class Replica:
     def _count_idle(self, burst: Burst, step: int, running: dict[int, Sequence]) -> None:
         """Count the rows of a step that served no sequence: empty, failed, or past the end of their text."""
         num_served = burst.num_served(step, running)
-        idle = burst.idle(step, self.config.batch - num_served)
+        num_idle = self.config.batch - num_served
+        idle = burst.idle(step, num_idle)
+        self.metrics.step_rows += self.config.batch
+        self.metrics.idle_rows += num_idle
         self.metrics.idle_flops += idle.flops
         self.metrics.idle_cost += 0.0 if num_served else idle.shared
 

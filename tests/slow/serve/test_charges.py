@@ -64,6 +64,7 @@ def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(model
     per_row = 2 * (num_bytes(model.params) // model.params.embedding.dtype.itemsize)
     tokens = sum(len(one.token_ids) for one in done)
     idle_rows = 4 * served.metrics.steps - tokens
+    assert (served.metrics.step_rows, served.metrics.idle_rows) == (4 * served.metrics.steps, idle_rows)
     if model.params.head is None:
         assert served.metrics.idle_flops == idle_rows * per_row
 

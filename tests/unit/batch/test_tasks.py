@@ -35,7 +35,7 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path: Path) -> None:
         **{"presence_penalty": 1, "frequency_penalty": -0.5, "logprobs": 4, "top_k": 5, "min_p": 0.1},
         **{"repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": [1, 2], "priority": 3, "deadline": 2.5},
         **{"model": "any", "user": "me", "metadata": {"a": "b"}, "stream": False, "best_of": None},
-        "control": {"tolerance": 0.1, "window": 8},
+        "control": {"tolerance": 0.1, "window": 8, "tau": None},
     }
     expected = GenerationRequest(
         prompt="It was",

@@ -52,6 +52,8 @@ def test_every_counter_is_written_under_its_name() -> None:
         "et_jax_accepted_tokens_total": {(): 2},
         "et_jax_small_tokens_total": {(): 4},
         "et_jax_steps_total": {(): 7},
+        "et_jax_step_rows_total": {(): 0},
+        "et_jax_idle_rows_total": {(): 0},
         "et_jax_preemptions_total": {(): 0},
         "et_jax_programs_compiled_total": {(): 3},
         "et_jax_programs_compiled_late_total": {(): 0},

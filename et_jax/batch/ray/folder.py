@@ -1,0 +1,288 @@
+"""Shards of lines through actors: every shard has its own output, manifest and journal, which this process writes.
+
+What is checkpointed is the rows: each is appended to its shard's output as soon as its block is here. A run that was
+killed is begun again with the same command, and asks for the lines without a row. Blocks under way in an actor that
+dies are served again by another; no row of them was written.
+"""
+
+import array
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from et_jax.batch.answers import answer_row, error_row
+from et_jax.batch.job import survey, surveyed
+from et_jax.batch.journal import SYNC_SECONDS, Journal, check_files, open_journal
+from et_jax.batch.progress import LINE_SECONDS
+from et_jax.batch.ray import cluster
+from et_jax.batch.ray.decoder import Engine, idle_share, in_actors
+from et_jax.batch.tasks import Defaults, Entry
+from et_jax.errors import UsageError
+from et_jax.serve.config import EngineConfig
+
+_READ = 256  # lines that are handed on together
+_HIDDEN = (".", "_")  # how files begin that are no shards: _SUCCESS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Which cluster, at "host:port" or one of this machine alone, how many actors, and what each holds."""
+
+    address: str | None = None
+    actors: int = 1
+    resources: cluster.Resources = dataclasses.field(default_factory=lambda: {"CPU": 1.0})
+
+
+def shards(source: str, output: Path) -> dict[Path, Path]:
+    """Return the output of every shard that `source` names: a file, a folder, or a pattern such as `in/*.jsonl`.
+
+    A file goes to the file `output`; the files of a folder or a pattern to files of their names in a folder. Raises
+    UsageError where there are none, and for two of one name.
+    """
+    path = Path(source)
+    if path.is_file():
+        return {path: output}
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith(_HIDDEN))
+    else:
+        found = sorted(file for file in map(Path, glob.glob(source)) if file.is_file())
+    if not found:
+        raise UsageError(f"{source} names no file; give --input a folder with files of prompts, a file, or a pattern.")
+    if any(output.exists() and file.parent.samefile(output) for file in found):
+        raise UsageError(f"{output} is the folder of the input; choose another --output.")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is not a folder; name one for the outputs of {len(found)} shards with --output.")
+    placed = {file: output / (file.name if file.suffix == ".jsonl" else f"{file.name}.jsonl") for file in found}
+    if len(set(placed.values())) < len(placed):
+        names = [place.name for place in placed.values()]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"{source} names two shards whose output is {twice}; rename one.")
+    return placed
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Row:
+    """What comes of a line: its row as JSON, and its figures. `rows` and `idle` are its engine's slots in steps so far.
+
+    Or `fault` says why the job cannot go on.
+    """
+
+    fault: str = ""
+    shard: int = 0
+    row: str = ""
+    tokens: int = 0
+    nats: float = 0.0
+    engine: str = ""
+    rows: int = 0
+    idle: int = 0
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows, at least one, as columns."""
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _lines(batch: Any) -> Iterator[dict[str, list[Any]]]:
+    """Read the shard of a row, and yield what has to be served of it: each line as the Entry that it makes, in JSON."""
+    [shard] = batch.to_pylist()
+    marks = array.array("Q", shard["marks"])
+    held: list[dict[str, Any]] = []
+    try:
+        for number, entry in enumerate(surveyed(Path(shard["source"]), marks, Path(shard["output"]))):
+            if not shard["recorded"][number]:
+                held.append({"fault": "", "shard": shard["shard"], "entry": json.dumps(dataclasses.asdict(entry))})
+            if len(held) == _READ:
+                yield _table(held)
+                held = []
+    except UsageError as error:
+        held.append({"fault": str(error), "shard": shard["shard"], "entry": ""})
+    if held:
+        yield _table(held)
+
+
+class LineDecoder(Engine):
+    """Answers lines of batch files, as `_lines` hands them on; a fault among them is handed on in turn.
+
+    An engine that cannot be had is a fault too, which is data: where an actor fails, Ray makes it anew.
+    """
+
+    def __init__(self, config: EngineConfig, defaults: Defaults, **more: Any) -> None:
+        self._fault = ""
+        try:
+            super().__init__(config, defaults, **more)
+        except UsageError as error:
+            self._fault = error.on_command_line
+
+    async def __call__(self, batch: Any) -> AsyncIterator[dict[str, list[Any]]]:
+        rows = [_Row(fault=self._fault)] if self._fault else await self.within(self._answered, batch.to_pylist())
+        yield _table([dataclasses.asdict(row) for row in rows])
+
+    def _answered(self, lines: Sequence[Mapping[str, Any]]) -> list[_Row]:
+        rows = [_Row(fault=line["fault"]) for line in lines if line["fault"]]
+        asked = [(Entry(**json.loads(line["entry"])), line["shard"]) for line in lines if not line["fault"]]
+        shard = {id(entry): number for entry, number in asked}
+        engine = f"{self.model.name} {os.getpid()} {socket.gethostname()}"
+        for one in self.answers([entry for entry, _ in asked]):
+            row = _Row(shard=shard[id(one.entry)], engine=engine)
+            if one.error is not None:
+                answer = error_row(one.entry, *one.error)
+            else:
+                answer = answer_row(one.task, one.completions, self.model.name, self.model.tokenizer)
+                row.tokens = sum(len(completion.token_ids) for completion in one.completions)
+                row.nats = sum(completion.entropic_time for completion in one.completions)
+            row.row = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+            row.rows, row.idle = self.model.metrics.step_rows, self.model.metrics.idle_rows
+            rows.append(row)
+        return rows
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sums:
+    """What a run came to, over all shards; `engines` has of each the rows of its steps, and the idle ones."""
+
+    total: int = 0
+    before: int = 0
+    answered: int = 0
+    refused: int = 0
+    tokens: int = 0
+    nats: float = 0.0
+    engines: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def done(self) -> int:
+        """Lines that have a row."""
+        return self.before + self.answered + self.refused
+
+    @property
+    def rates(self) -> str:
+        """Tokens and nats a second of the whole job."""
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        return f"{self.tokens / seconds:.1f} tokens/s, {self.nats / seconds:.1f} nats/s"
+
+    def __str__(self) -> str:
+        earlier = f", {self.before} done before" if self.before else ""
+        rows, idle = (sum(each) for each in zip(*self.engines.values(), strict=True)) if self.engines else (0, 0)
+        return (
+            f"[{self.total} lines: {self.answered} answered, {self.refused} error rows{earlier}; {self.tokens} tokens "
+            f"and {self.nats:.1f} nats in {time.monotonic() - self.began:.1f} s, {self.rates}"
+            f"{idle_share(rows, idle)} in {len(self.engines)} engines]"
+        )
+
+
+def run(
+    placed: Mapping[Path, Path],
+    settings: Mapping[str, Any],
+    config: EngineConfig,
+    defaults: Defaults,
+    fleet: Fleet,
+    *,
+    told: bool = False,
+) -> Sums:
+    """Serve the lines of every shard that have no row yet, by actors of `fleet`, and return what it came to.
+
+    `placed` has the output of each shard, `settings` what all rows depend on. With `told` what actors print is shown.
+
+    Raises UsageError where a shard is no file of lines or changes amid the work, an output is another job's, or there
+    is no Ray, no cluster or no room; rows that are written stay.
+    """
+    cluster.ray()
+    for source, output in placed.items():
+        check_files(source, output)
+    with contextlib.ExitStack() as stack:
+        for folder in dict.fromkeys(output.parent for output in placed.values()):
+            stack.enter_context(_made(folder))
+        journals = [stack.enter_context(open_journal(output, settings)) for output in placed.values()]
+        surveys = [survey(source, journal) for source, journal in zip(placed, journals, strict=True)]
+        sums = Sums(total=sum(one.total for one in surveys), before=sum(one.before for one in surveys))
+        if sums.done < sums.total:
+            items = [
+                {
+                    "shard": number,
+                    "source": str(source.absolute()),
+                    "output": str(output),
+                    "marks": one.marks.tobytes(),
+                    "recorded": bytes(one.recorded),
+                }
+                for number, ((source, output), one) in enumerate(zip(placed.items(), surveys, strict=True))
+                if one.done < one.total
+            ]
+            module = stack.enter_context(cluster.connected(fleet.address, told=told))
+            cluster.check_room(module, fleet.actors, fleet.resources)
+            _serve(module, items, journals, sums, config, defaults, fleet)
+    return sums
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder where there is none; where the job is refused before a row is written, it goes again."""
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made ({error.strerror}); choose another --output.") from error
+    try:
+        yield
+    except UsageError:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+
+def _serve(
+    module: Any,
+    items: list[dict[str, Any]],
+    journals: Sequence[Journal],
+    sums: Sums,
+    config: EngineConfig,
+    defaults: Defaults,
+    fleet: Fleet,
+) -> None:
+    """Have the lines of shards answered, and append every row to the journal of its shard as it comes."""
+    shown = module.data.DataContext.get_current()
+    shown.enable_rich_progress_bars, shown.use_ray_tqdm = True, False  # bars on a terminal by what is installed
+    lines = module.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _lines, batch_size=1, batch_format="pyarrow"
+    )
+    given = {"config": config, "defaults": defaults}
+    answers = in_actors(lines, LineDecoder, given, config, fleet.actors, fleet.resources)
+    said = synced = sums.began = time.monotonic()
+    try:
+        for table in answers.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            for row in table.to_pylist():
+                _record(_Row(**row), journals, sums)
+            if time.monotonic() - synced >= SYNC_SECONDS:
+                for journal in journals:
+                    journal.sync_if_due()
+                synced = time.monotonic()
+            if time.monotonic() - said >= LINE_SECONDS:
+                said = time.monotonic()
+                print(f"{sums.done} of {sums.total} lines, {sums.rates}", file=sys.stderr, flush=True)
+    except module.exceptions.RayError as error:
+        said = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+        raise UsageError(f"Ray ended the job ({said.strip()}); rows are kept: run the same command again.") from error
+
+
+def _record(row: _Row, journals: Sequence[Journal], sums: Sums) -> None:
+    """Append a row that came to its journal, once, whatever Ray does twice. Raises UsageError for a fault."""
+    if row.fault:
+        raise UsageError(row.fault)
+    journal, answer = journals[row.shard], json.loads(row.row)
+    error = answer["error"]
+    key = answer["custom_id"] or error["line"]
+    if key in journal.recorded:
+        return
+    journal.append(answer)
+    sums.answered += error is None
+    sums.refused += error is not None
+    sums.tokens += row.tokens
+    sums.nats += row.nats
+    sums.engines[row.engine] = max(sums.engines.get(row.engine, (0, 0)), (row.rows, row.idle))

@@ -1,0 +1,63 @@
+"""Entries through a model: each becomes a request, and what came of it is told once."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from et_jax.batch.tasks import Defaults, Entry, Task, read_task
+from et_jax.errors import UsageError
+from et_jax.serve.completions import Completion
+from et_jax.serve.metrics import Metrics
+from et_jax.serve.requests import GenerationRequest
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """What a job needs of a model, see `engine.Model`."""
+
+    name: str
+    tokenizer: Any
+    metrics: Metrics
+
+    def as_completed(
+        self, requests: Iterable[GenerationRequest], *, control: Any = None, cancelled: Callable[[], bool] = ...
+    ) -> Iterator[tuple[int, Completion]]: ...
+
+
+def serve_entries(
+    model: Serving,
+    entries: Iterable[Entry],
+    defaults: Defaults,
+    *,
+    ended: Callable[[Task, list[Completion]], None],
+    refused: Callable[[Entry, str], None],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serve entries, taken as they are needed, and tell of each once.
+
+    `ended` is told of the completions of a task: all `n`, or up to the first that has an error. `refused` is told why
+    an entry makes no request. Once `cancelled` answers True what is under way ends with what it has, as "abort".
+    """
+    under_way: dict[int, tuple[Task, list[Completion]]] = {}
+
+    def requests() -> Iterator[GenerationRequest]:
+        count = 0
+        for entry in entries:
+            try:
+                task = read_task(entry, model.tokenizer, defaults)
+            except UsageError as error:
+                refused(entry, str(error))
+                continue
+            under_way[count] = (task, [])
+            count += 1
+            yield task.request
+
+    for index, completion in model.as_completed(requests(), cancelled=cancelled):
+        if index not in under_way:  # a sibling failed, and the line has its error row
+            continue
+        task, completions = under_way[index]
+        completions.append(completion)
+        if len(completions) == task.request.params.n or completion.error is not None:
+            del under_way[index]
+            ended(task, completions)
+    if under_way and not cancelled():
+        raise RuntimeError(f"the engine left {len(under_way)} requests unanswered")

@@ -1,0 +1,109 @@
+"""`--ray`: what is refused before Ray is asked for anything, in one sentence, with nothing written."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from et_jax.batch.ray import cluster, folder
+from et_jax.cli.command import USAGE
+from et_jax.generate import main
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a Ray that is there, and ends the test when it is asked for a cluster."""
+    monkeypatch.setattr(cluster, "ray", lambda: None)
+    monkeypatch.setattr(cluster, "connected", None)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in"
+    path.mkdir()
+    for shard in range(2):
+        (path / f"s{shard}.jsonl").write_text(json.dumps({"id": f"r{shard}", "prompt": "It was"}) + "\n")
+    return path
+
+
+def said(capfd: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert main([str(argument) for argument in arguments]) == USAGE
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and line.endswith(".")
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "It was", "--ray"], "--ray is for --input"),
+        (["-i", "in", "-o", "out", "--ray-actors", "2"], "--ray-actors needs --ray"),
+        (["-i", "in", "-o", "out", "--ray-address", "head:6379"], "--ray-address needs --ray"),
+        (["-i", "in", "-o", "out", "--ray-resources", "GPU=1"], "--ray-resources needs --ray"),
+        (["-i", "in", "-o", "out", "--ray", "--metrics", "m"], "--metrics tells of one process"),
+        (["-i", "in", "-o", "out", "--ray", "--report", "r.html"], "--report tells of one process"),
+        (["-i", "in", "--ray"], "--input needs --output"),
+        (["-i", "in", "-o", "out", "--ray", "--ray-actors", "0"], "ray_actors is 0; it must be at least 1"),
+        (["-i", "in", "-o", "out", "--ray", "--ray-resources", "GPU"], "write it as CPU=4 or CPU=8,GPU=1"),
+        (["-i", "in", "-o", "out", "--ray", "--ray-resources", "CPU=-1"], "resources.CPU is -1"),
+        (["-i", "nowhere", "-o", "out", "--ray"], "nowhere names no file"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in said(capfd, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_ray_a_sentence_says_what_to_install(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    words = said(capfd, "-i", source, "-o", tmp_path / "out", "--ray")
+    assert words == "Ray is not installed; install it with: pip install 'et_jax[ray]'."
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shard_that_is_no_file_of_lines_stops_the_job_before_it_begins(
+    tmp_path: Path, source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (source / "table.csv").write_text("id,prompt\n1,It was\n")
+    assert "table.csv seems to be a table (CSV)" in said(capfd, "-i", source, "-o", tmp_path / "out", "--ray")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_output_of_another_job_is_refused_and_stays(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "check_room", lambda *_: None)
+    monkeypatch.setattr(folder, "_serve", lambda *_: None)
+    monkeypatch.setattr(cluster, "connected", _connected)
+    output = tmp_path / "out"
+    assert main(["-i", str(source), "-o", str(output), "--ray", "--seed", "1"]) == 0
+    capfd.readouterr()
+    row = {"id": "batch_req_other", "custom_id": "r0", "response": {}, "error": None}
+    (output / "s0.jsonl").write_text(json.dumps(row) + "\n")
+    before = {file.name: file.read_bytes() for file in output.iterdir()}
+    assert "--seed was 1 and is 2" in said(capfd, "-i", source, "-o", output, "--ray", "--seed", "2")
+    assert "not the line that" in said(capfd, "-i", source, "-o", output, "--ray", "--seed", "1")
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == before
+
+
+class _connected:
+    """A cluster that is there and never asked."""
+
+    def __init__(self, address: str | None, *, told: bool) -> None:
+        assert address is None and not told
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...

@@ -1,0 +1,234 @@
+"""Batch files and datasets on Ray: whoever is killed, every id is answered once, with the text of a plain run."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HELPERS
+from stand_in import paper
+
+from et_jax.batch.ray import Decoder, decode
+from et_jax.batch.tasks import Defaults
+from et_jax.errors import UsageError
+from et_jax.generate import main
+from et_jax.serve.config import EngineConfig
+from et_jax.serve.requests import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+ray: Any = pytest.importorskip("ray", reason="needs the extra ray")
+
+PATIENCE = 240.0
+SHARDS = 3
+LENGTH = ("--max-model-len", "128")
+
+
+@pytest.fixture(scope="module")
+def cluster(hardly_optimised: None) -> Iterator[str]:
+    """Start Ray in this process, for commands to join; return its address."""
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(HELPERS), prepend=os.pathsep)  # for actors that answer by a stand-in
+        ray.init(address="local", num_cpus=4, **quiet)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+def lines(shard: int) -> list[dict[str, Any]]:
+    """Return a hundred mixed lines; four are refused, one by the engine."""
+
+    def line(i: int) -> dict[str, Any]:
+        made: dict[str, Any] = {"id": f"s{shard}-{i}", "prompt": f"It was the {i}th of {shard}"}
+        made |= {"max_tokens": 4 + 3 * (i % 9), "seed": i}
+        if i % 4 == 1:
+            made |= {"temperature": 0.7, "top_p": 0.9}
+        if i % 10 == 2:
+            made |= {"n": 2, "stop": ["."]}
+        if i % 25 == 24:
+            made |= {"prompt": "long " * 200} if i == 24 else {"temperature": "warm"}
+        return made
+
+    return [line(i) for i in range(100)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of shards, two of JSON lines and one of Parquet."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path_factory.mktemp("shards")
+    for shard in range(SHARDS - 1):
+        (path / f"s{shard}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines(shard)))
+    last = [{name: value for name, value in line.items() if value != "warm"} for line in lines(SHARDS - 1)]
+    parquet.write_table(arrow.Table.from_pylist(last), path / f"s{SHARDS - 1}.parquet")
+    return path
+
+
+def rows(*outputs: Path) -> dict[str, Any]:
+    """Return what no kill may change of every row, by its name; a name that comes twice fails."""
+    found: dict[str, Any] = {}
+    for text in b"".join(output.read_bytes() for output in outputs).splitlines():
+        row = json.loads(text)
+        assert row["custom_id"] not in found
+        body = None if row["response"] is None else row["response"]["body"]
+        found[row["custom_id"]] = row["id"], body and (body["choices"], body["usage"]), row["error"]
+    return found
+
+
+def outputs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.jsonl")) if folder.exists() else []
+
+
+def num_rows(folder: Path) -> int:
+    return sum(output.read_bytes().count(b"\n") for output in outputs(folder))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the rows of plain runs, one for each shard."""
+    path = tmp_path_factory.mktemp("plain")
+    made = []
+    for source in sorted(folder.iterdir()):
+        made.append(path / f"{source.name}.out.jsonl")
+        assert main(["-i", str(source), "-o", str(made[-1]), *LENGTH]) == 0
+    found = rows(*made)
+    assert len(found) == 100 * SHARDS
+    return found
+
+
+def start(source: Path, output: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "et_jax.generate", "-i", str(source), "-o", str(output), "--ray", *LENGTH, *more]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 0, said
+    return said
+
+
+def engines(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes of the actors on the cluster that a command started."""
+
+    def parent(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdecimal() or b"MapWorker" not in (entry / "cmdline").read_bytes():
+                continue
+            above = int(entry.name)
+            while above > 1 and above != process.pid:
+                above = parent(above)
+        except OSError:  # it has ended
+            continue
+        if above == process.pid:
+            found.append(int(entry.name))
+    return found
+
+
+def test_an_actor_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+    process = start(folder, tmp_path / "out", "--ray-actors", "2")
+    deadline = time.monotonic() + PATIENCE
+    while num_rows(tmp_path / "out") < 20 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = engines(process)
+    assert len(found) == 2 and num_rows(tmp_path / "out") < 100 * SHARDS
+    os.kill(found[0], signal.SIGKILL)
+    said = finish(process)
+    assert f"[{100 * SHARDS} lines: " in said and "of slots idle" in said and "nats/s" in said
+    assert rows(*outputs(tmp_path / "out")) == plain
+
+
+def test_the_driver_is_killed_again_and_again(
+    folder: Path, plain: dict[str, Any], tmp_path: Path, cluster: str
+) -> None:
+    draw, output, kills = random.Random(0), tmp_path / "out", 5
+    at = [0, *sorted(draw.randrange(16, 240) for _ in range(kills - 1))]
+    for point in at:
+        process = start(folder, output, "--ray-address", cluster)
+        deadline = time.monotonic() + PATIENCE
+        while num_rows(output) < point and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.2) if point else draw.uniform(1.0, 6.0))
+        assert process.poll() is None
+        process.kill()
+        process.communicate()
+    assert 0 < num_rows(output) < 100 * SHARDS
+    said = finish(start(folder, output, "--ray-address", cluster, "--ray-actors", "2"))
+    assert "done before" in said
+    assert rows(*outputs(output)) == plain
+    assert "0 answered" in finish(start(folder, output, "--ray-address", cluster))
+
+
+def test_what_a_cluster_cannot_do_is_one_sentence(folder: Path, tmp_path: Path, cluster: str) -> None:
+    many = start(folder, tmp_path / "many", "--ray-address", cluster, "--ray-actors", "9")
+    long = start(folder, tmp_path / "long", "--ray-address", cluster, "--max-model-len", "100000")
+    for process, words in (many, "9 actors of CPU=1, and beside the reading there is room for 2"), (long, "100000"):
+        said = process.communicate(timeout=PATIENCE)[1].splitlines()[-1]
+        assert process.returncode == 2 and said.startswith("error: ") and words in said and said.endswith(".")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataset_has_the_texts_of_batch_lines(plain: dict[str, Any], cluster: str) -> None:
+    asked = [line | {"topic": f"t{i}"} for i, line in enumerate(lines(0)[:48]) if "n" not in line and i != 24]
+    data = ray.data.from_items(asked)
+    config = EngineConfig(max_model_len=128)
+    answered = decode(data, config, id="id", concurrency=2).take_all()
+    assert sorted(row["id"] for row in answered) == sorted(line["id"] for line in asked)
+    for row in answered:
+        line = next(line for line in asked if line["id"] == row["id"])
+        assert {name: row[name] for name in line} == line
+        [choice], usage = plain[row["id"]][1]
+        assert (row["text"], row["finish_reason"], row["error"]) == (choice["text"], choice["finish_reason"], None)
+        assert row["prompt_tokens"] == usage["prompt_tokens"]
+        assert row["completion_tokens"] == usage["completion_tokens"]
+        assert row["entropic"]["mean_entropy"] > 0
+
+
+def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
+    asked: list[dict[str, Any]] = [
+        {"custom_id": "text", "prompt": "It was"},
+        {"custom_id": "none"},
+        {"custom_id": "two", "prompt": "It was", "n": 2},
+        {"custom_id": "cold", "prompt": "It was", "temperature": -1.0},
+        {"custom_id": "long", "prompt": "a" * 101},
+        {"custom_id": "own", "prompt": "It was", "seed": 7, "control": {"tau": 0.5, "window": None}, "max_tokens": 3},
+    ]
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.Table.from_pylist([dict.fromkeys(name for row in asked for name in row) | row for row in asked])
+    chats = arrow.table({"prompt": [[{"role": "user", "content": "Hello"}]], "kept": [1]})
+    given = {"config": EngineConfig(), "defaults": Defaults(params=SamplingParams(max_tokens=5)), "load": paper}
+
+    def decoded(table: Any) -> list[dict[str, Any]]:
+        how = {"batch_format": "pyarrow", "compute": ray.data.ActorPoolStrategy(size=1)}
+        return ray.data.from_arrow(table).map_batches(Decoder, fn_constructor_kwargs=given, **how).take_all()
+
+    found = {row["custom_id"]: row for row in decoded(table)}
+    assert {name: len(row["text"]) for name, row in found.items() if row["text"] is not None} == {"text": 5, "own": 3}
+    assert {name: row["error"] for name, row in found.items() if row["error"] is not None} == {
+        "none": "none: prompt is missing; it must be a text that is not empty, or a list of token ids.",
+        "two": "two: n has no place here, for a row has one text alone; rename or drop the column.",
+        "cold": "cold: temperature is -1.0; it must be 0 (greedy) or above.",
+        "long": "long: The prompt is too long; shorten it.",
+    }
+    assert (found["own"]["seed"], found["text"]["seed"]) == (7, 0)
+    figures = found["text"]["entropic"]
+    assert (figures["cost_bytes"], figures["mean_entropy"]) == (50.0, 1.0)  # five tokens of 10 bytes and 1 nat
+    [chat] = decoded(chats)
+    assert (len(chat["text"]), chat["kept"], chat["prompt_tokens"]) == (5, 1, len("user: Hello\n"))
+
+
+def test_more_actors_than_a_cluster_has_room_for_are_refused(cluster: str) -> None:
+    with pytest.raises(UsageError, match=r"9 actors of CPU=1, and beside the reading there is room for 2; .*num_cpus"):
+        decode(ray.data.range(3), EngineConfig(), concurrency=9)

@@ -1,0 +1,206 @@
+"""What a job on Ray finds out by itself: shards and their outputs, room for actors, cores; Ray itself is not needed."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from et_jax.batch.job import survey
+from et_jax.batch.journal import open_journal
+from et_jax.batch.ray import cluster
+from et_jax.batch.ray.decoder import COLUMNS, Answer, Decoder, rows_of_block
+from et_jax.batch.ray.folder import Sums, _lines, _record, _Row, shards
+from et_jax.batch.tasks import Entry, read_entries
+from et_jax.errors import UsageError
+from et_jax.serve.config import EngineConfig
+
+
+def test_files_of_a_folder_go_to_files_of_a_folder(tmp_path: Path) -> None:
+    inside, output = tmp_path / "in", tmp_path / "out"
+    (inside / "deeper").mkdir(parents=True)
+    for name in ("b.jsonl", "a.parquet", "_SUCCESS", ".hidden"):
+        (inside / name).write_text("x")
+    expected = {inside / "a.parquet": output / "a.parquet.jsonl", inside / "b.jsonl": output / "b.jsonl"}
+    assert shards(str(inside), output) == expected
+    assert shards(str(inside / "*.jsonl"), output) == {inside / "b.jsonl": output / "b.jsonl"}
+    assert shards(str(inside / "a.parquet"), output) == {inside / "a.parquet": output}
+
+
+def test_what_names_no_shards_is_refused(tmp_path: Path) -> None:
+    inside, file = tmp_path / "in", tmp_path / "file"
+    inside.mkdir()
+    file.write_text("x")
+    with pytest.raises(UsageError, match="names no file; give --input a folder"):
+        shards(str(inside), tmp_path / "out")
+    with pytest.raises(UsageError, match="names no file"):
+        shards(str(inside / "*.jsonl"), tmp_path / "out")
+    (inside / "a").write_text("x")
+    with pytest.raises(UsageError, match="is not a folder; name one for the outputs of 1 shards"):
+        shards(str(inside), file)
+    with pytest.raises(UsageError, match="is the folder of the input"):
+        shards(str(inside / "*"), inside)
+    (inside / "a.jsonl").write_text("x")
+    with pytest.raises(UsageError, match=r"two shards whose output is a\.jsonl; rename one"):
+        shards(str(inside), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "platform"),
+    [
+        ({}, {"CPU": 1.0}, "cpu"),
+        ({"CPU": 4}, {"CPU": 4.0}, "cpu"),
+        ({"CPU": 0, "GPU": 1}, {"GPU": 1.0}, "gpu"),
+        ({"TPU": 4, "TPU-v5e-8-head": 1}, {"CPU": 1.0, "TPU": 4.0, "TPU-v5e-8-head": 1.0}, "tpu"),
+        ({"GPU": 0}, {"CPU": 1.0}, "cpu"),
+    ],
+)
+def test_resources_are_amounts_by_name(given: dict[str, float], expected: dict[str, float], platform: str) -> None:
+    checked = cluster.check_resources(given)
+    assert checked == expected
+    assert cluster.platform_of(checked) == platform
+
+
+@pytest.mark.parametrize(("given", "said"), [([], "must be amounts by name"), ({"CPU": -1}, r"resources\.CPU is -1")])
+def test_other_resources_are_refused(given: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        cluster.check_resources(given)
+
+
+def test_an_actor_whose_accelerator_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "platform", lambda: "cpu")
+    with pytest.raises(UsageError, match=r"holds a GPU, where JAX finds a cpu alone; install et_jax\[cuda13\]"):
+        cluster.settle({"CPU": 1.0, "GPU": 1.0})
+
+
+def nodes(*held: dict[str, float]) -> Any:
+    return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": one} for one in held])
+
+
+@pytest.mark.parametrize(
+    ("held", "resources", "room"),
+    [
+        ([{"CPU": 4.0}], {"CPU": 1.0}, 2),  # two are for the reading
+        ([{"CPU": 10.0}], {"CPU": 4.0}, 2),
+        ([{"CPU": 3.0}] * 4, {"CPU": 2.0}, 4),  # an actor does not span nodes
+        ([{"CPU": 32.0, "GPU": 4.0}, {"CPU": 32.0}], {"CPU": 1.0, "GPU": 2.0}, 2),
+        ([{"CPU": 32.0, "GPU": 1.0}, {"CPU": 32.0, "GPU": 1.0}], {"GPU": 2.0}, 0),
+        ([], {"CPU": 1.0}, 0),
+    ],
+)
+def test_there_is_room_for_so_many_actors_and_no_more(
+    held: list[dict[str, float]], resources: dict[str, float], room: int
+) -> None:
+    found = nodes(*held)
+    if room:
+        cluster.check_room(found, room, resources)
+    with pytest.raises(UsageError, match=f"there is room for {room}; ask for less, or start Ray with more"):
+        cluster.check_room(found, room + 1, resources)
+
+
+def test_dead_nodes_hold_nothing() -> None:
+    module = SimpleNamespace(nodes=lambda: [{"Alive": False, "Resources": {"CPU": 64.0}}])
+    with pytest.raises(UsageError, match="there is room for 0"):
+        cluster.check_room(module, 1, {"CPU": 1.0})
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are chosen on Linux alone")
+def test_cores_are_each_actors_own_while_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert cluster.own_cores(1, tmp_path) == [0]
+    assert cluster.own_cores(2, tmp_path) == [1, 2]
+    assert cluster.own_cores(2, tmp_path) == [3, 0]  # the second is shared
+    assert cluster.own_cores(9, tmp_path) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("address", ["head", "ray://head:10001", "head:port", ":6379"])
+def test_an_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(UsageError, match="it must be the host:port of a cluster's head"):
+        cluster._check_joins(address)
+
+
+def test_where_nothing_listens_is_no_cluster() -> None:
+    with pytest.raises(UsageError, match=r"No Ray cluster answers at 127\.0\.0\.1:1 \(.*refused\)"):
+        cluster._check_joins("127.0.0.1:1")
+
+
+def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(UsageError, match=r"install it with: pip install 'et_jax\[ray\]'\."):
+        cluster.ray()
+
+
+def test_blocks_ask_for_the_slots_many_times_over() -> None:
+    assert rows_of_block(EngineConfig(max_num_seqs=1)) == 16
+    assert rows_of_block(EngineConfig(max_num_seqs=32, replicas=2)) == 128
+
+
+def test_rows_make_the_lines_of_batch_files() -> None:
+    decoder = object.__new__(Decoder)  # no engine
+    decoder._prompt, decoder._id = "question", "name"
+    row = {"name": 5, "question": "It was", "seed": 3, "stop": None, "top_k": 4.0, "answer": "x"}
+    entry = decoder._entry(2, row)
+    assert entry == Entry(line=2, custom_id="5", id="2", values={"prompt": "It was", "seed": 3, "top_k": 4})
+    turns = [{"role": "user", "content": "Hello"}]
+    assert decoder._entry(0, {"question": turns}).values == {"messages": turns}
+    assert decoder._entry(0, {"question": [1, 2]}).values == {"prompt": [1, 2]}
+    assert (decoder._entry(0, {"question": "a", "logprobs": 2}).problem or "").startswith("logprobs has no place here")
+    assert decoder._entry(0, {"question": "a", "n": 1}).problem is None
+    refused = decoder._told(Answer(entry=entry, error=("invalid_request", "No.")))
+    assert refused == dict.fromkeys(COLUMNS) | {"error": "5: No."}
+
+
+def test_what_has_a_row_is_not_read_again_and_a_changed_shard_is_a_fault(tmp_path: Path) -> None:
+    source, lines = tmp_path / "in.jsonl", [{"id": f"r{i}", "prompt": "It was"} for i in range(600)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with open_journal(tmp_path / "out.jsonl", {"model_files": "paper"}) as journal:
+        entries = list(read_entries(source))
+        for i in (0, 299, 598):
+            journal.append({"id": entries[i].id, "custom_id": f"r{i}", "response": {}, "error": None})
+        found = survey(source, journal)
+
+    def read() -> list[dict[str, Any]]:
+        shard = {"shard": 7, "source": str(source), "output": "out.jsonl"}
+        shard |= {"marks": found.marks.tobytes(), "recorded": bytes(found.recorded)}
+        tables = _lines(SimpleNamespace(to_pylist=lambda: [shard]))
+        return [dict(zip(table, row, strict=True)) for table in tables for row in zip(*table.values(), strict=True)]
+
+    rows = read()
+    assert [Entry(**json.loads(row["entry"])) for row in rows] == [
+        entry for i, entry in enumerate(entries) if i not in (0, 299, 598)
+    ]
+    assert {(row["fault"], row["shard"]) for row in rows} == {("", 7)}
+    source.write_text(source.read_text().replace('"r500"', '"other"'))
+    assert [row["fault"][-60:] for row in read() if row["fault"]] == [
+        "run the same command again when the file is as it should be."
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines[:-2]))
+    assert "(it has 598 lines, not 600)" in read()[-1]["fault"]
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"id": "more", "prompt": "It was"}]))
+    assert "(it has more than 600 lines)" in read()[-1]["fault"]
+
+
+def test_a_job_tells_tokens_and_nats_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = Sums(total=10, before=2, answered=5, refused=1, tokens=100, nats=50.0, began=0.0)
+    sums.engines = {"a": (60, 3), "b": (40, 7)}
+    monkeypatch.setattr("et_jax.batch.ray.folder.time", SimpleNamespace(monotonic=lambda: 4.0))
+    assert sums.done == 8
+    assert str(sums) == (
+        "[10 lines: 5 answered, 1 error rows, 2 done before; 100 tokens and 50.0 nats in 4.0 s, 25.0 tokens/s, "
+        "12.5 nats/s; 10.0% of slots idle in 2 engines]"
+    )
+
+
+def test_a_fault_ends_the_job_and_a_row_is_written_once(tmp_path: Path) -> None:
+    sums = Sums(total=1)
+    row = '{"id": "batch_req_1", "custom_id": "a", "response": {}, "error": null}'
+    with open_journal(tmp_path / "out.jsonl", {"model_files": "paper"}) as journal:
+        for _ in range(2):
+            _record(_Row(row=row, tokens=3, nats=1.5, engine="e", rows=8, idle=1), [journal], sums)
+        with pytest.raises(UsageError, match=r"the input was changed\."):
+            _record(_Row(fault="the input was changed."), [journal], sums)
+    assert (sums.answered, sums.tokens, sums.nats, sums.engines) == (1, 3, 1.5, {"e": (8, 1)})
+    assert (tmp_path / "out.jsonl").read_text() == row + "\n"
