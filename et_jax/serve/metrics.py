@@ -25,8 +25,8 @@ class Metrics:
     `finished` counts continuations by finish reason. `cached_prompt_tokens` are the prompt tokens that
     the prefix cache held already. `cost` and `flops` are those of ended continuations; idle rows, which a
     step runs with the others, are counted apart. `programs_compiled_late` are those of `programs_compiled` that came
-    after warm-up.. `waiting_seconds`
-    (submission to first slot) and `serving_seconds` (first slot to end) are sums over requests.
+    after warm-up. `waiting_seconds` (submission to first slot) and `serving_seconds` (first slot to end) are sums over
+    requests.
     """
 
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
