@@ -67,6 +67,7 @@ def test_streams_text_and_sums_up(folder: Path, tmp_path: Path, capfd: pytest.Ca
         assert part in err
 
 
+@pytest.mark.slow
 def test_a_report_of_a_prompt_and_of_a_batch(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page, again, counted = tmp_path / "run.html", tmp_path / "same.html", tmp_path / "batch.html"
     settings = ["--model", str(folder), "--max-tokens", "9", "--seed", "3"]
