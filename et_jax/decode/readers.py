@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from et_jax.control.base import pack_blocks, unpack_blocks
+from et_jax.control.base import unpack_blocks
 from et_jax.control.select import Selection, Selector
 from et_jax.control.view import attention_entropy
 from et_jax.decode.cache import LayerCache
@@ -15,6 +15,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import read_all, read_chosen
+from et_jax.decode.reads import LayerReads, Looked, ReadStats, no_reads, reads_of
 from et_jax.decode.selection import (
     Blocks,
     blocks_of,
@@ -30,34 +31,6 @@ from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.pallas.softmax import Softmax
 from et_jax.sums import total
 from et_jax.types import Table, pytree, replace, static
-
-
-@pytree
-class ReadStats:
-    """What attention read, gathered over the layers run so far.
-
-    `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
-    looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
-    `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
-    token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
-    `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
-    selectors go by it (None elsewhere).
-    """
-
-    blocks_read: Int[Array, " b"]
-    summaries_read: Int[Array, " b"]
-    kept_mass: Float[Array, " b"]
-    entropies: Float[Array, " b"]
-    num_entropies: Float[Array, " b"]
-    least_entropy: Float[Array, " b"]
-    block_masks: tuple[UInt32[Array, "b k n32"], ...]
-    block_masses: tuple[Float[Array, "b h n"] | None, ...] = ()
-
-    @property
-    def reads(self) -> Int[Array, "b l k"]:
-        """The blocks that each layer and KV head read."""
-        words = jax.lax.population_count(jnp.stack(self.block_masks, axis=1))
-        return jnp.sum(words.astype(jnp.int32), axis=-1, dtype=jnp.int32)
 
 
 @pytree
@@ -138,52 +111,12 @@ class Selected:
             residual=self.residual,
         )
 
-    def noted(self, chunk: Chunk, notes: tuple["LayerReads", ...]) -> ReadStats:
+    def noted(self, chunk: Chunk, notes: tuple[LayerReads, ...]) -> ReadStats:
         """Return what was read of all layers."""
         stats = no_reads(len(chunk.token))
         for one in notes:
             stats = one.added_to(stats)
         return stats
-
-
-@pytree
-class LayerReads:
-    """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `looked`."""
-
-    blocks_read: Int[Array, " b"]
-    block_mask: UInt32[Array, "b k n32"]
-    block_mass: Float[Array, "b h n"] | None
-    looked: "Looked | None" = None
-
-    def added_to(self, stats: ReadStats) -> ReadStats:
-        """Return the stats with this layer as the next one."""
-        stats = replace(
-            stats,
-            blocks_read=stats.blocks_read + self.blocks_read,
-            block_masks=(*stats.block_masks, self.block_mask),
-            block_masses=(*stats.block_masses, self.block_mass),
-        )
-        if self.looked is None:
-            return stats
-        return replace(
-            stats,
-            kept_mass=jnp.minimum(stats.kept_mass, self.looked.kept_mass),
-            summaries_read=stats.summaries_read + self.looked.summaries_read,
-            entropies=stats.entropies + self.looked.entropies,
-            num_entropies=stats.num_entropies + self.looked.num_entropies,
-            least_entropy=jnp.minimum(stats.least_entropy, self.looked.least_entropy),
-        )
-
-
-@pytree
-class Looked:
-    """What choosing the blocks of one layer came to: fields as those of `ReadStats`."""
-
-    summaries_read: Int[Array, " b"]
-    kept_mass: Float[Array, " b"]
-    entropies: Float[Array, " b"]
-    num_entropies: Float[Array, " b"]
-    least_entropy: Float[Array, " b"]
 
 
 @pytree
@@ -212,7 +145,7 @@ class AllOfLayer:
         opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
-        return out[:, None], _reads(opened, self.mass, None)
+        return out[:, None], reads_of(opened, self.mass, None)
 
 
 @pytree
@@ -278,7 +211,7 @@ class SelectedOfLayer:
             num_entropies=jnp.where(scored, float(plant.model.num_heads), 0.0),
             least_entropy=jnp.where(scored, jnp.min(entropy, axis=(1, 2)), jnp.inf),
         )
-        return out[:, None], _reads(chosen.opened, mass, looked)
+        return out[:, None], reads_of(chosen.opened, mass, looked)
 
     def _choose(
         self,
@@ -322,30 +255,6 @@ class SelectedOfLayer:
     def _short(self, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
         assert self.min_context is not None
         return lengths < self.min_context
-
-
-def no_reads(batch: int) -> ReadStats:
-    """Return stats of nothing read."""
-    zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.float32)
-    return ReadStats(
-        blocks_read=zeros,
-        summaries_read=zeros,
-        kept_mass=ones,
-        entropies=0.0 * ones,
-        num_entropies=0.0 * ones,
-        least_entropy=jnp.inf * ones,
-        block_masks=(),
-    )
-
-
-def _reads(opened: Bool[Array, "r k n"], mass: Float[Array, "r h n"] | None, looked: Looked | None) -> LayerReads:
-    """The notes of a layer of which these blocks were read."""
-    return LayerReads(
-        blocks_read=jnp.sum(opened, axis=(1, 2), dtype=jnp.int32),
-        block_mask=pack_blocks(opened),
-        block_mass=mass,
-        looked=looked,
-    )
 
 
 def _grouped(queries: Float[Array, "r h d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:

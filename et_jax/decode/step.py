@@ -20,7 +20,8 @@ from et_jax.decode.extend import extend
 from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import PlantState, Weights, check_weights, costs
-from et_jax.decode.readers import ReadStats, Selected
+from et_jax.decode.readers import Selected
+from et_jax.decode.reads import ReadStats
 from et_jax.decode.rows import Rows, at_slots
 from et_jax.decode.state import DecodeState
 from et_jax.decode.verify import advance, verify

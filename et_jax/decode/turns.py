@@ -18,7 +18,8 @@ from et_jax.decode.extend import catch_up, extend
 from et_jax.decode.once import run_if
 from et_jax.decode.output import Audit
 from et_jax.decode.plant import PlantState, Weights
-from et_jax.decode.readers import ReadStats, Whole, no_reads
+from et_jax.decode.readers import Whole
+from et_jax.decode.reads import ReadStats, no_reads
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecodeState
 from et_jax.decode.work import Work, of_tokens

@@ -15,7 +15,7 @@ from et_jax.decode import faults, pages, sampling, turns
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts
 from et_jax.decode.output import StepOutput
-from et_jax.decode.readers import ReadStats
+from et_jax.decode.reads import ReadStats
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import Sampled, sample
 from et_jax.decode.sampling import Sampling

@@ -1,0 +1,100 @@
+"""What attention read: of one layer, and gathered over all."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from et_jax.control.base import pack_blocks
+from et_jax.types import pytree, replace
+
+
+@pytree
+class ReadStats:
+    """What attention read, gathered over the layers run so far.
+
+    `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
+    looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
+    `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
+    token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
+    `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
+    selectors go by it (None elsewhere).
+    """
+
+    blocks_read: Int[Array, " b"]
+    summaries_read: Int[Array, " b"]
+    kept_mass: Float[Array, " b"]
+    entropies: Float[Array, " b"]
+    num_entropies: Float[Array, " b"]
+    least_entropy: Float[Array, " b"]
+    block_masks: tuple[UInt32[Array, "b k n32"], ...]
+    block_masses: tuple[Float[Array, "b h n"] | None, ...] = ()
+
+    @property
+    def reads(self) -> Int[Array, "b l k"]:
+        """The blocks that each layer and KV head read."""
+        words = jax.lax.population_count(jnp.stack(self.block_masks, axis=1))
+        return jnp.sum(words.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+
+
+def no_reads(batch: int) -> ReadStats:
+    """Return stats of nothing read."""
+    zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.float32)
+    return ReadStats(
+        blocks_read=zeros,
+        summaries_read=zeros,
+        kept_mass=ones,
+        entropies=0.0 * ones,
+        num_entropies=0.0 * ones,
+        least_entropy=jnp.inf * ones,
+        block_masks=(),
+    )
+
+
+@pytree
+class LayerReads:
+    """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `looked`."""
+
+    blocks_read: Int[Array, " b"]
+    block_mask: UInt32[Array, "b k n32"]
+    block_mass: Float[Array, "b h n"] | None
+    looked: "Looked | None" = None
+
+    def added_to(self, stats: ReadStats) -> ReadStats:
+        """Return the stats with this layer as the next one."""
+        stats = replace(
+            stats,
+            blocks_read=stats.blocks_read + self.blocks_read,
+            block_masks=(*stats.block_masks, self.block_mask),
+            block_masses=(*stats.block_masses, self.block_mass),
+        )
+        if self.looked is None:
+            return stats
+        return replace(
+            stats,
+            kept_mass=jnp.minimum(stats.kept_mass, self.looked.kept_mass),
+            summaries_read=stats.summaries_read + self.looked.summaries_read,
+            entropies=stats.entropies + self.looked.entropies,
+            num_entropies=stats.num_entropies + self.looked.num_entropies,
+            least_entropy=jnp.minimum(stats.least_entropy, self.looked.least_entropy),
+        )
+
+
+@pytree
+class Looked:
+    """What choosing the blocks of one layer came to: fields as those of `ReadStats`."""
+
+    summaries_read: Int[Array, " b"]
+    kept_mass: Float[Array, " b"]
+    entropies: Float[Array, " b"]
+    num_entropies: Float[Array, " b"]
+    least_entropy: Float[Array, " b"]
+
+
+def reads_of(opened: Bool[Array, "r k n"], mass: Float[Array, "r h n"] | None, looked: Looked | None) -> LayerReads:
+    """Return the notes of a layer of which these blocks were read."""
+    return LayerReads(
+        blocks_read=jnp.sum(opened, axis=(1, 2), dtype=jnp.int32),
+        block_mask=pack_blocks(opened),
+        block_mass=mass,
+        looked=looked,
+    )
