@@ -323,12 +323,12 @@ def test_a_draft_stops_where_the_small_model_is_uncertain():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"draft": BY_MODEL}, "small: got a model that neither drafts nor speaks, or none that should"),
-        ({"small": OTHER}, "small: got a model that neither drafts nor speaks, or none that should"),
-        ({"draft": FOUR, "small": OTHER}, "small: got a model that neither drafts nor speaks, or none that should"),
+        ({"draft": BY_MODEL}, r"others: got models of \(\) tokens, wanted \(96,\)"),
+        ({"others": (OTHER,)}, r"others: got models of \(96,\) tokens, wanted \(\)"),
+        ({"draft": FOUR, "others": (OTHER,)}, r"others: got models of \(96,\) tokens, wanted \(\)"),
         (
-            {"draft": BY_MODEL, "small": dataclasses.replace(OTHER, vocab_size=7)},
-            f"small: got a vocabulary of 7 tokens, wanted {VOCABULARY}",
+            {"draft": BY_MODEL, "others": (dataclasses.replace(OTHER, vocab_size=7),)},
+            r"others: got models of \(7,\) tokens, wanted \(96,\)",
         ),
     ],
 )

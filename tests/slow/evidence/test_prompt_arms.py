@@ -39,7 +39,7 @@ def segment(number=0, layer=1):
         visible=jnp.arange(12) < 10,
         interval=None,
         index=jnp.int32(5),
-        layer=layer,
+        layer=jnp.int32(layer),
         block_size=PAGE,
         scale=1.0,
     )
