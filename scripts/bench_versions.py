@@ -1,6 +1,6 @@
 """Two versions of the package, tokens a second of each, by turns: this checkout and the one named.
 
-    python scripts/bench_versions.py FOLDER [--rows 2 16] [--rounds 7]
+    python scripts/bench_versions.py FOLDER [--model bundled 135M] [--rows 2 16] [--rounds 7]
 
 Every version serves the same requests in a process of its own, and waits while another does. Each case is a model, a
 control and a number of sequences at once; medians are of the rounds, the ratio is the median of the rounds' own.
@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "certified": {"control": "certified"},
     "lookup": {"control": "off", "draft": "lookup"},
 }
+MODELS = ("bundled", "135M")
 PROMPT = "It was late in the autumn when the letter came, and nobody in the house would say from whom it was. "
 
 
@@ -92,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=arguments.folder, help="a checkout of the older version")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS], help="135M: of random weights")
     parser.add_argument("--rows", type=arguments.count(2), nargs="+", default=[2, 16], help="sequences at once")
     parser.add_argument("--case", nargs="+", choices=CASES, default=[*CASES], help="controls (default all)")
     parser.add_argument("--rounds", type=arguments.count(), default=7)
@@ -107,8 +109,8 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         models = {"bundled": "bundled", "135M": str(random_folder(Path(folder), SMOLLM_135M, "bfloat16"))}
-        for (name, model), rows, case in itertools.product(models.items(), args.rows, args.case):
-            figures = compared([args.checkout.resolve(), REPOSITORY], args.rounds, model, str(rows), case)
+        for name, rows, case in itertools.product(args.model, args.rows, args.case):
+            figures = compared([args.checkout.resolve(), REPOSITORY], args.rounds, models[name], str(rows), case)
             found.append({"model": name, "rows": rows, "case": case} | figures)
             print(found[-1], flush=True)
     settings = {"rows": args.rows, "rounds": args.rounds}

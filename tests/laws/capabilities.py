@@ -155,7 +155,10 @@ def _small() -> str:
     return str(folder(SMALL))
 
 
-SLOW = {"bfloat16", "cache in bfloat16", "window", "own", "surprisals", "small", "adaptive", "adaptive, lookup"}
+SLOW = {
+    *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
+    *("adaptive", "adaptive, lookup"),
+}
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
 CAPABILITIES: dict[str, Callable[[], Capability]] = {
