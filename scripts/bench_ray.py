@@ -1,6 +1,6 @@
 """What Ray costs by line: two actors beside one process with two replicas and beside one process; and Ray alone.
 
-    python scripts/bench_ray.py [--rounds 3] [--lines 900] [--short-lines 100000]
+    python scripts/bench_ray.py [--rounds 3] [--lines 5400] [--short-lines 100000]
 
 The same lines are decoded by the bundled model in three ways, by turns: by one process, by one process with two
 replicas, and by two actors of Ray with a core each. Tokens a second are those of the time in which the way is under
@@ -201,9 +201,9 @@ def summary(found: list[dict[str, Any]], lines: int, tokens: int) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lines", type=int, default=900)
-    parser.add_argument("--short-lines", type=int, default=100_000)
+    parser.add_argument("--rounds", type=arguments.count(), default=3)
+    parser.add_argument("--lines", type=arguments.count(), default=5400)
+    parser.add_argument("--short-lines", type=arguments.count(), default=100_000)
     parser.add_argument("--output", type=arguments.output, default=RESULTS / "ray.json")
     args = parser.parse_args()
     module = ray()

@@ -91,7 +91,7 @@ def compared(checkouts: list[Path], rounds: int, *what: str) -> dict[str, Any]:
 def main() -> None:
     """Measure, print a table, and keep the figures; or serve one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=arguments.folder, help="a checkout of the older version")
+    parser.add_argument("checkout", type=arguments.checkout, help="a checkout of the older version")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS], help="135M: of random weights")
     parser.add_argument("--rows", type=arguments.count(2), nargs="+", default=[2, 16], help="sequences at once")

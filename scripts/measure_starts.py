@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--layers", type=arguments.count(), default=30, help="of the shape of SmolLM-135M (default 30)")
     parser.add_argument("--rows", type=arguments.count(2), default=16, help="sequences served at once (default 16)")
     parser.add_argument("--case", nargs="+", choices=CASES, default=[*CASES], help="what is started (default all)")
-    parser.add_argument("--before", type=arguments.folder, help="a checkout of another version, beside this one")
+    parser.add_argument("--before", type=arguments.checkout, help="a checkout of another version, beside this one")
     parser.add_argument("--output", type=arguments.output, default=RESULTS / "starts.json", help="a JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -34,6 +34,14 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def checkout(text: str) -> Path:
+    """Return a folder that holds a version of the package. A `type` for argparse."""
+    path = folder(text)
+    if not (path / "et_jax/__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} holds no et_jax; name a checkout of it")
+    return path
+
+
 def output(text: str) -> Path:
     """Return where figures go, a file that can be written; its folder is made. A `type` for argparse."""
     if not text:
