@@ -36,7 +36,7 @@ MODULES = (
     "et_jax/decode/snapshots.py",
     "et_jax/serve/chunks.py",
     "et_jax/pallas/*/api.py",
-    "et_jax/pallas/softmax.py",
+    "et_jax/softmax.py",
     "et_jax/types.py",
 )
 

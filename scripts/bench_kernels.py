@@ -31,7 +31,7 @@ from et_jax.evidence.results import RESULTS, write
 from et_jax.io.files import replace_picture
 from et_jax.pallas.backend import resolve
 from et_jax.pallas.paged_attention.api import BACKENDS, paged_attention
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 

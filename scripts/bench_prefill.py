@@ -88,7 +88,7 @@ def attended(
     reader = Budgeted(budget=budget, last=jnp.zeros(1, bool), notes=notes)
     chunk = _chunk(plant, jnp.zeros(qkv[0].shape[:2], jnp.int32), start)
     cached, of_layer = state.cache.layers[0], reader.of_layer(plant, 0)
-    out, cached, read = attend(plant, plant.softmax(0), chunk, of_layer, *qkv, cached, None)
+    out, cached, read = attend(plant, plant.model.softmax(0), chunk, of_layer, *qkv, cached, None)
     return (replace(state, cache=with_layer(state.cache, 0, cached)), reader.noted(chunk, (read,))), out
 
 

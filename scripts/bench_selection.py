@@ -39,7 +39,7 @@ from et_jax.evidence import arguments, tables
 from et_jax.evidence.results import write
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 from et_jax.types import replace
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

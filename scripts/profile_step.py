@@ -39,13 +39,14 @@ from et_jax.models.checkpoint import read_config
 from et_jax.models.hub import resolve
 from et_jax.models.transformer import Attend, Params, forward, initialise
 from et_jax.models.weights import Weight, nodes
+from et_jax.softmax import Softmax
 from et_jax.types import replace
 
 
 def without_attention(write: bool, table: Array, length: Array, run: Array) -> Attend:
     """Return an `attend` that reads nothing and may write; keys and values flow on, lest XLA drop their products."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache) -> tuple[Array, KVCache]:
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache, softmax: Softmax) -> tuple[Array, KVCache]:
         if write:
             cached = kv.write(memory.layers[layer], k, v, table, length, run.astype(jnp.int32))
             memory = with_layer(memory, layer, cached)

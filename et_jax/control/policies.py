@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from et_jax.softmax import Softmax
 from et_jax.types import check_numbers, pytree, static
 
 
@@ -20,7 +21,8 @@ class Entries:
     """What a policy sees of one layer of one sequence: of each KV head the entries from `first` to `count`, in order.
 
     `keys` are rotated. `queries` are the sequence's last, rotated likewise; query i is that of the token whose entry
-    stands at place `at[i]`. Both are None where the policy reads none. `layer` is the number of the layer.
+    stands at place `at[i]`. Both are None where the policy reads none. `softmax` is that of the layer, `layer`
+    its number.
     """
 
     keys: Float[Array, "k n d"]
@@ -28,6 +30,7 @@ class Entries:
     count: Int[Array, ""]
     queries: Float[Array, "w h d"] | None
     at: Int[Array, " w"] | None
+    softmax: Softmax
     layer: int = static()
 
 
@@ -208,7 +211,8 @@ def attention_mass(entries: Entries) -> Float[Array, "k n"]:
     def of_head(given: tuple[Float[Array, "g w d"], Float[Array, "n d"], Int[Array, ""]]) -> Float[Array, " n"]:
         query, key, first = given
         scores = jnp.einsum("gwd,nd->gwn", query, key.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-        mass = jax.nn.softmax(jnp.where(seen & (jnp.arange(n) >= first), scores * d**-0.5, -jnp.inf), axis=-1)
+        scores = entries.softmax.capped(scores * entries.softmax.scale)
+        mass = jax.nn.softmax(jnp.where(seen & (jnp.arange(n) >= first), scores, -jnp.inf), axis=-1)
         return jnp.mean(mass, axis=(0, 1))
 
     return jax.lax.map(of_head, (grouped, entries.keys, entries.first))  # head by head: the scores of one are "g w n"

@@ -15,7 +15,7 @@ from et_jax.models.config import ModelShape
 from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 
 
 def serving_backend(

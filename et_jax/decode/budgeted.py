@@ -20,7 +20,7 @@ from et_jax.decode.reading import list_blocks
 from et_jax.decode.selection import held_blocks
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 from et_jax.sums import log_sum_exp, total
 from et_jax.types import pytree, replace, static
 

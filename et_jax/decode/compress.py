@@ -94,7 +94,15 @@ def _kept(
         last = own.queries[slot, layer]
         at = queries.places(state.length[slot], own.shift[slot], last.shape[0])
     count = state.num_cached[slot]
-    entries = Entries(keys=token[..., :d], first=skips * size, count=count, queries=last, at=at, layer=layer)
+    entries = Entries(
+        keys=token[..., :d],
+        first=skips * size,
+        count=count,
+        queries=last,
+        at=at,
+        softmax=config.model.softmax(layer),
+        layer=layer,
+    )
     place = compression.kept(entries, how, layout, size)
     gathered = jnp.take_along_axis(token, jnp.maximum(place, 0)[..., None], axis=1)
     region = jnp.where((place >= 0)[..., None], gathered, 0).reshape(k, layout.region, size, e)

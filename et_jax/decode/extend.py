@@ -19,7 +19,7 @@ from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
 from et_jax.decode.work import Work
 from et_jax.models.model import ModelWeights, forward
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 from et_jax.types import replace
 
 
@@ -69,9 +69,9 @@ def extend(
     """
     watch = None if state.queries is None else queries.of_chunk(chunk, state.queries.shape[2])
 
-    def attending(layer: int, q: Array, k: Array, v: Array, memory: tuple) -> tuple[Array, tuple]:
+    def attending(layer: int, q: Array, k: Array, v: Array, memory: tuple, softmax: Softmax) -> tuple[Array, tuple]:
         cache, notes, seen = memory
-        softmax, of_layer = plant.softmax(layer), reader.of_layer(plant, layer)
+        of_layer = reader.of_layer(plant, layer)
         out, cached, noted = attend(plant, softmax, chunk, of_layer, q, k, v, cache.layers[layer], cache.surprisal)
         return out, (
             with_layer(cache, layer, cached),

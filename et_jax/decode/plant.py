@@ -10,7 +10,7 @@ from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, num_multiplied
 from et_jax.models.weights import num_bytes
 from et_jax.pallas.paged_attention.api import shares_lists, shares_pages
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 from et_jax.types import pytree, replace
 
 Weights = tuple[ModelWeights, ...]
@@ -33,10 +33,6 @@ class Plant:
     def all_kv_heads(self) -> int:
         """KV heads over all layers."""
         return self.model.num_layers * self.model.num_kv_heads
-
-    def softmax(self, layer: int) -> Softmax:
-        """Return the softmax of a layer."""
-        return Softmax(scale=self.model.head_dim**-0.5, window=self.model.windows[layer])
 
     def reads_together(self, softmax: Softmax, *, chosen: bool) -> bool:
         """Return whether a layer's pages are read once for all rows of a slot, their blocks `chosen` by each or not."""

@@ -28,7 +28,7 @@ from et_jax.decode.selection import (
     with_residual,
 )
 from et_jax.pallas.paged_prefill.api import paged_prefill
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 from et_jax.sums import total
 from et_jax.types import Table, pytree, replace, static
 

@@ -7,7 +7,7 @@ from et_jax.decode.cache import LayerCache
 from et_jax.decode.plant import Plant
 from et_jax.decode.selection import first_block, held_blocks
 from et_jax.pallas.paged_attention.api import paged_attention
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 from et_jax.sums import log_sum_exp
 
 

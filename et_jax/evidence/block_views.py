@@ -11,6 +11,7 @@ from et_jax.control import bounds
 from et_jax.control.view import BlockView
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend, Params, forward
+from et_jax.softmax import Softmax
 from et_jax.types import pytree
 
 
@@ -33,10 +34,10 @@ class CapturedBlocks:
 def capturing(config: ModelConfig) -> Attend:
     """Return causal attention that appends each layer's rotated queries and keys and its values to `memory`."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
         b, t, h, d = q.shape
         grouped = q.reshape(b, t, config.num_kv_heads, config.group_size, d)
-        scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k) * d**-0.5
+        scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k) * softmax.scale
         seen = jnp.arange(t)[:, None] >= jnp.arange(t)
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
         return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(b, t, h, d), (*memory, (q, k, v))

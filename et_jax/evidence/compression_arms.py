@@ -19,6 +19,7 @@ from et_jax.control.compression import Compression, kept
 from et_jax.control.policies import Entries, Latent, attention_mass
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
+from et_jax.softmax import Softmax
 from et_jax.types import pytree
 
 _TEXTS = 4  # read at a time
@@ -113,7 +114,7 @@ def continued(
         length = row.token.shape[0]
         place = at + jnp.arange(count, dtype=jnp.int32)
 
-        def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
+        def attend(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
             old = jnp.broadcast_to(jnp.arange(length) < at, (config.num_kv_heads, length))
             if room < length:  # a text that fits is left alone
                 entries = _entries(config, how, row, at, layer, q[0], place < end)
@@ -124,7 +125,7 @@ def continued(
             keys, values = (jnp.concatenate([x[layer], new[0]]) for x, new in ((row.keys, k), (row.values, v)))
             causal = jnp.tril(jnp.ones((count, count), bool))
             reads = [jnp.broadcast_to(x, (config.num_kv_heads, count, x.shape[-1])) for x in (old[:, None], causal)]
-            out = _mixed(config, q[0], keys, values, jnp.concatenate(reads, axis=-1))
+            out = _mixed(softmax, q[0], keys, values, jnp.concatenate(reads, axis=-1))
             return out[None], (*memory, jnp.sum(old, axis=1, dtype=jnp.int32))
 
         token = row.token[jnp.minimum(place, length - 1)]
@@ -189,18 +190,20 @@ def _entries(
         queries = queries[places]
     heads = jnp.zeros(config.num_kv_heads, jnp.int32)
     keys = row.keys[layer].swapaxes(0, 1)
-    return Entries(keys=keys, first=heads, count=at, queries=queries, at=places, layer=layer)
+    return Entries(
+        keys=keys, first=heads, count=at, queries=queries, at=places, softmax=config.softmax(layer), layer=layer
+    )
 
 
 def _mixed(
-    config: ModelConfig,
+    softmax: Softmax,
     q: Float[Array, "u h d"],
     keys: Float[Array, "n k d"],
     values: Float[Array, "n k d"],
     reads: Bool[Array, "k u n"],
 ) -> Float[Array, "u h d"]:
     """Attention of every token to the entries that its KV head `reads`."""
-    grouped = q.reshape(len(q), config.num_kv_heads, config.group_size, -1)
-    scores = jnp.einsum("ukgd,nkd->kgun", grouped, keys) * config.head_dim**-0.5
+    grouped = q.reshape(len(q), keys.shape[1], -1, q.shape[2])
+    scores = jnp.einsum("ukgd,nkd->kgun", grouped, keys) * softmax.scale
     weights = jax.nn.softmax(jnp.where(reads[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("kgun,nkd->ukgd", weights, values).reshape(q.shape)

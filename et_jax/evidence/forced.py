@@ -17,6 +17,7 @@ from et_jax.control.select import Selector, fewest
 from et_jax.control.view import BlockView, attention_entropy, tail
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
+from et_jax.softmax import Softmax
 from et_jax.types import Number, pytree, replace, static, value
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -114,9 +115,9 @@ def run(
         start, count = line.keys[0].shape[0], line.measured.shape[0]
         positions = start + jnp.arange(count, dtype=jnp.int32)
 
-        def attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
+        def attend(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
             key, val = (jnp.concatenate([old[layer], new[0]]) for old, new in ((line.keys, k), (line.values, v)))
-            grouped = q[0].reshape(count, config.num_kv_heads, config.group_size, -1) * config.head_dim**-0.5
+            grouped = q[0].reshape(count, config.num_kv_heads, config.group_size, -1) * softmax.scale
             heads = _Head(
                 query=grouped.swapaxes(0, 1),
                 key=_in_blocks(key, page_size),

@@ -14,6 +14,7 @@ from et_jax.errors import UsageError
 from et_jax.io.texts import read_text
 from et_jax.models.model import forward
 from et_jax.serve.engine import Model
+from et_jax.softmax import Softmax
 from et_jax.training import corpus
 
 
@@ -56,9 +57,9 @@ def in_a_circle(tokens: tuple[int, ...], longest: int = 8, times: int = 4) -> bo
     )
 
 
-def causal_attend(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
+def causal_attend(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
     """Return plain causal attention over the window itself."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True), memory
+    return jax.nn.dot_product_attention(q, k, v, scale=softmax.scale, is_causal=True), memory
 
 
 def held_out_logits(model: Model, tokens: Int[np.ndarray, "r t"]) -> tuple[Float[Array, "n v"], Int[Array, " n"]]:

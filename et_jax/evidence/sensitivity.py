@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, forward
+from et_jax.softmax import Softmax
 
 
 def head_sensitivity(
@@ -29,8 +30,9 @@ def head_sensitivity(
     @jax.jit
     def of_row(row: Int[Array, " t"], key: Array) -> Float[Array, "l h"]:
         def logits(errors: Float[Array, "l t h d"]) -> Float[Array, "t v"]:
-            def attend(layer: int, q: Array, k: Array, v: Array, memory: None) -> tuple[Array, None]:
-                return jax.nn.dot_product_attention(q, k, v, is_causal=True) + errors[layer][None], memory
+            def attend(layer: int, q: Array, k: Array, v: Array, memory: None, softmax: Softmax) -> tuple[Array, None]:
+                out = jax.nn.dot_product_attention(q, k, v, scale=softmax.scale, is_causal=True)
+                return out + errors[layer][None], memory
 
             return forward(params, config, row[None], positions, attend, None)[0][0]
 

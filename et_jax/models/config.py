@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from et_jax.errors import UsageError
 from et_jax.io.schema import FETCH, ConfigFile, RopeFile, checked, named
+from et_jax.softmax import Softmax
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = {FULL, SLIDING}
@@ -49,6 +50,10 @@ class ModelShape:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    def softmax(self, layer: int) -> Softmax:
+        """Return the softmax of a layer's attention."""
+        return Softmax(scale=self.head_dim**-0.5, window=self.windows[layer])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ def forward(
         nonlocal layer, held
         q, k, v = (x.astype(model.dtype) for x in (query, key, value))
         with jax.named_scope("attend"):
-            out, held = attend(layer, q, k, v, held)
+            out, held = attend(layer, q, k, v, held, model.softmax(layer))
         layer += 1
         return out.astype(query.dtype)
 

@@ -26,6 +26,7 @@ from et_jax.models.module import (
     forward,
     with_attention,
 )
+from et_jax.softmax import Softmax
 
 _LENGTH = 128  # tokens that a module is compared on, at most
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 4e-2}  # of the largest value that is compared, by the dtype of keys
@@ -243,7 +244,7 @@ def _in_parts(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> Any:
     both = jnp.concatenate([tokens, tokens[:, ::-1]])
     ends = sorted({length // 2, length - 1, length} - {0})
 
-    def attend(layer: int, q: Array, k: Array, v: Array, memory: tuple) -> tuple[Array, tuple]:
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: tuple, softmax: Softmax) -> tuple[Array, tuple]:
         held = memory[layer] if layer < len(memory) else (q[:, :0], k[:, :0], v[:, :0])
         q_all, k_all, v_all = (jnp.concatenate([old, new], axis=1) for old, new in zip(held, (q, k, v), strict=True))
         memory = (*memory[:layer], (q_all, k_all, v_all), *memory[layer + 1 :])

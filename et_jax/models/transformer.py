@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
 from et_jax.models.weights import Dense, Weight, num_bytes, num_numbers
+from et_jax.softmax import Softmax
 from et_jax.types import pytree
 
 T = TypeVar("T")
@@ -23,7 +24,8 @@ Memory = TypeVar("Memory")
 class Attend(Protocol):
     """Attention as the model sees it: new queries, keys and values in; mixed values out.
 
-    `memory` is whatever the caller threads through the layers (a KV cache, a mask, nothing at all).
+    `memory` is whatever the caller threads through the layers (a KV cache, a mask, nothing at all), `softmax` what
+    turns the layer's scores into weights.
     """
 
     def __call__(
@@ -33,6 +35,7 @@ class Attend(Protocol):
         k: Float[Array, "b t k d"],
         v: Float[Array, "b t k d"],
         memory: Any,
+        softmax: Softmax,
     ) -> tuple[Float[Array, "b t h d"], Any]: ...
 
 
@@ -206,7 +209,7 @@ def block(
     """Return the residual stream after layer `index`, and the memory its attention left."""
     q, k, v = _before_attention(layer, config, x, angles)
     with jax.named_scope("attend"):
-        out, memory = attend(index, q, k, v, memory)
+        out, memory = attend(index, q, k, v, memory, config.softmax(index))
     return _after_attention(layer, config, x, out), memory
 
 

@@ -2,7 +2,7 @@
 
 paged_attention, paged_prefill, block_scores
 backend, tuned                 which one serves a device, and settings measured on it
-softmax, checks, workspace     what all share: settings as one value, arguments checked, bytes set aside
+checks, workspace              what all share: arguments checked, bytes set aside
 folding                        rows of one slot whose queries stand in one group
 gather, ring, hopper           what those of one backend share: XLA, TPU, GPU
 """

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import rms_norm, rope_angles
 from et_jax.models.transformer import LayerParams, Params, block
+from et_jax.softmax import Softmax
 from et_jax.types import replace
 
 HEAD_CHUNK = 512  # rows whose logits are held at a time: 8 MB at 4096 tokens
@@ -20,9 +21,14 @@ QUERY_CHUNK = 128  # queries scored at a time; each chunk meets only the keys up
 
 
 def causal_attend(
-    layer: int, q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], memory: Any
+    layer: int,
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b t k d"],
+    v: Float[Array, "b t k d"],
+    memory: Any,
+    softmax: Softmax,
 ) -> tuple[Float[Array, "b t h d"], Any]:
-    """Return softmax(q k^T / sqrt(d)) v over each position's past and itself; `memory` passes through.
+    """Return softmax(scale q k^T) v over each position's past and itself; `memory` passes through.
 
     `memory` is the segment of every position, "b t", or None where a row is one segment: documents packed
     into a row do not see each other. Query heads that share a KV head are folded into the rows of one
@@ -37,7 +43,7 @@ def causal_attend(
     for begin in range(0, t, chunk):
         end = min(begin + chunk, t)
         rows = queries[:, :, begin:end].reshape(b * kv_heads, -1, d)
-        scores = jnp.einsum("xqd,xtd->xqt", rows, keys[:, :end], preferred_element_type=jnp.float32) * d**-0.5
+        scores = jnp.einsum("xqd,xtd->xqt", rows, keys[:, :end], preferred_element_type=jnp.float32) * softmax.scale
         kept = jnp.tile(_seen(memory, begin, end), (1, h // kv_heads, 1))
         if memory is not None:
             kept = jnp.repeat(kept, kv_heads, axis=0)

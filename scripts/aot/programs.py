@@ -118,7 +118,7 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     from et_jax.pallas.checks import LANES
     from et_jax.pallas.paged_attention import paged_attention
     from et_jax.pallas.paged_prefill import paged_prefill
-    from et_jax.pallas.softmax import Softmax
+    from et_jax.softmax import Softmax
 
     device = device_of(chip)
     h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size

@@ -11,7 +11,7 @@ from et_jax.models.transformer import forward
 def dense_attend(config):
     """Causal attention over the sequence itself, in a layer's window: softmax(q k / sqrt(d)) v."""
 
-    def attend(layer, q, k, v, memory):
+    def attend(layer, q, k, v, memory, softmax):
         b, t, h, d = q.shape
         q = q.reshape(b, t, config.num_kv_heads, config.group_size, d)
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k) / d**0.5

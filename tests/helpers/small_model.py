@@ -137,7 +137,7 @@ def dense_forward(model: ModelConfig):
     """`forward` with plain attention over a whole sequence, reading what it is told."""
 
     def attend_to(reads):
-        def attend(layer, q, k, v, kept):
+        def attend(layer, q, k, v, kept, softmax):
             k, v = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
             scores = jnp.einsum("bihd,bjhd->bhij", q, k) / np.float32(model.head_dim**0.5)
             behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)

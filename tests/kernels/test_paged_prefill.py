@@ -12,7 +12,7 @@ from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, number
 from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_prefill import paged_prefill
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 
 NAMED = {shape.name: shape for shape in SHAPES}
 # What the shapes for Hopper vary beside these is nothing to jax.numpy and XLA.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from et_jax.pallas.softmax import Softmax, finite
+from et_jax.softmax import Softmax, finite
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "et_jax"
 # A module imports its own folder and those on lower layers; names of one layer stand side by side.
 LAYERS = {
     **dict.fromkeys(("types", "errors", "sums"), 0),
-    **dict.fromkeys(("io", "scope"), 1),
+    **dict.fromkeys(("io", "scope", "softmax"), 1),
     **dict.fromkeys(("models", "pallas", "control", "text", "cli"), 2),
     "decode": 3,
     "serve": 4,

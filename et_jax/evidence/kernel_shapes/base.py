@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from et_jax.pallas.checks import padded_width
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 
 DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.hopper import HEAD_DIMS, TILE, store, unserved
-from et_jax.pallas.softmax import finite
+from et_jax.softmax import finite
 
 COLUMNS = 8  # the fewest an accumulator has; the queries of a group that share a read of the codes
 

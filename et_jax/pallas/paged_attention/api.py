@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int, Int8
 from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import require, require_integers, require_pool, require_shape
 from et_jax.pallas.paged_attention import xla
-from et_jax.pallas.softmax import Softmax
 from et_jax.pallas.workspace import Workspace
+from et_jax.softmax import Softmax
 
 BACKENDS = {name: kernel("paged_attention", name) for name in NAMES}
 MOST_READERS = 31  # bits of an int32 that are not its sign

@@ -35,7 +35,7 @@ from et_jax.pallas.checks import require_counts
 from et_jax.pallas.folding import by_head, by_row, most_together, split
 from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, load, product, store
-from et_jax.pallas.softmax import Softmax, finite
+from et_jax.softmax import Softmax, finite
 
 COLUMNS = 8  # the columns of a wgmma come in eights
 MOST_QUERIES = 16  # of a row: each costs registers, and a share of what every part writes

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.folding import split
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 
 
 def paged_attention(

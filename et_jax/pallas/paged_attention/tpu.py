@@ -18,7 +18,7 @@ from et_jax.pallas.checks import LANES, SUBLANES, wider
 from et_jax.pallas.folding import by_head, by_row, most_together, split
 from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.ring import PageList, RingConfig
-from et_jax.pallas.softmax import Softmax, finite
+from et_jax.softmax import Softmax, finite
 
 # A group's pages are worked on as one, so that what a step of the loop costs is shared. At head dim 128 a v6e transfers
 # 1024 tokens in 560 cycles and the compiler spends about 510 instructions on them; half the tokens take more than half.

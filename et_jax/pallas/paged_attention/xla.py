@@ -24,8 +24,8 @@ from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.folding import split
 from et_jax.pallas.gather import page_rows, tokens
-from et_jax.pallas.softmax import Softmax, finite
 from et_jax.pallas.workspace import Workspace
+from et_jax.softmax import Softmax, finite
 
 # Measured on x86-64 with two cores. Small pages are for rows that hold little: at 16 rows of 64 tokens a group of 256
 # tokens takes 1.1 to 1.7 times as long as one of 128. Pages of 64 are for long rows: at 16k tokens a group of 512 takes

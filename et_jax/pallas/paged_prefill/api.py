@@ -6,8 +6,8 @@ from jaxtyping import Array, Float, Int
 from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import require, require_integers, require_pool, require_shape
 from et_jax.pallas.paged_prefill import xla
-from et_jax.pallas.softmax import Softmax
 from et_jax.pallas.workspace import Workspace
+from et_jax.softmax import Softmax
 
 BACKENDS = {name: kernel("paged_prefill", name) for name in NAMES}
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import require_counts
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, product, store
-from et_jax.pallas.softmax import Softmax, finite
+from et_jax.softmax import Softmax, finite
 
 ROWS = 64  # query rows of a consumer: the rows of one wgmma
 STEP = 64  # columns: what LAYOUT lays side by side

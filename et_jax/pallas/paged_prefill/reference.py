@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 
 
 def paged_prefill(

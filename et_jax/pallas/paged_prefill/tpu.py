@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import LANES, require, wider
-from et_jax.pallas.softmax import Softmax, finite
+from et_jax.softmax import Softmax, finite
 
 # Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
 # at 240 rows on a v5e (197 TFLOP/s over 0.82 TB/s) and at 560 on a v6e (918 over 1.64).

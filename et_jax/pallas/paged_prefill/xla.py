@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from et_jax.pallas import tuned
 from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.gather import page_rows, tokens
-from et_jax.pallas.softmax import Softmax, finite
 from et_jax.pallas.workspace import Workspace
+from et_jax.softmax import Softmax, finite
 from et_jax.types import replace
 
 # Measured on x86-64 with two cores, chunks of 64 to 512 queries.

@@ -65,7 +65,7 @@ def reference(model, law, tokens, page, chunk, *, printed=False):
     """Keys and values of every layer, the blocks read, and the masses kept, by whole-prompt attention in numpy."""
     kept, num_read, masses = [], 0, []
 
-    def attend(layer, q, k, v, memory):
+    def attend(layer, q, k, v, memory, softmax):
         q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
         kept.append((k.swapaxes(0, 1), v.swapaxes(0, 1)))
         count, _, width = q.shape

@@ -105,7 +105,7 @@ def restricted(model):
     """Logits, queries and keys of a text, of which head k of layer l reads at position i what `reads[l, k, i]` says."""
 
     def attend_to(reads):
-        def attend(layer, q, k, v, memory):
+        def attend(layer, q, k, v, memory, softmax):
             every = jnp.repeat(reads[layer], model.group_size, axis=0)
             keys, values = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
             scores = jnp.einsum("bihd,bjhd->bhij", q, keys) / np.float32(model.head_dim**0.5)

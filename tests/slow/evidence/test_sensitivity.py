@@ -22,7 +22,7 @@ def divergence(row: np.ndarray, errors: jax.Array) -> jax.Array:
     positions = jnp.arange(LENGTH)[None]
 
     def log_probs(errors):
-        def attend(layer, q, k, v, memory):
+        def attend(layer, q, k, v, memory, softmax):
             return jax.nn.dot_product_attention(q, k, v, is_causal=True) + errors[layer][None], memory
 
         return jax.nn.log_softmax(forward(weights(), MODEL, row[None], positions, attend, None)[0][0])

@@ -11,6 +11,7 @@ import pytest
 from et_jax.control import compression
 from et_jax.control.compression import Compression, named
 from et_jax.control.policies import POLICIES, AdaKV, Entries, Latent, PyramidKV, Random, Streaming, attention_mass
+from et_jax.softmax import Softmax
 from et_jax.types import replace
 
 PAGE, BUDGET, WINDOW, HEADS, GROUP, DIM = 4, 16, 6, 3, 2, 8
@@ -33,6 +34,7 @@ def entries(seed: int, layer: int = 0, first: tuple[int, ...] = (0,) * HEADS) ->
         count=jnp.int32(COUNT),
         queries=jnp.asarray(np.roll(queries, 2, axis=0)),
         at=jnp.asarray(at),
+        softmax=Softmax(scale=DIM**-0.5),
         layer=layer,
     )
 
@@ -171,6 +173,7 @@ def test_each_query_sees_its_own_key_and_none_after_it():
             count=jnp.int32(n),
             queries=jnp.asarray(queries),
             at=jnp.asarray(at),
+            softmax=Softmax(scale=d**-0.5),
             layer=0,
         )
         how = Compression(budget=3, window=2, pooling=1)

@@ -26,7 +26,7 @@ def arguments(layer: int):
     tables[:, :8] = 1 + rng.permutation(24).reshape(3, 8)
     tables[1, 8:12] = tables[0, 4:8]
     queries = jnp.asarray(rng.normal(size=(6, NARROW.num_heads, NARROW.head_dim)), jnp.float32)
-    return PLANT.softmax(layer), queries, cached, jnp.asarray(tables[SLOTS])
+    return PLANT.model.softmax(layer), queries, cached, jnp.asarray(tables[SLOTS])
 
 
 def close(one, other):
@@ -64,7 +64,9 @@ def test_a_device_reads_together_what_its_kernels_can():
     def together(backend: str):
         plant = dataclasses.replace(PLANT, backend=backend)
         return [
-            plant.reads_together(plant.softmax(layer), chosen=chosen) for layer in (0, 1) for chosen in (False, True)
+            plant.reads_together(plant.model.softmax(layer), chosen=chosen)
+            for layer in (0, 1)
+            for chosen in (False, True)
         ]
 
     assert together("xla") == [False, False, True, False]  # the first layer has a window

@@ -7,7 +7,7 @@ from site_here import ROOT, builder
 
 from et_jax.control import clock, select, temperature
 from et_jax.control.base import Signals
-from et_jax.pallas.softmax import Softmax
+from et_jax.softmax import Softmax
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_field_is_shown_once(package):
 
 
 def test_lines_on_parameters_are_a_list(package):
-    lines = package["pallas.softmax.Softmax"].docstring.value.splitlines()
+    lines = package["softmax.Softmax"].docstring.value.splitlines()
     assert [line for line in lines if line.startswith("- ")] == [
         "- `scale`: factor on query . key.",
         "- `soft_cap`: bound on the scores' size, None for none (Gemma 2, 2024).",

@@ -22,7 +22,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
 CONFIG = ModuleConfig(max_positions=96)
 
 
-def counting(layer, q, k, v, memory):
+def counting(layer, q, k, v, memory, softmax):
     """Plain attention, and the calls so far for its memory."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     return causal(q, k, v), (*memory, (layer, q.shape, k.dtype))

@@ -44,7 +44,7 @@ def student(settings):
 def distribution(params, config, inputs, segments):
     """The log-probabilities that plain attention, one head and row at once, gives of every next token; float64."""
 
-    def attend(layer, q, k, v, memory):
+    def attend(layer, q, k, v, memory, softmax):
         k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(jnp.float32(q.shape[-1]))
         seen = jnp.tril(jnp.ones((q.shape[1],) * 2, bool)) & (segments[:, :, None] == segments[:, None, :])

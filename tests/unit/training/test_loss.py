@@ -7,6 +7,7 @@ import pytest
 from small_runs import MIXED_VOCAB, VOCAB
 
 from et_jax.models.transformer import forward
+from et_jax.softmax import Softmax
 from et_jax.training import loop, loss
 
 
@@ -24,7 +25,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(settings):
     tokens = jax.random.randint(jax.random.key(1), (3, 21), 0, VOCAB)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
-    def attend(layer, q, k, v, memory):
+    def attend(layer, q, k, v, memory, softmax):
         k, v = (jnp.repeat(y, 2, axis=2) for y in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(jnp.float32(q.shape[-1]))
         past = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
@@ -49,9 +50,9 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(settings):
 
 def test_attention_in_chunks_is_attention_at_once(monkeypatch):
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 20, heads, 8)) for i, heads in enumerate((4, 2, 2)))
-    whole, _ = loss.causal_attend(0, q, k, v, None)
+    whole, _ = loss.causal_attend(0, q, k, v, None, Softmax(scale=8**-0.5))
     monkeypatch.setattr(loss, "QUERY_CHUNK", 8)
-    chunked, _ = loss.causal_attend(0, q, k, v, None)
+    chunked, _ = loss.causal_attend(0, q, k, v, None, Softmax(scale=8**-0.5))
     np.testing.assert_allclose(whole, chunked, atol=1e-6)
 
 
@@ -59,11 +60,11 @@ def test_packed_documents_do_not_attend_across_their_border(monkeypatch):
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 20, heads, 8)) for i, heads in enumerate((4, 2, 2)))
     segments = jnp.array([[0] * 7 + [1] * 13, [0] * 12 + [1] * 5 + [-1] * 3])
     monkeypatch.setattr(loss, "QUERY_CHUNK", 8)
-    packed, _ = loss.causal_attend(0, q, k, v, segments)
+    packed, _ = loss.causal_attend(0, q, k, v, segments, Softmax(scale=8**-0.5))
     np.testing.assert_allclose(packed, plain_attention(q, k, v, segments), atol=1e-5)
     for row, begin, end in ((0, 0, 7), (0, 7, 20), (1, 12, 17)):
         queries, keys, values = (y[row : row + 1, begin:end] for y in (q, k, v))
-        alone, _ = loss.causal_attend(0, queries, keys, values, None)
+        alone, _ = loss.causal_attend(0, queries, keys, values, None, Softmax(scale=8**-0.5))
         np.testing.assert_allclose(packed[row, begin:end], alone[0], atol=1e-6)
 
 
@@ -85,7 +86,7 @@ def test_the_weighted_loss_and_its_gradient_are_those_of_the_formula(mixed_setti
     weights = jax.random.uniform(jax.random.key(2), targets.shape) * 10.0
     segments = jnp.broadcast_to(jnp.arange(20) // 9, targets.shape)
 
-    def attend(layer, q, k, v, memory):
+    def attend(layer, q, k, v, memory, softmax):
         return plain_attention(q, k, v, segments), memory
 
     def plain(params):
@@ -107,7 +108,7 @@ def test_hits_are_where_the_likeliest_token_of_the_plain_model_is_the_target(mix
     params = loop.initial_state(mixed_settings).params
     inputs = jax.random.randint(jax.random.key(1), (2, 24), 0, MIXED_VOCAB)
 
-    def attend(layer, q, k, v, memory):
+    def attend(layer, q, k, v, memory, softmax):
         return plain_attention(q, k, v, jnp.zeros(inputs.shape, jnp.int32)), memory
 
     positions = jnp.broadcast_to(jnp.arange(24), inputs.shape)

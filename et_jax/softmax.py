@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from et_jax.pallas.checks import require, require_shape
 from et_jax.types import pytree, replace, static
 
 
@@ -27,14 +26,17 @@ class Softmax:
     sink_logits: Float[Array, " h"] | None = None
 
     def __post_init__(self) -> None:
-        require(self.scale > 0, "scale", self.scale, "a positive number")
-        require(self.soft_cap is None or self.soft_cap > 0, "soft_cap", self.soft_cap, "a positive number or None")
-        require(self.window is None or self.window >= 1, "window", self.window, "at least 1 token, or None")
+        if not self.scale > 0:
+            raise ValueError(f"scale: got {self.scale}, wanted a positive number")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap: got {self.soft_cap}, wanted a positive number or None")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window: got {self.window}, wanted at least 1 token, or None")
 
     def require_heads(self, num_heads: int) -> None:
         """Raise ValueError unless there is a sink for every query head, or none at all."""
-        if self.sink_logits is not None:
-            require_shape("sink_logits", self.sink_logits, (num_heads,), "h")
+        if self.sink_logits is not None and self.sink_logits.shape != (num_heads,):
+            raise ValueError(f"sink_logits: got shape {self.sink_logits.shape}, wanted (h={num_heads})")
 
     def capped(self, scores: Float[Array, "*any"]) -> Float[Array, "*any"]:
         """Return the scaled scores after the soft cap."""
