@@ -127,7 +127,6 @@ def begun(d: Decoder, params: Params, batch: int, guesses: Int[np.ndarray, "b n"
             state, _ = d.prefill((params,), state, *rows)
         state = d.insert(state, slot, request(d.config, ids, limit=LENGTH - 1, seed=slot))
     if guesses is not None:
-        assert state.text is not None
         ahead = jnp.arange(guesses.shape[1]) >= PROMPT
         state = replace(state, text=jnp.where(ahead, jnp.asarray(guesses, jnp.int32), state.text))
     return state

@@ -142,10 +142,9 @@ class BudgetedOfLayer:
         visible: Bool[Array, "r n"],
     ) -> tuple[Bool[Array, "r k n"], Any]:
         """The blocks before each row that its queries read, row by row, for a slot's rows follow on each other."""
-        assert cached.summary is not None
         budget, (r, t, _, d), scale = self.budget, q.shape, softmax.scale
         grouped = q.astype(jnp.float32).reshape(r, t, plant.model.num_kv_heads, -1, d)
-        box = cached.summary.key_box[:, chunk.table].swapaxes(0, 1).astype(jnp.float32)
+        box = cached.summaries.key_box[:, chunk.table].swapaxes(0, 1).astype(jnp.float32)
         # what no row may see can hold anything, and 0 * NaN is NaN
         box = jnp.where(visible[:, None, :, None], box, 0.0)
         low, high = box[..., :d], box[..., d : 2 * d]

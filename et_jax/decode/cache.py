@@ -41,6 +41,13 @@ class LayerCache:
     summary: PageSummary | None
     key_codes: Int8[Array, "k p sd"] | None
 
+    @property
+    def summaries(self) -> PageSummary:
+        """The summary of every page. Raises ValueError for a cache that keeps none."""
+        if self.summary is None:
+            raise ValueError("cache: got one that keeps no summaries, by which blocks are chosen")
+        return self.summary
+
 
 @pytree
 class KVCache:
@@ -141,8 +148,7 @@ def write(
 
 def _summarised(layer: LayerCache, page: Int[Array, "b m"], head_dim: int) -> LayerCache:
     """The layer with summaries and codes of these pages, all of whose tokens count; of those beyond the pool none."""
-    old, d = layer.summary, head_dim
-    assert old is not None
+    old, d = layer.summaries, head_dim
     tokens = layer.pages[:, page]
     fresh = summarise(tokens, jnp.full(page.shape, layer.pages.shape[2], jnp.int32), d)
     codes = layer.key_codes

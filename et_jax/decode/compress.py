@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from et_jax.control import compression
+from et_jax.control.compression import Compression, Layout
 from et_jax.control.policies import Entries
 from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
@@ -26,9 +27,10 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     are given back first: those that others hold too stay with them, and it takes others. When a sequence is due
     `Compression.point` says. Raises ValueError for a decoder that never compresses.
     """
-    own, layout = state.plants[MODEL], config.layout
-    if own.shift is None or layout is None:
+    own, how = state.plants[MODEL], config.compression
+    if own.shift is None or how is None:
         raise ValueError("compression: got None, wanted what this decoder is to keep")
+    layout = how.layout(config.page_size, config.model.windows)
     if layout.region >= config.blocks_per_slot:  # no sequence outgrows it
         return state, jnp.ones((), bool)
     room = layout.region * config.page_size
@@ -37,7 +39,7 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     table, granted = pages.reserve(pages.release(state.table, slot), wanted, layout.region)
     done = granted[slot] & grown
 
-    layers, skipped = _kept_of_all(config, state, slot)
+    layers, skipped = _kept_of_all(config, how, layout, state, slot, own.shift[slot])
     num_pages = own.cache.layers[0].pages.shape[1]
     into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool where nothing is done
     shift = jnp.where(done, state.length[slot] - room, own.shift[slot])
@@ -56,17 +58,21 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
 
 
 def _kept_of_all(
-    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]
+    config: DecoderConfig,
+    how: Compression,
+    layout: Layout,
+    state: DecodeState,
+    slot: Int[Array, ""],
+    shift: Int[Array, ""],
 ) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
     """What `_kept` says of every layer, looking through no more blocks than a sequence holds.
 
     One that is compressed again and again holds few, however long it may be: the longest are for the first time.
     """
-    how, layout = config.compression, config.layout
-    assert how is not None and layout is not None
 
     def among(num_blocks: int) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
-        kept = (_kept(config, state, slot, layer, num_blocks) for layer in range(config.model.num_layers))
+        every = range(config.model.num_layers)
+        kept = (_kept(config, how, layout, state, slot, shift, layer, num_blocks) for layer in every)
         layers, skipped = zip(*kept, strict=True)
         return layers, skipped
 
@@ -77,14 +83,20 @@ def _kept_of_all(
 
 
 def _kept(
-    config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], layer: int, num_blocks: int
+    config: DecoderConfig,
+    how: Compression,
+    layout: Layout,
+    state: DecodeState,
+    slot: Int[Array, ""],
+    shift: Int[Array, ""],
+    layer: int,
+    num_blocks: int,
 ) -> tuple[kv.LayerCache, Int[Array, " k"]]:
     """The pages of a region with what a layer keeps, and how many blocks at its beginning each KV head leaves out.
 
     All that is cached of the slot stands in its first `num_blocks`.
     """
-    how, layout, own = config.compression, config.layout, state.plants[MODEL]
-    assert how is not None and layout is not None and own.shift is not None
+    own = state.plants[MODEL]
     size, d, cached = config.page_size, config.model.head_dim, own.cache.layers[layer]
     k, _, _, e = cached.pages.shape
     token = cached.pages[:, state.table.pages[slot, :num_blocks]].reshape(k, -1, e)  # in the order of places
@@ -92,7 +104,7 @@ def _kept(
     last = at = None
     if own.queries is not None:
         last = own.queries[slot, layer]
-        at = queries.places(state.length[slot], own.shift[slot], last.shape[0])
+        at = queries.places(state.length[slot], shift, last.shape[0])
     count = state.num_cached[slot]
     entries = Entries(
         keys=token[..., :d],
@@ -106,12 +118,10 @@ def _kept(
     place = compression.kept(entries, how, layout, size)
     gathered = jnp.take_along_axis(token, jnp.maximum(place, 0)[..., None], axis=1)
     region = jnp.where((place >= 0)[..., None], gathered, 0).reshape(k, layout.region, size, e)
-    summary = None
+    summary = codes = None
     if cached.summary is not None:
         summary = kv.summarise(region, jnp.full(layout.region, size, jnp.int32), d)
-    codes = None
-    if cached.key_codes is not None:
-        assert summary is not None  # in whose boxes the codes lie
-        codes = kv.encode(region[..., :d], summary.key_box)
+        if cached.key_codes is not None:
+            codes = kv.encode(region[..., :d], summary.key_box)
     left_out = jnp.sum(place < 0, axis=1, dtype=jnp.int32) // size
     return kv.LayerCache(pages=region, summary=summary, key_codes=codes), left_out

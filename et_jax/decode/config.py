@@ -9,6 +9,7 @@ from et_jax.control import budget as budgets
 from et_jax.control.base import num_words
 from et_jax.control.compression import Compression, Layout
 from et_jax.control.controller import Controller
+from et_jax.control.draft import DraftLength, FixedLength
 from et_jax.control.select import Selector
 from et_jax.decode import compat
 from et_jax.decode.backends import scoring_backend, serving_backend
@@ -147,9 +148,9 @@ class DecoderConfig:
         return budgets.begun(self.controller.budget, self.model.num_layers, self.model.num_kv_heads, probed=self.audit)
 
     @property
-    def keeps_text(self) -> bool:
-        """Whether the state holds every text: drafts are looked up in it, and a model that lags catches up from it."""
-        return self.draft is not None or self.takes_turns
+    def draft_length(self) -> DraftLength:
+        """The law of how many tokens a step drafts; without drafts, that of as many as are allowed: none."""
+        return FixedLength() if self.draft is None else self.draft.length
 
     @property
     def pages_per_swap(self) -> int:

@@ -29,7 +29,6 @@ def draft(
     First it reads what it has not seen of the texts. Each token is drawn as the model will draw it, with the same
     noise, temperature, truncation and penalties, so that the two agree as often as their distributions let them.
     """
-    assert state.text is not None
     plant, params, own = config.plants[SMALL], weights[SMALL], state.plants[SMALL]
     table, text = rows.take(state.table.pages), rows.take(state.text)
     before, position = rows.take(own.num_cached), rows.position

@@ -80,8 +80,8 @@ def prefill(
 
 def _begun(config: DecoderConfig, state: DecodeState, chunk: Chunk) -> PromptNotes:
     """The notes of every slot, those of prompts that begin in these rows as of nothing read."""
-    notes, fresh = state.control.prompt, config.fresh_prompt()
-    assert notes is not None and fresh is not None
     begins = (chunk.start == 0) & (chunk.count > 0)
     slot = jnp.where(begins, chunk.slot, config.num_slots)
-    return jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), notes, fresh)
+    return jax.tree.map(
+        lambda old, new: old.at[slot].set(new, mode="drop"), state.control.prompt, config.fresh_prompt()
+    )

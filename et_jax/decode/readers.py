@@ -196,14 +196,15 @@ class SelectedOfLayer:
             known = shares_after(chosen, blocks, block_lse.reshape(*grouped.shape[:3], -1)).reshape(mass.shape)
             mass = known if self.refresh_every == 1 else jnp.where(self.fresh[:, None, None], known, mass)
         if self.residual:
-            assert cached.summary is not None  # `select` has looked at it
             d = plant.model.head_dim
-            values = cached.summary.mean[:, chunk.table].swapaxes(0, 1)[..., d : 2 * d]
+            values = cached.summaries.mean[:, chunk.table].swapaxes(0, 1)[..., d : 2 * d]
             whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
             out = whole.astype(out.dtype).reshape(out.shape)
         entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
-        kept = self.kept_mass if self.min_context is None else jnp.where(self._short(lengths), 1.0, self.kept_mass)
+        kept = (
+            self.kept_mass if self.min_context is None else jnp.where(lengths < self.min_context, 1.0, self.kept_mass)
+        )
         looked = Looked(
             kept_mass=jnp.where(scored, least_share_read(chosen, blocks, log_read), kept),
             summaries_read=jnp.where(scored, summaries, 0),
@@ -249,12 +250,9 @@ class SelectedOfLayer:
             again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
             opened = jnp.where(self.fresh[:, None, None], opened, again)
         if self.min_context is not None:
-            opened = jnp.where(self._short(blocks.length)[:, None, None], blocks.readable[:, None], opened)
+            short = blocks.length < self.min_context
+            opened = jnp.where(short[:, None, None], blocks.readable[:, None], opened)
         return replace(chosen, opened=opened)
-
-    def _short(self, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
-        assert self.min_context is not None
-        return lengths < self.min_context
 
 
 def _grouped(queries: Float[Array, "r h d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:

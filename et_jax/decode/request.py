@@ -21,7 +21,7 @@ class Request:
     `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
     prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
     that several continuations of one prompt differ. `logprobs` asks for alternatives. `text` are the prompt's
-    tokens, None where the decoder keeps no texts, and `num_drafted` the most to draft in a step.
+    tokens and `num_drafted` the most to draft in a step.
     """
 
     token: Int[Array, ""]
@@ -34,7 +34,7 @@ class Request:
     sampling: Sampling
     laws: Controller
     in_prompt: Bool[Array, " v"] | None
-    text: Int[Array, " n"] | None
+    text: Int[Array, " n"]
     num_drafted: Int[Array, ""]
 
 
@@ -96,12 +96,10 @@ def request(
         "logprobs": np.bool_(logprobs),
         "laws": law_numbers(laws),
         "in_prompt": in_prompt if config.penalties else None,
-        "text": None,
+        "text": np.zeros(config.max_length, np.int32),
         "num_drafted": np.int32(0),
     }
-    if config.keeps_text:
-        fields["text"] = np.zeros(config.max_length, np.int32)
-        fields["text"][: len(prompt)] = prompt
+    fields["text"][: len(prompt)] = prompt
     if config.draft is not None:
         most = config.draft.most
         fields["num_drafted"] = np.int32(most if num_drafted is None else min(num_drafted, most))

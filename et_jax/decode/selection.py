@@ -91,9 +91,7 @@ def view_of(
     `query` is float32 and scaled, `surprisal` that of every cached token. `backend` names the kernels that score the
     blocks. Raises ValueError for a cache without summaries.
     """
-    (b, k, _, d), stored = query.shape, cached.summary
-    if stored is None:
-        raise ValueError("cache: got one that keeps no summaries, by which selectors choose")
+    (b, k, _, d), stored = query.shape, cached.summaries
     score, middle, coded = _scores(query, cached, blocks, backend)
     held = jax.tree.map(lambda x: x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32), stored)
     tail = _tail(query, cached, blocks)
@@ -184,8 +182,7 @@ def _scores(
 ) -> tuple[Interval, Float[Array, "b k g n"], Interval | None]:
     """Return the range of every block's scores, its mean key's score, and what the key codes bound its log mass by."""
     b, k, g, d = query.shape
-    summary, queries = layer.summary, query.reshape(b, k * g, d)
-    assert summary is not None
+    summary, queries = layer.summaries, query.reshape(b, k * g, d)
     at = {"page_size": layer.pages.shape[2], "scale": 1.0, "backend": backend}
 
     def grouped(x: Float[Array, "b h n"]) -> Float[Array, "b k g n"]:

@@ -35,7 +35,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
     def put(tree: T, row: T) -> T:
         return jax.tree.map(lambda x, y: x.at[slot].set(y), tree, row)
 
-    counts, how = state.counts, config.draft
+    counts = state.counts
     if counts is not None:
         if request.in_prompt is None:
             raise ValueError("request.in_prompt: got None, wanted the prompt's tokens, because penalties are kept")
@@ -53,8 +53,8 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         logprobs=state.logprobs.at[slot].set(request.logprobs),
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
-        text=None if state.text is None else put(state.text, request.text),
-        draft=None if how is None else put(state.draft, draft.started(how.length, request.num_drafted)),
+        text=put(state.text, request.text),
+        draft=put(state.draft, draft.started(config.draft_length, request.num_drafted)),
         switch=put(state.switch, request.laws.switch_started()),
         laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),

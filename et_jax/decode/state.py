@@ -29,7 +29,7 @@ class DecodeState:
     tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
-    `draft` how its drafts fare; both are None where nothing is drafted. `plants` are what the models hold, whose pages
+    `draft` how its drafts fare. `plants` are what the models hold, whose pages
     are those of `table`: the model whose text it is, and the small one where there is one. Where they take turns,
     `switch` says which of them is active.
     """
@@ -45,8 +45,8 @@ class DecodeState:
     logprobs: Bool[Array, " b"]
     sampling: Sampling
     counts: TokenCounts | None
-    text: Int[Array, "b n"] | None
-    draft: DraftState | None
+    text: Int[Array, "b n"]
+    draft: DraftState
     switch: SwitchState | None
     laws: Controller
     signals: Signals
@@ -104,8 +104,8 @@ def empty(config: DecoderConfig) -> DecodeState:
         logprobs=jnp.zeros(b, bool),
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
-        text=integers(b, config.max_length) if config.keeps_text else None,
-        draft=None if config.draft is None else drafting_started(config.draft.length, integers(b)),
+        text=integers(b, config.max_length),
+        draft=drafting_started(config.draft_length, integers(b)),
         switch=jax.vmap(Controller.switch_started)(laws),
         laws=laws,
         signals=blank_signals((b,)),

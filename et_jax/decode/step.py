@@ -147,7 +147,6 @@ def reserve_drafts(
 
     Returns how many tokens each row drafts, as far as its sequence does at all.
     """
-    assert state.draft is not None
     wanted, left = rows.take((state.draft.length, state.limit - state.generated))
     count = drafting.allowed(rows.run, wanted, left, how.most)
     blocks = jnp.where(count > 0, (rows.position + count) // config.page_size + 1, 0)
@@ -162,7 +161,6 @@ def propose(
     """Guess the `count` tokens that follow the newest one of every row, or as many of them as there is a guess at."""
     if how.drafter is None:
         return drafter.draft(config, how, weights, state, rows, count)
-    assert state.text is not None
     token = how.drafter(rows.take(state.text), rows.position, how.most)
     guessed = jnp.sum(jnp.cumprod(token >= 0, axis=1), axis=1, dtype=jnp.int32)
     return state, Drafts(token=jnp.maximum(token, 0), count=jnp.minimum(count, guessed))

@@ -57,7 +57,6 @@ def extend_active(
         state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
         done = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read)
         return state, logits, stats, (done,), None
-    assert state.text is not None
     table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(_num_cached(state))
 
     def caught_up(index: int, plants: tuple[PlantState, ...], rows: Rows) -> tuple:

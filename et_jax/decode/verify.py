@@ -119,7 +119,6 @@ def verify(
     _, after, outputs, _, accepted = jax.lax.while_loop(more, go_on, (jnp.int32(0), light, outputs, rows.run, nothing))
     told = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
     outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in told.items()})
-    assert after.draft is not None
     own = jax.vmap(partial(lengths.updated, drafting.length))
     entropies = rows.take(after.signals).entropy
     draft = own(rows.take(after.draft), rows.run, drafts.count, accepted, entropies)
@@ -216,14 +215,11 @@ def commit(
     counts = state.counts
     if counts is not None:
         counts = sampling.count(counts, rows.slot, sampled.token, verdict.produced)
-    text = state.text
-    if text is not None:
-        slot = jnp.arange(text.shape[0]) if rows.slot is None else rows.slot
-        place = jnp.where(verdict.produced, rows.position + 1, text.shape[1])
-        text = text.at[slot, place].set(sampled.token, mode="drop")
+    slot = jnp.arange(len(state.text)) if rows.slot is None else rows.slot
+    place = jnp.where(verdict.produced, rows.position + 1, state.text.shape[1])
     return replace(
         state,
-        text=text,
+        text=state.text.at[slot, place].set(sampled.token, mode="drop"),
         token=token,
         length=length,
         generated=generated,
