@@ -81,7 +81,7 @@ def disturb(model: str, source: Path, output: Path, count: int, kills: int) -> N
 @pytest.mark.parametrize(
     ("model", "count", "kills", "max_tokens"),
     [
-        ("paper", 500, 4, 8),
+        pytest.param("paper", 500, 4, 8, marks=pytest.mark.slow),
         pytest.param("bundled", 40, 2, 6, marks=pytest.mark.slow),
         pytest.param("bundled", 500, 10, 6, marks=pytest.mark.slow),
     ],

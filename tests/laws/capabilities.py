@@ -157,7 +157,7 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
-    *("adaptive", "adaptive, lookup"),
+    *("paper", "adaptive", "adaptive, lookup", "ead", "budget"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 

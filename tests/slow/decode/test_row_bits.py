@@ -42,7 +42,7 @@ SETTINGS = (
     {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2},
     {"presence_penalty": 0.5, "frequency_penalty": 0.2},
 )
-MANY = (2, 3, 17, 18, 36, 144)  # over borders at which XLA multiplies and adds in another way
+MANY = (2, 3, 18, 144)  # over borders at which XLA multiplies and adds in another way
 
 
 @functools.cache
