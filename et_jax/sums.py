@@ -46,11 +46,11 @@ def rounded(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.lax.optimization_barrier(x)
 
 
-def log_sum_exp(x: Float[Array, "*b n"]) -> Float[Array, "*b"]:
-    """Return log sum e^x over the last axis; -inf where all of it is."""
-    peak = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+def log_sum_exp(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
+    """Return log sum e^x over an axis; -inf where all of it is."""
+    peak = jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
-    return jnp.log(total(jnp.exp(x - peak))) + peak[..., 0]
+    return jnp.log(total(jnp.exp(x - peak), axis)) + jnp.squeeze(peak, axis)
 
 
 def log_softmax(x: Float[Array, "*b n"]) -> Float[Array, "*b n"]:

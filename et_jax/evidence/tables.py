@@ -129,6 +129,47 @@ def pruning_cost(cases: Sequence[Case]) -> str:
     return table(["tokens", "way", "ms a step", "over off", "blocks read", "bytes moved"], lines)
 
 
+def steps(cases: Sequence[Case]) -> str:
+    """Return milliseconds a step and over reading everything, and the share read, by model, rows, length and preset.
+
+    A second table has the length from which on each preset is no slower than `off` at all lengths measured.
+    """
+    lines = [
+        [case["model"], case["rows"], case["length"], *(way[key] for key in WAY)]
+        for case in cases
+        for way in case["ways"]
+    ]
+    whole = table(["model", "rows", "tokens", "control", "ms a step", "over off", "blocks read"], lines)
+    settings = dict.fromkeys((case["model"], case["rows"]) for case in cases)
+    controls = list(dict.fromkeys(way["control"] for case in cases for way in case["ways"] if way["control"] != "off"))
+    starts = [
+        [model, rows, *(pays_from(cases, model, rows, control) or "never" for control in controls)]
+        for model, rows in settings
+    ]
+    return f"{whole}\n\n{table(['model', 'rows', *(f'{control} from' for control in controls)], starts)}"
+
+
+WAY = ("control", "milliseconds", "over_off", "share_read")
+NO_SLOWER = 1.03  # of the time of `off`: what lies below is noise
+
+
+def pays_from(cases: Sequence[Case], model: str, rows: int, control: str) -> int | None:
+    """Return the least length measured from which on a preset is no slower than `off`; None where it never is."""
+    ratios = {
+        case["length"]: way["over_off"]
+        for case in cases
+        if (case["model"], case["rows"]) == (model, rows)
+        for way in case["ways"]
+        if way["control"] == control
+    }
+    found = None
+    for length in sorted(ratios, reverse=True):
+        if ratios[length] > NO_SLOWER:
+            break
+        found = length
+    return found
+
+
 def right(line: Case) -> str | None:
     """Return right answers, with a star where fewer than by chance; None where there are none."""
     if "missed" in line:
