@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         help="how many: by what was accepted (default), by how certain the model is, or as many as that",
     )
     machine = p.add_argument_group("model and memory")
-    machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    flags.add_weights(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
     machine.add_argument("--max-model-len", type=int, help="prompt and text together, in tokens")
     machine.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default --n; with --input 8)")

@@ -26,8 +26,8 @@ from et_jax.errors import UsageError
 from et_jax.io import checksums
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.models.config import ModelConfig
-from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.encodings import FLOATS, WEIGHT, Encoding, Part, Scaled, encoding_of
+from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
 from et_jax.models.transformer import Params, describe
 from et_jax.models.weights import QUANTIZED, Dense, Int8, is_weight, nodes, path_of_weight, quantized, to_int8
@@ -299,9 +299,7 @@ def _headers(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _check(
-    config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], encoding: Encoding | None
-) -> Tensors:
+def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], encoding: Encoding | None) -> Tensors:
     """Return every weight that the model is read from, by its own name, all of them checked.
 
     Only the embedding of a model without a head may be kept under another, the head's.
@@ -348,14 +346,12 @@ def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
     """Return a tensor of the files. Raises UsageError where it is not there, or is not what it is to be."""
     if name not in tensors:
         raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
-    one, [shape, *others] = tensors[name], part.shapes
+    one = tensors[name]
     if one.shape not in part.shapes:
-        wanted = f"{list(shape)} by config.json"
+        wanted = f"{list(part.shapes[0])} by config.json"
         raise UsageError(f"{one.file}: tensor {name} has shape {list(one.shape)} but {wanted}; use files of one model.")
     if one.stored not in part.stored:
-        raise UsageError(
-            f"{one.file}: tensor {name} is stored as {one.stored}; use a {', '.join(part.stored)} model."
-        )
+        raise UsageError(f"{one.file}: tensor {name} is stored as {one.stored}; use a {', '.join(part.stored)} model.")
     return one
 
 

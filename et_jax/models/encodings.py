@@ -70,8 +70,8 @@ class Packed:
     """Whole numbers of `bits` bits, 32 // bits of them in a word, less a zero point and times a scale for each group.
 
     A group is `group` inputs of an output, None all of them. By `layout`, "gptq" packs along the inputs and tells the
-    group of each; its zero points are one too low, in "gptq_v2" they are not. "awq" packs along the outputs, in an order
-    of its own. "words", of compressed-tensors, packs along the inputs with the middle of the range for zero.
+    group of each; its zero points are one too low, in "gptq_v2" they are not. "awq" packs along the outputs, in an
+    order of its own. "words", of compressed-tensors, packs along the inputs with the middle of the range for zero.
     """
 
     layout: Literal["gptq", "gptq_v2", "awq", "words"]
@@ -105,7 +105,10 @@ class Packed:
         return found if self.layout == "awq" else found | {"g_idx": Part(("I32",), ((i,),))}
 
     def decode(self, parts: Mapping[str, np.ndarray], shape: Shape) -> Float[np.ndarray, "o i"]:
-        """Return the numbers that the tensors of a weight stand for, float32. Raises UsageError for groups that are not there."""
+        """Return the numbers that the tensors of a weight stand for, float32.
+
+        Raises UsageError for a group that is not there.
+        """
         (o, i), middle = shape, 1 << (self.bits - 1)
         groups = np.arange(i) // (self.group or i)
         if self.layout == "words":

@@ -65,8 +65,8 @@ class Dense:
 class Int8:
     """A weight matrix as whole numbers of 8 bits, stored [out, in], and a float32 `scale` for each output.
 
-    The number that entry [o, i] stands for is `array[o, i] * scale[o]`. `dtype` is that of the rows that `rows` returns,
-    and of the model's other numbers.
+    The number that entry [o, i] stands for is `array[o, i] * scale[o]`. `dtype` is that of the rows that `rows`
+    returns, and of the model's other numbers.
     """
 
     array: Int[Array | np.ndarray, "*l o i"]
