@@ -181,7 +181,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     hay = "invented sentences" if args.haystack is None else Path(args.haystack).name
     about = {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
-    return about | flags.given(args, KNOBS + flags.CACHE)
+    return about | flags.given(args, (*KNOBS, *flags.CACHE, "quantize"))
 
 
 def _write(path: str | None, report: dict[str, Any]) -> None:

@@ -399,7 +399,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
     given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*KNOBS, *flags.CACHE, "draft", "small"))
+    given |= flags.given(args, (*KNOBS, *flags.CACHE, "quantize", "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
 

@@ -194,10 +194,10 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
     half, of_one_dtype = jnp.bfloat16, isinstance(config.model, ModuleModel)
     if not of_one_dtype and _is_wide(config.weights_dtype) and fits(replace(config, dtype=half, cache_dtype=half)):
         remedies.append("take bfloat16")
-    if not of_one_dtype and config.quantize is None and fits(replace(config, quantize="int8")):
-        remedies.append("take quantize int8")
     if _is_wide(config.cache_dtype) and fits(replace(config, dtype=config.weights_dtype, cache_dtype=half)):
         remedies.append("take cache_dtype bfloat16")
+    if not of_one_dtype and config.quantize is None and fits(replace(config, quantize="int8")):
+        remedies.append("take quantize int8")
     if fits(with_slots(2)):
         remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")
     if num_pages is None and fits(with_length(config.prefill_batch)):
