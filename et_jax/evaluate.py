@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", help="a file of JSON lines for the tasks that are read, not generated")
     flags.add_control(p, PRESETS)
     machine = p.add_argument_group("model and memory")
-    machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    flags.add_weights(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
     flags.add_cache(machine)
     machine.add_argument("--batch", type=int, default=8, help="prompts decoded together (default 8)")
@@ -106,6 +106,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     model = load(
         args.model,
         dtype=args.dtype,
+        quantize=args.quantize,
         cache_dtype=args.cache_dtype,
         page_size=args.page_size,
         max_num_seqs=args.batch,
@@ -180,7 +181,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     hay = "invented sentences" if args.haystack is None else Path(args.haystack).name
     about = {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
-    return about | flags.given(args, KNOBS + flags.CACHE)
+    return about | flags.given(args, (*KNOBS, *flags.CACHE, "quantize"))
 
 
 def _write(path: str | None, report: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         help="how many: by what was accepted (default), by how certain the model is, or as many as that",
     )
     machine = p.add_argument_group("model and memory")
-    machine.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    flags.add_weights(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
     machine.add_argument("--max-model-len", type=int, help="prompt and text together, in tokens")
     machine.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default --n; with --input 8)")
@@ -399,7 +399,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
     given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*KNOBS, *flags.CACHE, "draft", "small"))
+    given |= flags.given(args, (*KNOBS, *flags.CACHE, "quantize", "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
 

@@ -58,7 +58,12 @@ CONTROLS: dict[str, Controller] = {
 LENGTHS = {"bundled": (128, 480, 1900), "shape": (128, 512, 2048, 8192, 16384)}
 ROWS = {"bundled": (1, 16), "shape": (2, 16)}
 CAPACITIES = (2304, 16640)  # tokens that fit a slot of the shape: the least of these that hold the length
-TOLERANCES = {"paper": 0.05, "guarded": 0.05, "certified": 0.9, "adaptive": 0.1}  # of the shape: 6 to 9% are read at 2,048
+TOLERANCES = {
+    "paper": 0.05,
+    "guarded": 0.05,
+    "certified": 0.9,
+    "adaptive": 0.1,
+}  # of the shape: 6 to 9% are read at 2,048
 OUTSTANDING = 1 / 256  # of the random keys stand out, and are so many times as long
 LONGER = 24.0
 PIECE = 256  # tokens written in a call

@@ -76,6 +76,9 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "report": ("report.json", lambda found: tables.rows(found["rows"])),
 }
+QUANTIZED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "quantize": ("quantize.json", lambda found: tables.quantized(found["quality"], found["speed"])),
+}
 SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", tables.ray)}
 DOCUMENTS = {
     "measurements.md": CONTROL,
@@ -85,6 +88,7 @@ DOCUMENTS = {
     "entropyinfer.md": ENTROPYINFER,
     "reports.md": REPORTS,
     "scale.md": SCALE,
+    "quantized.md": QUANTIZED,
 }
 
 
@@ -146,6 +150,7 @@ def main() -> int:
             ("bench_drafting",),
             ("bench_prefill",),
             ("bench_compression",),
+            ("bench_quantize", "--text", args.case[0][1]),
             ("bench_report",),
             ("bench_ray",),
         ):

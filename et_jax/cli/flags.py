@@ -33,6 +33,16 @@ def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> 
     control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
 
 
+def add_weights(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of what the weights are held in."""
+    group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    group.add_argument(
+        "--quantize",
+        choices=["int8"],
+        help="hold matrices in 8 bits, and round what they are multiplied with to 8 bits (default: in --dtype)",
+    )
+
+
 def add_cache(group: argparse._ArgumentGroup) -> None:
     """Add the flags of what the cache keeps, and in which dtype."""
     group.add_argument(

@@ -42,7 +42,8 @@ class DecoderConfig:
     too; and under a budget the last query of each segment says how much of its attention was on the blocks read. A
     budget's segments are chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it,
     always. With `tell_reads` outputs tell what every layer and KV head read. Keys and values are kept in
-    `cache_dtype`; `dtype` is that of the weights and of queries, None where it is the same.
+    `cache_dtype`; `dtype` is that of the weights and of queries, None where it is the same. Matrices are held in the
+    form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`.
     """
 
     model: ModelShape
@@ -57,6 +58,7 @@ class DecoderConfig:
     cache_dtype: DTypeLike
     backend: str
     dtype: DTypeLike | None = None
+    quantize: str | None = None
     num_logprobs: int = 0
     num_stop_ids: int = 8
     penalties: bool = False

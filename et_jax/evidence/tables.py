@@ -177,6 +177,36 @@ def right(line: Case) -> str | None:
     return f"{line['right']}{'*' if line['p'] < 0.05 else ''}"
 
 
+def quantized(quality: Case, speed: Sequence[Case]) -> str:
+    """Return what a model in 8 bits knows and how fast it is, beside one in bfloat16; a star as in `right`."""
+    tasks, more = quality["questions"], quality["nats_more"]
+    plain, _ = quality["kinds"]
+    known = [
+        [
+            one["kind"],
+            one["bytes"] / 1e6,
+            f"{one['perplexity']:.3f}",
+            *[f"{one['right'][task]}{'*' if one is not plain and quality['p'][task] < 0.05 else ''}" for task in tasks],
+        ]
+        for one in quality["kinds"]
+    ]
+    header = ["weights", "MB", "perplexity", *[f"{task} (of {count})" for task, count in tasks.items()]]
+    timed = [
+        [
+            {"decode": f"a step of {line['size']} rows", "prefill": f"a prompt of {line['size']}"}[line["what"]],
+            *line["tokens_per_second"].values(),
+            f"{line['ratio']:.2f}",
+            f"{min(line['ratios']):.2f} to {max(line['ratios']):.2f}",
+        ]
+        for line in speed
+    ]
+    return (
+        f"{table(header, known)}\n\nNats a token more in 8 bits: {more['mean']:.4f} ({more['low']:.4f} to "
+        f"{more['high']:.4f}, 95%).\n\n"
+        + table(["", "tokens/s, bfloat16", "tokens/s, int8", "ratio", "over the turns"], timed)
+    )
+
+
 def temperature(models: Sequence[Case], target: float) -> str:
     """Return every law's figures at one target, for each model."""
     header = ["law", "gain", "mean H", "mean deviation", "mean surprisal", "mean T", "T from", "to", "T at a bound"]

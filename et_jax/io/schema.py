@@ -92,6 +92,40 @@ class ConfigFile(KindFile, kw_only=True):
     torch_dtype: str | None = None
 
 
+class SchemeFile(msgspec.Struct):
+    """How compressed-tensors stores the weights of a group of layers."""
+
+    num_bits: Size
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: list[Size] | None = None
+
+
+class GroupFile(msgspec.Struct):
+    """A group of layers whose weights compressed-tensors stores alike."""
+
+    weights: SchemeFile | None = None
+
+
+class QuantizationFile(msgspec.Struct):
+    """The quantization_config of config.json, as all methods write it."""
+
+    quant_method: str | None = None
+    format: str | None = None
+    config_groups: dict[str, GroupFile] | None = None
+    sparsity_config: dict[str, Any] | None = None
+    weight_block_size: list[Size] | None = None
+    bits: Size | None = None
+    w_bit: Size | None = None
+    group_size: int | None = None
+    q_group_size: int | None = None
+    checkpoint_format: str | None = None
+    version: str | None = None
+    zero_point: bool | None = None
+
+
 class GenerationFile(msgspec.Struct):
     """generation_config.json, and of config.json what a tokenizer wants to know."""
 

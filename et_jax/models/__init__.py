@@ -2,6 +2,7 @@
 
     hub -> checkpoint -> transformer -> layers -> weights, config
                       -> families -> sources, config
+                      -> encodings
            module_reading -> module -> calls, config
 
 `model` is what the decoder asks of either: the transformer of this package, or a `module` of the caller's own, which

@@ -4,7 +4,8 @@
 read, and the name, shape and dtype of every tensor before the first one is.
 
 A tensor that the configuration does not call for is an error, since dropping it (a bias, a norm, a
-layer) would change the text; only the ones in `INERT` are passed over.
+layer) would change the text; only the ones in `INERT` are passed over, and beside quantised weights those of
+`ACTIVATIONS` and biases of zeros, which some tools write.
 """
 
 import json
@@ -25,15 +26,18 @@ from et_jax.errors import UsageError
 from et_jax.io import checksums
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.models.config import ModelConfig
+from et_jax.models.encodings import FLOATS, WEIGHT, Encoding, Part, Scaled, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
 from et_jax.models.transformer import Params, describe
-from et_jax.models.weights import path_of_weight
+from et_jax.models.weights import QUANTIZED, Dense, Int8, is_weight, nodes, path_of_weight, quantized, to_int8
 
 INERT = re.compile(r"rotary_emb\.inv_freq$")
+ACTIVATIONS = re.compile(r"\.(input_scale|activation_scale|[kqv]_scale|weight_shape)$")
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 STORED_NAMES = {"bfloat16": "BF16", "float32": "F32"}
 STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
+FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn}
 CONVERTED = "orbax"
 
 
@@ -44,6 +48,18 @@ class Stored(NamedTuple):
     name: str
     stored: str
     shape: tuple[int, ...]
+
+
+class Encoded(NamedTuple):
+    """A weight that is stored as several tensors, `parts` by the last words of their names."""
+
+    encoding: Encoding
+    parts: Mapping[str, Stored]
+    shape: tuple[int, ...]
+
+
+Tensors = Mapping[str, Stored | Encoded]
+"""The weights that a model is read from, by the names that their tensors have as floats."""
 
 
 def sources_of(config: ModelConfig) -> Sources:
@@ -81,38 +97,51 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     Converted weights are compared when they are restored.
     """
     if not (folder / CONVERTED).is_dir():
-        _check(config, sources_of(config), _headers(folder))
+        _check(config, sources_of(config), _headers(folder), _encoding(folder))
 
 
 def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
     """Return the dtype that `load` will most likely give the weights, from config.json alone."""
     values = read_json(folder / "config.json")
     said = str(values.get("dtype") or values.get("torch_dtype"))
-    return DTYPES.get(dtype, STORED.get(STORED_NAMES.get(said, said), jnp.float32))
+    return _dtype(dtype, STORED_NAMES.get(said, said), _encoding(folder))
 
 
-def load(folder: str | Path, dtype: str = "auto") -> tuple[ModelConfig, Params]:
+def load(folder: str | Path, dtype: str = "auto", quantize: str | None = None) -> tuple[ModelConfig, Params]:
     """Return the configuration and the weights in `folder`, cast once to `dtype`, on the default device.
 
-    `auto` keeps the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32).
-    One tensor at a time passes through host memory. Raises UsageError naming the file or the tensor that
-    is absent, damaged or of another shape.
+    `auto` keeps the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32); of weights
+    that are stored quantised it is bfloat16. With `quantize` "int8" matrices are `Int8`: those that are stored so, by
+    output, as they lie, and others rounded from what is stored. One leaf at a time passes through host memory, but
+    that converted weights are restored whole. Raises UsageError naming the file or the tensor that is absent, damaged
+    or of another shape.
     """
     folder = Path(folder)
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"dtype {dtype} is not supported; use auto, {' or '.join(DTYPES)}.")
+    if quantize not in (None, *QUANTIZED):
+        raise UsageError(f"quantize {quantize} is not supported; use {' or '.join(QUANTIZED)}, or leave it out.")
     config = read_config(folder)
     if (folder / CONVERTED).is_dir():
-        return config, _restore(folder, config, dtype)
-    sources = sources_of(config)
-    tensors = _check(config, sources, _headers(folder))
-    target = DTYPES.get(dtype, STORED[tensors[_embedding(sources)].stored])
+        return config, _restore(folder, config, dtype, quantize)
+    sources, encoding = sources_of(config), _encoding(folder)
+    tensors = _check(config, sources, _headers(folder), encoding)
+    target = _dtype(dtype, _stored_as(tensors[_embedding(sources)]), encoding)
+
+    def node(described: Any, source: Source) -> Any:
+        if not is_weight(described):
+            return source.read(read, target)
+        return Dense(array=source.read(read, target)) if quantize is None else _int8(source, tensors, target)
 
     def read(piece: Piece) -> np.ndarray:
         return _read(tensors[piece.tensor], piece)
 
-    leaves = [jax.block_until_ready(jax.device_put(one.read(read, target))) for one in sources.values()]
-    return config, jax.tree.structure(describe(config)).unflatten(leaves)
+    kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
+    found = [
+        jax.block_until_ready(jax.device_put(node(kind, source)))
+        for kind, source in zip(kinds, sources.values(), strict=True)
+    ]
+    return config, structure.unflatten(found)
 
 
 def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) -> None:
@@ -147,8 +176,8 @@ def restore_converted(path: str | Path) -> tuple[ModelConfig, Params]:
     return config, _restore(path, config, "auto")
 
 
-def _restore(path: Path, config: ModelConfig, dtype: str) -> Params:
-    """Return converted weights, cast to `dtype`, checked as those of a Hugging Face folder are."""
+def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None = None) -> Params:
+    """Return converted weights, cast to `dtype` or quantised, checked as those of a Hugging Face folder are."""
     import orbax.checkpoint
 
     folder = path.absolute() / CONVERTED
@@ -163,17 +192,51 @@ def _restore(path: Path, config: ModelConfig, dtype: str) -> Params:
             for name, m in metadata.items()
         }
         sources = sources_of(config)
-        tensors = _check(config, sources, found)
-        target = DTYPES.get(dtype, STORED[tensors[_embedding(sources)].stored])
+        tensors = _check(config, sources, found, None)
+        target = _dtype(dtype, _stored_as(tensors[_embedding(sources)]), None)
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+        def read_as(name: str) -> DTypeLike:
+            return target if quantize is None else STORED[_stored_as(tensors[name])]
+
         wanted = {
-            name: jax.ShapeDtypeStruct(shape, target, sharding=sharding)
+            name: jax.ShapeDtypeStruct(shape, read_as(name), sharding=sharding)
             for name, shape in tensor_shapes(sources).items()
         }
         try:
-            return assemble(config, checkpointer.restore(folder, wanted))
+            params = assemble(config, checkpointer.restore(folder, wanted))
         except (OSError, ValueError) as error:
             raise UsageError(f"{folder} is damaged; convert the model again.") from error
+    return params if quantize is None else quantized(params, target)
+
+
+def _encoding(folder: Path) -> Encoding | None:
+    """Return how the matrices of a folder are stored, None where they are floats."""
+    file = folder / "config.json"
+    return encoding_of(read_json(file).get("quantization_config"), str(file))
+
+
+def _dtype(asked: str, embedding: str, encoding: Encoding | None) -> DTypeLike:
+    """Return the dtype of a model's floats, whose embedding is stored as `embedding`."""
+    usual = STORED.get(embedding, jnp.float32) if encoding is None else jnp.bfloat16
+    return DTYPES.get(asked, usual)
+
+
+def _stored_as(tensor: Stored | Encoded) -> str:
+    """Return the dtype of a tensor, that of the numbers of one that is encoded, in the words of safetensors."""
+    return tensor.stored if isinstance(tensor, Stored) else "F32"
+
+
+def _int8(source: Source, tensors: Tensors, dtype: DTypeLike) -> Int8:
+    """Return a leaf in 8 bits: as it is stored, where it is one weight of such numbers by output, or rounded."""
+    stored = [tensors[piece.tensor] for piece in source.pieces]
+    first, encoding = stored[0], getattr(stored[0], "encoding", None)
+    if isinstance(first, Encoded) and isinstance(encoding, Scaled) and encoding.by_output and source.is_whole:
+        parts = {name: _read_whole(part) for name, part in first.parts.items()}
+        scale = parts[encoding.scale].astype(np.float32).reshape(-1)
+        return Int8(array=parts[WEIGHT], scale=scale, dtype=np.dtype(dtype))
+    wide = jnp.bfloat16 if all(_stored_as(one) == "BF16" for one in stored) else np.float32
+    return to_int8(source.read(lambda piece: _read(tensors[piece.tensor], piece), wide), dtype)
 
 
 def _write_config(folder: Path, config: ModelConfig, params: Params) -> None:
@@ -209,7 +272,9 @@ def _shard_name(name: str, index: Path) -> str:
 
 
 def _tensors(config: ModelConfig, params: Params) -> dict[str, Any]:
-    """Return weights as the tensors that they are kept as in files."""
+    """Return weights as the tensors that they are kept as in files. Raises ValueError for quantised ones."""
+    if any(isinstance(node, Int8) for node in nodes(params)):
+        raise ValueError("params: got weights in 8 bits, wanted floats; quantise them when they are loaded")
     sources = sources_of(config)
     return tensors_of(sources, dict(zip(sources, jax.tree.leaves(params), strict=True)))
 
@@ -234,30 +299,65 @@ def _headers(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return every tensor that the model is read from, by its own name, all of them checked.
+def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], encoding: Encoding | None) -> Tensors:
+    """Return every weight that the model is read from, by its own name, all of them checked.
 
     Only the embedding of a model without a head may be kept under another, the head's.
     """
     embedding, head = _embedding(sources), family_of(config).head
-    found = {}
+    found: dict[str, Stored | Encoded] = {}
     for name, shape in tensor_shapes(sources).items():
         kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
-        if kept not in tensors:
-            raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
-        one = found[name] = tensors[kept]
-        if one.shape != shape:
-            wanted = f"{list(shape)} by config.json"
-            raise UsageError(
-                f"{one.file}: tensor {kept} has shape {list(one.shape)} but {wanted}; use files of one model."
-            )
-        if one.stored not in STORED:
-            raise UsageError(f"{one.file}: tensor {kept} is stored as {one.stored}; use a {', '.join(STORED)} model.")
+        parts = _parts(kept, shape, tensors, encoding)
+        if parts is None:
+            found[name] = _checked(kept, Part(tuple(STORED), (shape,)), tensors)
+        else:
+            checked = {last: _checked(_beside(kept, last), part, tensors) for last, part in parts.items()}
+            found[name] = Encoded(encoding, checked, shape)
     inert = {head} if config.tie_embeddings else set()
-    for name in sorted(tensors.keys() - {one.name for one in found.values()} - inert):
-        if not INERT.search(name):
+    used = {one.name for weight in found.values() for one in _stored(weight)}
+    for name in sorted(tensors.keys() - used - inert):
+        passed = INERT.search(name) or (encoding and (ACTIVATIONS.search(name) or _is_zero_bias(tensors[name])))
+        if not passed:
             raise UsageError(f"{tensors[name].file}: tensor {name} has no place in this {config.architecture} model.")
     return found
+
+
+def _parts(
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], encoding: Encoding | None
+) -> Mapping[str, Part] | None:
+    """Return the tensors that stand for a weight that is no vector, None where it is stored as floats."""
+    if encoding is None or len(shape) != 2 or not name.endswith(WEIGHT):
+        return None
+    parts = encoding.parts(shape)
+    first = _beside(name, next(iter(parts)))
+    return None if first not in tensors or tensors[first].stored in FLOATS else parts
+
+
+def _beside(name: str, last: str) -> str:
+    return name.removesuffix(WEIGHT) + last
+
+
+def _stored(weight: Stored | Encoded) -> list[Stored]:
+    return [weight] if isinstance(weight, Stored) else list(weight.parts.values())
+
+
+def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
+    """Return a tensor of the files. Raises UsageError where it is not there, or is not what it is to be."""
+    if name not in tensors:
+        raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
+    one = tensors[name]
+    if one.shape not in part.shapes:
+        wanted = f"{list(part.shapes[0])} by config.json"
+        raise UsageError(f"{one.file}: tensor {name} has shape {list(one.shape)} but {wanted}; use files of one model.")
+    if one.stored not in part.stored:
+        raise UsageError(f"{one.file}: tensor {name} is stored as {one.stored}; use a {', '.join(part.stored)} model.")
+    return one
+
+
+def _is_zero_bias(tensor: Stored) -> bool:
+    """Return whether a tensor is a bias that adds nothing. Nothing else is read of the files for it."""
+    return tensor.name.endswith(".bias") and tensor.stored in FLOATS and not np.any(_read_whole(tensor))
 
 
 def _open(file: Path) -> safe_open:
@@ -269,7 +369,27 @@ def _open(file: Path) -> safe_open:
         raise UsageError(f"{file} is truncated or damaged ({reason}); fetch it again.") from error
 
 
-def _read(tensor: Stored, piece: Piece) -> np.ndarray:
-    """Return a piece of a tensor. The file is mapped for this piece alone, so its pages go with it."""
+def _read(tensor: Stored | Encoded, piece: Piece) -> np.ndarray:
+    """Return a piece of a weight, as it is stored or in float32. Files are mapped for it alone, so their pages go."""
+    if isinstance(tensor, Encoded):
+        parts = {name: _read_whole(part) for name, part in tensor.parts.items()}
+        return piece.of(tensor.encoding.decode(parts, tensor.shape))
+    if piece.rows is None:
+        return _read_whole(tensor)
     with _open(tensor.file) as reader:
-        return reader.get_tensor(tensor.name) if piece.rows is None else piece.of(reader.get_slice(tensor.name))
+        return piece.of(reader.get_slice(tensor.name))
+
+
+def _read_whole(tensor: Stored) -> np.ndarray:
+    if tensor.stored in FLOAT8:
+        return _read_bytes(tensor).view(FLOAT8[tensor.stored]).reshape(tensor.shape)
+    with _open(tensor.file) as reader:
+        return reader.get_tensor(tensor.name)
+
+
+def _read_bytes(tensor: Stored) -> np.ndarray:
+    """Return the bytes of a tensor of a file that has been opened: the library gives no floats of 8 bits to NumPy."""
+    with tensor.file.open("rb") as reader:
+        length = int.from_bytes(reader.read(8), "little")
+        begin, end = json.loads(reader.read(length))[tensor.name]["data_offsets"]
+        return np.fromfile(reader, np.uint8, end - begin, offset=8 + length + begin - reader.tell())

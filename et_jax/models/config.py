@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from et_jax.errors import UsageError
 from et_jax.io.schema import FETCH, ConfigFile, RopeFile, checked, named
+from et_jax.models.encodings import encoding_of
 from et_jax.softmax import Softmax
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -82,8 +83,7 @@ def shared_config(file: ConfigFile, architecture: str, source: str) -> ModelConf
     for bias in ("attention_bias", "mlp_bias"):
         if getattr(file, bias):
             raise UsageError(f"{source}: {bias} is not supported; use a model without it.")
-    if file.quantization_config:
-        raise UsageError(f"{source}: quantised weights are not supported; use the bfloat16 or float32 original.")
+    encoding_of(file.quantization_config, source)
 
     heads, layers, eos = file.num_attention_heads, file.num_hidden_layers, file.eos_token_id
     kv_heads = file.num_key_value_heads or heads

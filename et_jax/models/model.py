@@ -50,11 +50,14 @@ def num_multiplied(model: ModelShape) -> int:
     return model.num_multiplied if isinstance(model, ModuleModel) else transformer.num_multiplied(_built_in(model))
 
 
-def weight_bytes(model: ModelShape, dtype: DTypeLike) -> int:
-    """Return the bytes of a model's weights in `dtype`; a module has those that it has."""
+def weight_bytes(model: ModelShape, dtype: DTypeLike, quantize: str | None = None) -> int:
+    """Return the bytes of a model's weights in `dtype`, with `quantize` its matrices in that form.
+
+    A module has those that it has.
+    """
     if isinstance(model, ModuleModel):
         return model.weight_bytes
-    return transformer.weight_bytes(_built_in(model), dtype)
+    return transformer.weight_bytes(_built_in(model), dtype, quantize)
 
 
 def token_numbers(model: ModelShape) -> int:

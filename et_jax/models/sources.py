@@ -49,6 +49,11 @@ class Source:
         counts = [end - begin for begin, end in (piece.span for piece in self.pieces)]
         return (len(counts), counts[0], *width) if self.stacked else (sum(counts), *width)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the leaf is one whole tensor."""
+        return len(self.pieces) == 1 and not self.stacked and self.pieces[0].rows is None
+
     def parts(self, leaf: Any) -> list[Any]:
         """Return the part of a leaf that each piece holds, in turn: views, if it is an array of NumPy."""
         if len(self.pieces) == 1 and not self.stacked:

@@ -7,12 +7,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
-from et_jax.models.weights import Dense, Weight, num_bytes, num_numbers
+from et_jax.models.weights import Dense, Int8, Weight, is_weight, num_bytes, num_numbers
 from et_jax.softmax import Softmax
 from et_jax.types import pytree
 
@@ -138,9 +139,22 @@ def describe(config: ModelConfig) -> Params:
     )
 
 
-def abstract(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Return the shapes of a model's weights in `dtype`, as a tree of `jax.ShapeDtypeStruct`."""
-    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), describe(config))
+def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None) -> Params:
+    """Return the shapes of a model's weights in `dtype`, as a tree of `jax.ShapeDtypeStruct`.
+
+    With `quantize` its matrices are in that form.
+    """
+
+    def shape(node: Dense | WeightSpec) -> Any:
+        if quantize is None or not isinstance(node, Dense):
+            return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), node)
+        array, scale = (
+            jax.ShapeDtypeStruct(shape, kind)
+            for shape, kind in ((node.shape, jnp.int8), (node.shape[:-1], jnp.float32))
+        )
+        return _unchecked(Int8, array=array, scale=scale, dtype=np.dtype(dtype))
+
+    return jax.tree.map(shape, describe(config), is_leaf=is_weight)
 
 
 def num_weights(config: ModelConfig) -> int:
@@ -148,9 +162,9 @@ def num_weights(config: ModelConfig) -> int:
     return _sum_over_layers(config, describe, num_numbers)
 
 
-def weight_bytes(config: ModelConfig, dtype: DTypeLike) -> int:
-    """Return the bytes that a model of this configuration holds in `dtype`."""
-    return _sum_over_layers(config, lambda one: abstract(one, dtype), num_bytes)
+def weight_bytes(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None) -> int:
+    """Return the bytes that a model of this configuration holds in `dtype`, its matrices as `quantize` says."""
+    return _sum_over_layers(config, lambda one: abstract(one, dtype, quantize), num_bytes)
 
 
 def _sum_over_layers(config: ModelConfig, tree: Callable[[ModelConfig], Params], count: Callable[[Any], int]) -> int:

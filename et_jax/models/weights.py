@@ -11,9 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from et_jax.types import pytree
+from et_jax.types import pytree, static
+
+QUANTIZED = ("int8",)
+"""The forms, besides floats, in which weights may be held here."""
+
+_MOST = 127  # the range of int8 that is the same on both sides of 0
+_WIDEST = (2**31 - 1) // (_MOST * 128)  # inputs of a product whose sum fits 32 bits, if -128 is among the weights
+_ROWS = 1024  # of a matrix that are rounded at a time: float32 copies of a whole embedding would fill memory
 
 
 @pytree
@@ -53,13 +61,98 @@ class Dense:
         return self.array[ids]
 
 
-Weight = Dense
+@pytree
+class Int8:
+    """A weight matrix as whole numbers of 8 bits, stored [out, in], and a float32 `scale` for each output.
+
+    The number that entry [o, i] stands for is `array[o, i] * scale[o]`. `dtype` is that of the rows that `rows`
+    returns, and of the model's other numbers.
+    """
+
+    array: Int[Array | np.ndarray, "*l o i"]
+    scale: Float[Array | np.ndarray, "*l o"]
+    dtype: np.dtype = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, [out, in]."""
+        return self.array.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that a product reads, those of the scales among them."""
+        return sum(math.prod(part.shape) * part.dtype.itemsize for part in (self.array, self.scale))
+
+    def matmul(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
+        """Return `x @ weight.T` in float32, each row of `x` rounded to 8 bits too, by a scale of its own.
+
+        Products are of whole numbers and their sums of 32 bits, so that they are exact: the same row gives the same
+        bits alone and in any company. A row alone is multiplied twice, for which XLA on a CPU has a faster program.
+        """
+        whole, scale = rounded(x)
+        if alone := math.prod(whole.shape[:-1]) == 1:
+            whole = jnp.broadcast_to(whole.reshape(1, -1), (2, whole.shape[-1]))
+        sums = jnp.einsum("...i,oi->...o", whole, self.array, preferred_element_type=jnp.int32)
+        if alone:
+            sums = sums[0].reshape(*x.shape[:-1], -1)
+        return sums.astype(jnp.float32) * scale[..., None] * self.scale
+
+    def rows(self, ids: Int[Array, "*b"]) -> Float[Array, "*b i"]:
+        """Return the rows of these outputs in `dtype`: of an embedding, those of tokens."""
+        return (self.array[ids].astype(jnp.float32) * self.scale[ids][..., None]).astype(self.dtype)
+
+
+Weight = Dense | Int8
 """A weight of any kind that a model may hold."""
+
+
+def rounded(x: Float[Array, "*b i"]) -> tuple[Int[Array, "*b i"], Float[Array, "*b"]]:
+    """Return each row as whole numbers from -127 to 127, and the scales that take them back, float32.
+
+    A row that holds a NaN or an infinity has such a scale.
+    """
+    x = x.astype(jnp.float32)
+    # as bits: the largest of whole numbers is the same everywhere, where that of floats may lose a NaN on a CPU
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1)
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32) / _MOST
+    return jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None]).astype(jnp.int8), scale
+
+
+def to_int8(weight: Float[np.ndarray, "o i"], dtype: DTypeLike) -> Int8:
+    """Return a matrix in 8 bits: each output's numbers are rounded to 127ths of the largest of them.
+
+    Raises ValueError for rows so long that a sum of 32 bits might not hold a product with one.
+    """
+    if weight.shape[-1] > _WIDEST:
+        raise ValueError(f"weight: got {weight.shape[-1]} inputs, wanted at most {_WIDEST} for sums of 32 bits")
+    array, scale = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
+    for begin in range(0, len(weight), _ROWS):
+        part, rows = weight[begin : begin + _ROWS].astype(np.float32), slice(begin, begin + _ROWS)
+        scale[rows] = np.abs(part).max(axis=-1) / np.float32(_MOST)
+        with np.errstate(invalid="ignore"):  # of what is not finite: the scale says so
+            array[rows] = np.rint(part / np.where(scale[rows] > 0, scale[rows], 1)[:, None])
+    return Int8(array=array, scale=scale, dtype=np.dtype(dtype))
+
+
+def quantized(tree: Any, dtype: DTypeLike) -> Any:
+    """Return a tree of float weights with its matrices in 8 bits, and the arrays that are no part of one in `dtype`."""
+
+    def changed(node: Any) -> Any:
+        if is_weight(node):
+            return jax.device_put(to_int8(np.asarray(node.array), dtype))
+        return node.astype(dtype)
+
+    return jax.tree.map(changed, tree, is_leaf=is_weight)
 
 
 def nodes(tree: Any) -> list[Any]:
     """Return the weights of a tree, and the arrays that are no part of one, each with `shape` and `dtype`."""
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Weight))
+    return jax.tree.leaves(tree, is_leaf=is_weight)
+
+
+def is_weight(node: Any) -> bool:
+    """Return whether a node of a tree is a weight."""
+    return isinstance(node, Weight)
 
 
 def num_bytes(tree: Any) -> int:

@@ -20,6 +20,7 @@ from et_jax.decode.draft import Drafting, by_acceptance, lookup
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.models.weights import QUANTIZED
 from et_jax.pallas.backend import NAMES as BACKENDS
 
 LOOKUP = "lookup"  # drafts from the text itself; any other drafter is a model
@@ -49,6 +50,7 @@ class EngineConfig:
 
     name: str = "bundled"
     dtype: str = _decisive(AUTO)
+    quantize: str | None = _decisive(None)
     cache_dtype: str = _decisive(AUTO)
     page_size: int | None = _decisive(None)
     max_model_len: int | None = _decisive(None)
@@ -97,7 +99,7 @@ class EngineConfig:
             checked[name] = values.boolean(name, getattr(self, name))
         if self.cache_budget is not None and not isinstance(self.cache_budget, Compression):
             checked["cache_budget"] = _count("cache_budget", self.cache_budget)
-        for name, choices in (("cache_policy", POLICIES), ("draft_length", LENGTHS)):
+        for name, choices in (("quantize", QUANTIZED), ("cache_policy", POLICIES), ("draft_length", LENGTHS)):
             if getattr(self, name) is not None:
                 checked[name] = _choice(name, getattr(self, name), choices)
         if self.draft_tokens is not None:

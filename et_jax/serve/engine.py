@@ -23,6 +23,7 @@ def load(
     config: ModuleConfig | None = None,
     tokenizer: Any = None,
     dtype: str = "auto",
+    quantize: str | None = None,
     cache_dtype: str = "auto",
     page_size: int | None = None,
     max_model_len: int | None = None,
@@ -73,6 +74,10 @@ def load(
     swapped out without need, to prove that no text changes. `replicas` serve one queue side by side, each of
     all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
     host's work for one and the device's for another overlap.
+
+    With `quantize` "int8" matrices, those of a model beside it too, are held in 8 bits with a scale for each output,
+    and what they are multiplied with is rounded to 8 bits as well (docs/quantized.md). Without it, weights that are
+    stored quantised are decoded to `dtype`, of which "auto" is then bfloat16.
 
     `control` is a preset's name or a Controller (see `presets.preset`). `draft` "lookup" guesses up to `draft_tokens`
     (8) of a text's next tokens from what it read so before, and verifies them in one step: the text is the one it would

@@ -64,11 +64,11 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
     _check_others(settings, beside, read_config(folder), tokenizer, tell)
-    model, params = load_checkpoint(folder, settings.dtype)
+    model, params = load_checkpoint(folder, settings.dtype, settings.quantize)
     dtype, calibration = dtype_of(params), read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, others=others)
     check_measured(settings.name, config)
-    weights = params, *_others(beside, dtype, tell)
+    weights = params, *_others(beside, dtype, settings.quantize, tell)
     return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting)
 
 
@@ -83,6 +83,8 @@ def opened_module(
         raise UsageError(f"config is {shown(config)}; give a ModuleConfig(max_positions=...) with a module.")
     if settings.dtype != "auto":
         raise UsageError(f"dtype is {settings.dtype}; leave it out, for a module has the dtype that it was made with.")
+    if settings.quantize is not None:
+        raise UsageError(f"quantize is {settings.quantize}; leave it out, for a module's weights are run as they are.")
     _keep_programs(settings.compilation_cache, tell)
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
     beside = {name: resolve(name) for name in settings.others}
@@ -106,16 +108,16 @@ def opened_module(
     fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
     served = sizes(num_pages=fitting.num_pages)
     check_measured(settings.name, served)
-    every = weights, *_others(beside, model.dtype, tell)
+    every = weights, *_others(beside, model.dtype, None, tell)
     return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting)
 
 
-def _others(beside: dict[str, Path], dtype: DTypeLike, tell: Callable[[str], None]) -> Weights:
+def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tell: Callable[[str], None]) -> Weights:
     """The weights of the models beside the first, by their names and folders."""
     weights = []
     for name, folder in beside.items():
         tell(f"loading {name}, the small model")
-        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name)[1])
+        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize)[1])
     return tuple(weights)
 
 

@@ -242,7 +242,7 @@ class Model:
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
         c, d = self.config, self.decoder_config
-        weights = f"{num_bytes(self.params) / 1e6:.1f} MB {dtype_of(self.params)}"
+        weights = f"{num_bytes(self.params) / 1e6:.1f} MB {d.quantize or dtype_of(self.params)}"
         refusals = serving_backend(c, d.page_size, d.weights_dtype, d.cache_dtype)[1]
         return [
             f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",

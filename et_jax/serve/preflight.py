@@ -85,7 +85,8 @@ def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, re
 
 def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
     """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
-    weights, step = sum(weight_bytes(model, config.weights_dtype) for model in config.models), step_bytes(config)
+    dtype, quantize = config.weights_dtype, config.quantize
+    weights, step = sum(weight_bytes(model, dtype, quantize) for model in config.models), step_bytes(config)
     page, state = decoder_bytes(config)
     wanted = config.num_slots * config.blocks_per_slot + 1
     if num_pages is None:
@@ -161,7 +162,7 @@ def _most_rows(config: DecoderConfig) -> int:
 
 def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
     """Say what is needed, what there is, and the changes that would each be enough."""
-    dtype = jnp.dtype(config.weights_dtype).name
+    dtype = config.quantize or jnp.dtype(config.weights_dtype).name
     kept = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
     times = "" if found.replicas == 1 else f", for each of {found.replicas} replicas"
     said = (
@@ -195,6 +196,8 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
         remedies.append("take bfloat16")
     if _is_wide(config.cache_dtype) and fits(replace(config, dtype=config.weights_dtype, cache_dtype=half)):
         remedies.append("take cache_dtype bfloat16")
+    if not of_one_dtype and config.quantize is None and fits(replace(config, quantize="int8")):
+        remedies.append("take quantize int8")
     if fits(with_slots(2)):
         remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")
     if num_pages is None and fits(with_length(config.prefill_batch)):

@@ -77,6 +77,7 @@ def decoder_config(
         cache_dtype=cache_dtype,
         backend=settings.backend or serving_backend(model, page_size, dtype, cache_dtype)[0],
         dtype=dtype,
+        quantize=settings.quantize,
         num_logprobs=MAX_LOGPROBS,
         num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
         penalties=True,

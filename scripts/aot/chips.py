@@ -34,6 +34,7 @@ class Decoding:
     """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
 
     num_layers: of the model, and of the small one.
+    quantize: the form of its matrices besides bfloat16.
     control: the preset it reads by; with "off" no page has a summary.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
     drafts: tokens drafted for a sequence in a step at most.
@@ -50,6 +51,7 @@ class Decoding:
     max_length: int
     prefill_batch: int
     num_layers: int = 2
+    quantize: str | None = None
     control: str = "off"
     small: dict[str, Any] | None = None
     drafts: int = 0
@@ -125,6 +127,18 @@ DECODINGS = (
         functions=("decode", "prefill"),
         by_xla=False,
         seldom=("TPU v5e",),  # whose memory does not hold its weights
+    ),
+    Decoding(
+        name="llama3_8b int8, 32 layers",
+        model=LLAMA3_8B,
+        num_slots=4,
+        max_length=8192,
+        prefill_batch=512,
+        num_layers=32,
+        quantize="int8",
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v6e", "H200"),
     ),
     Decoding(
         name="adaptive",

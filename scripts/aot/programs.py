@@ -282,6 +282,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         chunk=part,
         max_steps=32,
         cache_dtype=jnp.bfloat16,
+        quantize=decoding.quantize,
         backend=backend,
         controller=controller,
         draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
@@ -291,7 +292,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
             sensitivity=Table(np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32))
         ),
     )
-    weights = tuple(abstract(one, jnp.bfloat16) for one in (model, *others))
+    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     return function_program(function, config, params, device)
 

@@ -157,13 +157,14 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
-    *("paper", "adaptive", "adaptive, lookup", "ead", "budget"),
+    *("paper", "adaptive", "adaptive, lookup", "ead", "budget", "int8"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
 CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "plain": Capability,
     "bfloat16": lambda: Capability(settings={"dtype": "bfloat16"}),
+    "int8": lambda: Capability(settings={"quantize": "int8"} | _LOOKUP, drafts=True),
     "cache in bfloat16": lambda: Capability(settings={"cache_dtype": "bfloat16"}),
     "window": lambda: Capability(load=functools.partial(tiny, SLIDING)),
     "module": lambda: Capability(load=of_module),

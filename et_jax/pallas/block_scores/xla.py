@@ -8,7 +8,6 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from et_jax.sums import log_sum_exp
 
-
 # Measured on x86-64 with two cores, 2 and 16 rows of 8k and 16k tokens: larger pieces fall out of the processor's cache.
 PIECE_TOKENS = 512
 

@@ -22,6 +22,7 @@ from et_jax.decode.step import step
 from et_jax.evidence.kernel_shapes.paged_attention import Shape, example
 from et_jax.models.calibration import Calibration
 from et_jax.models.transformer import initialise
+from et_jax.models.weights import quantized
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.types import Table, replace
 
@@ -46,7 +47,7 @@ MANY = (2, 3, 18, 144)  # over borders at which XLA multiplies and adds in anoth
 
 
 @functools.cache
-def full(model, dtype, control: str, rows: int):
+def full(model, dtype, control: str, rows: int, quantize: str | None = None):
     """A decoder of so many rows, weights, and a state in which every slot has a prompt and settings of its own."""
     sensitivity = np.linspace(0.1, 2.0, model.num_layers * model.num_heads, dtype=np.float32)
     sensitivity = sensitivity.reshape(model.num_layers, model.num_kv_heads, model.group_size)
@@ -63,6 +64,8 @@ def full(model, dtype, control: str, rows: int):
     )
     params = initialise(model, jax.random.key(0), dtype)
     params = jax.tree.map(lambda x: x * jnp.asarray(4 if x.ndim > 1 else 1, dtype), params)
+    if quantize is not None:
+        params = quantized(params, dtype)
     d = decoding.decoder(config)
     state = d.empty()
     for slot in range(rows):
@@ -100,9 +103,9 @@ def of_first(state, output, rows: int):
     return of_rows, jax.tree.map(lambda x: x[:, pages], state.plants[0].cache.layers)
 
 
-def check(model, dtype, control: str, counts: tuple[int, ...]) -> None:
+def check(model, dtype, control: str, counts: tuple[int, ...], quantize: str | None = None) -> None:
     """The first rows among the most have the bits that they have among fewer."""
-    config, params, state = full(model, dtype, control, counts[-1])
+    config, params, state = full(model, dtype, control, counts[-1], quantize)
     most = after_steps(config, params, state)
     for rows in counts[:-1]:
         few, own = first_rows(config, state, rows)
@@ -123,6 +126,11 @@ def check(model, dtype, control: str, counts: tuple[int, ...]) -> None:
 )
 def test_a_row_has_the_same_bits_among_any_number(model, dtype, control):
     check(model, dtype, control, MANY)
+
+
+@pytest.mark.parametrize(("model", "dtype"), [(WIDE, jnp.float32), (LONE, jnp.bfloat16)])
+def test_a_row_has_the_same_bits_among_any_number_by_products_in_8_bits(model, dtype):
+    check(model, dtype, "off", MANY, "int8")
 
 
 def folded(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, page_size: int = 16, **rest) -> Shape:

@@ -198,6 +198,7 @@ SHORT = ModuleConfig(max_positions=LENGTH)
         ({}, "config is None; give a ModuleConfig(max_positions=...) with a module."),
         ({"config": SHORT}, "tokenizer is None; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or another"),
         ({"config": SHORT, "tokenizer": TOKENIZER, "dtype": "float32"}, "dtype is float32; leave it out, for a module"),
+        ({"config": SHORT, "tokenizer": TOKENIZER, "quantize": "int8"}, "quantize is int8; leave it out, for a module"),
         ({"config": SHORT, "tokenizer": TOKENIZER, "max_model_len": 97}, "max_model_len is 97; Plain was made for 96"),
         ({"config": SHORT, "tokenizer": TOKENIZER, "control": "adaptive"}, "Plain has no measured sensitivity of its"),
     ],

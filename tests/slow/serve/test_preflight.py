@@ -146,10 +146,15 @@ def test_a_model_too_large_is_refused_from_its_configuration_alone(tmp_path: Pat
         (
             {"num_slots": 512, "batch": 512},
             18 * GB,
-            "512 sequences at once; take max_num_seqs ",
+            "512 sequences at once; take quantize int8, or take max_num_seqs ",
             ["num_slots", "batch"],
         ),
-        ({}, 17 * GB, "the cache of one sequence of 8192 tokens, .*; take max_model_len ", ["max_length"]),
+        (
+            {},
+            17 * GB,
+            "the cache of one sequence of 8192 tokens, .*; take quantize int8, or take max_model_len ",
+            ["max_length"],
+        ),
     ],
 )
 def test_a_refusal_says_the_most_that_fits(
@@ -166,9 +171,22 @@ def test_a_refusal_says_the_most_that_fits(
 
 def test_a_refusal_says_that_half_the_precision_would_do(tmp_path: Path) -> None:
     config = serving(model(tmp_path, LLAMA_3_8B), cache_dtype=jnp.float32)
-    with pytest.raises(UsageError, match=r"32\.1 GB for weights in float32, .*; take bfloat16\."):
+    with pytest.raises(
+        UsageError, match=r"32\.1 GB for weights in float32, .*; take bfloat16, or take quantize int8\."
+    ):
         plan(config, 24 * GB)
     assert plan(replace(config, cache_dtype=jnp.bfloat16), 24 * GB).total <= 24 * GB
+
+
+def test_a_refusal_says_that_weights_in_8_bits_would_do(tmp_path: Path) -> None:
+    """8.0 GB of them: a byte for each of 8.03 billion numbers, and 4 for each output; norms are not worth a digit."""
+    config = serving(model(tmp_path, LLAMA_3_8B), max_length=2048)
+    with pytest.raises(UsageError, match=r"16\.1 GB for weights in bfloat16, .*; take quantize int8\.$"):
+        plan(config, 12 * GB)
+    found = plan(replace(config, quantize="int8"), 12 * GB)
+    assert found.weights == pytest.approx(8.04e9, abs=5e6)
+    with pytest.raises(UsageError, match=r"8\.0 GB for weights in int8, .*; choose a model"):
+        plan(replace(config, quantize="int8"), 8 * GB)
 
 
 def test_a_refusal_says_that_a_cache_of_half_the_precision_would_do(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def refusal(path: Path, settings: dict[str, Any] = SETTINGS) -> str:
     [
         ({"max_num_seqs": 4}, ["--max-num-seqs was 8 and is 4"]),
         ({"page_size": 16}, ["--page-size was not given and is 16"]),
+        ({"quantize": "int8"}, ["--quantize was not given and is int8"]),
         ({"chat": True}, ["--chat was off and is on"]),
         ({"system_prompt": "Be kind."}, ['--system-prompt was not given and is "Be kind."']),
         ({"system_prompt": "x" * 5000}, ["xxxx..."]),

@@ -48,6 +48,13 @@ def test_caches_shrink_as_they_are_told():
     assert flags.given(args, flags.CACHE) == {"cache_budget": 64, "cache_policy": "snapkv"}
 
 
+def test_weights_are_quantised_where_a_command_says_so():
+    for command in (generate, evaluate):
+        required = ["--prompt", "a"] if command is generate else []
+        assert command.parser().parse_args(required).quantize is None
+        assert command.parser().parse_args([*required, "--quantize", "int8"]).quantize == "int8"
+
+
 def test_the_dtype_of_the_cache_is_that_of_the_weights_unless_named():
     for command in (generate, evaluate):
         required = ["--prompt", "a"] if command is generate else []

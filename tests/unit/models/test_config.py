@@ -64,7 +64,7 @@ def test_a_configuration_without_a_spelling_is_never_written(config):
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantised by .no known method. are not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
         ({"rope_scaling": {"type": "linear"}}, "needs a factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "mscale"),

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.models.weights import Dense, nodes, num_bytes, num_numbers, path_of_weight
+from et_jax.models.weights import Dense, Int8, nodes, num_bytes, num_numbers, path_of_weight, rounded, to_int8
+from et_jax.types import replace
 
 NUMBERS = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 ROWS = np.random.default_rng(1).normal(size=(2, 4, 3)).astype(np.float32)
@@ -41,3 +42,96 @@ def test_the_array_of_a_dense_weight_goes_by_the_weights_name():
     tree = {"q": Dense(array=jnp.zeros((5, 3))), "norm": jnp.zeros(3)}
     named = [jax.tree_util.keystr(path_of_weight(path)) for path, _ in jax.tree.leaves_with_path(tree)]
     assert named == ["['norm']", "['q']"]
+
+
+def in_8_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The whole numbers and the scale of each row, by the formula and one row at a time."""
+    scales = [max(abs(float(number)) for number in row) / 127 for row in numbers]
+    whole = [
+        [round(float(number) / scale) if scale else 0 for number in row]
+        for row, scale in zip(numbers, scales, strict=True)
+    ]
+    return np.array(whole), np.array(scales)
+
+
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16])
+def test_a_matrix_in_8_bits_is_127ths_of_each_outputs_largest_number(stored):
+    numbers = np.asarray(NUMBERS * np.array([[1.0], [1e-3], [0.0], [1e4], [1.0]], np.float32), stored)
+    weight = to_int8(numbers, jnp.bfloat16)
+    whole, scales = in_8_bits(numbers)
+    np.testing.assert_array_equal(weight.array, whole)
+    np.testing.assert_allclose(weight.scale, scales, rtol=1e-7)
+    assert (weight.shape, weight.dtype, weight.num_bytes) == ((5, 3), jnp.bfloat16, 15 + 4 * 5)
+    assert weight.array.dtype == np.int8 and weight.scale.dtype == np.float32
+
+
+def test_a_matrix_of_many_rows_is_rounded_as_its_rows_are_alone():
+    numbers = np.random.default_rng(2).normal(size=(2050, 3)).astype(np.float32)
+    weight = to_int8(numbers, jnp.float32)
+    for row in (0, 1023, 1024, 2049):
+        alone = to_int8(numbers[row : row + 1], jnp.float32)
+        np.testing.assert_array_equal(weight.array[row], alone.array[0])
+        assert weight.scale[row] == alone.scale[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_product_in_8_bits_is_that_of_whole_numbers_times_both_scales(dtype):
+    weight, x = to_int8(NUMBERS, dtype), jnp.asarray(ROWS, dtype)
+    found = jax.jit(Int8.matmul)(weight, x)
+    assert found.dtype == jnp.float32 and found.shape == (2, 4, 5)
+    (inputs, ours), (matrix, theirs) = in_8_bits(np.asarray(x, np.float64).reshape(8, 3)), in_8_bits(NUMBERS)
+    expected = (inputs @ matrix.T) * ours[:, None] * theirs
+    np.testing.assert_allclose(found.reshape(8, 5), expected, rtol=1e-6)
+    np.testing.assert_allclose(found, np.asarray(x, np.float64) @ NUMBERS.T, atol=0.05)  # 127ths of up to 2, thrice
+
+
+def test_a_row_in_8_bits_has_the_same_bits_alone_and_among_any():
+    weight = to_int8(np.random.default_rng(3).normal(size=(70, 300)).astype(np.float32), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(1024, 300)), jnp.float32)
+    product = jax.jit(Int8.matmul)
+    among = np.asarray(product(weight, x))
+    for number in (1, 2, 3, 16, 17, 144, 512, 1023):
+        assert np.asarray(product(weight, x[:number])).tobytes() == among[:number].tobytes()
+        assert np.asarray(product(weight, x[None, :number])).tobytes() == among[:number].tobytes()
+
+
+def test_sums_that_no_float32_holds_are_exact():
+    """127 times 127, 4000 times: above 2**24, where every other whole number is none of float32."""
+    weight = Int8(array=jnp.full((1, 4000), 127, jnp.int8), scale=jnp.ones(1), dtype=np.dtype(np.float32))
+    weight = replace(weight, array=weight.array.at[0, 0].set(126))
+    found = weight.matmul(jnp.full((2, 4000), 127.0))
+    assert float(found[0, 0]) == np.float32(127 * 127 * 4000 - 127)
+    with pytest.raises(ValueError, match="wanted at most 132104 for sums of 32 bits"):
+        to_int8(np.zeros((1, 132105), np.float32), jnp.float32)
+
+
+@pytest.mark.parametrize("damage", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 1, 99])
+def test_what_is_not_finite_shows_in_its_row_and_in_no_other(damage, place):
+    """Sought in NumPy: XLA on a CPU may lose a NaN in a maximum."""
+    weight = to_int8(np.random.default_rng(5).normal(size=(6, 100)).astype(np.float32), jnp.float32)
+    x = np.ones((3, 100), np.float32)
+    x[1, place] = damage
+    found = np.asarray(jax.jit(Int8.matmul)(weight, jnp.asarray(x)))
+    assert np.isfinite(found[[0, 2]]).all() and not np.isfinite(found[1]).any()
+    whole, scale = rounded(jnp.asarray(x))
+    assert whole.dtype == jnp.int8 and not np.isfinite(scale[1]) and np.isfinite(scale[::2]).all()
+    matrix = NUMBERS.copy()
+    matrix[4, 2] = damage
+    rows = jax.tree.map(jnp.asarray, to_int8(matrix, jnp.float32)).rows(jnp.asarray([4, 0]))
+    assert not np.isfinite(rows[0]).all() and np.isfinite(rows[1]).all()
+
+
+def test_rows_in_8_bits_are_whole_numbers_times_their_scale_in_the_models_dtype():
+    weight = jax.tree.map(jnp.asarray, to_int8(NUMBERS, jnp.bfloat16))
+    found = weight.rows(jnp.asarray([[4, 0], [0, 2]]))
+    whole, scales = in_8_bits(NUMBERS)
+    expected = (whole * scales[:, None])[np.array([[4, 0], [0, 2]])]
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8)
+
+
+def test_a_tree_counts_weights_in_8_bits_with_their_scales():
+    tree = {"q": to_int8(NUMBERS, jnp.bfloat16), "norm": jnp.zeros(3, jnp.float32)}
+    assert sorted(type(node).__name__ for node in nodes(tree)) == ["ArrayImpl", "Int8"]
+    assert num_numbers(tree) == 18 and num_bytes(tree) == 15 + 4 * 5 + 12

@@ -50,6 +50,8 @@ def test_a_size_that_cannot_be_is_named(name, value, said):
         ({"name": 3}, "name is 3; it must be a text."),
         ({"cache_dtype": "int8"}, 'cache_dtype is "int8"; choose one of auto, bfloat16, float32.'),
         ({"cache_dtype": None}, "cache_dtype is None; choose one of auto, bfloat16, float32."),
+        ({"quantize": "int4"}, 'quantize is "int4"; choose one of int8.'),
+        ({"quantize": True}, "quantize is true; choose one of int8."),
         ({"backend": "cuda"}, 'backend is "cuda"; choose one of'),
         ({"control": 3}, "control is 3; it must be one of"),
         ({"control": lambda signals, state: state}, "write Controller(law=...) for a law."),
@@ -65,6 +67,7 @@ def test_a_value_that_cannot_be_is_told_in_one_sentence(settings, said):
 def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
     changes = {
         "dtype",
+        "quantize",
         "page_size",
         "max_model_len",
         "max_num_seqs",
@@ -76,6 +79,7 @@ def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
     }
     assert EngineConfig(max_num_seqs=4).decisive.keys() == changes
     assert EngineConfig(cache_dtype="bfloat16").decisive == EngineConfig().decisive | {"cache_dtype": "bfloat16"}
+    assert EngineConfig(quantize="int8").decisive == EngineConfig().decisive | {"quantize": "int8"}
     assert EngineConfig(num_pages=9, replicas=2, max_num_batched_tokens=7).decisive == EngineConfig().decisive
 
 
