@@ -79,6 +79,12 @@ def made() -> Made:
     )
 
 
+def count_loaded(seconds: float) -> None:
+    """Count a program that was loaded without JAX, which took so many seconds."""
+    for name in (_BUILT, _LOADED):
+        _listened()[name].append(seconds)
+
+
 @functools.cache
 def _listened() -> dict[str, list[float]]:
     """Seconds by JAX's names, each program's and each load's; a trace within another is part of that."""
