@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import io
 import logging
-import os
 import stat
 import threading
 import time
@@ -20,8 +19,8 @@ from typing import Any
 
 import jax
 from jax._src import compilation_cache
-from jax._src.lib import xla_client
 from jax.experimental import serialize_executable
+from jaxlib import xla_client
 
 from et_jax.decode.decoder import Decoder, Program
 from et_jax.scope import within
@@ -128,7 +127,7 @@ class _Pickler(serialize_executable._JaxPjrtPickler):
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
     """Reads what `_Pickler` wrote, and loads the program."""
 
-    def __init__(self, file: io.BytesIO, store: ProgramStore, device: jax.Device) -> None:
+    def __init__(self, file: io.BytesIO, store: ProgramStore, device: Any) -> None:
         super().__init__(file, device.client, (device,))
         self._store = store
 
@@ -165,7 +164,7 @@ def _keep(calls: ProgramStore, store: ProgramStore, key: str, compiled: Any, nam
 
 
 def _loaded(
-    calls: ProgramStore, store: ProgramStore, key: str, structure: Any, device: jax.Device
+    calls: ProgramStore, store: ProgramStore, key: str, structure: Any, device: Any
 ) -> jax.stages.Compiled | None:
     """The program that was kept under a key, None where there is none, or none that can be loaded."""
     began = time.monotonic()

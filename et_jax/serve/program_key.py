@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
-from jax._src.lib import xla_client
+from jax.core import Tracer
+from jaxlib import version, xla_client
 
 import et_jax
 from et_jax.decode.config import DecoderConfig
@@ -50,14 +50,14 @@ def config_told(config: DecoderConfig) -> str | None:
         return None
 
 
-def device_of(leaves: Sequence[Any]) -> jax.Device | None:
+def device_of(leaves: Sequence[Any]) -> Any:
     """Return the one device that arrays among these were put on, None where there is no such one.
 
     Those that were put nowhere go where the others are.
     """
     found = set()
     for leaf in leaves:
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             return None
         if isinstance(leaf, jax.Array):
             if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
@@ -67,7 +67,7 @@ def device_of(leaves: Sequence[Any]) -> jax.Device | None:
     return found.pop() if len(found) == 1 else None
 
 
-def program_key(name: str, config: str, structure: Any, leaves: Sequence[Any], device: jax.Device) -> str | None:
+def program_key(name: str, config: str, structure: Any, leaves: Sequence[Any], device: Any) -> str | None:
     """Return the key of a program of this name and configuration, for arguments of a tree on a device.
 
     `config` is what `config_told` says.
@@ -94,10 +94,10 @@ def _sources() -> str | None:
 
 
 @functools.cache
-def _machine(device: jax.Device) -> tuple[Any, ...]:
+def _machine(device: Any) -> tuple[Any, ...]:
     """The versions of what makes programs, and what the device is and can do."""
     client = device.client
-    versions = platform.python_version(), np.__version__, jax.__version__, jaxlib.__version__, client.platform_version
+    versions = platform.python_version(), np.__version__, jax.__version__, version.__version__, client.platform_version
     flags = tuple(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     topology = xla_client.get_topology_for_devices([device]).fingerprint()  # a processor's features are in it
     return versions, flags, client.platform, device.device_kind, device.id, len(client.devices()), topology
