@@ -8,6 +8,7 @@ Editors and type checkers read the imports above the table.
 """
 
 import importlib
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from et_jax.types import replace as replace
     from et_jax.types import static as static
     from et_jax.types import value as value
+
+IMPORTED = time.time()
+"""When this process began to load the package's sources."""
 
 _HOMES = {
     "load": "et_jax.serve.engine",

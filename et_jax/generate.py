@@ -3,10 +3,15 @@
 The text of a prompt goes to standard output as it comes; everything else goes to standard error.
 """
 
+import gc
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` listens: no traceback amid the imports to come
+if __name__ == "__main__":
+    gc.set_threshold(
+        50_000
+    )  # a start makes a million objects that stay, and 700 of them would be a cause to search all
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` listens: no traceback amid the imports to come
 
 import argparse
 import dataclasses

@@ -46,6 +46,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
     "scheduling": ("scheduling.json", lambda found: tables.scheduling(found["cases"])),
+    "starts": ("starts.json", lambda found: tables.starts(found["starts"])),
 }
 DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "acceptance": ("acceptance.json", lambda found: tables.acceptance(found["acceptance"])),
@@ -143,6 +144,7 @@ def main() -> int:
             ("measure_codes",),
             ("measure_scheduling", "--trace", *args.trace, "--own", *args.case[0]),
             ("bench_throughput",),
+            ("measure_starts",),
             ("bench_pruning", args.case[0][1]),
             ("bench_overhead",),
             ("bench_selection",),

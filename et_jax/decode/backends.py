@@ -36,9 +36,14 @@ def scoring_backend(
 
 
 def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[str, ...]]:
-    """The first backend, from `name` on in order of preference, that does not refuse; and the refusals."""
+    """The first backend, from `name` on in order of preference, that does not refuse; and the refusals.
+
+    That of XLA refuses nothing, so that it is not tried out.
+    """
     names, refusals = list(NAMES), []
     while True:
+        if name == "xla":
+            return name, tuple(refusals)
         try:
             jax.eval_shape(partial(trace, name))
             return name, tuple(refusals)

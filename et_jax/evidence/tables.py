@@ -396,6 +396,18 @@ def _saved(saving: Case) -> str:
     return f"{saving['share']:+.1%} ({saving['low']:+.1%} to {saving['high']:+.1%})"
 
 
+def starts(found: Sequence[Case]) -> str:
+    """Return seconds from the shell to the first token, cold and warm, by model, control and version."""
+    lines: dict[tuple[str, ...], list[Any]] = {}
+    for row in found:
+        line = lines.setdefault((row["model"], row["case"], row["version"]), [])
+        line += [row["wall"], row["processor"]]
+    header = ["model", "control", "version", "cold: wall", "processor", "warm: wall", "processor"]
+    return (
+        f"Seconds from the shell to the first token:\n\n{table(header, [[*key, *took] for key, took in lines.items()])}"
+    )
+
+
 def throughput(rows: Sequence[Case]) -> str:
     """Return how fast many requests are served at once, compared with one at a time."""
     header = ["served", "tokens/s", "ratio", "in single rounds", "steps", "swapped out", "prompt tokens found"]

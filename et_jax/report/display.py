@@ -24,11 +24,13 @@ class Status:
         self.clear()
 
     def tell(self, what: str) -> None:
+        """Show what is going on, or a sentence: what is over."""
+        line = what if what.endswith(".") else f"{what} ..."
         if takes_escapes(sys.stderr):
-            print(f"\r\x1b[K{fitted(f'{what} ...', sys.stderr)}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{fitted(line, sys.stderr)}", end="", file=sys.stderr, flush=True)
             self._shown = True
         else:
-            print(f"{what} ...", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self._shown:

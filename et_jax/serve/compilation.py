@@ -62,10 +62,10 @@ class Made:
         return Made(**{name: getattr(self, name) - getattr(before, name) for name in fields})
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Say it in a sentence."""
         spent = ("tracing", self.tracing), ("compiling", self.compiling), ("loading", self.loading)
         seconds = ", ".join(f"{took:.1f} s {name}" for name, took in spent)
-        return f"{self.programs} programs ready: {seconds}"
+        return f"{self.programs} programs ready: {seconds}."
 
 
 def made() -> Made:
@@ -77,6 +77,12 @@ def made() -> Made:
         compiling=sum(seconds[_BUILT], 0.0) - sum(seconds[_LOADED]),
         loading=sum(seconds[_LOADED], 0.0),
     )
+
+
+def count_loaded(seconds: float) -> None:
+    """Count a program that was loaded without JAX, which took so many seconds."""
+    for name in (_BUILT, _LOADED):
+        _listened()[name].append(seconds)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, device_of, dtype_of
 from et_jax.models.weights import num_bytes
 from et_jax.scope import own_settings
+from et_jax.serve import executables
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import LENGTHS, Control, EngineConfig, controller
 from et_jax.serve.metrics import Metrics
@@ -364,7 +365,7 @@ class Model:
         wanted = _structure(config)
         with self._lock:
             kept = self._decoders
-            found = kept.pop(wanted, None) or decoder(config)
+            found = kept.pop(wanted, None) or executables.kept(decoder(config))
             kept[wanted] = found  # the last to be used
             for old in list(kept)[:-_MOST_DECODERS]:
                 del kept[old]

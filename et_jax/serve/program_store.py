@@ -5,7 +5,11 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -13,6 +17,7 @@ from jax._src import compilation_cache
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = 32  # bytes at the beginning of an entry
+MOST_BYTES = 4 * 2**30  # of all entries of a folder
 
 
 class ProgramStore:
@@ -20,18 +25,24 @@ class ProgramStore:
 
     A digest of key and program stands before the program. Entries that have another, because a disk was full, a copy
     went wrong or names were mixed up, are removed, and what is compiled in their place is kept. Of the first that
-    cannot be read, and of the first that cannot be kept, a sentence is logged.
+    cannot be read, and of the first that cannot be kept, a sentence is logged. Where it would come to more than
+    `most_bytes`, those that were used last the longest ago are removed. With `own` an entry that is not the user's, or
+    that others may write, is as a damaged one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, own: bool = False, most_bytes: int = MOST_BYTES) -> None:
         self._path = self.folder = folder  # the first is what JAX names in its log
+        self._own, self._most_bytes = own, most_bytes
         self._told: set[str] = set()
+        self._here = threading.local()
 
     def get(self, key: str) -> bytes | None:
         """Return the program kept under a key, None where there is none."""
+        if (asked := getattr(self._here, "asked", None)) is not None:
+            asked.append(key)
         entry = self._entry(key)
         try:
-            kept = entry.read_bytes()
+            kept = self._read(entry)
         except FileNotFoundError:
             return None
         except OSError:  # a folder, or nothing that may be read
@@ -58,6 +69,42 @@ class ProgramStore:
                     beside.unlink()
             reason = error.strerror or error
             self._tell(f"Compiled programs cannot be kept in {self.folder} ({reason}); make room, or name another.")
+        else:
+            self._make_room()
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[list[str]]:
+        """Gather the keys that this thread asks for, in order, as JAX does of every program that it needs."""
+        self._here.asked = keys = []
+        try:
+            yield keys
+        finally:
+            self._here.asked = None
+
+    def _read(self, entry: Path) -> bytes:
+        """Return what an entry holds, and note that it was used. Raises OSError where it cannot be read, or used."""
+        with entry.open("rb") as file:
+            about = os.fstat(file.fileno())
+            if self._own and (reason := not_own(about, stat.S_ISREG)):
+                raise OSError(reason)
+            with contextlib.suppress(OSError):  # one of a folder that others write
+                os.utime(file.fileno(), ns=(time.time_ns(), about.st_mtime_ns))
+            return file.read()
+
+    def _make_room(self) -> None:
+        """Remove the entries that were used last the longest ago, while there is too much."""
+        used = []
+        for entry in self.folder.glob("*.program"):
+            with contextlib.suppress(OSError):  # another process may have been faster
+                about = entry.stat()
+                used.append((about.st_atime_ns, about.st_size, entry))
+        too_much = sum(size for _, size, _ in used) - self._most_bytes
+        for _, size, entry in sorted(used):
+            if too_much <= 0:
+                return
+            with contextlib.suppress(OSError):
+                entry.unlink()
+            too_much -= size
 
     def _entry(self, key: str) -> Path:
         return self.folder / f"{key}.program"
@@ -72,6 +119,20 @@ def _digest(key: str, program: bytes) -> bytes:
     digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST)
     digest.update(b"\n" + program)
     return digest.digest()
+
+
+def not_own(about: os.stat_result, is_kind: Callable[[int], bool]) -> str | None:
+    """Return why a file or folder is not the user's own, None where it is; `is_kind` says whether it is what it should.
+
+    Systems without owners of files have none that is.
+    """
+    if not is_kind(about.st_mode):
+        return "it is something else"
+    if not hasattr(os, "geteuid"):
+        return "this system tells no owner"
+    if about.st_uid != os.geteuid():
+        return "it belongs to somebody else"
+    return "others may write to it" if about.st_mode & 0o022 else None
 
 
 def use(folder: Path) -> None:

@@ -36,5 +36,5 @@ def test_a_program_is_counted_with_what_it_took():
     told = made() - before
     assert told.programs >= 1 and told.tracing > 0 and told.compiling + told.loading > 0
     assert str(Made(programs=2, tracing=1.25, compiling=2.0, loading=0.0)) == (
-        "2 programs ready: 1.2 s tracing, 2.0 s compiling, 0.0 s loading"
+        "2 programs ready: 1.2 s tracing, 2.0 s compiling, 0.0 s loading."
     )

@@ -3,12 +3,11 @@
 import os
 import resource
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
-from jax._src import compilation_cache as of_jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from et_jax.errors import UsageError
 from et_jax.serve import program_store
@@ -17,18 +16,6 @@ from et_jax.serve.config import EngineConfig
 from et_jax.serve.loading import _keep_programs
 
 FOLDER = "jax_compilation_cache_dir"
-
-
-@pytest.fixture
-def unset(monkeypatch):
-    """A JAX that keeps programs nowhere yet."""
-    before = getattr(jax.config, FOLDER)
-    monkeypatch.setattr(of_jax, "get_file_cache", of_jax.get_file_cache)  # put back afterwards
-    jax.config.update(FOLDER, None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update(FOLDER, before)
-    compilation_cache.reset_cache()
 
 
 def run() -> None:
@@ -93,6 +80,29 @@ def test_a_full_disk_keeps_nothing_of_a_program_and_says_so_once(tmp_path, caplo
     assert line.startswith(f"Compiled programs cannot be kept in {tmp_path} (File too large)")
     store.put("one", b"x" * 2000)
     assert store.get("one") == b"x" * 2000
+
+
+def test_what_was_used_last_the_longest_ago_makes_room(tmp_path):
+    store = program_store.ProgramStore(tmp_path, most_bytes=3 * (1000 + 32))
+    for key in "abc":
+        store.put(key, key.encode() * 1000)
+        os.utime(tmp_path / f"{key}.program", ns=(1, 1))
+    assert store.get("a") is not None
+    store.put("d", b"d" * 1000)
+    store.put("e", b"e" * 1000)
+    assert sorted(entry.stem for entry in tmp_path.iterdir()) == ["a", "d", "e"]
+
+
+def test_the_keys_that_a_thread_asks_for_are_gathered(tmp_path):
+    store = program_store.ProgramStore(tmp_path)
+    store.get("before")
+    with store.asked() as keys:
+        store.get("one")
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(store.get, "of another").result()
+        store.get("two")
+    store.get("after")
+    assert keys == ["one", "two"]
 
 
 def test_a_folder_that_the_program_around_chose_is_jax_s_own(unset, tmp_path):

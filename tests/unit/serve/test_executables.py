@@ -1,0 +1,285 @@
+"""Programs that are called without being traced: the same bits, and anew wherever anything they come from differs."""
+
+import dataclasses
+import errno
+import os
+import stat
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import configuration
+
+import et_jax
+from et_jax.control.base import as_value
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.decode.decoder import Program, decoder
+from et_jax.decode.draft import Drafting
+from et_jax.serve import compilation, executables, program_key
+from et_jax.serve.executables import Kept
+from et_jax.serve.program_store import ProgramStore
+from et_jax.types import static, value
+
+NUMBERS = np.linspace(-2.0, 3.0, 64, dtype=np.float32)
+
+
+@value
+class Pair:
+    """A tree with something in its structure."""
+
+    x: jax.Array
+    y: jax.Array
+    power: int = static(default=3)
+
+
+class Programs:
+    """Starts of one program: each as a process would, and how often it was traced."""
+
+    def __init__(self) -> None:
+        self.num_traced = 0
+
+    def start(self, told: str = "a configuration", name: str = "step") -> Kept:
+        """Return the program as a process finds it that has called nothing yet."""
+        jax.clear_caches()
+
+        def step(pair: Pair, by):
+            self.num_traced += 1
+            return dataclasses.replace(pair, x=jnp.sin(pair.x) ** pair.power, y=pair.y + by), jnp.sum(pair.x)
+
+        return Kept(Program(jax.jit(step, donate_argnums=0)), name, told)
+
+
+def given(numbers=NUMBERS, power: int = 3) -> Pair:
+    device = jax.devices()[0]
+    return Pair(x=jax.device_put(numbers, device), y=jax.device_put(np.int32(4), device), power=power)
+
+
+def bits(program: Kept, pair: Pair | None = None) -> tuple[bytes, ...]:
+    """Call a program, and return every bit of what it gives."""
+    return bits_of(program(given() if pair is None else pair, np.int32(2)))
+
+
+def bits_of(tree) -> tuple[bytes, ...]:
+    return tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
+
+
+@pytest.fixture
+def programs(unset, tmp_path, monkeypatch):
+    """Starts with a folder of their own, of a package that was not changed, and has `Pair`."""
+    monkeypatch.setattr(et_jax, "IMPORTED", time.time() + 1e6)
+    monkeypatch.setattr(program_key, "_KNOWN", program_key._KNOWN | {__name__})
+    assert compilation.keep_programs(tmp_path / "programs") is None
+    yield Programs()
+    program_key._sources.cache_clear()
+    program_key._machine.cache_clear()
+
+
+@pytest.fixture
+def calls(programs, tmp_path):
+    """The folder of what it takes to call programs."""
+    return tmp_path / "programs/calls"
+
+
+def test_a_program_that_was_kept_gives_the_same_bits_untraced(programs, calls):
+    expected = bits(programs.start())
+    assert programs.num_traced == 1
+    before, again, pair = compilation.made(), programs.start(), given()
+    assert bits(again, pair) == expected == bits(again)
+    spent = compilation.made() - before
+    assert programs.num_traced == 1
+    assert spent.programs == 1 and spent.loading > 0 and spent.tracing == spent.compiling == 0
+    assert pair.x.is_deleted() and again(given(), np.int32(2))[0].power == 3
+    assert stat.S_IMODE(calls.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(entry.stat().st_mode) for entry in calls.iterdir()] == [0o600]
+
+
+def test_what_jax_had_kept_before_is_kept_too(programs, calls):
+    expected = bits(programs.start())
+    [entry] = calls.iterdir()
+    entry.unlink()
+    assert bits(programs.start()) == expected and programs.num_traced == 2  # JAX loads what it compiled then
+    assert bits(programs.start()) == expected and programs.num_traced == 2
+
+
+def test_arguments_of_other_shapes_and_structures_have_programs_of_their_own(programs):
+    cases = {}, {"numbers": NUMBERS[:7]}, {"power": 2}, {"numbers": NUMBERS.astype(np.float16)}
+    expected = [bits(programs.start(), given(**case)) for case in cases]
+    assert programs.num_traced == 4 and len(set(expected)) == 4
+    program = programs.start()
+    for _ in range(2):
+        assert [bits(program, given(**case)) for case in cases] == expected
+    assert programs.num_traced == 4
+
+
+def test_whatever_else_it_is_made_from_makes_another_program(programs, monkeypatch):
+    bits(programs.start())
+    bits(programs.start("another configuration"))
+    bits(programs.start(name="another"))
+    assert programs.num_traced == 3
+
+    def differs(change) -> None:
+        before = programs.num_traced
+        with monkeypatch.context() as patch:
+            change(patch)
+            program_key._machine.cache_clear()
+            bits(programs.start())
+            bits(programs.start())
+        program_key._machine.cache_clear()
+        assert programs.num_traced == before + 1
+        bits(programs.start())
+        assert programs.num_traced == before + 1
+
+    differs(lambda patch: patch.setattr(jax, "__version__", "0.0.1"))
+    differs(lambda patch: patch.setattr(program_key.version, "__version__", "0.0.1"))
+    differs(lambda patch: patch.setattr(np, "__version__", "0.0.1"))
+    differs(lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_to="))
+    differs(lambda patch: patch.setattr(program_key.xla_client, "get_topology_for_devices", lambda _: Topology()))
+    jax.config.update("jax_memory_fitting_level", "O1")
+    before = programs.num_traced
+    bits(programs.start())
+    jax.config.update("jax_memory_fitting_level", "O2")
+    assert programs.num_traced == before + 1
+
+
+class Topology:
+    """A processor with other features."""
+
+    def fingerprint(self) -> int:
+        return 1
+
+
+def refused(programs, caplog, words: str) -> None:
+    """Check that the program is made anew, right, with one sentence, and kept for the next start."""
+    caplog.clear()
+    before = programs.num_traced
+    expected = bits(Programs().start("one that nothing was done to"))
+    caplog.clear()
+    assert bits(programs.start()) == expected
+    assert programs.num_traced == before + 1
+    [sentence] = caplog.messages
+    assert words in sentence
+    assert bits(programs.start()) == expected and programs.num_traced == before + 1
+
+
+def test_entries_that_are_damaged_or_not_the_user_s_own_are_made_anew(programs, calls, caplog):
+    bits(programs.start())
+    [entry] = calls.iterdir()
+    key, whole = entry.stem, entry.read_bytes()
+    for damage in (
+        lambda: os.truncate(entry, 100),
+        lambda: os.truncate(entry, 0),
+        lambda: entry.write_bytes(whole[:-9] + b"\0" + whole[-8:]),
+        lambda: entry.chmod(0o666),
+        *((lambda: os.chown(entry, 12345, -1),) if os.geteuid() == 0 else ()),
+    ):
+        damage()
+        refused(programs, caplog, "is damaged")
+    ProgramStore(calls).put(key, b"whole, and no program")
+    refused(programs, caplog, "cannot be loaded (UnpicklingError")
+
+
+def test_a_folder_that_is_not_the_user_s_own_is_left_alone(programs, calls, caplog, monkeypatch):
+    expected = bits(programs.start())
+    calls.chmod(0o770)
+    entries = {entry: entry.read_bytes() for entry in calls.iterdir()}
+    assert bits(programs.start()) == expected and programs.num_traced == 2
+    assert "others may write to it" in caplog.messages[-1] and str(calls) in caplog.messages[-1]
+    calls.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        assert bits(programs.start()) == expected and programs.num_traced == 3
+        assert "belongs to somebody else" in caplog.messages[-1]
+    assert {entry: entry.read_bytes() for entry in calls.iterdir()} == entries
+    for entry in entries:
+        entry.unlink()
+    calls.rmdir()
+    calls.symlink_to(calls.parent)
+    assert bits(programs.start()) == expected and programs.num_traced == 4
+    assert "it is something else" in caplog.messages[-1]
+
+
+def test_without_the_program_itself_it_is_made_anew_without_a_word(programs, calls, caplog):
+    expected = bits(programs.start())
+    for entry in calls.parent.glob("jit_step-*"):
+        entry.unlink()
+    assert bits(programs.start()) == expected and programs.num_traced == 2
+    assert bits(programs.start()) == expected and programs.num_traced == 2
+    assert not caplog.messages
+
+
+def test_another_program_in_its_place_is_not_run(programs, calls):
+    """Two processes may each compile one program, and the second puts its own in the place of the first's."""
+    expected = bits(programs.start())
+    [place] = calls.parent.glob("jit_step-*")
+    store = ProgramStore(calls.parent)
+    whole = store.get(place.stem)
+    assert whole is not None
+    store.put(place.stem, whole + b"\0")
+    assert bits(programs.start()) == expected and programs.num_traced == 2
+
+
+def test_a_full_disk_loses_nothing(programs, calls, caplog, monkeypatch):
+    expected = bits(Programs().start("another"))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "NamedTemporaryFile", full)
+        assert bits(programs.start()) == expected
+    assert any("No space left on device" in line for line in caplog.messages) and programs.num_traced == 1
+    assert bits(programs.start()) == bits(programs.start()) == expected and programs.num_traced == 2
+
+
+def test_within_transformations_and_without_a_store_it_is_the_program_that_it_was(programs, monkeypatch):
+    program = programs.start()
+    expected = bits(program)
+    assert bits_of(jax.jit(lambda pair: program(pair, np.int32(2)))(given())) == expected
+    free = Pair(x=jnp.asarray(NUMBERS), y=jnp.int32(4))  # put nowhere
+    assert bits(programs.start(), free) == expected
+    assert bits_of(programs.start()(given(), by=np.int32(2))) == expected
+    monkeypatch.setattr(executables, "_store", lambda _: None)
+    before = programs.num_traced
+    assert bits(programs.start()) == expected and programs.num_traced == before + 1
+
+
+def test_a_configuration_is_told_by_all_but_the_numbers_of_its_laws(programs):
+    plain = configuration()
+    others = [
+        configuration(max_steps=31),
+        configuration(keep=frozenset({"codes"})),
+        configuration(draft=Drafting()),
+        configuration(draft=Drafting(most=7)),
+        configuration(penalties=True),
+        configuration(cache_dtype=jnp.bfloat16),
+        configuration(controller=preset("certified")),
+        configuration(controller=Controller(refresh_every=2)),
+        configuration(model=dataclasses.replace(plain.model, norm_eps=2e-5)),
+    ]
+    told = [program_key.config_told(one) for one in (plain, *others)]
+    assert None not in told and len(set(told)) == len(told)
+    assert program_key.config_told(configuration()) == told[0]
+    numbers = [preset("certified", tolerance=0.01), preset("certified", tolerance=0.02)]
+    assert len({program_key.config_told(configuration(controller=one)) for one in numbers}) == 1
+
+
+def own_law(signals, state):
+    return state
+
+
+def test_what_a_caller_wrote_cannot_be_told(programs, monkeypatch):
+    monkeypatch.setattr(program_key, "_KNOWN", program_key._KNOWN - {__name__})
+    for law in (own_law, lambda signals, state: state):
+        config = configuration(controller=Controller(law=as_value(law)))
+        assert program_key.config_told(config) is None
+        bound = decoder(config)
+        assert executables.kept(bound) is bound
+    assert program_key.config_told(configuration(draft=Drafting(drafter=lambda text, newest, most: text))) is None
+    assert isinstance(executables.kept(decoder(configuration())).step, Kept)
+    program_key._sources.cache_clear()
+    monkeypatch.setattr(et_jax, "IMPORTED", 0.0)  # before every source
+    assert program_key.config_told(configuration()) is None
