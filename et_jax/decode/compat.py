@@ -95,7 +95,7 @@ TABLE = (
     *(
         Row(
             lambda c, name=name: c.has(name) and not c.has("draft"),
-            f"{{{name}}} is for drafts; set {{draft}} to lookup, or to a smaller model.",
+            f"{{{name}}} is for drafts; set {{draft}} to lookup, to self, or to a smaller model.",
         )
         for name in ("draft_tokens", "draft_length")
     ),

@@ -12,7 +12,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.select import Selector
 from et_jax.decode import compat
 from et_jax.decode.backends import scoring_backend, serving_backend
-from et_jax.decode.draft import Drafting
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.fresh import law_steers
 from et_jax.decode.plant import Plant
 from et_jax.models.calibration import Calibration
@@ -145,6 +145,11 @@ class DecoderConfig:
         if self.controller.budget is None:
             return None
         return budgets.begun(self.controller.budget, self.model.num_layers, self.model.num_kv_heads, probed=self.audit)
+
+    @property
+    def pruned(self) -> Pruned | None:
+        """How the model drafts for itself; None where it does not."""
+        return None if self.draft is None else self.draft.pruned
 
     @property
     def keeps_text(self) -> bool:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from et_jax.control import draft
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, sampling
 from et_jax.decode.config import DecoderConfig
@@ -54,7 +53,8 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
         text=None if state.text is None else put(state.text, request.text),
-        draft=None if how is None else put(state.draft, draft.started(how.length, request.num_drafted)),
+        draft=None if how is None else put(state.draft, how.started(request.num_drafted)),
+        heavy_blocks=None if state.heavy_blocks is None else state.heavy_blocks.at[slot].set(0),
         switch=put(state.switch, request.laws.switch_started()),
         laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),
