@@ -83,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
     )
     draft.add_argument("--draft-tokens", type=int, help="drafted in a step at most (default 8)")
     draft.add_argument(
+        "--draft-share", type=float, help="of a long text's blocks, those that self reads at most (default 0.08)"
+    )
+    draft.add_argument(
         "--draft-length",
         choices=["acceptance", "entropy", "fixed"],
         help="how many: by what was accepted (default), by how certain the model is, or as many as that",

@@ -52,6 +52,9 @@ DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "drafting": ("drafting.json", lambda found: tables.drafting(found["prompted"])),
     "drafting_forced": ("drafting_forced.json", lambda found: tables.drafting_forced(found["forced"])),
     "draft_lengths": ("acceptance.json", lambda found: tables.draft_lengths(found["drafts"], COST)),
+    "self_drafting": ("self_drafting.json", lambda found: tables.self_drafting(found["cases"])),
+    "self_drafting_free": ("self_drafting.json", lambda found: tables.self_drafting_free(found["free"])),
+    "self_acceptance": ("self_acceptance.json", lambda found: tables.self_acceptance(found["cases"])),
 }
 SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),

@@ -66,6 +66,7 @@ class EngineConfig:
     draft: str | Path | None = None
     draft_tokens: int | None = None
     draft_length: str | None = None
+    draft_share: float | None = None
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
@@ -104,6 +105,10 @@ class EngineConfig:
                 checked[name] = _choice(name, getattr(self, name), choices)
         if self.draft_tokens is not None:
             checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
+        if self.draft_share is not None:
+            checked["draft_share"] = values.number("draft_share", self.draft_share)
+            if not 0.0 < checked["draft_share"] <= 1.0:
+                raise UsageError(f"draft_share is {self.draft_share:g}; it must be above 0, and 1 at most.")
         if self.backend is not None:
             checked["backend"] = _choice("backend", self.backend, (*BACKENDS, None))
         if self.compilation_cache not in (None, PROGRAMS):
@@ -157,7 +162,7 @@ class EngineConfig:
         if self.draft is None:
             return None
         most, sequences = self.most_drafted, self.max_num_seqs
-        drafters = {LOOKUP: lookup, SELF: Pruned()}
+        drafters = {LOOKUP: lookup, SELF: Pruned() if self.draft_share is None else Pruned(share=self.draft_share)}
         drafter = drafters.get(str(self.draft))
         usual: DraftLength = by_acceptance(most, sequences, batch, drafter_cost)
         if isinstance(drafter, Pruned):
