@@ -19,7 +19,7 @@ from typing import Any
 
 from et_jax.evidence import prompt_tables, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS
-from et_jax.evidence.roofline import roofline
+from et_jax.evidence.roofline import roofline, self_drafting
 from et_jax.io.files import replace_file
 
 DOCS = REPOSITORY / "docs"
@@ -54,7 +54,7 @@ DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "draft_lengths": ("acceptance.json", lambda found: tables.draft_lengths(found["drafts"], COST)),
     "self_drafting": ("self_drafting.json", lambda found: tables.self_drafting(found["cases"])),
     "self_drafting_free": ("self_drafting.json", lambda found: tables.self_drafting_free(found["free"])),
-    "self_acceptance": ("self_acceptance.json", lambda found: tables.self_acceptance(found["cases"])),
+    "self_acceptance": ("acceptance.json", lambda found: tables.self_acceptance(found["self"])),
 }
 SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
@@ -147,6 +147,7 @@ def main() -> int:
             ("bench_selection",),
             ("bench_sampling",),
             ("bench_drafting",),
+            ("bench_self",),
             ("bench_prefill",),
             ("bench_compression",),
             ("bench_report",),
@@ -160,7 +161,8 @@ def main() -> int:
             results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
             insert(DOCS / document, name, f"{origin(results)}\n\n{shown(results)}")
     insert(DOCS / "kernels.md", "roofline", roofline())
-    print(f"wrote {sum(map(len, DOCUMENTS.values())) + 1} parts")
+    insert(DOCS / "drafting.md", "self_modelled", self_drafting())
+    print(f"wrote {sum(map(len, DOCUMENTS.values())) + 2} parts")
     return 0
 
 

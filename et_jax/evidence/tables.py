@@ -300,6 +300,20 @@ def self_drafting_free(cases: Sequence[Case]) -> str:
     return table(["temperature", "texts", "drafted tokens accepted", "over plain, median", "least"], lines)
 
 
+def self_acceptance(cases: Sequence[Case]) -> str:
+    """Return how many tokens a step brings of a model that drafts for itself, and the share of its drafts that hold."""
+    lines = []
+    lengths = list(dict.fromkeys(case["length"] for case in cases))
+    names = ("model", "text", "temperature", "share")
+    for about in dict.fromkeys(tuple(case[name] for name in names) for case in cases):
+        own = {case["length"]: case for case in cases if tuple(case[name] for name in names) == about}
+        model, text, heat, share = about
+        told = [f"{own[n]['accepted'] / own[n]['drafted']:.0%}, {own[n]['tokens_per_step']:.2f}" for n in lengths]
+        lines.append([model, text, f"{heat:g}" if heat else "greedy", f"{share:.0%}", *told])
+    drafted = [f"{length} drafted: held, tokens a step" for length in lengths]
+    return table(["model", "text", "temperature", "blocks read at most", *drafted], lines)
+
+
 def acceptance(cases: Sequence[Case]) -> str:
     """Return the share of drafted tokens accepted by every way of sampling alike, with its interval."""
     ways = ("optimum", "race", "sampled", "bound", "inverse CDF")
