@@ -82,10 +82,14 @@ def parser() -> argparse.ArgumentParser:
     draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
     draft.add_argument(
         "--draft",
-        metavar="lookup|MODEL",
-        help="lookup: from what the text read so before; MODEL: written by a smaller model, such as bundled-small",
+        metavar="lookup|self|MODEL",
+        help="lookup: from what the text read so before; self: by the model, reading little of a long text; "
+        "MODEL: by a smaller model, such as bundled-small",
     )
     draft.add_argument("--draft-tokens", type=int, help="drafted in a step at most (default 8)")
+    draft.add_argument(
+        "--draft-share", type=float, help="of a long text's blocks, those that self reads at most (default 0.08)"
+    )
     draft.add_argument(
         "--draft-length",
         choices=["acceptance", "entropy", "fixed"],

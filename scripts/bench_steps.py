@@ -143,7 +143,7 @@ def at_tolerance(control: Controller) -> Controller:
 
 
 def stored(config: DecoderConfig) -> KVCache:
-    """Return a cache in which every slot holds as many random tokens as fit, with all summaries, alike in all layers."""
+    """Return a cache in which every slot holds as many random tokens as fit, alike in all layers."""
     model, rows, size = config.model, config.num_slots, config.page_size
     k, d = model.num_kv_heads, model.head_dim
     cache = kv.empty(1, k, d, config.num_pages, size, config.cache_dtype, key_codes=True)

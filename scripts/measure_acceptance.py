@@ -6,10 +6,16 @@ Two models of one tokenizer read the same tokens. A tar archive gives the works 
 training, any other file is one text; tasks with their answers come beside them. Part one, on the second half of rows of
 every text: the share of positions at which a drafted token is accepted (`et_jax.evidence.coupling`). Part two: the
 model writes texts from prompts of the first text, greedily and sampled, and drafts of them are as long as laws of
-lengths say (`et_jax.evidence.walks`). Nothing is asserted.
+lengths say (`et_jax.evidence.walks`). Part three: either model drafts for itself after prompts of every text, by
+the share of blocks that its drafts read and their length. One part alone, `--part`, leaves the figures of the others as
+they are. Nothing is asserted.
 """
 
+import argparse
+import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +27,77 @@ from et_jax.evidence.results import write
 from et_jax.evidence.walks import ROW_COST, lengths, written
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.tasks.asking import counter, grid
 from et_jax.tasks.generators import TASKS
 
 TEMPERATURES = (0.4, 0.7, 1.0)
 WRITTEN_AT = (0.0, 0.7)  # temperatures of the texts that the model writes
 LENGTH = 200  # tokens of a prompt, and of the text after it
+PARTS = ("models", "lengths", "self")
+SHARES, DRAFTED = (0.04, 0.08, 0.15), (2, 4, 8)  # of blocks read, and tokens drafted in a step
+SELF_PROMPT, SELF_TEXT, SELF_PROMPTS = 1800, 120, 4  # tokens, and prompts of every text
 
 
 def works(path: Path) -> list[str]:
     """Return the held-out works of a tar archive, or any other file as one text."""
     return texts(path) if ".tar" in path.suffixes else [read_text(path, "The text")]
+
+
+def of_itself(name: str, sources: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Return how often a model's own drafts are accepted, by text, share read, length and temperature."""
+    found = []
+    for share in SHARES:
+        model = load(
+            name, max_num_seqs=1, draft="self", draft_share=share, draft_tokens=DRAFTED[-1], draft_length="fixed"
+        )
+        for text, parts in sources.items():
+            prompts = cut(model, text, parts, SELF_PROMPTS, SELF_PROMPT).tolist()
+            for most, temperature in itertools.product(DRAFTED, WRITTEN_AT):
+                params = SamplingParams(max_tokens=SELF_TEXT, temperature=temperature, ignore_eos=True)
+                asked = [GenerationRequest(prompt=tuple(one), params=params, draft_tokens=most) for one in prompts]
+                rows = [row for one in model.generate(asked) for row in one.trace]
+                drafted, accepted = (sum(getattr(row, what) for row in rows) for what in ("drafted", "accepted"))
+                steps = sum(not row.accepted for row in rows)
+                about = {"model": name, "text": text, "share": share, "length": most, "temperature": temperature}
+                found.append(about | {"drafted": drafted, "accepted": accepted, "tokens_per_step": len(rows) / steps})
+                print(found[-1], flush=True)
+        model.close()
+    return found
+
+
+def of_models(args: argparse.Namespace, sources: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Return the shares at which a small model's drafts are accepted, by text and temperature."""
+    model, drafter = (load(name, dtype="float32") for name in (args.model, args.drafter))
+    cases = []
+    asked = grid(counter(model), list(TASKS), [args.row_length], depths=1, samples=2)
+    tasks = {"tasks": [one.prompt + one.answer for _, one in asked]}
+    for name, parts in (sources | tasks).items():
+        rows = cut(model, name, parts, args.rows, args.row_length)
+        if not np.array_equal(rows, cut(drafter, name, parts, args.rows, args.row_length)):
+            raise UsageError(f"{args.drafter} has other tokens than {args.model}; name a drafter with the same.")
+        shape = (args.rows, -1, model.config.vocab_size)
+        both = [held_out_logits(each, rows)[0].reshape(shape) for each in (model, drafter)]
+        first = args.row_length - both[0].shape[1]
+        for temperature in (0.0, *TEMPERATURES):
+            found = acceptance(both[0], both[1], temperature, first, args.keys, seed=len(cases) * args.rows * args.keys)
+            about = {"text": name, "temperature": temperature, "positions": args.rows * both[0].shape[1]}
+            cases.append(about | found)
+            print(cases[-1], flush=True)
+    return cases
+
+
+def of_lengths(args: argparse.Namespace, sources: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Return what laws of lengths spend on texts that the model writes."""
+    model, drafter = (load(name, dtype="float32") for name in (args.model, args.drafter))
+    name, parts = next(iter(sources.items()))
+    rng = np.random.default_rng(0)
+    drafts = []
+    for temperature in WRITTEN_AT:
+        prompts = cut(model, name, parts, args.prompts if temperature else args.greedy_prompts, LENGTH)
+        found = lengths(written(model, drafter, prompts, temperature), rng)
+        drafts.append({"temperature": temperature} | found)
+    return drafts
 
 
 def main() -> None:
@@ -49,39 +115,23 @@ def main() -> None:
     parser.add_argument(
         "--greedy-prompts", type=arguments.count(2), default=240, help="greedy ones, many in a circle (default 240)"
     )
+    parser.add_argument("--part", choices=PARTS, help="of the three parts, one alone (default all)")
     args = parser.parse_args()
+    results = json.loads(args.output.read_text(encoding="utf-8")) if args.part and args.output.exists() else {}
+    cases, drafts, own = (results.get(name, []) for name in ("acceptance", "drafts", "self"))
     with arguments.refusals("measure_acceptance"):
-        model, drafter = (load(name, dtype="float32") for name in (args.model, args.drafter))
         sources = {name: works(Path(path)) for name, path in args.text}
-        cases = []
-        asked = grid(counter(model), list(TASKS), [args.row_length], depths=1, samples=2)
-        tasks = {"tasks": [one.prompt + one.answer for _, one in asked]}
-        for name, parts in (sources | tasks).items():
-            rows = cut(model, name, parts, args.rows, args.row_length)
-            if not np.array_equal(rows, cut(drafter, name, parts, args.rows, args.row_length)):
-                raise UsageError(f"{args.drafter} has other tokens than {args.model}; name a drafter with the same.")
-            shape = (args.rows, -1, model.config.vocab_size)
-            both = [held_out_logits(each, rows)[0].reshape(shape) for each in (model, drafter)]
-            first = args.row_length - both[0].shape[1]
-            for temperature in (0.0, *TEMPERATURES):
-                found = acceptance(
-                    both[0], both[1], temperature, first, args.keys, seed=len(cases) * args.rows * args.keys
-                )
-                about = {"text": name, "temperature": temperature, "positions": args.rows * both[0].shape[1]}
-                cases.append(about | found)
-                print(cases[-1], flush=True)
-        name, parts = next(iter(sources.items()))
-        rng = np.random.default_rng(0)
-        drafts = []
-        for temperature in WRITTEN_AT:
-            prompts = cut(model, name, parts, args.prompts if temperature else args.greedy_prompts, LENGTH)
-            found = lengths(written(model, drafter, prompts, temperature), rng)
-            drafts.append({"temperature": temperature} | found)
-    print(tables.acceptance(cases), tables.draft_lengths(drafts, "0.1"), sep="\n\n")
+        if args.part in (None, "models"):
+            cases = of_models(args, sources)
+        if args.part in (None, "lengths"):
+            drafts = of_lengths(args, sources)
+        if args.part in (None, "self"):
+            own = [case for name in (args.model, args.drafter) for case in of_itself(name, sources)]
+    print(tables.acceptance(cases), tables.draft_lengths(drafts, "0.1"), tables.self_acceptance(own), sep="\n\n")
     given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
     settings = {name: getattr(args, name) for name in given}
     settings |= {"prompt_tokens": LENGTH, "row_cost": ROW_COST, "dtype": "float32"}
-    write(args.output, "scripts/measure_acceptance.py", settings, acceptance=cases, drafts=drafts)
+    write(args.output, "scripts/measure_acceptance.py", settings, acceptance=cases, drafts=drafts, self=own)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 from et_jax.evidence import prompt_tables, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS
-from et_jax.evidence.roofline import roofline
+from et_jax.evidence.roofline import roofline, self_drafting
 from et_jax.io.files import replace_file
 
 DOCS = REPOSITORY / "docs"
@@ -53,6 +53,9 @@ DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "drafting": ("drafting.json", lambda found: tables.drafting(found["prompted"])),
     "drafting_forced": ("drafting_forced.json", lambda found: tables.drafting_forced(found["forced"])),
     "draft_lengths": ("acceptance.json", lambda found: tables.draft_lengths(found["drafts"], COST)),
+    "self_drafting": ("self_drafting.json", lambda found: tables.self_drafting(found["cases"])),
+    "self_drafting_free": ("self_drafting.json", lambda found: tables.self_drafting_free(found["free"])),
+    "self_acceptance": ("acceptance.json", lambda found: tables.self_acceptance(found["self"])),
 }
 SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
@@ -150,6 +153,7 @@ def main() -> int:
             ("bench_selection",),
             ("bench_sampling",),
             ("bench_drafting",),
+            ("bench_self",),
             ("bench_prefill",),
             ("bench_compression",),
             ("bench_quantize", "--text", args.case[0][1]),
@@ -164,7 +168,8 @@ def main() -> int:
             results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
             insert(DOCS / document, name, f"{origin(results)}\n\n{shown(results)}")
     insert(DOCS / "kernels.md", "roofline", roofline())
-    print(f"wrote {sum(map(len, DOCUMENTS.values())) + 1} parts")
+    insert(DOCS / "drafting.md", "self_modelled", self_drafting())
+    print(f"wrote {sum(map(len, DOCUMENTS.values())) + 2} parts")
     return 0
 
 

@@ -4,6 +4,8 @@ A draft never changes a text: the model samples every token as if none existed, 
 it equals that sample (`decode.step.verify`). What a law of lengths decides is time alone.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -30,7 +32,7 @@ def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:
     return DraftState(
         most=most,
         length=jnp.minimum(most, law.first),
-        acceptance=jnp.full(most.shape, _UNKNOWN, jnp.float32),
+        acceptance=jnp.full(most.shape, law.supposed, jnp.float32),
         since=jnp.zeros(most.shape, jnp.int32),
     )
 
@@ -38,10 +40,11 @@ def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:
 class DraftLength:
     """Decides how many tokens the next step drafts, from how earlier drafts fared. Derive from it, as a `value`."""
 
-    def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+    def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the drafted tokens of the next step, cut to what the request allows.
 
-        `entropy` is that of the distribution which the newest token was sampled from, raw, in nats.
+        `entropy` is that of the distribution which the newest token was sampled from, raw, in nats; `context` counts
+        the tokens in the cache.
         """
         raise NotImplementedError
 
@@ -54,12 +57,17 @@ class DraftLength:
         """The drafted tokens of a sequence's first step."""
         return SHORT
 
+    @property
+    def supposed(self) -> float:
+        """The share of drafted tokens that is taken for accepted before anything is known."""
+        return 0.5
+
 
 @value
 class FixedLength(DraftLength):
     """As many as the request allows, at every step."""
 
-    def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+    def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the most."""
         return draft.most
 
@@ -74,7 +82,7 @@ class EntropyLength(DraftLength):
 
     bound: Number = 0.6
 
-    def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+    def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return all or nothing."""
         return jnp.where(entropy <= self.bound, draft.most, 0)
 
@@ -88,7 +96,7 @@ class StopEntropy(DraftLength):
 
     bound: Number = 0.6
 
-    def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+    def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the most."""
         return draft.most
 
@@ -97,14 +105,28 @@ class StopEntropy(DraftLength):
         return entropy > self.bound
 
 
-ROW_COST = 0.1
-"""Of a row of a step, over reading the weights once.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What rows of a step cost on a kind of machine.
 
-Assumed on CPUs: 0.04 by `benchmarks/results/drafting_forced.json`, more where a cache holds the weights.
+    `row` is the time of a row beside others, over that of reading the weights once; `cached_row` that of a row which
+    meets a sequence's cache beside another, over reading that cache once; `cached` that of a byte of the cache, over a
+    byte of the weights.
+    """
+
+    row: float
+    cached_row: float
+    cached: float
+
+
+ON_CPUS = Costs(row=0.1, cached_row=0.2, cached=4.0)
+"""A row costs 0.04 by `benchmarks/results/drafting_forced.json`, more where the machine's cache holds the weights.
+
+The others are measured on two cores, in bfloat16, on the shape of SmolLM-135M (`scripts/bench_self.py`).
 """
 
-ROW_COST_OF_CHIPS = 0.01
-"""Likewise on a GPU or TPU, by their rooflines; not measured."""
+ON_CHIPS = Costs(row=0.01, cached_row=0.01, cached=1.0)
+"""On a GPU or TPU, by their rooflines; not measured."""
 
 
 @value
@@ -119,11 +141,11 @@ class AcceptanceLength(DraftLength):
     as cost what one costs.
     """
 
-    row_cost: Number = ROW_COST
+    row_cost: Number = ON_CPUS.row
     retry: Count = 16
     widths: tuple[float, ...] = static(default=())
 
-    def length(self, draft: DraftState, entropy: Float[Array, ""]) -> Int[Array, ""]:
+    def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the best length, or one to try again."""
         best, most = self._best(draft.acceptance), draft.most
         again = (best == 0) & (draft.since >= self.retry)
@@ -132,18 +154,62 @@ class AcceptanceLength(DraftLength):
     @property
     def first(self) -> int:
         """The best where nothing is known, but a few at least, so that something is."""
-        speed = [sum(_UNKNOWN**i for i in range(k + 1)) / (1 + self.row_cost * self._paid(k)) for k in range(SHORT + 1)]
+        brought = [sum(self.supposed**i for i in range(k + 1)) for k in range(SHORT + 1)]
+        speed = [brought[k] / (1 + self.row_cost * self._paid(k)) for k in range(SHORT + 1)]
         return max(range(SHORT + 1), key=speed.__getitem__) or int(self._paid(1))
 
     def _paid(self, length: int) -> float:
         """The drafted tokens that a draft of this length costs."""
-        return min((width for width in self.widths if width >= length > 0), default=float(length))
+        return _paid(self.widths, length)
 
     def _best(self, acceptance: Float[Array, ""]) -> Int[Array, ""]:
-        lengths = range(MOST_DRAFTED + 1)
-        brought = jnp.cumsum(acceptance ** jnp.asarray(lengths, jnp.float32))
-        paid = jnp.asarray([self._paid(length) for length in lengths], jnp.float32)
-        return jnp.argmax(brought / (1.0 + self.row_cost * paid)).astype(jnp.int32)
+        paid = jnp.asarray([self._paid(length) for length in _LENGTHS], jnp.float32)
+        return jnp.argmax(_brought(acceptance) / (1.0 + self.row_cost * paid)).astype(jnp.int32)
+
+
+@value
+class RooflineLength(DraftLength):
+    """The length of the greatest expected speed for a model that drafts for itself, at this length of its text.
+
+        argmax_k (1 + p + ... + p^k) (1 + a L) / (k (1 + s a L) + 1 + c w(k) + a L (1 + e k))
+
+    p, c and w(k) are as for `AcceptanceLength`. Times are counted in readings of the weights: a plain step is one, and
+    reads L tokens of the cache, each `cached` = a; a drafted token is another pass that reads a `share` s of them; and
+    a verified one is a row of the weights' and, at `cached_row_cost` = e of reading it once, of the cache's. So nothing
+    is drafted where a text is short. Where drafts would pay if they held, but do not hold, one token is drafted again
+    when that costs a hundredth of the steps since.
+    """
+
+    cached: Number
+    share: Number
+    row_cost: Number = ON_CPUS.row
+    cached_row_cost: Number = ON_CPUS.cached_row
+    widths: tuple[float, ...] = static(default=())
+
+    def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
+        """Return the best length, or one token to try again."""
+        time = self._times(context)
+
+        def best(acceptance: Float[Array, ""]) -> Int[Array, ""]:
+            return jnp.argmax(_brought(acceptance) / time).astype(jnp.int32)
+
+        may_pay = best(jnp.ones_like(draft.acceptance)) > 0
+        again = may_pay & (draft.since.astype(jnp.float32) >= 100.0 * (time[1] - 1.0))
+        found = best(draft.acceptance)
+        return jnp.minimum(jnp.where((found == 0) & again, 1, found), draft.most)
+
+    @property
+    def supposed(self) -> float:
+        """Most: few blocks hold nearly all of the mass."""
+        return 0.9
+
+    def _times(self, context: Int[Array, ""]) -> Float[Array, " k"]:
+        """The time of a step that drafts so many tokens, over that of a plain one."""
+        cache = self.cached * context.astype(jnp.float32)
+        ahead = jnp.asarray(_LENGTHS, jnp.float32)
+        rows = self.row_cost * jnp.asarray([_paid(self.widths, length) for length in _LENGTHS], jnp.float32)
+        drafted = ahead * (1.0 + self.share * cache)
+        return (drafted + 1.0 + rows + cache * (1.0 + self.cached_row_cost * ahead)) / (1.0 + cache)
 
 
 SHORT = 4
@@ -152,8 +218,18 @@ SHORT = 4
 MOST_DRAFTED = 16
 """Drafted tokens of one sequence in one step, at the very most."""
 
-_UNKNOWN = 0.5  # the share that is taken for accepted before anything is known
+_LENGTHS = range(MOST_DRAFTED + 1)
 _MEMORY = 0.9  # what a drafted token leaves of the running share: it speaks of about the last ten
+
+
+def _paid(widths: tuple[float, ...], length: int) -> float:
+    """The least of the widths that holds a draft of this length, or the length where none does."""
+    return min((width for width in widths if width >= length > 0), default=float(length))
+
+
+def _brought(acceptance: Float[Array, ""]) -> Float[Array, " k"]:
+    """The tokens that a draft of every length is expected to bring, that of the model's own with them."""
+    return jnp.cumsum(acceptance ** jnp.asarray(_LENGTHS, jnp.float32))
 
 
 def updated(
@@ -163,6 +239,7 @@ def updated(
     drafted: Int[Array, ""],
     accepted: Int[Array, ""],
     entropy: Float[Array, ""],
+    context: Int[Array, ""],
 ) -> DraftState:
     """Return the state after a step that `served` the sequence or not, and accepted so many of its drafted tokens.
 
@@ -176,7 +253,7 @@ def updated(
         acceptance=kept * draft.acceptance + (1.0 - kept) * share,
         since=jnp.where(drafted > 0, 0, draft.since + 1),
     )
-    after = replace(after, length=jnp.minimum(law.length(after, entropy), after.most).astype(jnp.int32))
+    after = replace(after, length=jnp.minimum(law.length(after, entropy, context), after.most).astype(jnp.int32))
     return replace(
         draft,
         length=jnp.where(served, after.length, draft.length),

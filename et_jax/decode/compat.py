@@ -73,7 +73,7 @@ class Row:
 
 
 _NAMES = (
-    *("control", "draft", "draft_tokens", "draft_length", "small", "lazy_prefill", "audit"),
+    *("control", "draft", "draft_tokens", "draft_length", "draft_share", "small", "lazy_prefill", "audit"),
     *("cache_budget", "cache_policy", "prefill_batch", "max_model_len"),
 )
 
@@ -95,9 +95,13 @@ TABLE = (
     *(
         Row(
             lambda c, name=name: c.has(name) and not c.has("draft"),
-            f"{{{name}}} is for drafts; set {{draft}} to lookup, or to a smaller model.",
+            f"{{{name}}} is for drafts; set {{draft}} to lookup, to self, or to a smaller model.",
         )
         for name in ("draft_tokens", "draft_length")
+    ),
+    Row(
+        lambda c: c.has("draft_share") and c.given.get("draft") != "self",
+        "{draft_share} is for a model that drafts for itself; set {draft} to self.",
     ),
     Row(
         lambda c: c.switches and c.laws.budget is not None,

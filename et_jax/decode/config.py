@@ -4,16 +4,17 @@ import dataclasses
 from typing import Literal
 
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from et_jax.control import budget as budgets
 from et_jax.control.base import num_words
 from et_jax.control.compression import Compression, Layout
 from et_jax.control.controller import Controller
-from et_jax.control.draft import DraftLength, FixedLength
+from et_jax.control.draft import DraftState, FixedLength, started
 from et_jax.control.select import Selector
 from et_jax.decode import compat
 from et_jax.decode.backends import scoring_backend, serving_backend
-from et_jax.decode.draft import Drafting
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.fresh import law_steers
 from et_jax.decode.plant import Plant
 from et_jax.models.calibration import Calibration
@@ -150,9 +151,13 @@ class DecoderConfig:
         return budgets.begun(self.controller.budget, self.model.num_layers, self.model.num_kv_heads, probed=self.audit)
 
     @property
-    def draft_length(self) -> DraftLength:
-        """The law of how many tokens a step drafts; without drafts, that of as many as are allowed: none."""
-        return FixedLength() if self.draft is None else self.draft.length
+    def pruned(self) -> Pruned | None:
+        """How the model drafts for itself; None where it does not."""
+        return None if self.draft is None else self.draft.pruned
+
+    def fresh_drafts(self, most: Int[Array, "*b"]) -> DraftState:
+        """Return how the drafts of sequences fare whose requests allow `most` tokens a step; none without drafts."""
+        return started(FixedLength(), most) if self.draft is None else self.draft.started(most)
 
     @property
     def pages_per_swap(self) -> int:

@@ -1,13 +1,25 @@
 """Drafted tokens: proposed from the text itself, laid out as rows beside the tokens they follow."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from et_jax.control.draft import MOST_DRAFTED, ROW_COST, ROW_COST_OF_CHIPS, SHORT, AcceptanceLength, DraftLength
+from et_jax.control.draft import (
+    MOST_DRAFTED,
+    ON_CHIPS,
+    ON_CPUS,
+    SHORT,
+    AcceptanceLength,
+    Costs,
+    DraftLength,
+    DraftState,
+    RooflineLength,
+    started,
+)
 from et_jax.decode.rows import Rows
 from et_jax.decode.work import Work
 from et_jax.types import pytree, replace
@@ -24,20 +36,55 @@ From the first that is below 0 on there is no guess.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """The model drafts for itself, over its own cache, reading few blocks (`decode.pruned`).
+
+    Of each KV head they are the fewest that held `mass` of its attention when it last read for a token that stands, but
+    no more than a `share` of all there are; with them the first block, and those written since.
+    """
+
+    mass: float = 0.99
+    share: float = 0.08
+
+    def __post_init__(self) -> None:
+        for name in ("mass", "share"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, wanted a share above 0, up to 1")
+
+    def room(self, num_blocks: int) -> int:
+        """Return how many of so many blocks may be chosen by what they held."""
+        return math.ceil(self.share * num_blocks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting:
     """How a decoder drafts: up to `most` tokens of a sequence in a step, which `drafter` guesses from its text.
 
-    Where `drafter` is None the decoder's small model writes them (`decode.drafter`). `length` decides how many of
-    those. Steps of `widths` different numbers of rows are compiled, and the least that holds what was drafted is run.
+    Where `drafter` is None the decoder's small model writes them, where it is `Pruned` the model itself
+    (`decode.drafter`). `length` decides how many of those. Steps of `widths` different numbers of rows are compiled,
+    and the least that holds what was drafted is run.
     """
 
     most: int = 8
     length: DraftLength = dataclasses.field(default_factory=AcceptanceLength)
-    drafter: Drafter | None = dataclasses.field(default_factory=lambda: lookup)
+    drafter: Drafter | Pruned | None = dataclasses.field(default_factory=lambda: lookup)
 
     def __post_init__(self) -> None:
         if not 1 <= self.most <= MOST_DRAFTED:
             raise ValueError(f"most: got {self.most}, wanted 1 to {MOST_DRAFTED}")
+
+    @property
+    def pruned(self) -> Pruned | None:
+        """How the model drafts for itself; None where something else drafts."""
+        return self.drafter if isinstance(self.drafter, Pruned) else None
+
+    def started(self, most: Int[Array, "*b"]) -> DraftState:
+        """Return the state of sequences whose requests allow `most` drafted tokens a step.
+
+        A model that drafts for itself drafts nothing at first: it has read for no token yet.
+        """
+        begun = started(self.length, most)
+        return begun if self.pruned is None else replace(begun, length=jnp.zeros_like(most))
 
     def widths(self, batch: int) -> tuple[int, ...]:
         """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones."""
@@ -59,26 +106,59 @@ def widths(most: int, batch: int) -> tuple[int, ...]:
 def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0.0) -> AcceptanceLength:
     """Return the law of lengths where `sequences` of a step's `batch` run, each with `most` drafted tokens at most.
 
-    It takes the sequences to draft alike. A row costs `ROW_COST` of reading the weights, or that of chips, which a
-    plain step does once for `batch` rows; a drafted token costs `drafter_cost` of a plain step beside. A sequence whose
+    It takes the sequences to draft alike. A row costs a part of reading the weights (`Costs`), which a plain step does
+    once for `batch` rows; a drafted token costs `drafter_cost` of a plain step beside. A sequence whose
     drafts fail drafts again when that costs a hundredth of the steps since.
     """
-    row = ROW_COST if jax.default_backend() == "cpu" else ROW_COST_OF_CHIPS
+    row = _costs().row
     cost = row * sequences / (1.0 + row * batch) + drafter_cost
     law = AcceptanceLength(cost, widths=tuple(w / sequences for w in widths(most, batch)[1:]))
     return replace(law, retry=max(16, round(100 * cost * law.first)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadSizes:
+    """What a step reads: bytes of `weights`, and of a `token` of one sequence in the cache, over all layers.
+
+    Where the rows of a sequence do not read its pages `together` each of them reads them all.
+    """
+
+    weights: int
+    token: int
+    together: bool = True
+
+
+def by_roofline(most: int, sequences: int, batch: int, sizes: ReadSizes, share: float) -> RooflineLength:
+    """Return the law of lengths of a model that drafts for itself, reading a `share` of its cache.
+
+    Sequences are as in `by_acceptance`.
+    """
+    costs = _costs()
+    base = 1.0 + costs.row * batch
+    return RooflineLength(
+        cached=costs.cached * sequences * sizes.token / sizes.weights / base,
+        share=share,
+        row_cost=costs.row * sequences / base,
+        cached_row_cost=costs.cached_row if sizes.together else 1.0,
+        widths=tuple(w / sequences for w in widths(most, batch)[1:]),
+    )
+
+
+def _costs() -> Costs:
+    return ON_CPUS if jax.default_backend() == "cpu" else ON_CHIPS
 
 
 @pytree
 class Drafts:
     """The first `count` of `token` are guesses at what follows the newest token of each row.
 
-    `work` is what the models did to make them that are there for it.
+    `work` is what the small model did to make them, `own` what the model itself did; None of one that did nothing.
     """
 
     token: Int[Array, "r t"]
     count: Int[Array, " r"]
-    work: tuple[Work, ...] = ()
+    work: Work | None = None
+    own: Work | None = None
 
 
 def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:

@@ -1,22 +1,27 @@
-"""A second model of the decoder that drafts. Nothing that it writes is ever part of a text: drafts are verified."""
+"""Models that draft: a second one of the decoder, or the model itself, reading little.
+
+Nothing that they write is ever part of a text: drafts are verified, and where the model drafts for itself, verification
+writes the keys and values of every drafted token anew.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
-from et_jax.control.switch import SMALL
+from et_jax.control.switch import MODEL, SMALL
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.draft import Drafting, Drafts, Pruned
 from et_jax.decode.extend import catch_up, extend
 from et_jax.decode.once import run_if
 from et_jax.decode.plant import PlantState, Weights
+from et_jax.decode.pruned import Heavy, heavy
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import Rows
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecodeState
-from et_jax.decode.work import Work, of_chunks
+from et_jax.decode.work import Work, no_work, of_chunks, of_tokens
 from et_jax.types import replace
 
 
@@ -75,7 +80,53 @@ def draft(
     nothing = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count, caught_up
     begun = run_if(jnp.any(count > 0), begin, nothing, both)
     _, own, tokens, drafted, done = jax.lax.while_loop(going, go_on, begun)
-    return state.with_plant(SMALL, own), Drafts(token=tokens, count=drafted, work=(done,))
+    return state.with_plant(SMALL, own), Drafts(token=tokens, count=drafted, work=done)
+
+
+@jax.named_scope("draft")
+def draft_pruned(
+    config: DecoderConfig,
+    how: Drafting,
+    pruned: Pruned,
+    weights: Weights,
+    state: DecodeState,
+    rows: Rows,
+    count: Int[Array, " r"],
+) -> tuple[DecodeState, Drafts]:
+    """Have the model itself write what follows the newest token of each row, reading few blocks; otherwise as `draft`.
+
+    The blocks are those of `DecodeState.heavy_blocks`, listed once.
+    """
+    if state.heavy_blocks is None:
+        raise ValueError("state: got one without heavy_blocks, wanted that of a decoder whose model drafts for itself")
+    plant, params, own = config.plants[MODEL], weights[MODEL], state.plants[MODEL]
+    table, position, num_rows = rows.take(state.table.pages), rows.position, len(rows.token)
+
+    def listed(_: Heavy, given: tuple) -> Heavy:
+        blocks, position = given
+        return heavy(pruned, how.most, blocks, config.blocks_per_slot, position, config.page_size)
+
+    known = rows.take(state.heavy_blocks), position
+    unknown = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(listed, None, known))
+    reader = run_if(jnp.any(count > 0), listed, unknown, known)
+
+    def going(carry: tuple) -> Bool[Array, ""]:
+        i, _, _, count, _ = carry
+        return i < jnp.max(count)
+
+    def go_on(carry: tuple) -> tuple:
+        i, own, tokens, count, done = carry
+        newest = jnp.where(i == 0, rows.token, tokens[:, i - 1])
+        here = Rows(slot=rows.slot, token=newest, position=position + i, run=i < count)
+        logits, own, blocks = extend(plant, params, own, of_rows(here, table, position + i + 1), reader)
+        token, stops = _drawn(how, state, rows, logits[:, 0], position + i + 1)
+        count = jnp.where(stops, jnp.minimum(count, i + 1), count)
+        more = of_tokens(plant, here, blocks, jnp.zeros_like(blocks))
+        return i + 1, own, tokens.at[:, i].set(token), count, done.plus(more)
+
+    begun = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count, no_work(num_rows)
+    _, own, tokens, drafted, done = jax.lax.while_loop(going, go_on, begun)
+    return state.with_plant(MODEL, own), Drafts(token=tokens, count=drafted, own=done)
 
 
 def _drawn(

@@ -12,8 +12,10 @@ from et_jax.control.select import Selection, Selector
 from et_jax.control.view import attention_entropy
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
+from et_jax.decode.draft import Pruned
 from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
+from et_jax.decode.pruned import NOTHING, heavy_blocks, log_shares
 from et_jax.decode.reading import read_all, read_chosen
 from et_jax.decode.reads import LayerReads, Looked, ReadStats, no_reads, reads_of
 from et_jax.decode.selection import (
@@ -59,7 +61,8 @@ class Whole:
     ) -> tuple[Float[Array, "r t h d"], None]:
         """Return attention to all there is."""
         if q.shape[1] == 1:
-            return read_all(plant, softmax, q[:, 0], cached, chunk.table, chunk.lengths, None)[:, None], None
+            out, _ = read_all(plant, softmax, q[:, 0], cached, chunk.table, chunk.lengths, None)
+            return out[:, None], None
         out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, backend=plant.backend)
         return out, None
 
@@ -74,7 +77,7 @@ class Selected:
     row. `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds
     all. `block_mass` is what share each query head had on each block when that was last read; None where no selector
     goes by it. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where it
-    has been measured.
+    has been measured. Where the model drafts for itself, `pruned`, the blocks that held the mass are noted.
     """
 
     tolerance: Float[Array, " r"]
@@ -88,12 +91,15 @@ class Selected:
     refresh_every: int = static(default=1)
     residual: bool = static(default=False)
     sensitivity: Table | None = static(default=None)
+    pruned: Pruned | None = static(default=None)
+    page_size: int = static()
 
     def of_layer(self, plant: Plant, layer: int) -> "AllOfLayer | SelectedOfLayer":
         """Return the reader of a layer."""
         selector, mass = self.selectors[layer], None if self.block_mass is None else self.block_mass[:, layer]
         if selector.reads_all:
-            return AllOfLayer(skipped=None if self.skipped is None else self.skipped[:, layer], mass=mass)
+            skipped = None if self.skipped is None else self.skipped[:, layer]
+            return AllOfLayer(skipped=skipped, mass=mass, shares=self.pruned is not None)
         sensitivity = None
         if self.sensitivity is not None:
             of_layer = self.sensitivity.array[layer] * self.sensitivity.array.size
@@ -109,6 +115,7 @@ class Selected:
             sensitivity=sensitivity,
             refresh_every=self.refresh_every,
             residual=self.residual,
+            shares=self.pruned is not None,
         )
 
     def noted(self, chunk: Chunk, notes: tuple[LayerReads, ...]) -> ReadStats:
@@ -116,15 +123,23 @@ class Selected:
         stats = no_reads(len(chunk.token))
         for one in notes:
             stats = one.added_to(stats)
-        return stats
+        if self.pruned is None:
+            return stats
+        held = held_blocks(chunk.lengths, self.page_size)
+        log_share = jnp.stack([one.log_share for one in notes if one.log_share is not None], axis=1)
+        return replace(stats, heavy_blocks=heavy_blocks(self.pruned, log_share, held))
 
 
 @pytree
 class AllOfLayer:
-    """Reads all of a layer, one token a row. `skipped` and `mass` are what `Selected` has of the layer."""
+    """Reads all of a layer, one token a row. `skipped` and `mass` are what `Selected` has of the layer.
+
+    With `shares` each block's share of the mass is noted.
+    """
 
     skipped: Int[Array, "r k"] | None
     mass: Float[Array, "r h n"] | None
+    shares: bool = static()
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
@@ -141,18 +156,22 @@ class AllOfLayer:
     ) -> tuple[Float[Array, "r 1 h d"], LayerReads]:
         """Return attention to all there is, and that it was read."""
         table, blocks = chunk.table, blocks_of(chunk.table, chunk.lengths, plant.page_size, softmax.window)
-        out = read_all(plant, softmax, q[:, 0], cached, table, chunk.lengths, chunk.at, self.skipped)
+        out, block_lse = read_all(plant, softmax, q[:, 0], cached, table, chunk.lengths, chunk.at, self.skipped)
         opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
-        return out[:, None], reads_of(opened, self.mass, None)
+        share = None
+        if self.shares:
+            heads = plant.model.num_kv_heads
+            share = jnp.full(opened.shape, NOTHING) if softmax.window else log_shares(block_lse, heads)
+        return out[:, None], reads_of(opened, self.mass, None, share)
 
 
 @pytree
 class SelectedOfLayer:
     """Reads the blocks of a layer that its `selector` chooses, one token a row: `Selected`, of one layer.
 
-    `last` packs the blocks read last, `mass` is what share each query head had on each block.
+    `last` packs the blocks read last, `mass` is what share each query head had on each block. `shares` as `AllOfLayer`.
     """
 
     tolerance: Float[Array, " r"]
@@ -165,6 +184,7 @@ class SelectedOfLayer:
     sensitivity: Float[Array, "r k g"] | None
     refresh_every: int = static()
     residual: bool = static()
+    shares: bool = static()
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
@@ -212,7 +232,13 @@ class SelectedOfLayer:
             num_entropies=jnp.where(scored, float(plant.model.num_heads), 0.0),
             least_entropy=jnp.where(scored, jnp.min(entropy, axis=(1, 2)), jnp.inf),
         )
-        return out[:, None], reads_of(chosen.opened, mass, looked)
+        share = None
+        if self.shares:
+            read = jnp.where(chosen.opened, jnp.maximum(jnp.cumsum(chosen.opened, axis=-1) - 1, 0), block_lse.shape[-1])
+            in_order = jnp.repeat(read, plant.model.group_size, axis=1)
+            found = jnp.take_along_axis(block_lse, in_order, axis=-1, mode="fill", fill_value=-jnp.inf)
+            share = log_shares(found, plant.model.num_kv_heads)
+        return out[:, None], reads_of(chosen.opened, mass, looked, share)
 
     def _choose(
         self,

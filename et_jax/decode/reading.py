@@ -20,9 +20,10 @@ def read_all(
     lengths: Int[Array, " r"],
     at: Int[Array, "s t"] | None,
     skipped: Int[Array, "r k"] | None = None,
-) -> Float[Array, "r h d"]:
-    """Return attention to every block within the window of the `softmax`.
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
+    """Return attention to every block within the window of the `softmax`, and the log-sum-exp of each block's scores.
 
+    Those are in the order of the blocks, from the first that one of the rows read together may see.
     `at` tells which rows are read together, as `Chunk` has it; None is none of them. Each KV head reads on from its
     `skipped` blocks; rows that are read together skip none.
     """
@@ -41,8 +42,7 @@ def read_all(
     listed, counts = (
         jnp.broadcast_to(x, (len(x), plant.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)
     )
-    out, _ = _read(plant, softmax, queries, cached, table, listed, counts, lengths, at)
-    return out
+    return _read(plant, softmax, queries, cached, table, listed, counts, lengths, at)
 
 
 def read_chosen(
@@ -69,6 +69,21 @@ def read_chosen(
         readers = jnp.take_along_axis(by_block, listed, axis=2)
     out, block_lse = _read(plant, softmax, queries, cached, table, listed, counts, lengths, at, readers)
     return out, log_sum_exp(block_lse), block_lse
+
+
+def read_listed(
+    plant: Plant,
+    softmax: Softmax,
+    queries: Float[Array, "r h d"],
+    cached: LayerCache,
+    table: Int[Array, "r n"],
+    listed: Int[Array, "r k m"],
+    counts: Int[Array, "r k"],
+    lengths: Int[Array, " r"],
+) -> Float[Array, "r h d"]:
+    """Return attention to the first `counts` blocks of each row's and KV head's list."""
+    out, _ = _read(plant, softmax, queries, cached, table, listed, counts, lengths, None)
+    return out
 
 
 def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:

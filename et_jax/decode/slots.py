@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from et_jax.control import draft
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, sampling
 from et_jax.decode.config import DecoderConfig
@@ -54,7 +53,8 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
         text=put(state.text, request.text),
-        draft=put(state.draft, draft.started(config.draft_length, request.num_drafted)),
+        draft=put(state.draft, config.fresh_drafts(request.num_drafted)),
+        heavy_blocks=None if state.heavy_blocks is None else state.heavy_blocks.at[slot].set(0),
         switch=put(state.switch, request.laws.switch_started()),
         laws=put(state.laws, request.laws),
         signals=put(state.signals, blank_signals(())),

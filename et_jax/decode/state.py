@@ -4,12 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import ControlState, Signals
 from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftState
-from et_jax.control.draft import started as drafting_started
 from et_jax.control.switch import MODEL, SwitchState
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
@@ -29,9 +28,10 @@ class DecodeState:
     tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
-    `draft` how its drafts fare. `plants` are what the models hold, whose pages
-    are those of `table`: the model whose text it is, and the small one where there is one. Where they take turns,
-    `switch` says which of them is active.
+    `draft` how its drafts fare. `heavy_blocks` packs those that held the mass of the last token's attention, None
+    unless the model drafts for itself. `plants` are what the models hold, whose pages are those of `table`: the model
+    whose text it is, and the small one where there is one. Where they take turns, `switch` says which of them is
+    active.
     """
 
     token: Int[Array, " b"]
@@ -47,6 +47,7 @@ class DecodeState:
     counts: TokenCounts | None
     text: Int[Array, "b n"]
     draft: DraftState
+    heavy_blocks: UInt32[Array, "b l k n32"] | None
     switch: SwitchState | None
     laws: Controller
     signals: Signals
@@ -105,7 +106,8 @@ def empty(config: DecoderConfig) -> DecodeState:
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
         text=integers(b, config.max_length),
-        draft=drafting_started(config.draft_length, integers(b)),
+        draft=config.fresh_drafts(integers(b)),
+        heavy_blocks=None if config.pruned is None else jnp.zeros((b, *config.mask_shape), jnp.uint32),
         switch=jax.vmap(Controller.switch_started)(laws),
         laws=laws,
         signals=blank_signals((b,)),

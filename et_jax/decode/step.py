@@ -15,7 +15,7 @@ from et_jax.decode import cost, drafter, pages, turns
 from et_jax.decode import draft as drafting
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.draft import Drafting, Drafts, Pruned
 from et_jax.decode.extend import extend
 from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
@@ -54,7 +54,7 @@ def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[D
         after, outputs = verify(config, config.draft, price, state, rows, drafts, logits, stats, at)
         done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read)
         produced = jax.vmap(rows.take)(outputs.produced)
-        work = by_position(done, at, drafts.count, produced), *(_with_first(each, at.shape[1]) for each in drafts.work)
+        work = worked(by_position(done, at, drafts.count, produced), drafts)
     else:
         state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, extend_rows)
         after, output, _ = advance(config, price, state, rows, logits, stats, True)
@@ -134,6 +134,8 @@ def extend_rows(
         refresh_every=laws.refresh_every,
         residual=laws.residual,
         sensitivity=config.calibration.sensitivity,
+        pruned=config.pruned,
+        page_size=config.page_size,
     )
     logits, own, stats = extend(config.plants[MODEL], weights[MODEL], own, chunk, reader)
     return state.with_plant(MODEL, own), logits[:, 0], stats
@@ -161,6 +163,8 @@ def propose(
     """Guess the `count` tokens that follow the newest one of every row, or as many of them as there is a guess at."""
     if how.drafter is None:
         return drafter.draft(config, how, weights, state, rows, count)
+    if isinstance(how.drafter, Pruned):
+        return drafter.draft_pruned(config, how, how.drafter, weights, state, rows, count)
     token = how.drafter(rows.take(state.text), rows.position, how.most)
     guessed = jnp.sum(jnp.cumprod(token >= 0, axis=1), axis=1, dtype=jnp.int32)
     return state, Drafts(token=jnp.maximum(token, 0), count=jnp.minimum(count, guessed))
@@ -200,9 +204,13 @@ def extend_drafted(
     return state.with_plant(MODEL, own), logits, stats, whole, at
 
 
-def _with_first(work: Work, positions: int) -> Work:
-    """The work of every row with the first of so many positions, and none with the others."""
-    return jax.tree.map(lambda x: jnp.zeros((positions, *x.shape), x.dtype).at[0].set(x), work)
+def worked(own: Work, drafts: Drafts) -> tuple[Work, ...]:
+    """Return the work of every model and position: that of verification, and with the first what drafts took."""
+    if drafts.own is not None:
+        own = jax.tree.map(lambda x, more: x.at[0].add(more), own, drafts.own)
+    if drafts.work is None:
+        return (own,)
+    return own, jax.tree.map(lambda x, more: jnp.zeros_like(x).at[0].set(more), own, drafts.work)
 
 
 def _price(

@@ -58,7 +58,7 @@ def advance(
     verdict = control(state, rows, sampled, raw, stats)
     switch, produced, by_small = turns.turn(state, rows, raw, verdict.produced)
     verdict = replace(verdict, produced=produced, finished=verdict.finished & produced)
-    after = replace(commit(state, rows, logits, sampled, verdict, first), switch=switch)
+    after = replace(commit(state, rows, logits, sampled, verdict, stats, first), switch=switch)
     output = report(config, after, rows, logits, raw, sampled, verdict, stats, rows.take(state.logprobs))
     output = replace(output, by_small=rows.spread(config.num_slots, by_small))
     return after, output, verdict
@@ -121,7 +121,7 @@ def verify(
     outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in told.items()})
     own = jax.vmap(partial(lengths.updated, drafting.length))
     entropies = rows.take(after.signals).entropy
-    draft = own(rows.take(after.draft), rows.run, drafts.count, accepted, entropies)
+    draft = own(rows.take(after.draft), rows.run, drafts.count, accepted, entropies, rows.take(after.length))
     held = -(-rows.take(after.length) // config.page_size)
     most = last // config.page_size + 1
     surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - held, 0))
@@ -197,19 +197,21 @@ def commit(
     logits: Float[Array, "r v"],
     sampled: Sampled,
     verdict: Verdict,
+    stats: ReadStats,
     first: Bool[Array, ""] | bool,
 ) -> DecodeState:
     """Put what the rows came to back into their slots, where a token was produced; the others wait on."""
     waited = jnp.where(first, jnp.where(state.active, state.control.wait + 1, 0), state.control.wait)
-    slots = (state.token, state.length, state.generated, state.signals, state.logits)
+    slots = (state.token, state.length, state.generated, state.signals, state.logits, state.heavy_blocks)
     new = (
         sampled.token,
         rows.position + 1,
         sampled.signals.generated,
         sampled.signals,
         None if state.logits is None else logits,
+        stats.heavy_blocks,
     )
-    token, length, generated, signals, last = rows.put_where(verdict.produced, slots, new)
+    token, length, generated, signals, last, heavy = rows.put_where(verdict.produced, slots, new)
     decided = replace(verdict.control, wait=jnp.zeros_like(verdict.control.wait))
     stays = rows.take(state.active) & ~verdict.finished & (verdict.fault == 0)
     counts = state.counts
@@ -227,6 +229,7 @@ def commit(
         counts=counts,
         signals=signals,
         logits=last,
+        heavy_blocks=heavy,
         control=rows.put_where(verdict.produced, replace(state.control, wait=waited), decided),
     )
 

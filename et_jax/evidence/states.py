@@ -1,11 +1,15 @@
-"""Decoders for a model's whole context, and states in which every slot holds tokens already."""
+"""Decoders for a model's whole context, and states in which slots hold tokens already."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
+from et_jax.decode import cache as kv
 from et_jax.decode import pages, slots
+from et_jax.decode.cache import LayerCache
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty
@@ -43,3 +47,24 @@ def filled(config: DecoderConfig, context: int, temperature: float) -> DecodeSta
     for slot in range(rows):
         state = slots.insert(config, state, jnp.int32(slot), asked)
     return replace(state, table=table, length=jnp.full(rows, context, jnp.int32))
+
+
+def with_random_pages(config: DecoderConfig, state: DecodeState, seed: int = 0) -> DecodeState:
+    """Return the state with keys and values drawn at random in every page, each with its summary and codes."""
+    d, [plant, *others] = config.model.head_dim, state.plants
+
+    @partial(jax.jit, donate_argnums=0)
+    def drawn(layer: LayerCache, key: Array) -> LayerCache:
+        layer = replace(layer, pages=jax.random.normal(key, layer.pages.shape, layer.pages.dtype))
+        if layer.summary is None:
+            return layer
+        num_tokens = jnp.full(layer.pages.shape[1], config.page_size, jnp.int32)
+        summary = kv.summarise(layer.pages, num_tokens, d)
+        layer = replace(layer, summary=jax.tree.map(lambda new, old: new.astype(old.dtype), summary, layer.summary))
+        if layer.key_codes is None:
+            return layer
+        return replace(layer, key_codes=kv.encode(layer.pages[..., :d], summary.key_box))
+
+    keys = jax.random.split(jax.random.key(seed), len(plant.cache.layers))
+    layers = tuple(drawn(layer, key) for layer, key in zip(plant.cache.layers, keys, strict=True))
+    return replace(state, plants=(replace(plant, cache=replace(plant.cache, layers=layers)), *others))

@@ -347,6 +347,44 @@ def drafting_forced(forced: Sequence[Case]) -> str:
     return "\n\n".join(parts)
 
 
+def self_drafting(cases: Sequence[Case]) -> str:
+    """Return what a model gains that drafts for itself, by tokens cached, sequences, and how often drafts hold."""
+    ways = list(dict.fromkeys(case["way"] for case in cases))
+    names = [f"{float(way):.0%} hold" if way[0].isdigit() else f"{way}, trusted" for way in ways]
+    lines = []
+    for shape in dict.fromkeys((case["context"], case["sequences"]) for case in cases):
+        own = {case["way"]: case for case in cases if (case["context"], case["sequences"]) == shape}
+        plain = statistics.median(case["tokens_per_second"] for case in own.values())
+        lines.append([*shape, plain, *(own[way]["ratio"] if way in own else None for way in ways)])
+    return table(["tokens", "sequences", "plain, tokens/s", *names], lines)
+
+
+def self_drafting_free(cases: Sequence[Case]) -> str:
+    """Return what the bundled model gains on texts that it writes freely."""
+    lines = []
+    for heat in dict.fromkeys(case["temperature"] for case in cases):
+        own = [case for case in cases if case["temperature"] == heat]
+        drafted, held = (sum(case[name] for case in own) for name in ("drafted", "accepted"))
+        ratios = [case["ratio"] for case in own]
+        share = f"{held / drafted:.0%} of {drafted}" if drafted else "none drafted"
+        lines.append([f"{heat:g}" if heat else "greedy", len(own), share, statistics.median(ratios), min(ratios)])
+    return table(["temperature", "texts", "drafted tokens accepted", "over plain, median", "least"], lines)
+
+
+def self_acceptance(cases: Sequence[Case]) -> str:
+    """Return how many tokens a step brings of a model that drafts for itself, and the share of its drafts that hold."""
+    lines = []
+    lengths = list(dict.fromkeys(case["length"] for case in cases))
+    names = ("model", "text", "temperature", "share")
+    for about in dict.fromkeys(tuple(case[name] for name in names) for case in cases):
+        own = {case["length"]: case for case in cases if tuple(case[name] for name in names) == about}
+        model, text, heat, share = about
+        told = [f"{own[n]['accepted'] / own[n]['drafted']:.0%}, {own[n]['tokens_per_step']:.2f}" for n in lengths]
+        lines.append([model, text, f"{heat:g}" if heat else "greedy", f"{share:.0%}", *told])
+    drafted = [f"{length} drafted: held, tokens a step" for length in lengths]
+    return table(["model", "text", "temperature", "blocks read at most", *drafted], lines)
+
+
 def acceptance(cases: Sequence[Case]) -> str:
     """Return the share of drafted tokens accepted by every way of sampling alike, with its interval."""
     ways = ("optimum", "race", "sampled", "bound", "inverse CDF")

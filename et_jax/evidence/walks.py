@@ -130,8 +130,8 @@ def by_law(law: DraftLength, most: int, told: Float[np.ndarray, " n"]) -> Choose
     def choose(at: int, drafted: int, accepted: int) -> int:
         nonlocal state
         if at:
-            newest = jnp.float32(told[at - 1])
-            state = _updated(law, state, jnp.bool_(True), jnp.int32(drafted), jnp.int32(accepted), newest)
+            newest, counts = jnp.float32(told[at - 1]), [jnp.int32(x) for x in (drafted, accepted)]
+            state = _updated(law, state, jnp.bool_(True), *counts, newest, jnp.int32(at))
         return int(state.length)
 
     return choose

@@ -9,6 +9,7 @@ from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
 from et_jax.control.draft import (
     MOST_DRAFTED,
+    DraftLength,
     EntropyLength,
     FixedLength,
     StopEntropy,
@@ -16,14 +17,15 @@ from et_jax.control.draft import (
 from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
-from et_jax.decode.draft import Drafting, by_acceptance, lookup
+from et_jax.decode.draft import Drafting, Pruned, ReadSizes, by_acceptance, by_roofline, lookup
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.models.weights import QUANTIZED
 from et_jax.pallas.backend import NAMES as BACKENDS
 
-LOOKUP = "lookup"  # drafts from the text itself; any other drafter is a model
+LOOKUP = "lookup"  # drafts from the text itself
+SELF = "self"  # the model drafts for itself; any other drafter is a model beside it
 LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the usual one
 USUAL_POLICY = "latent"
 AUTO = "auto"
@@ -66,6 +68,7 @@ class EngineConfig:
     draft: str | Path | None = None
     draft_tokens: int | None = None
     draft_length: str | None = None
+    draft_share: float | None = None
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
@@ -104,6 +107,10 @@ class EngineConfig:
                 checked[name] = _choice(name, getattr(self, name), choices)
         if self.draft_tokens is not None:
             checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
+        if self.draft_share is not None:
+            checked["draft_share"] = values.number("draft_share", self.draft_share)
+            if not 0.0 < checked["draft_share"] <= 1.0:
+                raise UsageError(f"draft_share is {self.draft_share:g}; it must be above 0, and 1 at most.")
         if self.backend is not None:
             checked["backend"] = _choice("backend", self.backend, (*BACKENDS, None))
         if self.compilation_cache not in (None, PROGRAMS):
@@ -137,7 +144,7 @@ class EngineConfig:
     @property
     def draft_model(self) -> str | None:
         """The model that drafts, if one does."""
-        return None if self.draft == LOOKUP or self.draft is None else str(self.draft)
+        return None if self.draft in (LOOKUP, SELF, None) else str(self.draft)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -149,17 +156,20 @@ class EngineConfig:
         """Tokens that are drafted of a sequence in a step, where any are."""
         return Drafting.most if self.draft_tokens is None else self.draft_tokens
 
-    def drafting(self, batch: int, drafter_cost: float = 0.0) -> Drafting | None:
+    def drafting(self, batch: int, sizes: ReadSizes, drafter_cost: float = 0.0) -> Drafting | None:
         """Return how tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
 
-        Steps have `batch` rows, and the drafted ones. None where nothing is drafted.
+        Steps have `batch` rows, and the drafted ones; the model reads what `sizes` say. None where nothing is drafted.
         """
         if self.draft is None:
             return None
-        most = self.most_drafted
-        drafter, by_entropy = (lookup, EntropyLength()) if self.draft_model is None else (None, StopEntropy())
-        lengths = {"entropy": by_entropy, "fixed": FixedLength()}
-        usual = by_acceptance(most, self.max_num_seqs, batch, drafter_cost)
+        most, sequences = self.most_drafted, self.max_num_seqs
+        drafters = {LOOKUP: lookup, SELF: Pruned() if self.draft_share is None else Pruned(share=self.draft_share)}
+        drafter = drafters.get(str(self.draft))
+        usual: DraftLength = by_acceptance(most, sequences, batch, drafter_cost)
+        if isinstance(drafter, Pruned):
+            usual = by_roofline(most, sequences, batch, sizes, drafter.share)
+        lengths = {"entropy": EntropyLength() if self.draft == LOOKUP else StopEntropy(), "fixed": FixedLength()}
         return Drafting(most=most, length=lengths.get(self.draft_length or "", usual), drafter=drafter)
 
     @property

@@ -12,12 +12,14 @@ from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
 from et_jax.decode import compat
 from et_jax.decode.backends import serving_backend
+from et_jax.decode.cache import token_width
 from et_jax.decode.config import DecoderConfig, Keep
+from et_jax.decode.draft import ReadSizes
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
-from et_jax.models.model import num_weights
+from et_jax.models.model import num_weights, weight_bytes
 from et_jax.models.module import ModuleModel
 from et_jax.serve.config import AUTO, EngineConfig
 from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
@@ -112,9 +114,21 @@ def beside(
         _check_beside(name, other, config)
     if laws.switch is not None:
         return alone(others=others, lazy=settings.lazy_prefill, audit=settings.audit)
-    drafting = settings.drafting(config.batch, *(num_weights(other) / num_weights(config.model) for other in others))
+    costs = [num_weights(other) / num_weights(config.model) for other in others]
+    drafting = settings.drafting(config.batch, read_sizes(alone()), *costs)
     drafters = others if settings.draft_model else ()
     return alone(draft=drafting, others=drafters, audit=settings.audit and laws.budget is not None)
+
+
+def read_sizes(config: DecoderConfig) -> ReadSizes:
+    """Return what a step of a decoder reads, by which lengths of drafts are chosen."""
+    model, plant = config.model, config.plants[0]
+    layers = [(model.softmax(index), not one.reads_all) for index, one in enumerate(config.selectors)]
+    return ReadSizes(
+        weights=weight_bytes(model, config.weights_dtype, config.quantize),
+        token=plant.all_kv_heads * token_width(model.head_dim) * jnp.dtype(config.cache_dtype).itemsize,
+        together=all(plant.reads_together(softmax, chosen=chosen) for softmax, chosen in layers),
+    )
 
 
 def _check(

@@ -149,6 +149,7 @@ class Capability:
 
 _DRAFTS = {"draft_tokens": 3, "draft_length": "fixed"}
 _LOOKUP = {"draft": "lookup"} | _DRAFTS
+_SELF = {"draft": "self", "draft_share": 0.2} | _DRAFTS
 
 
 def _small() -> str:
@@ -157,7 +158,7 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
-    *("paper", "adaptive", "adaptive, lookup", "ead", "budget", "int8"),
+    *("paper", "adaptive", "adaptive, lookup", "certified, self", "ead", "budget", "int8"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
@@ -183,6 +184,14 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
     "lookup": lambda: Capability(settings=_LOOKUP, drafts=True),
     "small": lambda: Capability(settings={"draft": _small()} | _DRAFTS, drafts=True),
+    "self": lambda: Capability(settings=_SELF, drafts=True),
+    "certified, self": lambda: Capability(
+        settings={"control": pruned("certified", tolerance=0.5)} | _SELF,
+        dense={"tolerance": 0.0},
+        prunes=True,
+        drafts=True,
+        certifies=0.5,
+    ),
     "adaptive, lookup": lambda: Capability(
         settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _LOOKUP,
         dense={"tolerance": 0.0},

@@ -155,6 +155,7 @@ ENOUGH = {
     "--tau": ["--control", "ead", "--small", "bundled-small"],
     "--prefill-budget": ["--control", "entropyinfer"],
     "--draft-tokens": ["--draft", "lookup"],
+    "--draft-share": ["--draft", "self"],
     **{flag: ["--control", "certified"] for flag in ("--target-entropy", "--tolerance", "--min-blocks", "--window")},
 }
 """What a flag goes with."""

@@ -111,8 +111,8 @@ def paged_attention(
         kv_scales=kv_scales,
     )
     slots = (q.reshape(b, r, h, d), page_table, blocks, counts, readers, lengths.reshape(b, r))
-    tiled = config.rows is not None and b > config.rows
-    out, block_lse = _tiled(walk, config.rows, *slots) if tiled else walk(*slots)
+    together = b if config.rows is None else max(1, config.rows // r)
+    out, block_lse = _tiled(walk, together, *slots) if together < b else walk(*slots)
     return out.reshape(b * r, h, d), block_lse.reshape(b * r, h, -1)
 
 
@@ -161,8 +161,11 @@ def _walk(
     k, p, s, e = pages.shape
     m, x, g = blocks.shape[2], b * r * k, h // k
     group = config.group
-    width = e if config.joint else d
-    query = jnp.pad(q.astype(dtype).reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
+    whole = config.joint and r == 1  # of many queries twice the products are more than a copy
+    width = e if whole else d
+    # the rows of a slot stand together under each KV head, as the products take them
+    query = q.astype(dtype).reshape(b, r, k, g, d).swapaxes(1, 2)
+    query = jnp.pad(query.reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     padding = -m % group
     blocks, readers = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, 0), (0, padding))), (blocks, readers))
     offset = jnp.arange(s, dtype=jnp.int32)
@@ -174,11 +177,11 @@ def _walk(
         ids = lax.dynamic_slice_in_dim(blocks, step * group, group, axis=2)
         listed = step * group + jnp.arange(group, dtype=jnp.int32) < counts[..., None]
         ids = jnp.where(listed, ids, 0)
-        reads = listed[:, None]
+        reads = listed[:, :, None]
         if readers is not None:
             bits = lax.dynamic_slice_in_dim(readers, step * group, group, axis=2)
-            reads &= (bits[:, None] >> jnp.arange(r, dtype=jnp.int32)[:, None, None]) & 1 == 1
-        end = jnp.where(reads, lengths[..., None, None] - ids[:, None] * s, 0).reshape(x, group, 1)
+            reads &= (bits[:, :, None] >> jnp.arange(r, dtype=jnp.int32)[:, None]) & 1 == 1
+        end = jnp.where(reads, lengths[:, None, :, None] - ids[:, :, None] * s, 0).reshape(x, group, 1)
         # the barriers keep XLA from working these out again for every element of the gathers
         rows, end = lax.optimization_barrier((page_rows(page_table, ids, p), end))
         seen_mask = offset < end
@@ -188,13 +191,13 @@ def _walk(
 
     def read(rows, seen_mask):
         """Keys and values of a group; what no row of a slot sees is 0 in the values, for 0 * NaN is NaN."""
-        kept = jnp.any(seen_mask.reshape(b, r, k, group * s, 1), axis=1).reshape(b * k, group * s, 1)
+        kept = jnp.any(seen_mask.reshape(b * k, r, group * s, 1), axis=1)
         if config.joint:
             if e > 2 * d:
                 kept = kept & (jnp.arange(e, dtype=jnp.int32) < 2 * d)
             token = tokens(pages, rows, 0, e).astype(dtype)
             token = lax.optimization_barrier(jnp.where(kept, token, jnp.zeros((), dtype)))
-            return token, token
+            return (token, token) if whole else tuple(lax.optimization_barrier((token[..., :d], token[..., d : 2 * d])))
         key, value = (tokens(pages, rows, start, d).astype(dtype) for start in (0, d))
         return key, jnp.where(kept, value, jnp.zeros((), dtype))
 
@@ -202,10 +205,9 @@ def _walk(
         """The product "y q n" of every row's "x g n", done for `together` rows of a slot at once."""
         if r == 1:
             return product(rows)
-        rows = lax.optimization_barrier(rows).reshape(b, r, k, g, -1).swapaxes(1, 2)
-        parts = (rows[:, :, i : i + together] for i in range(0, r, together))
-        parts = [product(part.reshape(b * k, together * g, -1)).reshape(b, k, together, g, -1) for part in parts]
-        return lax.optimization_barrier(jnp.concatenate(parts, axis=2).swapaxes(1, 2).reshape(x, g, -1))
+        rows = lax.optimization_barrier(rows).reshape(b * k, r * g, -1)
+        parts = [product(rows[:, i : i + together * g]) for i in range(0, r * g, together * g)]
+        return lax.optimization_barrier(jnp.concatenate(parts, axis=1).reshape(x, g, -1))
 
     def scored(key, query):
         """Queries times keys: in float32 XLA multiplies faster with the keys, its larger operand, first."""
@@ -223,8 +225,8 @@ def _walk(
         key, value = read(rows, seen_mask)
         scores = by_slot(partial(scored, key), query) * softmax.scale
         if kv_scales is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
-            scales = kv_scales.reshape(k * p, 2)[rows].reshape(b, 1, k, group, 2)
-            scales = jnp.broadcast_to(scales, (b, r, k, group, 2)).reshape(x, group, 2)
+            scales = kv_scales.reshape(k * p, 2)[rows].reshape(b, k, 1, group, 2)
+            scales = jnp.broadcast_to(scales, (b, k, r, group, 2)).reshape(x, group, 2)
             scales = jnp.where(jnp.any(seen_mask, axis=-1, keepdims=True), scales, 0.0)
             scores = (scores.reshape(x, g, group, s) * scales[:, None, :, :1]).reshape(x, g, group * s)
         scores = softmax.capped(scores)
@@ -254,13 +256,18 @@ def _walk(
     if softmax.sink_logits is None:
         maximum, total = jnp.full((x, g), -jnp.inf, jnp.float32), jnp.zeros((x, g), jnp.float32)
     else:
-        maximum = jnp.tile(softmax.sink_logits.astype(jnp.float32).reshape(k, g), (b * r, 1))
+        sinks = softmax.sink_logits.astype(jnp.float32).reshape(k, 1, g)
+        maximum = jnp.broadcast_to(sinks, (b, k, r, g)).reshape(x, g)
         total = jnp.ones((x, g), jnp.float32)
     mixed = jnp.zeros((x, g, width), jnp.float32)
     block_lse = jnp.full((x, g, m + padding), -jnp.inf, jnp.float32)
     steps = (jnp.minimum(jnp.max(counts), m) + group - 1) // group
     _, total, mixed, block_lse = lax.fori_loop(0, steps, step, (maximum, total, mixed, block_lse))
 
-    out = mixed[..., d : 2 * d] if config.joint else mixed
+    out = mixed[..., d : 2 * d] if whole else mixed
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return out.reshape(b, r, h, d).astype(q.dtype), block_lse[..., :m].reshape(b, r, h, m)
+
+    def by_row(found):
+        return found.reshape(b, k, r, g, -1).swapaxes(1, 2).reshape(b, r, h, -1)
+
+    return by_row(out).astype(q.dtype), by_row(block_lse[..., :m])

@@ -34,7 +34,7 @@ from et_jax.control.select import Certified, PerHead, Quest, coded_bounds
 from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
 from et_jax.decode import decoder as decoding
-from et_jax.decode.draft import Drafting, Drafts, by_acceptance, laid_out, lookup
+from et_jax.decode.draft import Drafting, Drafts, Pruned, by_acceptance, laid_out, lookup
 from et_jax.decode.extend import catch_up
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
@@ -181,11 +181,13 @@ def plain(control: str):
 FOUR = Drafting(most=4, length=FixedLength())
 NONSENSE = Drafting(most=4, length=FixedLength(), drafter=garbage)
 BY_MODEL = Drafting(most=4, length=FixedLength(), drafter=None)
+ITSELF = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.3))
 BY_TURNS = Drafting(most=4, length=AcceptanceLength(retry=4), drafter=None)
 DRAFTERS = {
     "lookup": (FOUR, None),
     "garbage": (NONSENSE, None),
-    "the model itself": (BY_MODEL, MODEL),
+    "the same model beside it": (BY_MODEL, MODEL),
+    "itself": (ITSELF, None),
     "another model": (BY_MODEL, OTHER),
     "another model by turns": (BY_TURNS, OTHER),
 }
@@ -195,8 +197,9 @@ DRAFTERS = {
     ("control", "drafter"),
     [
         *((control, "lookup") for control in CONTROLS),
+        *((control, "itself") for control in CONTROLS),
         ("off", "garbage"),
-        ("off", "the model itself"),
+        ("off", "the same model beside it"),
         ("off", "another model"),
         ("certified", "another model by turns"),
     ],
@@ -258,7 +261,7 @@ def test_a_small_model_that_is_the_model_is_always_right():
 
 def test_the_small_model_reads_a_text_once():
     """Every token but the newest is given to it, by drafts, by catching up, or one with the next draft."""
-    for control, drafter in (("off", "the model itself"), ("certified", "another model by turns")):
+    for control, drafter in (("off", "the same model beside it"), ("certified", "another model by turns")):
         drafting, small = DRAFTERS[drafter]
         state, _, output, ran = decoded(made(control, drafting, small=small))
         small_cached = state.plants[1].num_cached

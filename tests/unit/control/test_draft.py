@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from et_jax.control import draft
-from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength
+from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength, RooflineLength
 
-NO_ENTROPY = jnp.float32(0)
+NO_ENTROPY, NO_TEXT = jnp.float32(0), jnp.int32(0)
 
 
 def state(most: int = 8, **changes) -> draft.DraftState:
@@ -23,24 +23,23 @@ def speed(acceptance: float, length: int, row_cost: float) -> float:
 @pytest.mark.parametrize("row_cost", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.35, 0.6, 0.9, 1.0])
 def test_the_length_is_the_one_of_the_greatest_expected_speed(acceptance, row_cost):
-    found = AcceptanceLength(row_cost).length(state(most=16, acceptance=acceptance), NO_ENTROPY)
+    found = AcceptanceLength(row_cost).length(state(most=16, acceptance=acceptance), NO_ENTROPY, NO_TEXT)
     expected = max(range(17), key=lambda length: speed(acceptance, length, row_cost))
     assert speed(acceptance, int(found), row_cost) == pytest.approx(speed(acceptance, expected, row_cost), rel=1e-6)
 
 
 def test_a_sequence_whose_drafts_fail_drafts_one_token_now_and_then():
     law = AcceptanceLength(row_cost=0.1, retry=5)
-    found = [int(law.length(state(acceptance=0.01, since=since), NO_ENTROPY)) for since in range(7)]
+    found = [int(law.length(state(acceptance=0.01, since=since), NO_ENTROPY, NO_TEXT)) for since in range(7)]
     assert found == [0, 0, 0, 0, 0, 1, 1]
-    assert int(law.length(state(most=0, acceptance=0.01, since=99), NO_ENTROPY)) == 0
+    assert int(law.length(state(most=0, acceptance=0.01, since=99), NO_ENTROPY, NO_TEXT)) == 0
 
 
 def test_no_length_passes_what_the_request_allows():
     for law in (AcceptanceLength(), EntropyLength(), FixedLength()):
         for most in (0, 1, 3):
-            after = draft.updated(
-                law, state(most, acceptance=0.99), jnp.bool_(True), jnp.int32(most), jnp.int32(most), NO_ENTROPY
-            )
+            counts = jnp.int32(most), jnp.int32(most)
+            after = draft.updated(law, state(most, acceptance=0.99), jnp.bool_(True), *counts, NO_ENTROPY, NO_TEXT)
             assert int(after.length) == most
 
 
@@ -57,18 +56,20 @@ def test_little_is_drafted_of_what_nothing_is_known():
 @pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.2, 0.35, 0.6, 0.9, 1.0])
 def test_a_draft_costs_the_least_width_that_holds_it(acceptance):
     law = AcceptanceLength(0.1, widths=(4.0, 8.0))
-    found = int(law.length(state(most=16, acceptance=acceptance), NO_ENTROPY))
+    found = int(law.length(state(most=16, acceptance=acceptance), NO_ENTROPY, NO_TEXT))
 
     def width_speed(length: int) -> float:
         width = 0 if length == 0 else 4 if length <= 4 else 8 if length <= 8 else length
         return sum(acceptance**k for k in range(length + 1)) / (1 + 0.1 * width)
 
     assert width_speed(found) == pytest.approx(max(map(width_speed, range(17))), rel=1e-6)
-    assert int(law.length(state(acceptance=0.01, since=99), NO_ENTROPY)) == 4
+    assert int(law.length(state(acceptance=0.01, since=99), NO_ENTROPY, NO_TEXT)) == 4
 
 
 def test_entropy_lets_a_certain_model_draft():
-    found = [int(EntropyLength(0.6).length(state(), jnp.float32(entropy))) for entropy in (0.0, 0.6, 0.61, 5.0)]
+    found = [
+        int(EntropyLength(0.6).length(state(), jnp.float32(entropy), NO_TEXT)) for entropy in (0.0, 0.6, 0.61, 5.0)
+    ]
     assert found == [8, 8, 0, 0]
 
 
@@ -86,6 +87,7 @@ def test_each_token_that_was_tried_moves_the_running_share_once(drafted, accepte
         jnp.int32(drafted),
         jnp.int32(accepted),
         NO_ENTROPY,
+        NO_TEXT,
     )
     assert float(after.acceptance) == pytest.approx(share, rel=1e-5)
     assert int(after.since) == (0 if drafted else 5)
@@ -93,8 +95,41 @@ def test_each_token_that_was_tried_moves_the_running_share_once(drafted, accepte
 
 def test_what_was_not_served_is_as_it_was():
     before = state(acceptance=0.3, since=4, length=2)
-    after = draft.updated(FixedLength(), before, jnp.bool_(False), jnp.int32(4), jnp.int32(4), NO_ENTROPY)
+    after = draft.updated(FixedLength(), before, jnp.bool_(False), jnp.int32(4), jnp.int32(4), NO_ENTROPY, NO_TEXT)
     assert after == before or all(
         np.array_equal(getattr(after, name), getattr(before, name))
         for name in ("most", "length", "acceptance", "since")
     )
+
+
+ROOFLINE = RooflineLength(cached=2e-4, share=0.1, row_cost=0.05, cached_row_cost=0.1)
+
+
+def self_speed(acceptance: float, length: int, context: int) -> float:
+    """Tokens a plain step's time, in float64, from what each part takes of one reading of the weights."""
+    cache = 2e-4 * context
+    drafted, verified = length * (1 + 0.1 * cache), 1 + 0.05 * length + cache * (1 + 0.1 * length)
+    return sum(acceptance**k for k in range(length + 1)) * (1 + cache) / (drafted + verified)
+
+
+@pytest.mark.parametrize("context", [100, 4000, 16_000, 60_000, 300_000])
+@pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.97, 1.0])
+def test_a_model_that_drafts_for_itself_drafts_as_its_text_is_long(acceptance, context):
+    found = int(ROOFLINE.length(state(most=16, acceptance=acceptance), NO_ENTROPY, jnp.int32(context)))
+    best = max(self_speed(acceptance, length, context) for length in range(17))
+    assert self_speed(acceptance, found, context) == pytest.approx(best, rel=1e-6)
+
+
+def test_of_a_short_text_nothing_is_ever_drafted():
+    for since in (0, 10_000):
+        found = ROOFLINE.length(state(acceptance=1.0, since=since), NO_ENTROPY, jnp.int32(100))
+        assert int(found) == 0
+
+
+def test_drafts_that_fail_are_tried_again_when_that_costs_a_hundredth():
+    """One token more at 16,000 costs 1.32 + 0.05 + 0.32 of 4.2 readings: as much as a hundredth of 40.2 steps."""
+    found = [
+        int(ROOFLINE.length(state(acceptance=0.01, since=since), NO_ENTROPY, jnp.int32(16_000)))
+        for since in (0, 40, 41)
+    ]
+    assert found == [0, 0, 1]

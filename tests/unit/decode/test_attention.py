@@ -32,6 +32,7 @@ def test_rows_that_do_not_run_read_and_write_nothing():
         block_mask=state.control.block_mask,
         kept_mass=state.signals.kept_mass,
         selectors=state.laws.selectors(MODEL.num_layers),
+        page_size=config.page_size,
     )
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)

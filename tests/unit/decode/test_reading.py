@@ -36,8 +36,8 @@ def close(one, other):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_rows_of_a_slot_see_every_block_of_their_own(layer):
     given = arguments(layer)
-    apart = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
-    together = read_all(PLANT, *given, jnp.asarray(LENGTHS), jnp.asarray(AT))
+    apart, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
+    together, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), jnp.asarray(AT))
     close(together, apart)
     assert np.abs(apart[:5]).min(axis=(1, 2)).all() and not apart[5].any()
 
@@ -54,7 +54,7 @@ def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
     together = read_chosen(PLANT, *given, jnp.asarray(opened), jnp.asarray(LENGTHS), jnp.asarray(AT))
     for one, other in zip(together[:2], apart[:2], strict=True):
         close(one, other)
-    dense = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
+    dense, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
     assert np.abs(dense - apart[0]).max() > 0.1  # so it matters which blocks are read
 
 

@@ -206,6 +206,7 @@ def test_in_8_bits_they_are_what_is_stored_or_the_nearest_to_it(tmp_path, kind):
     down = params.layers[1].down
     if kind == "int8 by output":
         stored = load_file(tmp_path / "model.safetensors")
+        assert isinstance(down, Int8)
         np.testing.assert_array_equal(down.array, stored[DOWN])
         np.testing.assert_array_equal(down.scale, stored[DOWN + "_scale"][:, 0])
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {

@@ -1,0 +1,61 @@
+"""A model that drafts for itself: which blocks held the mass, and that those are what it reads."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.control.base import pack_blocks, unpack_blocks
+from et_jax.decode.draft import Pruned
+from et_jax.decode.pruned import heavy, heavy_blocks, log_shares
+
+BLOCKS = 40
+
+
+def masses(seed: int) -> np.ndarray:
+    """Log masses of 3 rows, 4 query heads: heavy tails, as attention has."""
+    return np.random.default_rng(seed).normal(0.0, 3.0, (3, 4, BLOCKS)).astype(np.float32)
+
+
+def shares(block_lse: np.ndarray) -> np.ndarray:
+    """In float64: of each block the share of mass, the mean of two query heads a KV head."""
+    mass = np.exp(block_lse.astype(np.float64))
+    return (mass / mass.sum(-1, keepdims=True)).reshape(3, 2, 2, BLOCKS).mean(2)
+
+
+@pytest.mark.parametrize("mass", [0.5, 0.9, 0.99])
+def test_the_blocks_chosen_are_the_fewest_that_hold_the_mass(mass):
+    block_lse = masses(1)
+    log_share = log_shares(jnp.asarray(block_lse), 2)
+    np.testing.assert_allclose(np.exp(log_share), shares(block_lse), rtol=1e-4, atol=1e-9)
+    packed = heavy_blocks(Pruned(mass=mass, share=1.0), log_share[:, None], jnp.full(3, BLOCKS, jnp.int32))
+    opened = np.asarray(unpack_blocks(packed))[:, 0, :, :BLOCKS]
+    for share, chosen in zip(shares(block_lse).reshape(-1, BLOCKS), opened.reshape(-1, BLOCKS), strict=True):
+        ranked = np.sort(share)[::-1]
+        fewest = int(np.searchsorted(np.cumsum(ranked), mass)) + 1
+        assert chosen.sum() in (fewest, fewest + 1)  # two as good as one another are not told apart
+        assert share[chosen].min() >= share[~chosen].max(initial=0.0) and share[chosen].sum() >= mass
+
+
+def test_no_more_are_chosen_than_their_share_of_all():
+    log_share = log_shares(jnp.asarray(masses(2)), 2)[:, None]
+    held = jnp.asarray([40, 20, 5], jnp.int32)
+    packed = heavy_blocks(Pruned(mass=1.0, share=0.2), log_share, held)
+    counts = np.asarray(unpack_blocks(packed)).sum(-1)[:, 0]
+    for row, most in enumerate((8, 4, 1)):
+        assert (counts[row] <= most).all() and (counts[row] >= most - 1).all()
+
+
+def test_a_draft_reads_those_the_first_and_what_is_written_since():
+    opened = np.zeros((1, 1, 2, BLOCKS), bool)
+    opened[0, 0, 0, [3, 7]] = opened[0, 0, 1, [5]] = True
+    how = Pruned(share=0.1)
+    found = heavy(how, 6, pack_blocks(jnp.asarray(opened)), BLOCKS, jnp.asarray([64], jnp.int32), 4)
+    lists = [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
+    # the last token stands in block 15, the newest and six drafted ones in 16 and 17
+    assert lists == [[0, 3, 7, 15, 16, 17], [0, 5, 15, 16, 17]]
+
+
+@pytest.mark.parametrize("wrong", [{"mass": 0.0}, {"share": 0.0}, {"share": 1.1}])
+def test_a_share_is_one(wrong):
+    with pytest.raises(ValueError, match="wanted a share above 0, up to 1"):
+        Pruned(**wrong)
