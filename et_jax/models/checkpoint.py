@@ -239,7 +239,8 @@ def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored])
 
     Only the embedding of a model without a head may be kept under another, the head's.
     """
-    embedding, head = _embedding(sources), family_of(config).head
+    family = family_of(config)
+    embedding, head = _embedding(sources), family.head
     found = {}
     for name, shape in tensor_shapes(sources).items():
         kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
@@ -255,7 +256,7 @@ def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored])
             raise UsageError(f"{one.file}: tensor {kept} is stored as {one.stored}; use a {', '.join(STORED)} model.")
     inert = {head} if config.tie_embeddings else set()
     for name in sorted(tensors.keys() - {one.name for one in found.values()} - inert):
-        if not INERT.search(name):
+        if not INERT.search(name) and not (family.apart and family.apart.match(name)):
             raise UsageError(f"{tensors[name].file}: tensor {name} has no place in this {config.architecture} model.")
     return found
 
