@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from et_jax.softmax import capped
 from et_jax.sums import log_sum_exp
 
 
@@ -42,6 +43,7 @@ def code_scores(
     *,
     page_size: int,
     scale: float,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents."""
     b, h, d = q.shape
@@ -56,6 +58,9 @@ def code_scores(
     stepped = (query[:, None] * step[:, :, None]).reshape(b * k * n, g, d)
     codes = _rows(key_codes, page_table, s * d).reshape(b * k * n, s, d).astype(jnp.float32)
     scores = _products(stepped, codes).reshape(b, k, n, g, s)
+    if soft_cap is not None:
+        scores = capped(scores + offset.reshape(b, k, g, n).swapaxes(2, 3)[..., None], soft_cap)
+        offset = jnp.zeros_like(offset)
     seen_mask = jnp.arange(n * s, dtype=jnp.int32).reshape(n, s) < lengths[:, None, None]
     block_lse = log_sum_exp(jnp.where(seen_mask[:, None, :, None], scores, -jnp.inf))
     block_lse = block_lse.swapaxes(2, 3).reshape(b, h, n) + offset.reshape(b, h, n)
