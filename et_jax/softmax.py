@@ -40,14 +40,21 @@ class Softmax:
 
     def capped(self, scores: Float[Array, "*any"]) -> Float[Array, "*any"]:
         """Return the scaled scores after the soft cap."""
-        if self.soft_cap is None:
-            return scores
-        return self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        return capped(scores, self.soft_cap)
+
+    def with_sinks(self, log_sum: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
+        """Return the log of the sum that weights are divided by, from that over the tokens alone."""
+        return log_sum if self.sink_logits is None else jnp.logaddexp(log_sum, self.sink_logits.astype(jnp.float32))
 
     @property
     def without_sinks(self) -> "Softmax":
         """The settings without the sinks, which a kernel takes as an array."""
         return replace(self, sink_logits=None)
+
+
+def capped(scores: Float[Array, "*any"], soft_cap: float | None) -> Float[Array, "*any"]:
+    """Return `soft_cap tanh(scores / soft_cap)`, which rises with the scores and by no more than they do."""
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:

@@ -56,6 +56,41 @@ FAMILIES = {
     ),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "num_hidden_layers": 3}),
 }
+GEMMA = GROUPED | {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 8, "query_pre_attn_scalar": 24}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.05, 1.1, 1.2],
+    "long_factor": [1.0, 1.5, 2.5, 4.0],
+}
+SCALES = {"attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 0.8}
+GEMMA3 = GEMMA | {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1} | {
+    "image_size": 16,
+    "patch_size": 8,
+}
+LATER = {
+    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
+    "gemma3_text": ("Gemma3TextConfig", GEMMA3),
+    "gemma3": ("Gemma3Config", {"text_config": GEMMA3, "vision_config": VISION}),
+    "smollm3": ("SmolLM3Config", GROUPED | {"num_hidden_layers": 5}),
+    "olmo2": ("Olmo2Config", GROUPED),
+    "phi3": ("Phi3Config", GROUPED | {"sliding_window": 8} | rope("default", partial_rotary_factor=1.0)),
+    "phi4_mini": (
+        "Phi3Config",
+        GROUPED
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "original_max_position_embeddings": 32}
+        | {"tie_word_embeddings": True, "rope_parameters": LONG | {"partial_rotary_factor": 0.5}},
+    ),
+    "granite": ("GraniteConfig", GROUPED | SCALES | {"tie_word_embeddings": True}),
+}
 PROMPTS = (
     "Once upon a time",
     "One day, a little girl named Lily found a needle in her",
@@ -65,8 +100,8 @@ PROMPTS = (
 )
 
 
-def make_family(folder: Path, config_name: str, settings: dict, seed: int) -> None:
-    """Write one random model and its logits on one random sequence, all float32."""
+def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_sequences: int) -> None:
+    """Write one random model and its logits on random sequences, all float32."""
     torch.manual_seed(seed)
     config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -78,7 +113,7 @@ def make_family(folder: Path, config_name: str, settings: dict, seed: int) -> No
                 weight.normal_(std=0.5)
             else:
                 weight.normal_(std=0.2)
-        tokens = torch.randint(0, config.vocab_size, (1, LENGTH))
+        tokens = torch.randint(0, config.get_text_config().vocab_size, (num_sequences, LENGTH))
         logits = model(tokens).logits
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -110,10 +145,12 @@ def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the golden files")
+    parser.add_argument("--only", nargs="+", default=[*FAMILIES, *LATER], metavar="NAME", help="families to write")
     parser.add_argument("--greedy", type=Path, metavar="FOLDER", help="model to write greedy texts of")
     arguments = parser.parse_args()
-    for seed, (name, (config_name, settings)) in enumerate(FAMILIES.items()):
-        make_family(arguments.out / name, config_name, settings, seed)
+    for seed, (name, (config_name, settings)) in enumerate((FAMILIES | LATER).items()):
+        if name in arguments.only:
+            make_family(arguments.out / name, config_name, settings, seed, 3 if name in LATER else 1)
     if arguments.greedy:
         make_greedy(arguments.out / f"{arguments.greedy.name}.json", arguments.greedy)
 

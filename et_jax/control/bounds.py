@@ -1,7 +1,7 @@
 """How much attention a block can hold, from what is stored of it, without reading its keys.
 
-A block of n tokens with scores s_j = query . key_j holds the mass Z = sum e^{s_j}. Every function here
-brackets the scores, or log Z in nats, for each query head and block. They are float32 bounds on the
+A block of n tokens with scores s_j = query . key_j, or those after a soft cap, holds the mass Z = sum e^{s_j}. Every
+function here brackets the scores, or log Z in nats, for each query head and block. They are float32 bounds on the
 float32 scores of the stored keys: give `certified` a slack for rounding.
 """
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from et_jax.softmax import capped
 from et_jax.sums import log_sum_exp, total
 from et_jax.types import pytree
 
@@ -47,6 +48,25 @@ def ball(query: Float[Array, "g d"], key_mean: Float[Array, "n d"], key_radius: 
 def both(a: Interval, b: Interval) -> Interval:
     """Return the part common to two sound intervals, itself sound."""
     return Interval(low=jnp.maximum(a.low, b.low), high=jnp.minimum(a.high, b.high))
+
+
+def capped_scores(score: Interval, mean: Float[Array, "*b g n"], soft_cap: float) -> tuple[Interval, Interval]:
+    """Return the range of scores after a soft cap, and that of their mean, from the range and mean before it.
+
+    A block that holds nothing, whose ends are -inf, keeps them. cap(s) = c tanh(s / c) rises, so the ends are capped.
+    It rises by no more than s does, so with scores from l to u
+
+        cap(u) - (u - mean) <= mean of cap(s_j) <= cap(l) + (mean - l)
+
+    The cap of the mean bounds the mean on neither side: the cap is convex below 0 and concave above.
+    """
+    held = jnp.isfinite(score.high)
+    low, high = (jnp.where(held, end, 0.0) for end in (score.low, score.high))
+    mean = jnp.clip(mean, low, high)
+    least, most = capped(low, soft_cap), capped(high, soft_cap)
+    below, above = jnp.maximum(least, most - (high - mean)), jnp.minimum(most, least + (mean - low))
+    least, most, below, above = (jnp.where(held, end, -jnp.inf) for end in (least, most, below, above))
+    return Interval(low=least, high=most), Interval(low=below, high=above)
 
 
 def chord_mass(score: Interval, mean: Float[Array, "g n"], num_tokens: Int[Array, " n"]) -> Interval:
@@ -123,7 +143,8 @@ def residual_error(
 
         |o - o~| <= sum_D [U_b radius_b + max(U_b - Z^_b, Z^_b - L_b) apart_b] / (Z_S + sum_D L_b)
 
-    from Z (o - o~) = sum_D (N_b - Z_b mean_b) + sum_D (Z_b - Z^_b)(mean_b - o~). In units of the values.
+    from Z (o - o~) = sum_D (N_b - Z_b mean_b) + sum_D (Z_b - Z^_b)(mean_b - o~). In units of the values. `log_opened`
+    is log Z_S, a sink's share in it, as it is in Z.
     """
     unread = jnp.where(opened, -jnp.inf, 0.0)
     top = jnp.maximum(log_opened, jnp.max(mass.high + unread, axis=-1))

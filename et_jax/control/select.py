@@ -353,7 +353,12 @@ def box_bounds(view: BlockView) -> bounds.Interval:
 
 def chord_bounds(view: BlockView) -> bounds.Interval:
     """Return the sharpest bounds that a page's box and mean key allow: chord above, Jensen below."""
-    return bounds.chord_mass(view.score, view.middle, view.num_tokens)
+    if view.mean_score is None:
+        return bounds.chord_mass(view.score, view.middle, view.num_tokens)
+    low, high = (
+        bounds.chord_mass(view.score, mean, view.num_tokens) for mean in (view.mean_score.low, view.mean_score.high)
+    )
+    return bounds.Interval(low=low.low, high=high.high)
 
 
 @needing("codes")

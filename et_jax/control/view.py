@@ -46,7 +46,8 @@ class BlockView:
     """What is known of one sequence's blocks, for one layer and KV head, without reading them.
 
     `query` holds the group's queries, scaled so that query . key is the attention score; `score` bounds
-    the scores of a block's keys by its box, and `middle` is that of its mean key.
+    the scores of a block's keys by its box, and `middle` is that of its mean key. Where a layer has a soft cap, both
+    are of capped scores, and `mean_score` bounds their mean, which is elsewhere `middle` itself, and None.
     `value_radius` is the greatest distance of a value from the block's mean value. Blocks cover
     positions `start` to `start + num_tokens - 1`; `num_tokens` is 0 where the sequence holds no block,
     and where a sliding window hides part of one, for then its summary speaks of tokens that are not seen.
@@ -75,6 +76,7 @@ class BlockView:
     tolerance: Float[Array, "*b"]
     head_tolerance: Float[Array, "*b g"]
     tail_log_mass: Float[Array, "*b g"]
+    mean_score: Interval | None = None
     coded: Interval | None = None
     mean_surprisal: Float[Array, "*b n"] | None = None
     sensitivity: Float[Array, "*b g"] | None = None
@@ -99,7 +101,7 @@ def exact_at_tail(view: BlockView, log_mass: Float[Array, "g n"]) -> Float[Array
 def estimated_log_mass(view: BlockView) -> Float[Array, "g n"]:
     """Return the log of n e^{q . mean key}, a block's mass were its keys all alike; the least float if not held.
 
-    By Jensen's inequality no block holds less. That of the tail is its own.
+    By Jensen's inequality no block holds less where there is no soft cap. That of the tail is its own.
     """
     log_count = jnp.log(jnp.maximum(view.num_tokens, 1).astype(jnp.float32))
     return jnp.where(view.num_tokens > 0, exact_at_tail(view, log_count + view.middle), jnp.finfo(jnp.float32).min)

@@ -15,7 +15,7 @@ from et_jax.models.config import ModelShape
 from et_jax.pallas.backend import NAMES, pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
-from et_jax.softmax import Softmax
+from et_jax.types import replace
 
 
 def serving_backend(
@@ -55,15 +55,17 @@ def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[
 
 def _trace_attention(
     model: ModelShape, page_size: int, dtype: DTypeLike, cache_dtype: DTypeLike, backend: str
-) -> tuple[Array, Array]:
-    """Both ops on one row and one page."""
+) -> list[Array]:
+    """Both ops on one row and one page, in every kind of layer there is."""
     integers = partial(jnp.zeros, dtype=jnp.int32)
     pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), cache_dtype)
     queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)
-    softmax = Softmax(scale=1.0, window=next(iter(model.windows)))
     lists = integers((1, model.num_kv_heads, 1)), integers((1, model.num_kv_heads))
-    decoded, _ = paged_attention(
-        queries[:, 0], pages, integers((1, 1)), *lists, integers(1), softmax=softmax, backend=backend
-    )
-    chunk, _ = paged_prefill(queries, pages, integers((1, 1)), integers(1), softmax=softmax, backend=backend)
-    return decoded, chunk
+    traced = []
+    for softmax in dict.fromkeys(replace(model.softmax(i).without_sinks, scale=1.0) for i in range(model.num_layers)):
+        decoded, _ = paged_attention(
+            queries[:, 0], pages, integers((1, 1)), *lists, integers(1), softmax=softmax, backend=backend
+        )
+        chunk, _ = paged_prefill(queries, pages, integers((1, 1)), integers(1), softmax=softmax, backend=backend)
+        traced += [decoded, chunk]
+    return traced

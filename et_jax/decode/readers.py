@@ -204,11 +204,11 @@ class SelectedOfLayer:
         blocks = blocks_of(chunk.table, lengths, plant.page_size, softmax.window)
         grouped = _grouped(queries, plant, softmax)
         scored = self.fresh if self.min_context is None else self.fresh & (lengths >= self.min_context)
-        chosen = self._choose(plant, grouped, cached, surprisal, blocks, scored)
+        chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         out, log_read, block_lse = read_chosen(
             plant, softmax, queries, cached, chunk.table, chosen.opened, lengths, chunk.at
         )
-        log_read = log_read.reshape(grouped.shape[:3])
+        log_whole, log_read = (x.reshape(grouped.shape[:3]) for x in (softmax.with_sinks(log_read), log_read))
         if chosen.shares:
             chosen = in_units_read(chosen, blocks, log_read)
         mass = self.mass
@@ -218,7 +218,7 @@ class SelectedOfLayer:
         if self.residual:
             d = plant.model.head_dim
             values = cached.summaries.mean[:, chunk.table].swapaxes(0, 1)[..., d : 2 * d]
-            whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_read, values)
+            whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_whole, values)
             out = whole.astype(out.dtype).reshape(out.shape)
         entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
@@ -243,6 +243,7 @@ class SelectedOfLayer:
     def _choose(
         self,
         plant: Plant,
+        softmax: Softmax,
         query: Float[Array, "r k g d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
@@ -257,7 +258,7 @@ class SelectedOfLayer:
 
         def choose(given: tuple) -> Selection:
             query, blocks, mass = given
-            view = view_of(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend)
+            view = view_of(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend, softmax.soft_cap)
             if mass is not None:
                 view = replace(view, last_mass=mass.reshape(*query.shape[:3], -1))
             return select(self.selector, replace(view, sensitivity=self.sensitivity), blocks)

@@ -18,6 +18,7 @@ from et_jax.control.view import BlockView
 from et_jax.decode.cache import LayerCache, PageSummary, empty, summarise
 from et_jax.models.config import ModelShape
 from et_jax.pallas.block_scores import block_scores, code_scores
+from et_jax.softmax import capped
 from et_jax.sums import log_sum_exp, softmax, total
 from et_jax.types import pytree, replace
 
@@ -85,16 +86,17 @@ def view_of(
     blocks: Blocks,
     tolerance: Float[Array, " b"],
     backend: str,
+    soft_cap: float | None = None,
 ) -> BlockView:
     """Return what selectors see of every row and KV head in one layer, "b k" in front of every field.
 
     `query` is float32 and scaled, `surprisal` that of every cached token. `backend` names the kernels that score the
-    blocks. Raises ValueError for a cache without summaries.
+    blocks, `soft_cap` is that of the layer's softmax. Raises ValueError for a cache without summaries.
     """
     (b, k, _, d), stored = query.shape, cached.summaries
-    score, middle, coded = _scores(query, cached, blocks, backend)
+    score, middle, coded = _scores(query, cached, blocks, backend, soft_cap)
     held = jax.tree.map(lambda x: x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32), stored)
-    tail = _tail(query, cached, blocks)
+    tail = _tail(query, cached, blocks, soft_cap)
     at_tail = (jnp.arange(blocks.table.shape[1]) == tail.block[:, None])[:, None]  # "b 1 n"
 
     def exact(own: Float[Array, "b k *x"], kept: Float[Array, "b k *y"], axis: int) -> Float[Array, "b k *y"]:
@@ -109,10 +111,14 @@ def view_of(
         return jnp.broadcast_to(x[:, None], (b, k, *x.shape[1:]))
 
     mean_surprisal = None if surprisal is None else for_heads(_mean_surprisal(surprisal, blocks))
+    score, middle = jax.tree.map(partial(exact, axis=3), tail.score, score), exact(tail.middle, middle, 3)
+    mean_score = None
+    if soft_cap is not None:
+        (score, mean_score), middle = bounds.capped_scores(score, middle, soft_cap), capped(middle, soft_cap)
     return BlockView(
         query=query,
-        score=jax.tree.map(partial(exact, axis=3), tail.score, score),
-        middle=exact(tail.middle, middle, 3),
+        score=score,
+        middle=middle,
         key_min=box[..., :d],
         key_max=box[..., d : 2 * d],
         key_mean=mean[..., :d],
@@ -124,6 +130,7 @@ def view_of(
         tolerance=for_heads(tolerance),
         head_tolerance=jnp.broadcast_to(tolerance[:, None, None], query.shape[:3]),
         tail_log_mass=tail.log_mass,
+        mean_score=mean_score,
         coded=coded,
         mean_surprisal=mean_surprisal,
     )
@@ -131,7 +138,7 @@ def view_of(
 
 @pytree
 class _Tail:
-    """The block each row ends in, from its own keys and values up to that end; log mass in nats.
+    """The block each row ends in, from its own keys and values up to that end; log mass in nats, of capped scores.
 
     A page's summary is of all that was written to it: by rows that share it too, and after this row's end.
     """
@@ -143,7 +150,7 @@ class _Tail:
     log_mass: Float[Array, "b k g"]
 
 
-def _tail(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks) -> _Tail:
+def _tail(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, soft_cap: float | None) -> _Tail:
     """Look at the one page that each row ends in; its log mass is the least float for an empty row."""
     d, s = query.shape[3], layer.pages.shape[2]
     last = jnp.maximum(blocks.length - 1, 0)
@@ -164,7 +171,7 @@ def _tail(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks) -> 
         summary=summary,
         score=jax.tree.map(lambda x: x[..., 0], box),
         middle=total(query * summary.mean[..., None, :d]),
-        log_mass=log_sum_exp(jnp.where(seen, score, jnp.finfo(jnp.float32).min)),
+        log_mass=log_sum_exp(jnp.where(seen, capped(score, soft_cap), jnp.finfo(jnp.float32).min)),
     )
 
 
@@ -174,13 +181,16 @@ def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes:
     length = jnp.ones(1, jnp.int32)
     blocks = blocks_of(jnp.ones((1, 1), jnp.int32), length, page_size, None)
     query = jnp.zeros((1, model.num_kv_heads, model.group_size, model.head_dim), jnp.float32)
-    return _scores(query, cache.layers[0], blocks, backend)[1]
+    return _scores(query, cache.layers[0], blocks, backend, model.softmax(0).soft_cap)[1]
 
 
 def _scores(
-    query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, backend: str
+    query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, backend: str, soft_cap: float | None
 ) -> tuple[Interval, Float[Array, "b k g n"], Interval | None]:
-    """Return the range of every block's scores, its mean key's score, and what the key codes bound its log mass by."""
+    """Return the range of every block's scores, its mean key's score, and what the key codes bound its log mass by.
+
+    The log mass is of capped scores, the others are before the cap.
+    """
     b, k, g, d = query.shape
     summary, queries = layer.summaries, query.reshape(b, k * g, d)
     at = {"page_size": layer.pages.shape[2], "scale": 1.0, "backend": backend}
@@ -192,7 +202,7 @@ def _scores(
     low, high, middle = map(grouped, found)
     if layer.key_codes is None:
         return Interval(low=low, high=high), middle, None
-    found = code_scores(queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, **at)
+    found = code_scores(queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, soft_cap=soft_cap, **at)
     coded_lse, error = map(grouped, found)
     known = jnp.where((blocks.num_tokens > 0)[:, None, None], coded_lse, -jnp.inf)
     return Interval(low=low, high=high), middle, Interval(low=known - error, high=known + error)
@@ -252,7 +262,7 @@ def with_residual(
         o~ = (Z_S o + sum_D Z^_b mean_b) / (Z_S + sum_D Z^_b)
 
     S the blocks read, D the others a query may see; `out` is o over S, `bounds.residual_error` bounds what
-    remains. Float32.
+    remains. `log_read` is log Z_S, the sum that `out` was divided by: with the sink where there is one. Float32.
     """
     unread = (blocks.readable[:, None] & ~chosen.opened)[:, :, None]
     left = jnp.where(unread, chosen.estimate, -jnp.inf)

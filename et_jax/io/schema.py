@@ -58,6 +58,8 @@ class RopeFile(msgspec.Struct):
     beta_fast: Factor | None = None
     beta_slow: Factor | None = None
     attention_factor: Factor | None = None
+    short_factor: list[Factor] | None = None
+    long_factor: list[Factor] | None = None
     partial_rotary_factor: float | None = None
 
 
@@ -77,13 +79,27 @@ class ConfigFile(KindFile, kw_only=True):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     partial_rotary_factor: float | None = None
+    rope_local_base_freq: Annotated[float, Meta(gt=1, le=1e12)] | None = None
+    original_max_position_embeddings: Length | None = None
+    no_rope_layers: list[Annotated[int, Meta(ge=0, le=1)]] | None = None
+    no_rope_layer_interval: Size | None = None
     hidden_act: str = "silu"
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: Factor | None = None
+    attn_logit_softcapping: Factor | None = None
+    final_logit_softcapping: Factor | None = None
+    use_bidirectional_attention: bool | None = None
+    attention_multiplier: Factor | None = None
+    embedding_multiplier: Factor | None = None
+    residual_multiplier: Factor | None = None
+    logits_scaling: Factor | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     quantization_config: Any = None
     sliding_window: Length | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0, le=2**22)] | None = None
+    sliding_window_pattern: Size | None = None
     layer_types: list[str] | None = None
     tie_word_embeddings: bool | None = None
     bos_token_id: Token | None = None

@@ -304,7 +304,8 @@ def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored],
 
     Only the embedding of a model without a head may be kept under another, the head's.
     """
-    embedding, head = _embedding(sources), family_of(config).head
+    family = family_of(config)
+    embedding, head = _embedding(sources), family.head
     found: dict[str, Stored | Encoded] = {}
     for name, shape in tensor_shapes(sources).items():
         kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
@@ -317,7 +318,8 @@ def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored],
     inert = {head} if config.tie_embeddings else set()
     used = {one.name for weight in found.values() for one in _stored(weight)}
     for name in sorted(tensors.keys() - used - inert):
-        passed = INERT.search(name) or (encoding and (ACTIVATIONS.search(name) or _is_zero_bias(tensors[name])))
+        passed = INERT.search(name) or (family.apart and family.apart.match(name))
+        passed = passed or (encoding and (ACTIVATIONS.search(name) or _is_zero_bias(tensors[name])))
         if not passed:
             raise UsageError(f"{tensors[name].file}: tensor {name} has no place in this {config.architecture} model.")
     return found

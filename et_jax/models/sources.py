@@ -90,6 +90,27 @@ def one_to_one(tensors: Mapping[str, str]) -> Callable[[Mapping[str, Shape]], So
     return sources
 
 
+def fused(tensors: Mapping[str, tuple[str, ...]]) -> Callable[[Mapping[str, Shape]], Sources]:
+    """Return what makes sources of leaves of layers that lie in one tensor, one's rows below another's.
+
+    `tensors` gives the names of such leaves in turn, `*` in the tensor's own name the number of a layer.
+    """
+
+    def sources(shapes: Mapping[str, Shape]) -> Sources:
+        found = {}
+        for layer in sorted({int(number) for leaf in shapes for number in re.findall(r"^layers\.(\d+)\.", leaf)}):
+            for tensor, names in tensors.items():
+                leaves = [f"layers.{layer}.{name}" for name in names]
+                ends = [*accumulate((shapes[leaf][0] for leaf in leaves), initial=0)]
+                whole = (ends[-1], *shapes[leaves[0]][1:])
+                for leaf, rows in zip(leaves, pairwise(ends), strict=True):
+                    piece = Piece(tensor=tensor.replace("*", str(layer)), shape=whole, rows=rows)
+                    found[leaf] = Source(pieces=(piece,))
+        return found
+
+    return sources
+
+
 def tensor_shapes(sources: Sources) -> dict[str, Shape]:
     """Return the shape of every tensor that is read from."""
     return {piece.tensor: piece.shape for source in sources.values() for piece in source.pieces}

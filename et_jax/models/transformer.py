@@ -1,7 +1,6 @@
 """The transformer: weights as a pytree, and `forward`, which knows no cache, page, mask or kernel."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -42,13 +41,14 @@ class Attend(Protocol):
 
 @pytree
 class LayerParams:
-    """Weights of one layer. Biases and head norms are None where a family has none.
+    """Weights of one layer. Biases and norms are None where a family has none.
 
-    With `hd` query heads times head dim and `kd` KV heads times head dim, `q` is "hd w", `k` and `v` "kd w", `o`
-    "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
+    `attention_norm` and `ffn_norm` stand before attention and feed-forward, `attention_out_norm` and `ffn_out_norm`
+    after them; `q_norm` and `k_norm` span a head, or all heads. With `hd` query heads times head dim and `kd` KV heads
+    times head dim, `q` is "hd w", `k` and `v` "kd w", `o` "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
     """
 
-    attention_norm: Float[Array, " w"]
+    attention_norm: Float[Array, " w"] | None
     q: Weight
     k: Weight
     v: Weight
@@ -56,12 +56,14 @@ class LayerParams:
     q_bias: Float[Array, " hd"] | None
     k_bias: Float[Array, " kd"] | None
     v_bias: Float[Array, " kd"] | None
-    q_norm: Float[Array, " d"] | None
-    k_norm: Float[Array, " d"] | None
-    ffn_norm: Float[Array, " w"]
+    q_norm: Float[Array, " nq"] | None
+    k_norm: Float[Array, " nk"] | None
+    attention_out_norm: Float[Array, " w"] | None
+    ffn_norm: Float[Array, " w"] | None
     gate: Weight
     up: Weight
     down: Weight
+    ffn_out_norm: Float[Array, " w"] | None
 
 
 @pytree
@@ -112,10 +114,15 @@ def describe(config: ModelConfig) -> Params:
     def matrix(*axes: str, deviation: float = 0.02) -> Dense:
         return _unchecked(Dense, array=spec(*axes, deviation=deviation))
 
+    def norm(axis: str) -> WeightSpec:
+        return spec(axis, deviation=0.0 if c.norm_offset else None)
+
+    over = {"head": ("head_dim", "head_dim"), "width": ("heads", "kv_heads")}[c.qk_norm_over]
+    before, after = c.norms != "after", c.norms != "before"
     residual = 0.02 / (2 * c.num_layers) ** 0.5  # GPT-2: the sum over layers keeps its variance
     layer = _unchecked(
         LayerParams,
-        attention_norm=spec("width", deviation=None),
+        attention_norm=norm("width") if before else None,
         q=matrix("heads", "width"),
         k=matrix("kv_heads", "width"),
         v=matrix("kv_heads", "width"),
@@ -123,18 +130,20 @@ def describe(config: ModelConfig) -> Params:
         q_bias=spec("heads", deviation=0.0) if c.qkv_bias else None,
         k_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
         v_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
-        q_norm=spec("head_dim", deviation=None) if c.qk_norm else None,
-        k_norm=spec("head_dim", deviation=None) if c.qk_norm else None,
-        ffn_norm=spec("width", deviation=None),
+        q_norm=norm(over[0]) if c.qk_norm else None,
+        k_norm=norm(over[1]) if c.qk_norm else None,
+        attention_out_norm=norm("width") if after else None,
+        ffn_norm=norm("width") if before else None,
         gate=matrix("ffn", "width"),
         up=matrix("ffn", "width"),
         down=matrix("width", "ffn", deviation=residual),
+        ffn_out_norm=norm("width") if after else None,
     )
     return _unchecked(
         Params,
         embedding=matrix("vocab", "width"),
         layers=(layer,) * c.num_layers,
-        final_norm=spec("width", deviation=None),
+        final_norm=norm("width"),
         head=None if c.tie_embeddings else matrix("vocab", "width"),
     )
 
@@ -159,18 +168,12 @@ def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None)
 
 def num_weights(config: ModelConfig) -> int:
     """Return how many numbers a model of this configuration holds."""
-    return _sum_over_layers(config, describe, num_numbers)
+    return num_numbers(describe(config))
 
 
 def weight_bytes(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None) -> int:
     """Return the bytes that a model of this configuration holds in `dtype`, its matrices as `quantize` says."""
-    return _sum_over_layers(config, lambda one: abstract(one, dtype, quantize), num_bytes)
-
-
-def _sum_over_layers(config: ModelConfig, tree: Callable[[ModelConfig], Params], count: Callable[[Any], int]) -> int:
-    """Return the `count` of a model's tree, from one of its layers, for all are alike."""
-    one = tree(dataclasses.replace(config, num_layers=1, windows=config.windows[:1]))
-    return count(one) + (config.num_layers - 1) * count(one.layers[0])
+    return num_bytes(abstract(config, dtype, quantize))
 
 
 def num_multiplied(config: ModelConfig) -> int:
@@ -202,13 +205,27 @@ def forward(
 
     Under jit, logits the caller ignores are never computed.
     """
-    # the barrier keeps XLA from working every cosine out anew for each layer and head
-    angles = jax.lax.optimization_barrier(rope_angles(config, positions))
-    x = params.embedding.rows(tokens)
+    angles, x = angles_of_layers(config, positions), embed(params, config, tokens)
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):
-            x, memory = block(layer, config, index, x, angles, attend, memory)
+            x, memory = block(layer, config, index, x, angles[index], attend, memory)
     return logits(params, config, x), memory
+
+
+def angles_of_layers(
+    config: ModelConfig, positions: Int[Array, "b t"]
+) -> tuple[tuple[Float[Array, "b t r"], Float[Array, "b t r"]], ...]:
+    """Return the cosines and sines by which each layer turns, the same arrays where layers turn alike."""
+    ropes, dim = [config.rope(layer) for layer in range(config.num_layers)], config.rope_dim or config.head_dim
+    # the barrier keeps XLA from working every cosine out anew for each layer and head
+    found = {rope: jax.lax.optimization_barrier(rope_angles(rope, dim, positions)) for rope in dict.fromkeys(ropes)}
+    return tuple(found[rope] for rope in ropes)
+
+
+def embed(params: Params, config: ModelConfig, tokens: Int[Array, "b t"]) -> Float[Array, "b t w"]:
+    """Return the residual stream before the first layer; its scale is rounded to the embedding's dtype."""
+    x = params.embedding.rows(tokens)
+    return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
 def block(
@@ -234,26 +251,46 @@ def _before_attention(
     x: Float[Array, "b t w"],
     angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
-    c, (b, t, _) = config, x.shape
-    y = rms_norm(x, layer.attention_norm, c.norm_eps)
-    q = linear(y, layer.q, layer.q_bias).reshape(b, t, c.num_heads, c.head_dim)
-    k = linear(y, layer.k, layer.k_bias).reshape(b, t, c.num_kv_heads, c.head_dim)
-    v = linear(y, layer.v, layer.v_bias).reshape(b, t, c.num_kv_heads, c.head_dim)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
-    return rotate(q, *angles), rotate(k, *angles), v
+    c, y = config, _normed(x, layer.attention_norm, config)
+
+    def heads(x: Float[Array, "b t y"]) -> Float[Array, "b t x d"]:
+        return x.reshape(*x.shape[:2], -1, c.head_dim)
+
+    q, k, v = linear(y, layer.q, layer.q_bias), linear(y, layer.k, layer.k_bias), linear(y, layer.v, layer.v_bias)
+    if c.qk_norm_over == "width":
+        q, k = heads(_normed(q, layer.q_norm, c)), heads(_normed(k, layer.k_norm, c))
+    else:
+        q, k = _normed(heads(q), layer.q_norm, c), _normed(heads(k), layer.k_norm, c)
+    return rotate(q, *angles), rotate(k, *angles), heads(v)
 
 
 @partial(jax.jit, static_argnums=1)
 def _after_attention(
     layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"], out: Float[Array, "b t h d"]
 ) -> Float[Array, "b t w"]:
-    x = x + linear(out.reshape(*out.shape[:2], -1), layer.o)
-    y = rms_norm(x, layer.ffn_norm, config.norm_eps)
-    return x + feed_forward(y, layer.gate, layer.up, layer.down)
+    attended = linear(out.reshape(*out.shape[:2], -1), layer.o)
+    x = _added(x, _normed(attended, layer.attention_out_norm, config), config)
+    y = _normed(x, layer.ffn_norm, config)
+    y = feed_forward(y, layer.gate, layer.up, layer.down, config.activation)
+    return _added(x, _normed(y, layer.ffn_out_norm, config), config)
+
+
+def _normed(x: Float[Array, "*b w"], weight: Float[Array, " w"] | None, config: ModelConfig) -> Float[Array, "*b w"]:
+    """Return `x` after a norm, `x` itself where there is none."""
+    return x if weight is None else rms_norm(x, weight, config.norm_eps, config.norm_offset)
+
+
+def _added(x: Float[Array, "b t w"], y: Float[Array, "b t w"], config: ModelConfig) -> Float[Array, "b t w"]:
+    """Return the residual stream `x` with what a half of a layer adds to it."""
+    if config.residual_scale != 1:
+        y = (y.astype(jnp.float32) * config.residual_scale).astype(y.dtype)
+    return x + y
 
 
 def logits(params: Params, config: ModelConfig, x: Float[Array, "b t w"]) -> Float[Array, "b t v"]:
     """Return float32 logits of residual-stream states."""
-    weight = params.embedding if params.head is None else params.head
-    return weight.matmul(rms_norm(x, params.final_norm, config.norm_eps))
+    c, weight = config, params.embedding if params.head is None else params.head
+    found = weight.matmul(_normed(x, params.final_norm, c))
+    if c.logit_divisor != 1:
+        found = found / c.logit_divisor
+    return found if c.logit_cap is None else c.logit_cap * jnp.tanh(found / c.logit_cap)

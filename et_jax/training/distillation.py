@@ -45,8 +45,11 @@ def read_teacher(folder: Path, settings: Settings) -> tuple[Teacher, Tokenizer]:
             f"The teacher {folder} reads {config.max_positions} tokens and the longest rows are {settings.window}; "
             "choose a teacher with a context as long."
         )
-    if not config.tie_embeddings or any(config.windows):
-        raise UsageError(f"The teacher {folder} has a head of its own or sliding windows; choose one without.")
+    if not config.tie_embeddings or not loss.is_plain(config):
+        raise UsageError(
+            f"The teacher {folder} has a head of its own, caps, or layers with windows or of several kinds; "
+            "choose one without."
+        )
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     return Teacher(config=config, params=loss.stack(cast)), corpus.read_tokenizer(folder)
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.models.config import ModelConfig
-from et_jax.models.layers import rms_norm, rope_angles
-from et_jax.models.transformer import LayerParams, Params, block
+from et_jax.models.layers import rms_norm
+from et_jax.models.transformer import LayerParams, Params, angles_of_layers, block, embed
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 
@@ -78,19 +78,28 @@ def hidden_states(
 ) -> Float[Array, "b t w"]:
     """Return the normed states that the output matrix reads, bfloat16, from stacked `params`.
 
-    Positions run through a row whatever its segments: rotary attention knows only their differences.
+    Positions run through a row whatever its segments: rotary attention knows only their differences. Raises ValueError
+    for a model whose layers are not all alike, or whose logits are more than a product of these states.
     """
+    if not is_plain(config):
+        raise ValueError("config: got layers that are not all alike, or caps or a divisor, wanted a plain transformer")
     b, t = inputs.shape
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    angles = rope_angles(config, jnp.broadcast_to(jnp.arange(t), (b, t)))
+    angles = angles_of_layers(config, jnp.broadcast_to(jnp.arange(t), (b, t)))[0]
 
     @jax.checkpoint
     def layer_step(x: Float[Array, "b t w"], layer: LayerParams) -> tuple[Float[Array, "b t w"], None]:
         x, _ = block(layer, config, 0, x, angles, causal_attend, segments)
         return x, None
 
-    x, _ = jax.lax.scan(layer_step, cast.embedding.rows(inputs), cast.layers[0])
-    return rms_norm(x, cast.final_norm, config.norm_eps)
+    x, _ = jax.lax.scan(layer_step, embed(cast, config, inputs), cast.layers[0])
+    return rms_norm(x, cast.final_norm, config.norm_eps, config.norm_offset)
+
+
+def is_plain(config: ModelConfig) -> bool:
+    """Return whether the loss serves such a model: layers all alike, which see every token, no cap and no divisor."""
+    alike = not config.unrotated and all(window is None for window in config.windows)
+    return alike and config.score_cap is None and config.logit_cap is None and config.logit_divisor == 1
 
 
 @functools.partial(jax.jit, static_argnames="config")

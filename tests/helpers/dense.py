@@ -9,12 +9,14 @@ from et_jax.models.transformer import forward
 
 
 def dense_attend(config):
-    """Causal attention over the sequence itself, in a layer's window: softmax(q k / sqrt(d)) v."""
+    """Causal attention over the sequence itself, in a layer's window: softmax(cap(scale q k)) v."""
 
     def attend(layer, q, k, v, memory, softmax):
         b, t, h, d = q.shape
         q = q.reshape(b, t, config.num_kv_heads, config.group_size, d)
-        scores = jnp.einsum("btkgd,bskd->bkgts", q, k) / d**0.5
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k) * softmax.scale
+        if softmax.soft_cap is not None:
+            scores = softmax.soft_cap * jnp.tanh(scores / softmax.soft_cap)
         distance = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
         window = config.windows[layer]
         kept_mask = (distance >= 0) & (distance < (t if window is None else window))

@@ -139,7 +139,9 @@ def dense_forward(model: ModelConfig):
     def attend_to(reads):
         def attend(layer, q, k, v, kept, softmax):
             k, v = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
-            scores = jnp.einsum("bihd,bjhd->bhij", q, k) / np.float32(model.head_dim**0.5)
+            scores = jnp.einsum("bihd,bjhd->bhij", q, k) * np.float32(softmax.scale)
+            if softmax.soft_cap is not None:
+                scores = softmax.soft_cap * jnp.tanh(scores / softmax.soft_cap)
             behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
             seen = (behind >= 0) & (behind < (model.windows[layer] or LENGTH))
             whole = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))

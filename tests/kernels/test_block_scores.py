@@ -27,7 +27,10 @@ def assert_equals_reference(got, name: str, arguments, shape: Shape):
     assert_close(got, run(name, arguments, shape, "reference"))
 
 
-def formula(name: str, arguments, shape: Shape):
+CAP = 1.5  # where a third of the scores are larger
+
+
+def formula(name: str, arguments, shape: Shape, soft_cap: float = np.inf):
     """The docstrings' formulas, block by block, in float64 numpy."""
     arrays = {key: np.asarray(x, np.float64) for key, x in arguments.items()}
     table, d, s = np.asarray(arguments["page_table"]), shape.head_dim, shape.page_size
@@ -52,6 +55,7 @@ def formula(name: str, arguments, shape: Shape):
                     step = (most - least) / 255
                     codes = arrays["key_codes"][kv_head, page].reshape(s, d)[: length - block * s]
                     score = scale * (codes * step + least + 128 * step) @ q
+                    score = score if soft_cap == np.inf else soft_cap * np.tanh(score / soft_cap)
                     results[0][row, head, block] = np.logaddexp.reduce(score)
                     results[1][row, head, block] = scale * (np.abs(q) * step).sum() / 2
     return results
@@ -82,6 +86,15 @@ def test_reference_equals_the_formula(name, rung):
         assert_close(run(name, arguments, shape, "reference"), formula(name, arguments, shape))
 
     rung(f"{name}_scores reference = formula", TESTED, 20, check)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("case", ["group_3", "codes_dim_96", "empty_slots"])
+def test_codes_are_summed_after_the_cap(case, backend):
+    shape = NAMED[case]
+    arguments = example(shape)
+    got = numbers(results(code_scores, arguments, backend=backend, soft_cap=CAP, **shape.settings))
+    assert_close(got, formula("code", arguments, shape, CAP))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -195,6 +208,11 @@ def test_a_wrong_setting_is_named(name, change, message):
     with pytest.raises(ValueError) as caught:
         calls(name, zeros(RIGHT), **change)
     assert str(caught.value).startswith(message)
+
+
+def test_a_wrong_cap_is_named():
+    with pytest.raises(ValueError, match=r"soft_cap: got 0\.0, wanted a positive number or None"):
+        calls("code", zeros(RIGHT), soft_cap=0.0)
 
 
 @pytest.mark.parametrize(("argument", "dtype"), [("q", jnp.float16), ("key_box", jnp.float16), ("mean", jnp.bfloat16)])

@@ -6,7 +6,7 @@ import pytest
 from absent_gpu import finds_the_race, lower, races_raise, simulate
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ladder import taken
-from test_block_scores import NAMED, assert_equals_reference, poisoned
+from test_block_scores import CAP, NAMED, assert_close, assert_equals_reference, formula, poisoned
 
 from et_jax.evidence.kernel_shapes.block_scores import Shape, example
 from et_jax.pallas.block_scores import gpu
@@ -35,6 +35,15 @@ def test_lowers_for_cuda(name, rung):
         lower(KERNELS[name], example(shape), **shape.settings)
 
     rung(f"{name}_scores gpu lowers for cuda", SIMULATED[name], 3, check)
+
+
+@pytest.mark.slow
+def test_codes_are_summed_after_the_cap():
+    shape = NAMED["page_64"]
+    arguments = example(shape)
+    got = simulate(gpu.code_scores, arguments, soft_cap=CAP, **shape.settings)
+    assert_close(got, formula("code", arguments, shape, CAP))
+    lower(gpu.code_scores, arguments, soft_cap=CAP, **shape.settings)
 
 
 @races_raise

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from absent_tpu import lower, strictly
 from ladder import results, taken
-from test_block_scores import NAMED, assert_equals_reference, poisoned
+from test_block_scores import CAP, NAMED, assert_close, assert_equals_reference, formula, poisoned
 
 from et_jax.evidence.kernel_shapes.block_scores import SHAPES, TESTED, Shape, example
 from et_jax.pallas.block_scores import tpu
@@ -43,6 +43,14 @@ def test_equals_reference(name, rung):
         assert_equals_reference(got, name, arguments, shape)
 
     rung(f"{name}_scores tpu = reference", BREADTH[name], {"block": 7, "code": 3}[name], check)
+
+
+@pytest.mark.parametrize("case", ["codes_group_3", "codes_dim_256"])
+def test_codes_are_summed_after_the_cap(case):
+    shape = NAMED[case]
+    arguments = example(shape)
+    got = results(tpu.code_scores, arguments, config=SMALL, interpret=True, soft_cap=CAP, **shape.settings)
+    assert_close(got, formula("code", arguments, shape, CAP))
 
 
 def is_right(name: str, shape: Shape, arguments, config: RingConfig | None = SMALL):

@@ -1,6 +1,7 @@
 """What a family of models has to say, and what several of them say alike."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,7 +37,9 @@ class Family:
     architectures holds there. `meaning` adds to a configuration of what all families share what config.json says of
     this one's own, `spelling` returns the config.json values of that. `sources` says where the leaves of a model lie,
     given their shapes by name; `head` is the tensor of the output matrix, under whose name a model without one of its
-    own may keep its embedding.
+    own may keep its embedding. `values` turns config.json into the words that `ConfigFile` knows, where it says things
+    in its own way. `partial_rotary` says whether a part of a head only may be turned, and `apart` matches the tensors
+    of what the family's files hold beside the text model.
     """
 
     name: str
@@ -45,6 +48,20 @@ class Family:
     spelling: Callable[[ModelConfig], dict[str, Any]]
     sources: Callable[[Mapping[str, Shape]], Sources]
     head: str = TENSORS["head"]
+    values: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    partial_rotary: bool = False
+    apart: re.Pattern[str] | None = None
+
+
+def tied_unless_said(file: ConfigFile) -> bool:
+    """Return whether the embedding is the head in a family that says so in config.json only where it is not."""
+    return file.tie_word_embeddings is not False
+
+
+def window_spelling(config: ModelConfig) -> dict[str, Any]:
+    """Return the config.json values of windows by layer."""
+    window = next((window for window in config.windows if window is not None), None)
+    return {"sliding_window": window, "layer_types": [FULL if one is None else SLIDING for one in config.windows]}
 
 
 def windows_from(file: ConfigFile, first: int) -> Windows:

@@ -1,15 +1,38 @@
 """The families there are, found by name, and config.json read and written by the family that it names."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io.schema import ConfigFile, KindFile, checked, named
 from et_jax.models.config import ModelConfig, shared_config, shared_values
-from et_jax.models.families import llama, mistral, qwen2, qwen3
+from et_jax.models.families import (
+    gemma2,
+    gemma3,
+    gemma3_text,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from et_jax.models.families.base import Family
 
-FAMILIES = {one.FAMILY.name: one.FAMILY for one in (llama, mistral, qwen2, qwen3)}
+_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma3, phi3, olmo2, smollm3, granite)
+FAMILIES = {one.FAMILY.name: one.FAMILY for one in _MODULES}
+BEYOND = {
+    r"Qwen3Next|Qwen3_5|Jamba|Zamba|Bamba|FalconH1|Mamba|GraniteMoeHybrid|Lfm2|Nemotron": (
+        "has layers of linear attention or of state spaces, whose state this cache of keys and values has no place for"
+    ),
+    r"Gemma3n|Gemma4": "has layers that share one cache, where here each layer has a cache of its own",
+    r"Deepseek|Kimi": "compresses keys and values into a latent, where here the cache holds them whole",
+    r"ForConditionalGeneration$": "is of more than text, where here text alone is read",
+}
+"""What architectures, by their names, have that is beyond this cache."""
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -30,9 +53,12 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
     family = {one.class_name: one for one in FAMILIES.values()}.get(name)
     if family is None:
         supported = ", ".join(sorted(one.class_name for one in FAMILIES.values()))
+        for pattern, reason in BEYOND.items():
+            if re.search(pattern, name):
+                raise UsageError(f"{source}: architecture {named(name)} {reason}; use one of {supported}.")
         raise UsageError(f"{source}: architecture {named(name)} is not supported; use one of {supported}.")
-    file = checked(dict(values), ConfigFile, source)
-    return family.meaning(file, shared_config(file, family.name, source))
+    file = checked(family.values(dict(values)), ConfigFile, source)
+    return family.meaning(file, shared_config(file, family.name, source, family.partial_rotary))
 
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:

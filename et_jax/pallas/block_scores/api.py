@@ -55,6 +55,7 @@ def code_scores(
     *,
     page_size: int,
     scale: float,
+    soft_cap: float | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return each block's log-sum-exp as 8-bit copies of its keys tell, and how far from the truth it may be.
@@ -62,18 +63,22 @@ def code_scores(
     A key is taken for code * s_c + o_c, rounded to the nearest, with s_c = (max_c - min_c) / 255 and
     o_c = min_c + 128 s_c of its page's box:
 
-        block_lse = log sum_(j in block) exp(scale q . key_j)     in nats, float32
-        error     = scale sum_c |q_c| s_c / 2                     block_lse is within it of the stored keys' own
+        block_lse = log sum_(j in block) exp(cap(scale q . key_j))     in nats, float32
+        error     = scale sum_c |q_c| s_c / 2                          block_lse is within it of the stored keys' own
 
     key_codes: a page's tokens side by side, c = page_size * d. The rest is as in `block_scores`. Tokens at or
-    past the length do not count; blocks there are -inf with error 0.
+    past the length do not count; blocks there are -inf with error 0. cap(z) is soft_cap tanh(z / soft_cap), or z for
+    None: it moves by no more than z does, so the error holds as it is.
     """
     _require(q, key_box, page_table, lengths, page_size, scale)
+    require(soft_cap is None or soft_cap > 0, "soft_cap", soft_cap, "a positive number or None")
     require(key_codes.dtype == jnp.int8, "key_codes", key_codes.dtype, "int8")
     require_shape("key_codes", key_codes, (*key_box.shape[:2], page_size * q.shape[2]), "k p c")
     name = resolve(backend, CODE_BACKENDS)
     with jax.named_scope(f"code_scores/{name}"):
-        return CODE_BACKENDS[name](q, key_codes, key_box, page_table, lengths, page_size=page_size, scale=scale)
+        return CODE_BACKENDS[name](
+            q, key_codes, key_box, page_table, lengths, page_size=page_size, scale=scale, soft_cap=soft_cap
+        )
 
 
 def _require(q: Array, key_box: Array, page_table: Array, lengths: Array, page_size: int, scale: float) -> None:

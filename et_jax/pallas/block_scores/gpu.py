@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.hopper import HEAD_DIMS, TILE, store, unserved
-from et_jax.softmax import finite
+from et_jax.softmax import capped, finite
 
 COLUMNS = 8  # the fewest an accumulator has; the queries of a group that share a read of the codes
 
@@ -67,6 +67,7 @@ def code_scores(
     *,
     page_size: int,
     scale: float,
+    soft_cap: float | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` is as in `block_scores`."""
@@ -81,7 +82,7 @@ def code_scores(
     tiles = s // TILE
     result = jax.ShapeDtypeStruct((b, k, n, tiles, COLUMNS), jnp.float32)
     lse = plgpu.kernel(
-        functools.partial(_score_codes, group=g),
+        functools.partial(_score_codes, group=g, soft_cap=soft_cap),
         out_type=result,
         scratch_types=(plgpu.SMEM((TILE, d), jnp.int8), plgpu.Barrier()),
         grid=(n, k, b),
@@ -160,6 +161,7 @@ def _score_codes(
     arrived,
     *,
     group: int,
+    soft_cap: float | None,
 ):
     """Write the log-sum-exp of each 64 tokens of one block, for the queries of one KV head."""
     row, head, block = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("block")
@@ -179,7 +181,7 @@ def _score_codes(
         scores = plgpu.layout_cast(jnp.full(shape, -jnp.inf, jnp.float32), plgpu.Layout.WGMMA)
         for place in range(group):
             each = jnp.sum(_below(q_ref.at[row, head * group + place], key.shape) * key, axis=1)
-            scores = jnp.where(column == place, lax.broadcast_in_dim(each, shape, [0]), scores)
+            scores = jnp.where(column == place, lax.broadcast_in_dim(capped(each, soft_cap), shape, [0]), scores)
         offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         scores = jnp.where(offset < end - tile * TILE, scores, -jnp.inf)
         top = finite(jnp.max(scores, axis=0))  # there are columns of no query

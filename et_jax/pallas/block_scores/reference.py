@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from et_jax.softmax import capped
+
 
 def block_scores(
     q: Float[Array, "b h d"],
@@ -39,6 +41,7 @@ def code_scores(
     *,
     page_size: int,
     scale: float,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents."""
     b, h, d = q.shape
@@ -51,7 +54,7 @@ def code_scores(
     key = codes * step[..., None, :] + offset[..., None, :]
 
     # every token's score, and whether it is below the length
-    scores = jnp.einsum("bkgd,bknsd->bkgns", query, key, precision="highest")
+    scores = capped(jnp.einsum("bkgd,bknsd->bkgns", query, key, precision="highest"), soft_cap)
     position = jnp.arange(n * s, dtype=jnp.int32).reshape(n, s)
     seen_mask = position < lengths[:, None, None]
     block_lse = jax.nn.logsumexp(jnp.where(seen_mask[:, None, None], scores, -jnp.inf), axis=-1)

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, Int8
 from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import LANES, SUBLANES
 from et_jax.pallas.ring import PageList, RingConfig
+from et_jax.softmax import capped
 
 SUBTILE = 4  # rows of the smallest tile of int8, which packs four into a register's word
 
@@ -70,6 +71,7 @@ def code_scores(
     *,
     page_size: int,
     scale: float,
+    soft_cap: float | None = None,
     config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
@@ -110,10 +112,13 @@ def code_scores(
                 precision=lax.Precision.HIGHEST,
                 preferred_element_type=jnp.float32,
             )
+            if soft_cap is not None:
+                each = capped(each + offset, soft_cap)
             places.append(jnp.where(first + place < end, each, -jnp.inf))
         top = jnp.max(functools.reduce(jnp.maximum, places), axis=1, keepdims=True)
         total = functools.reduce(jnp.add, (_sum(jnp.exp(each - top)) for each in places))
-        return offset + top + jnp.log(total), 0.5 * _sum(jnp.abs(stepped))
+        lse = top + jnp.log(total)
+        return offset + lse if soft_cap is None else lse, 0.5 * _sum(jnp.abs(stepped))
 
     pass_over = partial(_pass_over, page_size=page_size, scale=scale, config=config, interpret=interpret)
     block_lse, error = pass_over(score, "code_scores", q, (key_box, key_codes), page_table, lengths, [-jnp.inf, 0.0])

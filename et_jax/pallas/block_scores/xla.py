@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from et_jax.softmax import capped
 from et_jax.sums import log_sum_exp
 
 # Measured on x86-64 with two cores, 2 and 16 rows of 8k and 16k tokens: larger ones fall out of the processor's cache.
@@ -52,6 +53,7 @@ def code_scores(
     *,
     page_size: int,
     scale: float,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents."""
     b, h, d = q.shape
@@ -72,6 +74,7 @@ def code_scores(
         scores = jnp.einsum("xtd,xgd->xtg", lax.optimization_barrier(key), query, precision=lax.Precision.HIGHEST)
         # blocks beside each other, whose exponentials and sums are then vectors
         scores = lax.optimization_barrier(scores.reshape(b, k, m, s, g).transpose(0, 1, 3, 4, 2))
+        scores = scores if soft_cap is None else capped(scores, soft_cap)
         position = jnp.arange(s, dtype=jnp.int32)[:, None] + s * jnp.arange(m, dtype=jnp.int32)
         seen_mask = (position < left[:, None, None])[:, None, :, None]
         block_lse = log_sum_exp(jnp.where(seen_mask, scores, -jnp.inf), axis=2).reshape(b, h, m)

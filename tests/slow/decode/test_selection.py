@@ -122,7 +122,10 @@ def test_with_one_token_a_page_the_residual_makes_up_for_all_that_was_left_out()
     np.testing.assert_allclose(close.entropy, signals.entropy, atol=2e-4)
 
 
-def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound():
+@pytest.mark.parametrize("sink", [None, 2.0])
+def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound(sink):
+    """With a sink too, whose share is in every sum that an output is divided by."""
+    sunk = 0.0 if sink is None else np.exp(sink)
     rng = np.random.default_rng(3)
     k, g, n, s, d = 2, 3, 7, 4, 5
     key, value = rng.normal(size=(2, 1, k, n, s, d))
@@ -133,7 +136,7 @@ def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound():
     guess = s * np.exp(np.einsum("bkgd,bknd->bkgn", query, key.mean(-2)))
     top = np.einsum("bkgns,bknsd->bkgnd", np.exp(score), value)
     shut = ~opened[:, :, None]
-    read = np.where(shut, 0, each).sum(-1)
+    read = np.where(shut, 0, each).sum(-1) + sunk
     out = np.where(shut[..., None], 0, top).sum(-2) / np.maximum(read, 1e-30)[..., None]
     whole = (out * read[..., None] + np.einsum("bkgn,bknd->bkgd", np.where(shut, guess, 0), mean)) / (
         read + np.where(shut, guess, 0).sum(-1)
@@ -153,7 +156,7 @@ def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound():
     got = selection.with_residual(single(out), chosen, blocks, log_read, single(mean))
     np.testing.assert_allclose(got, whole, atol=1e-5)
 
-    truth = top.sum(-2) / each.sum(-1)[..., None]
+    truth = top.sum(-2) / (each.sum(-1) + sunk)[..., None]
     radius = np.linalg.norm(value - mean[..., None, :], axis=-1).max(-1)
     apart = np.linalg.norm(mean[:, :, None] - whole[..., None, :], axis=-1)
     for head in range(k):

@@ -231,3 +231,30 @@ def test_the_bound_on_the_error_of_mean_values_is_its_formula(seed):
         bounds.Interval(low=low, high=high), guess, jnp.asarray(opened), log_opened, apart, radius
     )
     np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 3.0, 50.0])
+def test_a_soft_cap_leaves_the_range_and_the_mean_of_scores_bracketed(soft_cap):
+    """Blocks of scores of every size and skew, by the formula in float64; the capped mean is outside the bracket."""
+    rng = np.random.default_rng(5)
+    size = np.exp(rng.uniform(-2, 4, (200, 1)))
+    score = np.asarray(size * (rng.normal(size=(200, 6)) + rng.choice([-2, 0, 2], (200, 1))), np.float32)
+    score[::3, 1:] = score[::3, 1:2]  # one stands apart
+    ends, mean = bounds.capped_scores(
+        bounds.Interval(low=jnp.asarray(score.min(1)[None]), high=jnp.asarray(score.max(1)[None])),
+        jnp.asarray(score.mean(1)[None]),
+        soft_cap,
+    )
+    true = soft_cap * np.tanh(score.astype(np.float64) / soft_cap)
+    slack = 1e-4
+    np.testing.assert_allclose(ends.low[0], true.min(1), atol=slack)
+    np.testing.assert_allclose(ends.high[0], true.max(1), atol=slack)
+    assert (mean.low[0] <= true.mean(1) + slack).all() and (true.mean(1) <= mean.high[0] + slack).all()
+    naive = soft_cap * np.tanh(score.mean(1) / soft_cap)
+    assert (naive > true.mean(1) + slack).any() and (naive < true.mean(1) - slack).any()
+
+
+def test_a_block_that_holds_nothing_has_no_capped_scores():
+    nothing = jnp.full((1, 2), -jnp.inf)
+    ends, mean = bounds.capped_scores(bounds.Interval(low=nothing, high=nothing), nothing, 3.0)
+    assert all(np.isneginf(x).all() for x in (ends.low, ends.high, mean.low, mean.high))

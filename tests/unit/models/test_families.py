@@ -9,6 +9,7 @@ import jax
 import pytest
 from places import ROOT
 
+from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.checkpoint import sources_of
 from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, family_of, from_hugging_face
@@ -29,7 +30,8 @@ def shaped(name: str, **changes):
 def test_a_family_names_a_tensor_for_each_of_its_weights(name):
     config = shaped(name)
     sources = sources_of(config)
-    assert len(tensor_shapes(sources)) == len(sources) == len(jax.tree.leaves(describe(config)))
+    joined = {"phi3": 3 * config.num_layers}  # q, k and v are one tensor, gate and up another
+    assert len(tensor_shapes(sources)) + joined.get(name, 0) == len(sources) == len(jax.tree.leaves(describe(config)))
     assert sources["head"].pieces[0].tensor == family_of(config).head
 
 
@@ -50,6 +52,12 @@ def test_a_family_is_found_by_its_own_names(name):
         ("qwen2", {"sliding_window": 8, "max_window_layers": 0}, (None, None)),
         ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
         ("qwen3", {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
+        ("gemma2", {"sliding_window": 8}, (8, None)),
+        ("gemma2", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, (None, 8)),
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None)),
+        ("gemma3_text", {"sliding_window": 8}, (8, 8)),  # layer 6 is the first without
+        ("phi3", {"sliding_window": 8}, (8, 8)),
+        ("smollm3", {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
     ],
 )
 def test_windows_are_what_the_family_means_by_them(name, changes, windows):
@@ -63,7 +71,56 @@ def test_the_parts_that_config_json_does_not_say_are_those_of_the_family():
         "mistral": (False, False),
         "qwen2": (True, False),
         "qwen3": (False, True),
+        "gemma2": (False, False),
+        "gemma3_text": (False, True),
+        "gemma3": (False, True),
+        "phi3": (False, False),
+        "olmo2": (False, True),
+        "smollm3": (False, False),
+        "granite": (False, False),
     }
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gemma3"])
+def test_gemmas_keep_their_norms_weights_less_one_and_tie_their_head_unless_told(name):
+    config = shaped(name, query_pre_attn_scalar=168, tie_word_embeddings=None)
+    assert (config.norm_offset, config.norms, config.tie_embeddings) == (1.0, "around", True)
+    assert config.embedding_scale == SMALL.hidden_size**0.5 and config.softmax(0).scale == 168**-0.5
+    assert config_to_hugging_face(config)["query_pre_attn_scalar"] == 168
+
+
+def test_layers_turn_by_their_kind():
+    gemma = shaped("gemma3_text", rope_theta=1e6, num_hidden_layers=6, sliding_window=8)
+    assert [one.theta for one in map(gemma.rope, range(6)) if one] == [1e4] * 5 + [1e6]
+    smol = shaped("smollm3", num_hidden_layers=5)
+    assert [smol.rope(layer) is None for layer in range(5)] == [False, False, False, True, False]
+    assert shaped("smollm3", no_rope_layer_interval=2).unrotated == (1,)
+    assert shaped("smollm3", no_rope_layers=[0, 1]).unrotated == (0,)
+    assert shaped("phi3", head_dim=16, partial_rotary_factor=0.75).rope_dim == 12
+
+
+def test_the_text_model_is_read_of_a_config_json_of_text_and_images():
+    text = {name: value for name, value in config_to_hugging_face(SMALL).items() if name != "architectures"}
+    written = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    config = from_hugging_face(written | {"text_config": text | {"head_dim": None}, "vision_config": {"layers": 3}})
+    assert (config.architecture, config.hidden_size, config.head_dim) == ("gemma3", SMALL.hidden_size, 256)
+    assert config.eos_token_ids == (1, 106) and config.bos_token_id == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("Qwen3NextForCausalLM", "linear attention"),
+        ("Qwen3_5ForCausalLM", "linear attention"),
+        ("Gemma3nForConditionalGeneration", "layers that share one cache"),
+        ("Gemma4ForConditionalGeneration", "layers that share one cache"),
+        ("DeepseekV3ForCausalLM", "into a latent"),
+        ("LlavaForConditionalGeneration", "more than text"),
+    ],
+)
+def test_what_is_beyond_the_cache_is_refused_in_one_sentence(architecture, words):
+    with pytest.raises(UsageError, match=f"{architecture} .*{words}.*; use one of .*$"):
+        from_hugging_face({"architectures": [architecture]})
 
 
 def strings(file: Path) -> list[str]:

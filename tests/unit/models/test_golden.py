@@ -7,13 +7,14 @@ import pytest
 from dense import dense_logits
 from places import GOLDEN, SHARED
 
-from et_jax.models.checkpoint import load
+from et_jax.models.checkpoint import load, read_config
+from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
 
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
 
 
 def test_all_families_are_here():
-    assert len(FAMILIES) == 8
+    assert len(FAMILIES) == 16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -22,6 +23,12 @@ def test_logits_equal_those_of_transformers(family):
     golden = np.load(GOLDEN / family / "golden.npz")
     assert golden["logits"].std() > 1
     np.testing.assert_allclose(dense_logits(config, params, golden["tokens"]), golden["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_survives_its_own_config_json(family):
+    config = read_config(GOLDEN / family)
+    assert from_hugging_face(config_to_hugging_face(config)) == config
 
 
 def test_greedy_texts_of_a_real_model_equal_those_of_transformers():

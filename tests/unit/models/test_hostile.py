@@ -58,6 +58,13 @@ def config(**values):
     return sets("config.json", **values)
 
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def phi(**values):
+    return config(architectures=["Phi3ForCausalLM"], head_dim=8, **values)
+
+
 def rope(**values):
     return config(rope_parameters=values)
 
@@ -238,6 +245,22 @@ CASES = {
     "scaling has slow above fast": (rope(type="yarn", factor=2.0, beta_fast=1.0, beta_slow=32.0), "beta_fast"),
     "rotary settings by kind of layer": (config(rope_parameters={"full_attention": {"rope_theta": 1.0}}), "rope_param"),
     "rotary share is text": (config(partial_rotary_factor="half"), "partial_rotary_factor is 'half'"),
+    "a part of a head is odd": (phi(partial_rotary_factor=0.4), "partial_rotary_factor gives no even part"),
+    "a part of a head is nothing": (phi(partial_rotary_factor=0.1), "partial_rotary_factor gives no even part"),
+    "a part of a head is more than whole": (phi(partial_rotary_factor=2.0), "partial_rotary_factor gives no even part"),
+    "long factors are too few": (phi(rope_parameters=LONG | {"long_factor": [1.0]}), "needs 4 of short_factor"),
+    "long factors are text": (phi(rope_parameters=LONG | {"long_factor": ["1"] * 4}), "long_factor"),
+    "long factors are nothing": (phi(rope_parameters=LONG | {"short_factor": [0.0] * 4}), "short_factor"),
+    "long factors began nowhere": (phi(rope_parameters=LONG), "needs original_max_position_embeddings"),
+    "turning layers are too few": (
+        config(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1]),
+        "no_rope_layers are 1 and the layers 2",
+    ),
+    "turning layers are text": (config(architectures=["SmolLM3ForCausalLM"], no_rope_layers="1"), "no_rope_layers"),
+    "a cap is zero": (config(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=0), "attn_logit_softcapping"),
+    "a scale is negative": (config(architectures=["GraniteForCausalLM"], logits_scaling=-1), "logits_scaling is -1"),
+    "attention looks ahead": (config(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    "a text model is a list": (config(architectures=["Gemma3ForConditionalGeneration"], text_config=[]), "lack"),
     "architectures are text": (config(architectures="LlamaForCausalLM"), "architectures is 'LlamaForCausalLM'"),
     "architectures are numbers": (config(architectures=[7]), "architectures"),
     "architectures are lists": (config(architectures=[["LlamaForCausalLM"]]), "architectures"),

@@ -1,6 +1,7 @@
 """Laws of the forward pass, whatever the weights: who sees whom, what positions mean, what attention is handed."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -10,6 +11,9 @@ import pytest
 from dense import dense_attend, dense_logits
 from small_model import MODEL, NARROW, VOCABULARY, weights
 
+from et_jax.models import transformer
+from et_jax.models.config import Rope, RopeScaling
+from et_jax.models.layers import feed_forward, rms_norm, rope_angles, rope_frequencies, rotate
 from et_jax.models.transformer import abstract, describe, forward, initialise, num_weights, weight_bytes
 from et_jax.models.weights import quantized
 
@@ -64,7 +68,16 @@ def test_attention_is_asked_once_a_layer_in_order_and_its_memory_handed_on():
     assert memory == (0, 1) and shapes == [((2, LENGTH, MODEL.num_heads, MODEL.head_dim), kv, kv)] * 2
 
 
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True}, {"tie_embeddings": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qkv_bias": True, "qk_norm": True},
+        {"tie_embeddings": True},
+        {"norms": "around", "norm_offset": 1.0},
+        {"norms": "after", "qk_norm": True, "qk_norm_over": "width"},
+    ],
+)
 def test_weights_are_drawn_as_they_are_described(changes):
     config = dataclasses.replace(MODEL, **changes)
     drawn, specs = initialise(config, jax.random.key(1)), describe(config)
@@ -105,3 +118,48 @@ def test_a_model_in_8_bits_is_near_the_one_that_it_was_made_of():
         for params in (weights(), quantized(weights(), jnp.float32))
     )
     assert 0 < (rounded - exact).std() < 0.05 * exact.std()
+
+
+def test_layers_that_turn_and_see_differently_share_one_trace(monkeypatch):
+    kinds = {"windows": (4, 4, None, 4), "window_rope_theta": 100.0, "unrotated": (1,)}
+    config = dataclasses.replace(MODEL, num_layers=4, norms="around", max_positions=LENGTH, **kinds)
+    calls = []
+    monkeypatch.setattr(transformer, "rotate", lambda x, *angles: calls.append(x.shape) or rotate(x, *angles))
+    monkeypatch.setattr(transformer, "feed_forward", lambda *given: calls.append("ffn") or feed_forward(*given))
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
+    run = functools.partial(forward, config=config, attend=dense_attend(config), memory=None)
+    jax.eval_shape(run, abstract(config, jnp.float32), tokens=TOKENS, positions=positions)
+    assert len(calls) == 3  # queries, keys and a feed-forward
+
+
+def test_a_layer_without_positions_leaves_every_bit():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, LENGTH, 3, 8)), jnp.bfloat16)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
+    np.testing.assert_array_equal(rotate(x, *rope_angles(None, 8, positions)), x)
+    part = Rope(theta=100.0, dim=4, max_positions=LENGTH)
+    turned = rotate(x, *rope_angles(part, 4, positions))
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    whole = rotate(x[..., :4], *rope_angles(part, 4, positions))
+    np.testing.assert_array_equal(turned[..., :4], whole)
+    assert (np.asarray(whole[:, 1:], np.float32) != np.asarray(x[:, 1:, :, :4], np.float32)).any()
+
+
+def test_long_rotary_positions_are_their_formula():
+    """Each frequency over its factor, the short ones in a model that reads no more than the original length."""
+    short, long = (1.0, 1.5, 2.0, 3.0), (2.0, 4.0, 8.0, 16.0)
+    scaling = RopeScaling(
+        kind="longrope", factor=4.0, original_max_positions=64, short_factors=short, long_factors=long
+    )
+    plain = 100.0 ** (-np.arange(0, 8, 2) / 8)
+    for reads, factors in ((64, short), (65, long)):
+        found, factor = rope_frequencies(Rope(theta=100.0, dim=8, max_positions=reads, scaling=scaling))
+        np.testing.assert_allclose(found, plain / factors, rtol=1e-6)
+        assert factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
+
+
+def test_a_norm_adds_its_offset_in_float32():
+    """In bfloat16 1 + 2^-10 is 1: folded into the weight, it would be lost."""
+    weight = jnp.full(4, 2.0**-10, jnp.bfloat16)
+    found = rms_norm(jnp.ones((1, 4), jnp.float32), weight, 0.0, 1.0)
+    np.testing.assert_array_equal(found, np.float32(1 + 2.0**-10))
+    assert (1 + weight == 1).all()

@@ -1,0 +1,57 @@
+"""The residual under caps and sinks: where every page is one token, what is left out is made up for exactly."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import MODEL
+
+from et_jax.control.select import SinksWindow
+from et_jax.decode import cache as kv
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.plant import Plant
+from et_jax.decode.readers import AllOfLayer, SelectedOfLayer
+from et_jax.softmax import Softmax
+
+ROWS, TOKENS = 3, 12
+PLANT = Plant(model=MODEL, page_size=1, backend="xla", scores_backend="xla")
+
+
+def read(reader, softmax: Softmax):
+    """Attention of one token a row to a cache of random keys and values, by a reader."""
+    rng, c = np.random.default_rng(0), MODEL
+    table = jnp.arange(1, ROWS * TOKENS + 1, dtype=jnp.int32).reshape(ROWS, TOKENS)
+    key, value = (jnp.asarray(rng.normal(size=(ROWS, TOKENS, c.num_kv_heads, c.head_dim)), jnp.float32) for _ in "kv")
+    length = jnp.asarray([TOKENS, 7, 9], jnp.int32)
+    blank = kv.empty(1, c.num_kv_heads, c.head_dim, ROWS * TOKENS + 1, 1, jnp.float32).layers[0]
+    cached = kv.write(blank, key, value, table, jnp.zeros(ROWS, jnp.int32), length)
+    query = jnp.asarray(3 * rng.normal(size=(ROWS, 1, c.num_heads, c.head_dim)), jnp.float32)
+    one = jnp.ones(ROWS, jnp.int32)
+    token, start = jnp.zeros((ROWS, 1), jnp.int32), length - 1
+    chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=one, end=length)
+    return np.asarray(reader.read(PLANT, softmax, query, cached, None, chunk)[0])
+
+
+def pruned(residual: bool) -> SelectedOfLayer:
+    return SelectedOfLayer(
+        tolerance=jnp.zeros(ROWS),
+        fresh=jnp.ones(ROWS, bool),
+        last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
+        kept_mass=jnp.ones(ROWS),
+        selector=SinksWindow(jnp.full(ROWS, 1), jnp.full(ROWS, 2)),
+        min_context=None,
+        mass=None,
+        sensitivity=None,
+        refresh_every=1,
+        residual=residual,
+        shares=False,
+    )
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_cap, sinks):
+    logits = jnp.asarray([1.0, 3.0, -1.0, 2.0]) if sinks else None
+    softmax = Softmax(scale=MODEL.head_dim**-0.5, soft_cap=soft_cap, sink_logits=logits)
+    whole = read(AllOfLayer(skipped=None, mass=None, shares=False), softmax)
+    np.testing.assert_allclose(read(pruned(True), softmax), whole, atol=1e-5)
+    assert np.abs(read(pruned(False), softmax) - whole).max() > 0.05
