@@ -58,7 +58,8 @@ CONTROLS: dict[str, Controller] = {
 LENGTHS = {"bundled": (128, 480, 1900), "shape": (128, 512, 2048, 8192, 16384)}
 ROWS = {"bundled": (1, 16), "shape": (2, 16)}
 CAPACITIES = (2304, 16640)  # tokens that fit a slot of the shape: the least of these that hold the length
-TOLERANCES = {"paper": 0.05, "guarded": 0.05, "certified": 0.9, "adaptive": 0.1}  # of the shape: 6 to 9% are read at 2,048
+# of the shape: of 2,048 tokens 6 to 9% is read
+TOLERANCES = {"paper": 0.05, "guarded": 0.05, "certified": 0.9, "adaptive": 0.1}
 OUTSTANDING = 1 / 256  # of the random keys stand out, and are so many times as long
 LONGER = 24.0
 PIECE = 256  # tokens written in a call
@@ -138,7 +139,7 @@ def at_tolerance(control: Controller) -> Controller:
 
 
 def stored(config: DecoderConfig) -> KVCache:
-    """Return a cache in which every slot holds as many random tokens as fit, with all summaries, alike in all layers."""
+    """Return a cache in which slots hold as many random tokens as fit, with all summaries, alike in all layers."""
     model, rows, size = config.model, config.num_slots, config.page_size
     k, d = model.num_kv_heads, model.head_dim
     cache = kv.empty(1, k, d, config.num_pages, size, config.cache_dtype, key_codes=True)

@@ -35,10 +35,15 @@ def answer_row(task: Task, completions: Sequence[Completion], model: str, tokeni
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         },
-        "entropic": Totals.of(ordered).to_dict(),
+        "entropic": Totals.of(ordered).to_dict() | _least(ordered[0]),
     }
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
     return {"id": entry.id, "custom_id": entry.custom_id, "response": response, "error": None}
+
+
+def _least(completion: Completion) -> dict[str, int]:
+    """The length below which everything was read, where there is one."""
+    return {} if completion.min_context is None else {"min_context": completion.min_context}
 
 
 def error_row(entry: Entry, code: str, message: str) -> dict[str, Any]:

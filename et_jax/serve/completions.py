@@ -96,7 +96,8 @@ class Completion:
     `index` tells the `n` continuations of a prompt apart. `finish_reason` is "stop" (an end token or
     stop string), "length", "abort" (interrupted) or "error", explained by `error`; the text up to then
     is kept. `prompt_read` is None unless a budget chose what of the prompt was read. Of what it wrote into the cache
-    compression left out `tokens_left_out` for each KV head.
+    compression left out `tokens_left_out` for each KV head. While it had fewer than `min_context` tokens it read
+    everything, and no block was scored; None where its controller sets no such length.
     """
 
     prompt: str
@@ -109,6 +110,7 @@ class Completion:
     error: str | None = None
     prompt_read: PromptRead | None = None
     tokens_left_out: int = 0
+    min_context: int | None = None
 
     @property
     def tokens_cached(self) -> int:

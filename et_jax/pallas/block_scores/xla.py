@@ -1,4 +1,4 @@
-"""`block_scores` and `code_scores` without Pallas: the rows of some blocks gathered, then a product for each KV head."""
+"""`block_scores` and `code_scores` without Pallas: rows of some blocks gathered, then a product for each KV head."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from et_jax.sums import log_sum_exp
 
-
-# Measured on x86-64 with two cores, 2 and 16 rows of 8k and 16k tokens: larger pieces fall out of the processor's cache.
+# Measured on x86-64 with two cores, 2 rows of 16k tokens and 16 of 8k: larger pieces fall out of the processor's cache.
 PIECE_TOKENS = 512
 
 
