@@ -159,7 +159,7 @@ class Completion:
             "error": self.error,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
             "logprobs": list(map(known_or_none, self.logprobs)),
-            "entropic": Totals.of([self]).to_dict(),
+            "entropic": entropic([self]),
         }
 
     def drawn(self) -> str:
@@ -190,6 +190,12 @@ class TokenEvent:
     completion: Completion | None
 
 
+def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return what the continuations of a prompt came to, and `min_context` where they have one, ready for JSON."""
+    least = {one.min_context for one in completions} - {None}
+    return Totals.of(completions).to_dict() | ({"min_context": max(least)} if least else {})
+
+
 def checked_completion(completion: Any) -> Completion:
     """Return a completion as plain values that can be summed and drawn, however it was made.
 
@@ -204,7 +210,7 @@ def checked_completion(completion: Any) -> Completion:
         raise UsageError(f"The field trace of a completion is {values.shown(own['trace'])}; {_GIVE}.")
     found = checked(_plain(own | {"trace": ()}), Completion, "a completion", _GIVE)
     read = found.prompt_read
-    counts = [found.prompt_tokens, found.index, found.tokens_left_out, *found.token_ids]
+    counts = [found.prompt_tokens, found.index, found.tokens_left_out, found.min_context or 0, *found.token_ids]
     counts += [] if read is None else [read.blocks_read, read.blocks_held, read.mass_kept or 0]
     if not all(0 <= count <= _MOST_COUNT for count in counts):
         raise UsageError("A completion has figures that no run has; write its trace anew with --trace.")
