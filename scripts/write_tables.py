@@ -42,6 +42,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "pruning": ("pruning.json", lambda found: tables.pruning(found["cases"])),
     "codes": ("codes.json", lambda found: tables.codes(found["lines"])),
     "pruning_cost": ("pruning_cost.json", lambda found: tables.pruning_cost(found["cases"])),
+    "steps": ("steps.json", lambda found: tables.steps(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
@@ -140,6 +141,7 @@ def main() -> int:
             ("measure_scheduling", "--trace", *args.trace, "--own", *args.case[0]),
             ("bench_throughput",),
             ("bench_pruning", args.case[0][1]),
+            ("bench_steps", args.case[0][1]),
             ("bench_overhead",),
             ("bench_selection",),
             ("bench_sampling",),
