@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from et_jax.cli import command, flags, streams
 from et_jax.cli.signals import Signals, guard
-from et_jax.control.presets import KNOBS, PRESETS, preset
+from et_jax.control.presets import KNOBS, PRESETS
 from et_jax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ def _check_paths(args: argparse.Namespace) -> None:
 def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.report.display import Report, Status
     from et_jax.report.trace import TraceWriter
+    from et_jax.scope import platform
 
     signals.said = "interrupted before the first token"
     streams.check_standard_output()
@@ -211,7 +212,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     if not prompt.strip():
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
     with ExitStack() as stack:
-        params, control = _sampling(args), _controller(args)
+        params, control = _sampling(args), _controller(args, platform())
         status = stack.enter_context(Status())
         model = _load(args, _engine(args, params.n, control), status)
         ids = (
@@ -265,6 +266,7 @@ def _about(args: argparse.Namespace, model: "Model", prompt: "str | list[int]", 
     return About(
         model=args.model,
         control=args.control,
+        min_context=first.laws.min_context,
         n=params.n,
         prompt=first.prompt,
         prompt_tokens=len(first.prompt_ids),
@@ -283,7 +285,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
 
     signals.said = _RESUME.format(args.output)
     defaults = _defaults(args)
-    engine = _engine(args, _BATCH_SEQUENCES, _controller(args))
+    engine = _engine(args, _BATCH_SEQUENCES, _controller(args, platform()))
     source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     extremes = Extremes()
@@ -327,11 +329,12 @@ def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
         resources=cluster.check_resources(given),
     )
     defaults = _defaults(args)
-    engine = _engine(args, _BATCH_SEQUENCES, _controller(args))
+    platform = cluster.platform_of(fleet.resources)
+    engine = _engine(args, _BATCH_SEQUENCES, _controller(args, platform))
     placed = folder.shards(args.input, Path(args.output))
     for source, output in placed.items():
         check_paths({"--input": source}, {"--output": output}, named_folder(args.model))
-    settings = _settings(args, engine, defaults, cluster.platform_of(fleet.resources))
+    settings = _settings(args, engine, defaults, platform)
     print(folder.run(placed, settings, engine, defaults, fleet, told=args.verbose), file=sys.stderr)
     return 0
 
@@ -363,6 +366,7 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
         "platform": platform,
         **engine.decisive,
         "control": args.control,
+        **({} if (least := engine.laws.min_context) is None else {"min_context": least}),
         **flags.given(args, KNOBS),
         **dataclasses.asdict(defaults),
     }
@@ -377,8 +381,11 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams(**{name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)} | told)
 
 
-def _controller(args: argparse.Namespace) -> "Controller":
-    return preset(args.control, **flags.given(args, KNOBS))
+def _controller(args: argparse.Namespace, platform: str) -> "Controller":
+    """Return the laws that the command line names, as they are by default on a platform."""
+    from et_jax.serve.min_context import named
+
+    return named(args.control, platform, **flags.given(args, KNOBS))
 
 
 def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":

@@ -36,7 +36,13 @@ CONTROLS: dict[str, Controller] = {
 }
 
 
-def started(model: Model, control: Controller, texts: np.ndarray, steps: int) -> tuple[Callable[[], float], dict]:
+def started(
+    model: Model,
+    control: Controller,
+    texts: np.ndarray,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Callable[[], float], dict]:
     """Return what times `steps` steps of every text and answers the milliseconds of one, and the shares it reads."""
     d = model.decoder(control)
     state = d.empty()
@@ -48,9 +54,9 @@ def started(model: Model, control: Controller, texts: np.ndarray, steps: int) ->
 
     def timed() -> float:
         own = jax.block_until_ready(snapshot(state))
-        begun = time.perf_counter()
+        begun = clock()
         jax.block_until_ready(d.decode(model.weights, own, steps))
-        return 1e3 * (time.perf_counter() - begun) / steps
+        return 1e3 * (clock() - begun) / steps
 
     _, output, _ = d.decode(model.weights, snapshot(state), steps)
     signals = jax.device_get(output.signals)

@@ -42,6 +42,7 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "pruning": ("pruning.json", lambda found: tables.pruning(found["cases"])),
     "codes": ("codes.json", lambda found: tables.codes(found["lines"])),
     "pruning_cost": ("pruning_cost.json", lambda found: tables.pruning_cost(found["cases"])),
+    "steps": ("steps.json", lambda found: tables.steps(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
@@ -149,6 +150,7 @@ def main() -> int:
             ("bench_throughput",),
             ("measure_starts",),
             ("bench_pruning", args.case[0][1]),
+            ("bench_steps", args.case[0][1]),
             ("bench_overhead",),
             ("bench_selection",),
             ("bench_sampling",),

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from et_jax.batch.tasks import Entry, Task
-from et_jax.serve.completions import Completion, TokenTrace
-from et_jax.serve.totals import Totals
+from et_jax.serve.completions import Completion, TokenTrace, entropic
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's number for a token that cannot be drawn; JSON has no infinity
 
@@ -35,7 +34,7 @@ def answer_row(task: Task, completions: Sequence[Completion], model: str, tokeni
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         },
-        "entropic": Totals.of(ordered).to_dict(),
+        "entropic": entropic(ordered),
     }
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
     return {"id": entry.id, "custom_id": entry.custom_id, "response": response, "error": None}

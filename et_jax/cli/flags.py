@@ -100,7 +100,7 @@ def knob_help(name: str, presets: Mapping[str, Any]) -> str:
     having: dict[str, dict[str, list[str]]] = {}  # the presets of each meaning and default
     for preset, one in presets.items():
         if name in knobs.knobs(one):
-            value = knobs.defaults(one)[name]
+            value = knobs.knobs(one)[name].usual or knobs.defaults(one)[name]
             default = "off" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
             having.setdefault(knobs.knobs(one)[name].help, {}).setdefault(default, []).append(preset)
     parts = []

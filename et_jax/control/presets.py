@@ -15,13 +15,15 @@ from et_jax.io.values import shown
 if TYPE_CHECKING:
     from et_jax.control.controller import Controller
 
-_MOST = 2**29  # tokens or blocks: sums of a few stay within 32 bits
+MOST = 2**29
+"""Tokens or blocks that a knob may say: sums of a few stay within 32 bits."""
+
 _BIT = math.log(2)
 
 
-def _count(help: str, unit: str, least: int = 0) -> Knob:
-    wanted = f"from {least or '0 (off)'} to {_MOST}"
-    return Knob(help=help, unit=unit, kind=int, least=least, most=_MOST, wanted=wanted)
+def _count(help: str, unit: str, least: int = 0, usual: str = "") -> Knob:
+    wanted = f"from {least or '0 (off)'} to {MOST}"
+    return Knob(help=help, unit=unit, kind=int, least=least, most=MOST, wanted=wanted, usual=usual)
 
 
 _WINDOW = _count("recent tokens always read", "tokens")
@@ -66,7 +68,8 @@ class Pruning(Preset):
     `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's. `tolerance` is what
     may be left unread, here theta where the model is certain: the relative change of a head's output that a block must
     promise to be read. `min_blocks` are read at least, and the last `window` tokens always. A sequence of fewer than
-    `min_context` tokens reads all, and nothing is scored for it.
+    `min_context` tokens reads all, and nothing is scored for it; where the preset is named to `load`, `generate` or
+    the command line without it, that is the length measured of the device (`serve.min_context`), else 0.
     """
 
     target_entropy: float | int | None = knob(
@@ -91,7 +94,14 @@ class Pruning(Preset):
     )
     min_blocks: int = knob(3, _count("cache blocks that each KV head reads at least", "blocks"))
     window: int = knob(64, _WINDOW)
-    min_context: int = knob(0, _count("a sequence of fewer tokens reads all, and nothing is scored for it", "tokens"))
+    min_context: int = knob(
+        0,
+        _count(
+            "a sequence of fewer tokens reads all, and nothing is scored for it; 0 chooses always",
+            "tokens",
+            usual="the length from which the preset saves time, where that is measured of the device; evaluate: 0",
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

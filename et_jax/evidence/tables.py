@@ -129,42 +129,40 @@ def pruning_cost(cases: Sequence[Case]) -> str:
     return table(["tokens", "way", "ms a step", "over off", "blocks read", "bytes moved"], lines)
 
 
+NO_SLOWER = 1.03  # of the time of `off`: what lies below is noise
+
+
 def steps(cases: Sequence[Case]) -> str:
     """Return milliseconds a step and over reading everything, and the share read, by model, rows, length and preset.
 
     A second table has the length from which on each preset is no slower than `off` at all lengths measured.
     """
+    keys = ("control", "milliseconds", "over_off", "share_read")
     lines = [
-        [case["model"], case["rows"], case["length"], *(way[key] for key in WAY)]
+        [case["model"], case["rows"], case["length"], *(way[key] for key in keys)]
         for case in cases
         for way in case["ways"]
     ]
     whole = table(["model", "rows", "tokens", "control", "ms a step", "over off", "blocks read"], lines)
-    settings = dict.fromkeys((case["model"], case["rows"]) for case in cases)
+    settings = list(dict.fromkeys((case["model"], case["rows"]) for case in cases))
     controls = list(dict.fromkeys(way["control"] for case in cases for way in case["ways"] if way["control"] != "off"))
-    starts = [
-        [model, rows, *(pays_from(cases, model, rows, control) or "never" for control in controls)]
-        for model, rows in settings
-    ]
+    starts = []
+    for own in [*settings, None]:
+        some = [case for case in cases if own in (None, (case["model"], case["rows"]))]
+        starts.append([*(own or ("all", None)), *(pays_from(some, control) or "never" for control in controls)])
     return f"{whole}\n\n{table(['model', 'rows', *(f'{control} from' for control in controls)], starts)}"
 
 
-WAY = ("control", "milliseconds", "over_off", "share_read")
-NO_SLOWER = 1.03  # of the time of `off`: what lies below is noise
-
-
-def pays_from(cases: Sequence[Case], model: str, rows: int, control: str) -> int | None:
-    """Return the least length measured from which on a preset is no slower than `off`; None where it never is."""
-    ratios = {
-        case["length"]: way["over_off"]
-        for case in cases
-        if (case["model"], case["rows"]) == (model, rows)
-        for way in case["ways"]
-        if way["control"] == control
-    }
+def pays_from(cases: Sequence[Case], control: str) -> int | None:
+    """Return the least length from which on a preset is no slower than `off` in any case; None where there is none."""
+    slowest: dict[int, float] = {}
+    for case in cases:
+        for way in case["ways"]:
+            if way["control"] == control:
+                slowest[case["length"]] = max(way["over_off"], slowest.get(case["length"], 0.0))
     found = None
-    for length in sorted(ratios, reverse=True):
-        if ratios[length] > NO_SLOWER:
+    for length in sorted(slowest, reverse=True):
+        if slowest[length] > NO_SLOWER:
             break
         found = length
     return found

@@ -16,7 +16,7 @@ class Knob:
     """What a field sets: `help` in a line, its `unit`, and the numbers from `least` to `most` that it may be.
 
     Whole numbers where `kind` is int. `wanted` says of a number in a sentence what it must be. Infinity is a number
-    only where the knob may be `infinite`.
+    only where the knob may be `infinite`. `usual` says in words what stands for the default where commands work it out.
     """
 
     help: str
@@ -26,6 +26,7 @@ class Knob:
     least: float | int = -math.inf
     most: float | int = math.inf
     infinite: bool = False
+    usual: str = ""
 
     def checked(self, name: str, value: Any) -> int | float:
         """Return a value of the field `name` as a plain number. Raises UsageError where it is none, or out of range."""

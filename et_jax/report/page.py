@@ -19,6 +19,7 @@ from et_jax.io.known import known_or_none, told
 from et_jax.report.drawing import Figure
 from et_jax.report.figures import of_completion
 from et_jax.serve.completions import Completion, TokenTrace, checked_completion
+from et_jax.serve.min_context import told as told_least
 from et_jax.serve.totals import Totals
 
 _LARGEST_EXP = 700.0  # of which the exponential is a float
@@ -193,6 +194,8 @@ def facts_of(completion: Completion) -> dict[str, str]:
     """Return the figures of a continuation in words, by their names."""
     rows = completion.trace
     facts = {"tokens": f"{len(rows)} ({completion.finish_reason})", "prompt": f"{completion.prompt_tokens} tokens"}
+    if completion.min_context is not None:
+        facts["blocks chosen"] = told_least(completion.min_context)
     if not rows:
         return facts
     totals = Totals.of([completion])

@@ -27,13 +27,17 @@ _ANEW = "write it anew with --trace"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """What a trace is of: `n` continuations of a prompt of `prompt_tokens` tokens, by a model under a control."""
+    """What a trace is of: `n` continuations of a prompt of `prompt_tokens` tokens, by a model under a control.
+
+    `min_context` is that of its completions.
+    """
 
     model: str
     control: str
     n: Annotated[int, Meta(ge=1, le=MAX_N)]
     prompt: str
     prompt_tokens: Annotated[int, Meta(ge=0)]
+    min_context: Annotated[int, Meta(ge=0)] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +150,7 @@ def _completion(about: About, index: int, rows: list[TokenTrace], end: End | Non
         error=None if end is None else end.error,
         prompt_read=None if end is None else end.prompt_read,
         tokens_left_out=0 if end is None else end.tokens_left_out,
+        min_context=about.min_context,
     )
 
 

@@ -96,7 +96,8 @@ class Completion:
     `index` tells the `n` continuations of a prompt apart. `finish_reason` is "stop" (an end token or
     stop string), "length", "abort" (interrupted) or "error", explained by `error`; the text up to then
     is kept. `prompt_read` is None unless a budget chose what of the prompt was read. Of what it wrote into the cache
-    compression left out `tokens_left_out` for each KV head.
+    compression left out `tokens_left_out` for each KV head. While it had fewer than `min_context` tokens it read
+    everything, and no block was scored; None where its controller sets no such length.
     """
 
     prompt: str
@@ -109,6 +110,7 @@ class Completion:
     error: str | None = None
     prompt_read: PromptRead | None = None
     tokens_left_out: int = 0
+    min_context: int | None = None
 
     @property
     def tokens_cached(self) -> int:
@@ -157,7 +159,7 @@ class Completion:
             "error": self.error,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
             "logprobs": list(map(known_or_none, self.logprobs)),
-            "entropic": Totals.of([self]).to_dict(),
+            "entropic": entropic([self]),
         }
 
     def drawn(self) -> str:
@@ -188,6 +190,12 @@ class TokenEvent:
     completion: Completion | None
 
 
+def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return what the continuations of a prompt came to, and `min_context` where they have one, ready for JSON."""
+    least = {one.min_context for one in completions} - {None}
+    return Totals.of(completions).to_dict() | ({"min_context": max(least)} if least else {})
+
+
 def checked_completion(completion: Any) -> Completion:
     """Return a completion as plain values that can be summed and drawn, however it was made.
 
@@ -202,7 +210,7 @@ def checked_completion(completion: Any) -> Completion:
         raise UsageError(f"The field trace of a completion is {values.shown(own['trace'])}; {_GIVE}.")
     found = checked(_plain(own | {"trace": ()}), Completion, "a completion", _GIVE)
     read = found.prompt_read
-    counts = [found.prompt_tokens, found.index, found.tokens_left_out, *found.token_ids]
+    counts = [found.prompt_tokens, found.index, found.tokens_left_out, found.min_context or 0, *found.token_ids]
     counts += [] if read is None else [read.blocks_read, read.blocks_held, read.mass_kept or 0]
     if not all(0 <= count <= _MOST_COUNT for count in counts):
         raise UsageError("A completion has figures that no run has; write its trace anew with --trace.")

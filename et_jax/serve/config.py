@@ -23,6 +23,8 @@ from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.models.weights import QUANTIZED
 from et_jax.pallas.backend import NAMES as BACKENDS
+from et_jax.scope import platform
+from et_jax.serve import min_context
 
 LOOKUP = "lookup"  # drafts from the text itself
 SELF = "self"  # the model drafts for itself; any other drafter is a model beside it
@@ -44,7 +46,7 @@ def _decisive(default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of `load`, which says what each of them means; `control` is a controller here, sizes are integers.
+    """The settings of `load`, which says what each of them means; sizes are integers.
 
     What is None was not given, and the usual stands in for it. Raises UsageError, one sentence, for a value of another
     type, one that cannot work with any model, and settings that do not go together (`decode.compat`).
@@ -87,7 +89,7 @@ class EngineConfig:
             "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
             "tell_reads": values.boolean("tell_reads", self.tell_reads),
             "preempt_every": values.whole("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
-            "control": controller(self.control),
+            "control": self.control if isinstance(self.control, str) else controller(self.control),
             "memory_fraction": values.number("memory_fraction", self.memory_fraction),
         }
         for name in ("page_size", "max_model_len", "num_pages", "prefill_batch", "max_resident_seqs"):
@@ -118,7 +120,8 @@ class EngineConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         # a law that does not say what it sets may want to know the model's shapes, and is asked once they are known
-        compat.check(self.case(self.laws, steers=lambda: not READING.isdisjoint(self.laws.law.sets or ())))
+        laws = controller(self.control, None)
+        compat.check(self.case(laws, steers=lambda: not READING.isdisjoint(laws.law.sets or ())))
 
     def case(self, laws: Controller, **known: Any) -> compat.Case:
         """Return what is to go together: what was given, `laws`, and what else is `known` (`compat.Case`)."""
@@ -133,8 +136,8 @@ class EngineConfig:
 
     @property
     def laws(self) -> Controller:
-        """The controller that `control` names or is."""
-        return controller(self.control)
+        """The controller that `control` names, on the platform that JAX runs on here, or is."""
+        return controller(self.control, platform())
 
     @property
     def policy(self) -> str:
@@ -186,10 +189,14 @@ class EngineConfig:
         return named | {"cache_policy": self.policy}
 
 
-def controller(control: Control) -> Controller:
-    """Return the controller that `control` names or is. Raises UsageError for anything else."""
+def controller(control: Control, platform: str | None = None) -> Controller:
+    """Return the controller that `control` names or is. Raises UsageError for anything else.
+
+    A preset that is named chooses blocks from the length on at which that pays on the `platform` (`min_context.usual`);
+    at every length where no platform is given.
+    """
     if isinstance(control, str):
-        return preset(control)
+        return preset(control) if platform is None else min_context.named(control, platform)
     if not isinstance(control, Controller):
         advice = "; write Controller(law=...) for a law" if callable(control) else ""
         raise UsageError(

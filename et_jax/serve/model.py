@@ -22,8 +22,8 @@ from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, device_of, dtype_of
 from et_jax.models.weights import num_bytes
-from et_jax.scope import own_settings
-from et_jax.serve import executables
+from et_jax.scope import own_settings, platform
+from et_jax.serve import executables, min_context
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import LENGTHS, Control, EngineConfig, controller
 from et_jax.serve.metrics import Metrics
@@ -273,7 +273,9 @@ class Model:
         if all(selector.reads_all for selector in config.selectors):
             return []
         backend, refusals = config.scoring
-        return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals)]
+        least = config.controller.min_context
+        chosen = [] if least is None else [f"blocks are chosen {min_context.told(least)}; min_context 0 chooses always"]
+        return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals), *chosen]
 
     def _requests(self, prompts: Prompts, params: SamplingParams | None, settings: dict) -> list[GenerationRequest]:
         return requests_of(prompts, params, settings, self.max_model_len)
@@ -379,7 +381,7 @@ class Model:
         last = self._configured
         if last is not None and last[0] is control and last[1] == keep:
             return last[2]
-        found = self.decoder_config.controller if control is None else controller(control)
+        found = self.decoder_config.controller if control is None else controller(control, platform())
         config = beside(self.settings, self.decoder_config, found, self._others, keep)
         check_measured(self.name, config)
         self._configured = control, keep, config

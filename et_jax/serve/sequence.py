@@ -181,6 +181,7 @@ class Sequence:
             error=error,
             prompt_read=self.prompt_read,
             tokens_left_out=self.left_out,
+            min_context=self.laws.min_context,
         )
         return self._event(piece, None, completion)
 

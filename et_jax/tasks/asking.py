@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from et_jax.control.presets import preset
 from et_jax.io.known import known_or_none, ratio
 from et_jax.serve.totals import Totals
 from et_jax.tasks.answers import Answer, Answers
@@ -22,8 +23,10 @@ _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own w
 def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> Answers:
     """Return the greedy answers of a model to examples, each with the length it is reported under.
 
-    `control` stands in for the model's own, as in `Model.generate`.
+    `control` stands in for the model's own, as in `Model.generate`, but that a preset by name chooses blocks at every
+    length: what is measured is what it reads.
     """
+    control = preset(control) if isinstance(control, str) else control
     answers: dict[int, Answer] = {}
     count = counter(model)
     limits = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]

@@ -72,6 +72,7 @@ def test_a_report_of_a_prompt_and_of_a_batch(folder: Path, tmp_path: Path, capfd
     page, again, counted = tmp_path / "run.html", tmp_path / "same.html", tmp_path / "batch.html"
     settings = ["--model", str(folder), "--max-tokens", "9", "--seed", "3"]
     pruned = ["--control", "certified", "--tolerance", "0.9", "--min-blocks", "1", "--window", "4", "--page-size", "4"]
+    pruned += ["--min-context", "0"]
     assert run(capfd, *settings, *pruned, "-p", "It was " * 8, "--report", str(page))[0] == 0
     data = json.loads(page.read_text().split('id="report">')[1].split("</script>")[0])
     assert all(f">{name}</h3>" in page.read_text() for name in ("Temperature", "Blocks read, by layer and KV head"))
@@ -154,7 +155,7 @@ def test_control_by_name_and_by_knob_is_reported(
         "4",
     ]
     off = run(capfd, *settings, "--json")
-    knobs = ["--tolerance", "5", "--min-blocks", "1", "--window", "4", "--target-entropy", "1"]
+    knobs = ["--tolerance", "5", "--min-blocks", "1", "--window", "4", "--target-entropy", "1", "--min-context", "0"]
     guarded = run(capfd, *settings, "--json", "--control", "guarded", *knobs)
     assert off[0] == guarded[0] == 0
     before, after = (json.loads(out)["entropic"] for _, out, _ in (off, guarded))

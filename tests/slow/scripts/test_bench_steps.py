@@ -1,6 +1,7 @@
 """What a step takes is measured of presets that choose, each from the same cache."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 from scripts_here import script
 
 from et_jax.evidence import tables
+from et_jax.evidence.results import RESULTS
 from et_jax.evidence.shapes import SMALL
+from et_jax.serve.min_context import MEASURED, NEVER
 from et_jax.types import replace
 
 LENGTH, STEPS = 300, 4
@@ -55,5 +58,15 @@ def test_a_preset_pays_from_the_length_after_which_it_is_never_slower(ratios, le
         {"model": "bundled", "rows": 2, "length": at, "ways": [{"control": "paper", "over_off": ratio}]}
         for at, ratio in ratios.items()
     ]
-    other = {"model": "bundled", "rows": 16, "length": 64, "ways": [{"control": "paper", "over_off": 9.0}]}
-    assert tables.pays_from([other, *cases], "bundled", 2, "paper") == length
+    faster = {"model": "bundled", "rows": 16, "length": max(ratios), "ways": [{"control": "paper", "over_off": 0.1}]}
+    other = {"model": "shape", "rows": 2, "length": max(ratios), "ways": [{"control": "guarded", "over_off": 9.0}]}
+    assert tables.pays_from([other, *cases, faster], "paper") == length
+
+
+def test_the_least_contexts_are_those_recorded():
+    recorded = json.loads((RESULTS / "steps.json").read_text(encoding="utf-8"))
+    assert recorded["machine"]["device"] == "cpu"
+    assert MEASURED["cpu"] == {
+        name: tables.pays_from(recorded["cases"], name) or NEVER
+        for name in ("paper", "guarded", "certified", "adaptive")
+    }

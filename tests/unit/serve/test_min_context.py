@@ -1,0 +1,59 @@
+"""A preset that is named chooses blocks from the length on at which that pays; one that is given as a value, always."""
+
+import jax
+import pytest
+
+from et_jax.control.controller import Controller
+from et_jax.control.presets import PRESETS, preset
+from et_jax.errors import UsageError
+from et_jax.io.knobs import knobs
+from et_jax.serve.config import EngineConfig, controller
+from et_jax.serve.min_context import MEASURED, NEVER, named, told, usual
+
+CHOOSING = [name for name, one in PRESETS.items() if "min_context" in knobs(one)]
+
+
+def test_every_preset_that_chooses_is_measured_on_a_cpu_and_no_other_is():
+    assert sorted(MEASURED["cpu"]) == sorted(CHOOSING) == ["adaptive", "certified", "guarded", "paper"]
+    assert all(0 < least <= NEVER for least in MEASURED["cpu"].values())
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_named_preset_has_what_was_measured_unless_it_is_told(name):
+    assert named(name, "cpu", tolerance=0.5) == preset(name, tolerance=0.5, min_context=MEASURED["cpu"][name])
+    assert named(name, "cpu", min_context=None).min_context == MEASURED["cpu"][name]
+    assert named(name, "cpu", min_context=0) == preset(name)
+    assert named(name, "cpu", min_context=7).min_context == 7
+    assert jax.tree.structure(named(name, "cpu", min_context=0)) == jax.tree.structure(preset(name))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu", "unheard-of"])
+def test_where_nothing_was_measured_blocks_are_always_chosen(platform):
+    assert usual("certified", platform) == 0
+    assert named("certified", platform) == preset("certified")
+
+
+def test_a_preset_without_the_knob_and_no_preset_at_all():
+    assert named("ead", "cpu", tau=0.5) == preset("ead", tau=0.5)
+    assert named("off", "cpu") == preset("off") == Controller()
+    with pytest.raises(UsageError, match='control is "entropic"; choose one of off, paper'):
+        named("entropic", "cpu")
+
+
+def test_a_value_is_taken_as_it_is():
+    given = preset("certified", tolerance=0.1)
+    assert controller(given, "cpu") is given
+    assert EngineConfig(control=given).laws is given
+
+
+def test_settings_hold_the_name_and_find_its_laws_where_they_are_used(monkeypatch):
+    settings = EngineConfig(control="guarded")
+    assert settings.control == "guarded"
+    for platform, least in {"cpu": MEASURED["cpu"]["guarded"], "tpu": None}.items():
+        monkeypatch.setattr("et_jax.serve.config.platform", lambda platform=platform: platform)
+        assert settings.laws.min_context == least
+
+
+def test_it_is_told_in_words():
+    assert told(4096) == "of sequences of at least 4096 tokens"
+    assert told(NEVER).startswith("never, ")
