@@ -7,7 +7,7 @@ ids), the same number of new tokens. et_jax runs what `Model.generate` runs, tex
 transformers runs `generate` as it comes, with its default (dynamic) KV cache, not compiled, on as many threads as
 there are cores. Each side is first tried in float32 and bfloat16 and keeps the dtype in which it is faster. The ratio
 is taken pair by pair. Nothing is asserted about time; greedy tokens of both sides must agree in float32 where they
-begin.
+begin, unless et_jax holds its weights in 8 bits (`--quantize`).
 """
 
 import argparse
@@ -42,11 +42,11 @@ class EtJax:
         versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
         return versions | {"device": f"{device.platform} {device.device_kind}"}
 
-    def load(self, model: str, dtype: str, batch: int) -> None:
+    def load(self, model: str, dtype: str, batch: int, quantize: str | None) -> None:
         from et_jax.serve.engine import load
 
         self.model = None  # before the next one is read: both may not fit
-        self.model = load(model, dtype=dtype, max_num_seqs=batch)
+        self.model = load(model, dtype=dtype, max_num_seqs=batch, quantize=quantize)
 
     def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         from et_jax.serve.requests import SamplingParams
@@ -165,7 +165,8 @@ class Case:
 
     def ready(self, worker: Worker, dtype: str) -> dict[str, Any]:
         """Load the model, run it once (compilers and caches), and return that run."""
-        worker.ask("load", model=self.model, dtype=dtype, batch=self.batch)
+        own = {"quantize": self.args.quantize} if worker.side == "et_jax" else {}
+        worker.ask("load", model=self.model, dtype=dtype, batch=self.batch, **own)
         return self.turn(worker, seed=0)
 
     def turn(self, worker: Worker, seed: int) -> dict[str, Any]:
@@ -311,6 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="a Python that has torch and transformers")
     parser.add_argument("--model", action="append", help="folder of a model; repeatable (default: random, of 135M)")
+    parser.add_argument("--quantize", choices=["int8"], help="hold et_jax's weights in 8 bits; the peer's stay floats")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sequences at once (default 1 16)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence (default 64)")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens of each prompt (default 32)")
@@ -334,7 +336,9 @@ def main() -> int:
     workers = [Worker("et_jax", sys.executable), Worker("transformers", args.peer_python)]
     report = {"script": Path(__file__).name, "machine": machine()}
     report["versions"] = {worker.side: worker.ask("versions") for worker in workers}
-    report["arguments"] = {name: getattr(args, name) for name in ("batch", "tokens", "prompt_tokens", "rounds")}
+    report["arguments"] = {
+        name: getattr(args, name) for name in ("batch", "tokens", "prompt_tokens", "rounds", "quantize")
+    }
     print(json.dumps(report["machine"]), json.dumps(report["versions"]), sep="\n")
     print(
         f"{'model':22} {'batch':>5}  {'side':12} {'dtype':9} {'tokens/s':>9} {'slowest, fastest':>18} {'steps/s':>8} "
@@ -348,12 +352,13 @@ def main() -> int:
             print(*lines(case), sep="\n", flush=True)
     for worker in workers:
         worker.end()
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{report['machine']['cpu']} {num_cores()} cores".lower()).strip("-")
+    slug = f"{report['machine']['cpu']} {num_cores()} cores {args.quantize or ''}".lower()
+    slug = re.sub(r"[^a-z0-9]+", "-", slug).strip("-")
     output = args.output or ROOT / f"benchmarks/results/peers-{slug}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"written to {output}")
-    if any(case["agreement"]["least"] == 0 for case in report["cases"]):
+    if args.quantize is None and any(case["agreement"]["least"] == 0 for case in report["cases"]):
         print("The two sides disagree on a first token: they do not compute the same model.", file=sys.stderr)
         return 1
     return 0

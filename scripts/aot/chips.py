@@ -129,7 +129,7 @@ DECODINGS = (
         seldom=("TPU v5e",),  # whose memory does not hold its weights
     ),
     Decoding(
-        name="llama3_8b int8, 32 layers",
+        name="llama3_8b W8A8, 32 layers",
         model=LLAMA3_8B,
         num_slots=4,
         max_length=8192,
@@ -138,7 +138,7 @@ DECODINGS = (
         quantize="int8",
         functions=("decode",),
         by_xla=False,
-        seldom=("TPU v6e", "H200"),
+        seldom=("TPU v6e", "H200"),  # which hold it in bfloat16
     ),
     Decoding(
         name="adaptive",

@@ -252,7 +252,7 @@ def peak():  # of this program alone: getrusage's figure starts at that of the p
 
 jax.block_until_ready(jax.numpy.ones(8) + 1)
 before = peak()
-_, params = load(sys.argv[1], sys.argv[2])
+_, params = load(sys.argv[1], sys.argv[2], sys.argv[3] or None)
 leaves = jax.tree.leaves(params)
 print(peak() - before, sum(leaf.nbytes for leaf in leaves), max(leaf.size * 4 for leaf in leaves))
 """
@@ -269,11 +269,11 @@ def large_folder(tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype):
-    command = [sys.executable, "-c", MEASURE, str(large_folder), dtype]
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize):
+    command = [sys.executable, "-c", MEASURE, str(large_folder), dtype, quantize]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     grown, held, largest = (int(figure) for figure in output.split())
-    assert held > 1e8
+    assert held > (5e7 if quantize else 1e8)
     # A tensor passes through as mapped pages, a copy and a cast; the rest is room for the allocator.
     assert grown < held + 6 * largest + 16e6, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"

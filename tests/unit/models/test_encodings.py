@@ -204,6 +204,7 @@ def test_in_8_bits_they_are_what_is_stored_or_the_nearest_to_it(tmp_path, kind):
         stands_for = np.asarray(found.array, np.float64) * np.asarray(found.scale)[:, None]
         np.testing.assert_allclose(stands_for, wanted.array, atol=float(near.scale.max()) * 0.51)
     down = params.layers[1].down
+    assert isinstance(down, Int8)
     if kind == "int8 by output":
         stored = load_file(tmp_path / "model.safetensors")
         assert isinstance(down, Int8)

@@ -95,11 +95,13 @@ def test_a_row_in_8_bits_has_the_same_bits_alone_and_among_any():
 
 
 def test_sums_that_no_float32_holds_are_exact():
-    """127 times 127, 4000 times: above 2**24, where every other whole number is none of float32."""
-    array = jnp.full((1, 4000), 127, jnp.int8).at[0, 0].set(126)
-    weight = Int8(array=array, scale=jnp.ones(1), dtype=np.dtype(np.float32))
-    found = weight.matmul(jnp.full((2, 4000), 127.0))
-    assert float(found[0, 0]) == np.float32(127 * 127 * 4000 - 127)
+    """Of 130,000 products above 10,000: each sum is far above 2**24, from where float32 lacks whole numbers."""
+    draw = np.random.default_rng(6)
+    whole, inputs = draw.integers(100, 128, (5, 130_000)), draw.integers(100, 128, (3, 130_000))
+    inputs[:, 0] = 127  # so that the scale of each row is 1
+    weight = Int8(array=jnp.asarray(whole, jnp.int8), scale=jnp.ones(5), dtype=np.dtype(np.float32))
+    found = weight.matmul(jnp.asarray(inputs, jnp.float32))
+    np.testing.assert_array_equal(found, (inputs @ whole.T).astype(np.float32))
     with pytest.raises(ValueError, match="wanted at most 132104 for sums of 32 bits"):
         to_int8(np.zeros((1, 132105), np.float32), jnp.float32)
 
