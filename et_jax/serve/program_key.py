@@ -76,7 +76,7 @@ def program_key(name: str, config: str, structure: Any, leaves: Sequence[Any], d
         arguments = _structure(structure), tuple(map(_shape, leaves))
     except UnknownError:
         return None
-    told = repr((name, config, _machine(device), _settings(), arguments))
+    told = repr((name, config, _machine(device), settings(), arguments))
     return f"{name}-{hashlib.blake2b(told.encode(), digest_size=32).hexdigest()}"
 
 
@@ -103,8 +103,8 @@ def _machine(device: Any) -> tuple[Any, ...]:
     return versions, flags, client.platform, device.device_kind, device.id, len(client.devices()), topology
 
 
-def _settings() -> tuple[str, ...]:
-    """Every setting of JAX, as it is in this thread, but those of where programs are kept."""
+def settings() -> tuple[str, ...]:
+    """Return every setting of JAX, as it is in this thread, but those of where programs are kept."""
     known = sorted(jax.config.values.items())  # for the whole process; some are another in a thread, as attributes
     return tuple(f"{name}={getattr(jax.config, name, value)!r}" for name, value in known if "cache" not in name)
 

@@ -17,6 +17,7 @@ import et_jax
 from et_jax.control.base import as_value
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
+from et_jax.decode import draft as drafting
 from et_jax.decode.decoder import Program, decoder
 from et_jax.decode.draft import Drafting
 from et_jax.serve import compilation, executables, program_key
@@ -279,6 +280,11 @@ def test_what_a_caller_wrote_cannot_be_told(programs, monkeypatch):
         bound = decoder(config)
         assert executables.kept(bound) is bound
     assert program_key.config_told(configuration(draft=Drafting(drafter=lambda text, newest, most: text))) is None
+    drafted = configuration(draft=Drafting())
+    assert program_key.config_told(drafted) is not None
+    with monkeypatch.context() as patch:  # the decoder has the package's own, and another stands under its name
+        patch.setattr(drafting, "lookup", own_law)
+        assert program_key.config_told(drafted) is None
     assert isinstance(executables.kept(decoder(configuration())).step, Kept)
     program_key._sources.cache_clear()
     monkeypatch.setattr(et_jax, "IMPORTED", 0.0)  # before every source
