@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from small_model import configuration
 
-import et_jax
 from et_jax.control.base import as_value
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode import draft as drafting
 from et_jax.decode.decoder import Program, decoder
 from et_jax.decode.draft import Drafting
+from et_jax.io import own_sources
 from et_jax.serve import compilation, executables, program_key
 from et_jax.serve.executables import Kept
 from et_jax.serve.program_store import ProgramStore
@@ -71,11 +71,11 @@ def bits_of(tree) -> tuple[bytes, ...]:
 @pytest.fixture
 def programs(unset, tmp_path, monkeypatch):
     """Starts with a folder of their own, of a package that was not changed, and has `Pair`."""
-    monkeypatch.setattr(et_jax, "IMPORTED", time.time() + 1e6)
+    monkeypatch.setattr(own_sources, "IMPORTED", time.time() + 1e6)
     monkeypatch.setattr(program_key, "_KNOWN", program_key._KNOWN | {__name__})
     assert compilation.keep_programs(tmp_path / "programs") is None
     yield Programs()
-    program_key._sources.cache_clear()
+    own_sources.digest.cache_clear()
     program_key._machine.cache_clear()
 
 
@@ -286,6 +286,6 @@ def test_what_a_caller_wrote_cannot_be_told(programs, monkeypatch):
         patch.setattr(drafting, "lookup", own_law)
         assert program_key.config_told(drafted) is None
     assert isinstance(executables.kept(decoder(configuration())).step, Kept)
-    program_key._sources.cache_clear()
-    monkeypatch.setattr(et_jax, "IMPORTED", 0.0)  # before every source
+    own_sources.digest.cache_clear()
+    monkeypatch.setattr(own_sources, "IMPORTED", 0.0)  # before every source
     assert program_key.config_told(configuration()) is None
