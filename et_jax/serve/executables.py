@@ -75,15 +75,15 @@ class Kept(Program):
         return self._run(self._make(wanted, arguments), *arguments)
 
     def ahead(self, *arguments: Any) -> Callable[[], object]:
-        """Return what makes the program for such arguments, which another thread may do; nothing of them is held."""
+        """Return what makes the program for such arguments, which another thread may do, even once they are deleted."""
         wanted = self._wanted(arguments)
         if wanted is None:
             return lambda: None
-        abstract, told = jax.tree.map(_abstract, arguments), within(settings)()
+        told = within(settings)()
 
         def make() -> None:
             if within(settings)() == told:  # else this thread would make another
-                self._make(wanted, abstract)
+                self._make(wanted, arguments)
 
         return make
 
@@ -121,14 +121,6 @@ class _Wanted:
     structure: Any
     device: Any
     store: ProgramStore
-
-
-def _abstract(leaf: Any) -> Any:
-    """What stands for an argument while a program is made."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    place = leaf.sharding if leaf.committed else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=leaf.weak_type)
 
 
 def _store(backend: Any) -> ProgramStore | None:

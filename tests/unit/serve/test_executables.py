@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,27 @@ def test_within_transformations_and_without_a_store_it_is_the_program_that_it_wa
     monkeypatch.setattr(executables, "_store", lambda _: None)
     before = programs.num_traced
     assert bits(programs.start()) == expected and programs.num_traced == before + 1
+
+
+def test_another_thread_makes_a_program_ahead(programs):
+    expected = bits(Programs().start("another"))
+    with ThreadPoolExecutor(1) as threads:
+        program, pair = programs.start(), given()
+        make = program.ahead(pair, np.int32(2))
+        pair.x.delete()  # as a program does that runs meanwhile
+        threads.submit(make).result()
+        before = compilation.made()
+        make()  # as one does that has waited for another
+        assert programs.num_traced == 1 and compilation.made() == before
+        assert bits(program) == expected and programs.num_traced == 1
+        assert bits(programs.start()) == expected and programs.num_traced == 1
+        late = programs.start("a third")
+        with jax.log_compiles():  # which that thread does not know of
+            make = late.ahead(given(), np.int32(2))
+        threads.submit(make).result()
+        assert programs.num_traced == 1
+    programs.start().ahead(Pair(x=jnp.asarray(NUMBERS), y=jnp.int32(4)), np.int32(2))()
+    assert programs.num_traced == 1
 
 
 def test_a_configuration_is_told_by_all_but_the_numbers_of_its_laws(programs):
