@@ -8,8 +8,9 @@ Editors and type checkers read the imports above the table.
 """
 
 import importlib
-import time
 from typing import TYPE_CHECKING, Any
+
+from et_jax.io import own_sources as own_sources  # first, for it notes when the import began
 
 if TYPE_CHECKING:
     from et_jax.control.base import ControlState as ControlState
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from et_jax.types import replace as replace
     from et_jax.types import static as static
     from et_jax.types import value as value
-
-IMPORTED = time.time()
-"""When this process began to load the package's sources."""
 
 _HOMES = {
     "load": "et_jax.serve.engine",

@@ -94,9 +94,11 @@ class Drafting:
 def widths(most: int, batch: int) -> tuple[int, ...]:
     """Return for how many drafted tokens steps of `batch` sequences, each with `most` of them at most, are compiled.
 
-    They are none; a short draft; a whole one, four, sixteen and so on; and as many as there may be.
+    They are none; a short draft, unless rows stand beside it that make a whole one cost hardly more; a whole one, four,
+    sixteen and so on; and as many as there may be. A width costs as much to compile as any other, and time to load that
+    grows with the square of their number.
     """
-    drafted, some = {0, min(SHORT, most), batch * most}, most
+    drafted, some = {0, batch * most} | ({min(SHORT, most)} if batch <= most else set()), most
     while 2 * some <= batch * most:
         drafted.add(some)
         some *= 4

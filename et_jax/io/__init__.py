@@ -8,5 +8,6 @@ schema              what the JSON files of a model folder may say
 terminal, bar       what a stream is able to show; a progress bar
 known               figures of which some are not known, told as missing
 html                plain values as HTML: tables, text coloured by entropy
+own_sources         a digest of the package's own sources, as they were imported
 cell                a place in the output of a notebook cell
 """

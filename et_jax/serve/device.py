@@ -4,6 +4,7 @@ Which slots and pages those are is decided elsewhere; here slots are numbers and
 """
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from et_jax.decode.slots import Pages, SlotRow
 from et_jax.decode.state import DecodeState
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
+from et_jax.serve.executables import Kept
 from et_jax.types import replace
 
 
@@ -41,7 +43,6 @@ class Device:
         programs: dict[str, Callable[[], Any]] = {
             "prefill": lambda: self.prefill([]),
             "insert": lambda: self.insert(0, request(self.config, [0], limit=0)),
-            "decode": lambda: self.decode(0, until_end=False),
             "release": lambda: self.release(0),
         }
         if self.config.compression is not None:
@@ -51,9 +52,15 @@ class Device:
             programs["references"] = self._count_nothing
         if swaps:
             programs["swap"] = lambda: self.swap_in(0, *jax.device_get(self.swap_out(0, 1)))
-        for number, (name, run) in enumerate(programs.items(), 1):
-            tell(f"compiling {name} ({number} of {len(programs)})")
-            run()
+        programs["decode"] = lambda: self.decode(0, until_end=False)
+        decode = self.decoder.decode
+        with ThreadPoolExecutor(1) as beside:  # the largest program is made beside the others, and run when they are
+            if isinstance(decode, Kept):
+                ahead = beside.submit(decode.ahead(self.weights, self.state, np.int32(0), np.bool_(False)))
+                programs["decode"] = lambda: (ahead.result(), self.decode(0, until_end=False))
+            for number, (name, run) in enumerate(programs.items(), 1):
+                tell(f"compiling {name} ({number} of {len(programs)})")
+                run()
         self.promises = []
 
     # Sequences.

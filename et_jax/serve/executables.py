@@ -14,6 +14,7 @@ import logging
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from jaxlib import xla_client
 from et_jax.decode.decoder import Decoder, Program
 from et_jax.scope import within
 from et_jax.serve import compilation
-from et_jax.serve.program_key import config_told, device_of, program_key
+from et_jax.serve.program_key import config_told, device_of, program_key, settings
 from et_jax.serve.program_store import ProgramStore, not_own
 
 _LOG = logging.getLogger(__name__)
@@ -56,42 +57,70 @@ class Kept(Program):
     def __init__(self, program: Program, name: str, config: str) -> None:
         super().__init__(program.jitted)
         self._name, self._config = name, config
-        self._ready: list[jax.stages.Compiled] = []
+        self._ready: dict[str, jax.stages.Compiled] = {}  # by key
         self._lock = threading.Lock()
-        self._make = within(self._made)
-        self._run = within(lambda compiled, *arguments: compiled(*arguments))
+        self._make, self._run = within(self._made), within(lambda compiled, *arguments: compiled(*arguments))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if named:
             return super().__call__(*arguments, **named)
-        for compiled in self._ready:
+        for compiled in tuple(self._ready.values()):
             try:
                 return self._run(compiled, *arguments)
             except (TypeError, ValueError):  # made for other arguments, as it says before it runs
                 continue
-        compiled = self._make(arguments)
-        return super().__call__(*arguments) if compiled is None else self._run(compiled, *arguments)
+        wanted = self._wanted(arguments)
+        if wanted is None:
+            return super().__call__(*arguments)
+        return self._run(self._make(wanted, arguments), *arguments)
 
-    def _made(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled | None:
-        """The program for such arguments, loaded or compiled; None where it cannot be kept."""
+    def ahead(self, *arguments: Any) -> Callable[[], object]:
+        """Return what makes the program for such arguments, which another thread may do, even once they are deleted."""
+        wanted = self._wanted(arguments)
+        if wanted is None:
+            return lambda: None
+        told = within(settings)()
+
+        def make() -> None:
+            if within(settings)() == told:  # else this thread would make another
+                self._make(wanted, arguments)
+
+        return make
+
+    def _wanted(self, arguments: tuple[Any, ...]) -> "_Wanted | None":
+        """What program such arguments want; None where it cannot be kept."""
         leaves, structure = jax.tree.flatten((arguments, {}))
         device = device_of(leaves)
         store = None if device is None else _store(device.client)
-        if device is None or store is None:
+        if store is None:
             return None
         key = program_key(self._name, self._config, structure, leaves, device)
-        if key is None:
-            return None
+        return None if key is None else _Wanted(key=key, structure=structure, device=device, store=store)
+
+    def _made(self, wanted: "_Wanted", arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        """The program that is wanted, loaded or compiled."""
         with self._lock:
-            calls = _own(store.folder / _FOLDER)
-            compiled = None if calls is None else _loaded(calls, store, key, structure, device)
+            if wanted.key in self._ready:  # by another thread
+                return self._ready[wanted.key]
+            calls = _own(wanted.store.folder / _FOLDER)
+            compiled = None if calls is None else _loaded(calls, wanted)
             if compiled is None:
-                with store.asked() as names:
+                with wanted.store.asked() as names:
                     compiled = self.jitted.lower(*arguments).compile()
                 if calls is not None:
-                    _keep(calls, store, key, compiled, names)
-            self._ready.insert(0, compiled)
+                    _keep(calls, wanted, compiled, names)
+            self._ready = {wanted.key: compiled} | self._ready
         return compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A program by its key, for arguments of a structure on a device, and where JAX keeps it."""
+
+    key: str
+    structure: Any
+    device: Any
+    store: ProgramStore
 
 
 def _store(backend: Any) -> ProgramStore | None:
@@ -151,29 +180,27 @@ def _digest(program: bytes) -> bytes:
     return hashlib.blake2b(program, digest_size=32).digest()
 
 
-def _keep(calls: ProgramStore, store: ProgramStore, key: str, compiled: Any, names: list[str]) -> None:
+def _keep(calls: ProgramStore, wanted: _Wanted, compiled: Any, names: list[str]) -> None:
     """Keep what it takes to call a program, which JAX asked the store for by the last of these names."""
-    program = store.get(names[-1]) if names else None
+    program = wanted.store.get(names[-1]) if names else None
     unloaded = getattr(compiled._executable, "_unloaded_executable", None)
     if program is None or unloaded is None or compiled._params.const_args or unloaded.host_callbacks:
         return  # a program that JAX keeps nowhere, or one with more to it than arguments and results
     information = jax.tree.leaves(compiled.args_info)
     with io.BytesIO() as file:
         _Pickler(file, names[-1], _digest(program)).dump((unloaded, information, compiled.out_tree))
-        calls.put(key, file.getvalue())
+        calls.put(wanted.key, file.getvalue())
 
 
-def _loaded(
-    calls: ProgramStore, store: ProgramStore, key: str, structure: Any, device: Any
-) -> jax.stages.Compiled | None:
+def _loaded(calls: ProgramStore, wanted: _Wanted) -> jax.stages.Compiled | None:
     """The program that was kept under a key, None where there is none, or none that can be loaded."""
     began = time.monotonic()
-    entry = calls.get(key)
+    entry = calls.get(wanted.key)
     if entry is None:
         return None
     try:
-        unloaded, information, results = _Unpickler(io.BytesIO(entry), store, device).load()
-        loaded = jax.stages.Compiled(unloaded.load(), [], structure.unflatten(information), results)
+        unloaded, information, results = _Unpickler(io.BytesIO(entry), wanted.store, wanted.device).load()
+        loaded = jax.stages.Compiled(unloaded.load(), [], wanted.structure.unflatten(information), results)
     except _GoneError:
         return None
     except Exception as error:  # whatever pickle, or the device's runtime, says of what it cannot read

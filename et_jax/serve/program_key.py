@@ -14,7 +14,6 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,12 +21,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxlib import version, xla_client
 
-import et_jax
 from et_jax.decode.config import DecoderConfig
+from et_jax.io import own_sources
 
 _KNOWN = frozenset({"et_jax", "jax", "jaxlib", "ml_dtypes", "numpy", "builtins"})  # packages whose versions are told
 _PLAIN = (type(None), bool, int, float, str, bytes)
-_MARGIN = 1.0  # seconds by which a file's clock and the process's may differ
 
 
 class UnknownError(Exception):
@@ -39,7 +37,7 @@ def config_told(config: DecoderConfig) -> str | None:
 
     None where the package itself was changed since the process began, or a part of the configuration is unknown.
     """
-    sources = _sources()
+    sources = own_sources.digest()
     if sources is None:
         return None
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -76,21 +74,8 @@ def program_key(name: str, config: str, structure: Any, leaves: Sequence[Any], d
         arguments = _structure(structure), tuple(map(_shape, leaves))
     except UnknownError:
         return None
-    told = repr((name, config, _machine(device), _settings(), arguments))
+    told = repr((name, config, _machine(device), settings(), arguments))
     return f"{name}-{hashlib.blake2b(told.encode(), digest_size=32).hexdigest()}"
-
-
-@functools.cache
-def _sources() -> str | None:
-    """A digest of the package's sources, None where one of them was changed since the package was imported."""
-    root, digest = Path(et_jax.__file__).parent, hashlib.blake2b(digest_size=32)
-    files = sorted([*root.rglob("*.py"), *root.glob("pallas/**/*.json")])
-    for file in files:
-        if file.stat().st_ctime > et_jax.IMPORTED - _MARGIN:
-            return None
-        text = file.read_bytes()
-        digest.update(f"{file.relative_to(root)} {len(text)}\n".encode() + text)
-    return digest.hexdigest() if files else None
 
 
 @functools.cache
@@ -103,8 +88,8 @@ def _machine(device: Any) -> tuple[Any, ...]:
     return versions, flags, client.platform, device.device_kind, device.id, len(client.devices()), topology
 
 
-def _settings() -> tuple[str, ...]:
-    """Every setting of JAX, as it is in this thread, but those of where programs are kept."""
+def settings() -> tuple[str, ...]:
+    """Return every setting of JAX, as it is in this thread, but those of where programs are kept."""
     known = sorted(jax.config.values.items())  # for the whole process; some are another in a thread, as attributes
     return tuple(f"{name}={getattr(jax.config, name, value)!r}" for name, value in known if "cache" not in name)
 

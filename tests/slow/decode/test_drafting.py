@@ -92,14 +92,15 @@ def test_every_drafted_token_has_a_row_behind_its_slot(counts):
 
 def test_few_widths_serve_every_number_of_drafts():
     assert Drafting(most=8).widths(2) == (2, 6, 10, 18)
-    assert Drafting(most=12).widths(16) == (16, 20, 28, 64, 208)
+    assert Drafting(most=8).widths(8) == (8, 12, 16, 40, 72)
+    assert Drafting(most=12).widths(16) == (16, 28, 64, 208)
     assert Drafting(most=1).widths(1) == (1, 2)
 
 
 def test_what_a_drafted_token_costs_hangs_on_how_many_are_drafted_beside_it():
     """For 16 sequences with a token each 32 rows are paid, for one four: 0.1 each, over 1 + 0.1 a row of the batch."""
     alone, many = by_acceptance(8, 1, 2), by_acceptance(8, 16, 16)
-    assert alone.widths == (4.0, 8.0, 16.0) and many.widths == (0.25, 0.5, 2.0, 8.0)
+    assert alone.widths == (4.0, 8.0, 16.0) and many.widths == (0.5, 2.0, 8.0)
     assert float(alone.row_cost) == pytest.approx(0.1 / 1.2) and float(many.row_cost) == pytest.approx(1.6 / 2.6)
     assert (alone.first, many.first) == (4, 2)
     assert (alone.retry, many.retry) == (33, 123)

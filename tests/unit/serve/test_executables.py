@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ import numpy as np
 import pytest
 from small_model import configuration
 
-import et_jax
 from et_jax.control.base import as_value
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
+from et_jax.decode import draft as drafting
 from et_jax.decode.decoder import Program, decoder
 from et_jax.decode.draft import Drafting
+from et_jax.io import own_sources
 from et_jax.serve import compilation, executables, program_key
 from et_jax.serve.executables import Kept
 from et_jax.serve.program_store import ProgramStore
@@ -70,11 +72,11 @@ def bits_of(tree) -> tuple[bytes, ...]:
 @pytest.fixture
 def programs(unset, tmp_path, monkeypatch):
     """Starts with a folder of their own, of a package that was not changed, and has `Pair`."""
-    monkeypatch.setattr(et_jax, "IMPORTED", time.time() + 1e6)
+    monkeypatch.setattr(own_sources, "IMPORTED", time.time() + 1e6)
     monkeypatch.setattr(program_key, "_KNOWN", program_key._KNOWN | {__name__})
     assert compilation.keep_programs(tmp_path / "programs") is None
     yield Programs()
-    program_key._sources.cache_clear()
+    own_sources.digest.cache_clear()
     program_key._machine.cache_clear()
 
 
@@ -247,6 +249,27 @@ def test_within_transformations_and_without_a_store_it_is_the_program_that_it_wa
     assert bits(programs.start()) == expected and programs.num_traced == before + 1
 
 
+def test_another_thread_makes_a_program_ahead(programs):
+    expected = bits(Programs().start("another"))
+    with ThreadPoolExecutor(1) as threads:
+        program, pair = programs.start(), given()
+        make = program.ahead(pair, np.int32(2))
+        pair.x.delete()  # as a program does that runs meanwhile
+        threads.submit(make).result()
+        before = compilation.made()
+        make()  # as one does that has waited for another
+        assert programs.num_traced == 1 and compilation.made() == before
+        assert bits(program) == expected and programs.num_traced == 1
+        assert bits(programs.start()) == expected and programs.num_traced == 1
+        late = programs.start("a third")
+        with jax.log_compiles():  # which that thread does not know of
+            make = late.ahead(given(), np.int32(2))
+        threads.submit(make).result()
+        assert programs.num_traced == 1
+    programs.start().ahead(Pair(x=jnp.asarray(NUMBERS), y=jnp.int32(4)), np.int32(2))()
+    assert programs.num_traced == 1
+
+
 def test_a_configuration_is_told_by_all_but_the_numbers_of_its_laws(programs):
     plain = configuration()
     others = [
@@ -279,7 +302,12 @@ def test_what_a_caller_wrote_cannot_be_told(programs, monkeypatch):
         bound = decoder(config)
         assert executables.kept(bound) is bound
     assert program_key.config_told(configuration(draft=Drafting(drafter=lambda text, newest, most: text))) is None
+    drafted = configuration(draft=Drafting())
+    assert program_key.config_told(drafted) is not None
+    with monkeypatch.context() as patch:  # the decoder has the package's own, and another stands under its name
+        patch.setattr(drafting, "lookup", own_law)
+        assert program_key.config_told(drafted) is None
     assert isinstance(executables.kept(decoder(configuration())).step, Kept)
-    program_key._sources.cache_clear()
-    monkeypatch.setattr(et_jax, "IMPORTED", 0.0)  # before every source
+    own_sources.digest.cache_clear()
+    monkeypatch.setattr(own_sources, "IMPORTED", 0.0)  # before every source
     assert program_key.config_told(configuration()) is None
