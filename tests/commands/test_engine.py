@@ -16,6 +16,7 @@ from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.serve import engine, loading
 from et_jax.serve import model as model_module
+from et_jax.serve.min_context import MEASURED, told
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import Table
 
@@ -390,6 +391,13 @@ def test_a_calibrated_model_measures_its_entropy_at_that_temperature(folder, mod
 def test_a_model_describes_what_runs_where(model):
     lines = "\n".join(model.describe())
     assert "2 layers" in lines and "3 slots of 512 tokens" in lines and "97 pages of 16 tokens" in lines
+    assert "blocks are chosen" not in lines
+
+
+def test_a_model_describes_from_which_length_on_a_named_preset_chooses_blocks(folder):
+    named, given = (opened(folder, control=one).describe() for one in ("certified", preset("certified")))
+    assert f"blocks are chosen {told(MEASURED['cpu']['certified'])}; min_context 0 chooses always" in named
+    assert not any("blocks are chosen" in line for line in given)
 
 
 def test_a_list_of_ids_is_one_prompt(model):

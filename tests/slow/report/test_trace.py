@@ -17,7 +17,7 @@ from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTr
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-ABOUT = About(model="bundled", control="off", n=2, prompt='It\nwas\u2028 "É"', prompt_tokens=3)
+ABOUT = About(model="bundled", control="certified", n=2, prompt='It\nwas\u2028 "É"', prompt_tokens=3, min_context=4096)
 
 figures, counts = st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**40)
 rows = st.fixed_dictionaries(
@@ -66,6 +66,7 @@ def completed(index: int, trace: list[TokenTrace], **ended) -> Completion:
         text="".join(row.text for row in trace),
         token_ids=tuple(row.token for row in trace),
         trace=tuple(trace),
+        min_context=ABOUT.min_context,
         **{"finish_reason": "length"} | ended,
     )
 

@@ -89,7 +89,7 @@ def test_the_command_line_fills_in_what_it_has():
     assert (settings.name, settings.page_size, settings.replicas, settings.max_num_seqs) == ("bundled", 32, 2, 5)
     assert generate._engine(
         generate.parser().parse_args(["-p", "a", "--max-num-seqs", "3"]), 5, preset("off")
-    ).given == (EngineConfig(max_num_seqs=3).given)
+    ).given == (EngineConfig(max_num_seqs=3, control=preset("off")).given)
 
 
 def test_a_controller_stands_for_itself():
