@@ -357,7 +357,7 @@ def test_a_check_tells_from_config_json_alone_what_a_model_needs(
 def test_a_check_says_what_to_change(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "no-weights"
     config.mkdir()
-    values = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**22}
+    values = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**28}
     (config / "config.json").write_text(json.dumps(values))
     code, out, err = run(capfd, "--model", str(config), "--check", "--max-num-seqs", "64")
     assert code == 2 and not out and "take max_model_len" in err and err.count("\n") == 1
