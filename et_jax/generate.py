@@ -54,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet; see --ray"
     )
+    source.add_argument(
+        "--check", action="store_true", help="say whether the model will run here and what it needs; reads no weight"
+    )
     p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go; run again to resume")
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
     p.add_argument("--system-prompt", help="the system message, with --chat or --input")
@@ -137,6 +140,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     if not args.ray:
         _check_written(args)
         _check_paths(args)
+    if args.check:
+        return _run_check(args)
     if args.input is None:
         return _run_prompt(args, signals)
     return _run_ray(args, signals) if args.ray else _run_batch(args, signals)
@@ -199,6 +204,14 @@ def _check_paths(args: argparse.Namespace) -> None:
         written["the manifest of --output,"] = manifest_path(Path(args.output))
     written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
     check_paths({"--input": path("input")}, written, named_folder(args.model))
+
+
+def _run_check(args: argparse.Namespace) -> int:
+    from et_jax.serve.verdict import verdict
+
+    streams.check_standard_output()
+    print("\n".join(verdict(_engine(args, args.n, _controller(args)))))
+    return 0
 
 
 def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:

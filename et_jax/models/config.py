@@ -73,6 +73,10 @@ class ModelShape:
         """Return the softmax of a layer's attention."""
         return Softmax(scale=self.head_dim**-0.5, window=self.windows[layer])
 
+    def reading(self, length: int) -> "ModelShape":
+        """Return the model as it reads texts of at most `length` tokens: itself, if it reads long ones alike."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape):
@@ -124,6 +128,13 @@ class ModelConfig(ModelShape):
         """Return the softmax of a layer's attention."""
         scale = self.head_dim**-0.5 if self.score_scale is None else self.score_scale
         return Softmax(scale=scale, soft_cap=self.score_cap, window=self.windows[layer])
+
+    def reading(self, length: int) -> "ModelConfig":
+        """Return the model for texts of at most `length` tokens, for which `longrope` may take its short factors."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "longrope" or length > scaling.original_max_positions:
+            return self
+        return dataclasses.replace(self, max_positions=min(self.max_positions, scaling.original_max_positions))
 
     def rope(self, layer: int) -> Rope | None:
         """Return how a layer turns its queries and keys, None where it does not."""

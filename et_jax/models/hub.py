@@ -24,13 +24,13 @@ HUB_FILES = (
 _PATIENCE = 5.0  # seconds that the hub has to answer at all
 
 
-def resolve(name: str | Path, check: Callable[[Path], object] | None = None) -> Path:
+def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, config_only: bool = False) -> Path:
     """Return the folder of a model: a bundled one by its name, `name` itself, or the local copy of `owner/model`.
 
     From the hub config.json comes first: `check`, by default `read_config`, sees its folder before any
-    weight is downloaded. A hub that cannot be reached is asked once; then what the cache holds serves. The
-    token and the cache are the hub library's own (HF_TOKEN, HF_HOME). Raises UsageError where there is no
-    such model.
+    weight is downloaded, and with `config_only` nothing else is. A hub that cannot be reached is asked once;
+    then what the cache holds serves. The token and the cache are the hub library's own (HF_TOKEN, HF_HOME).
+    Raises UsageError where there is no such model.
     """
     if is_bundled(name):
         return bundled_folder(str(name))
@@ -54,6 +54,8 @@ def resolve(name: str | Path, check: Callable[[Path], object] | None = None) -> 
         kept = not _is_reached(repository)
         config = hf_hub_download(repository, "config.json", local_files_only=kept)
         (check or read_config)(Path(config).parent)
+        if config_only:
+            return Path(config).parent
         return Path(snapshot_download(repository, allow_patterns=list(HUB_FILES), local_files_only=kept))
     except errors.GatedRepoError as error:
         page = f"https://huggingface.co/{name}"

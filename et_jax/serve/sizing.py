@@ -67,7 +67,7 @@ def decoder_config(
     everything = num_slots * -(-length // page_size) + 1
     cache_dtype = dtype if settings.cache_dtype == AUTO else jnp.dtype(settings.cache_dtype)
     plain = DecoderConfig(
-        model=model,
+        model=model.reading(length),
         num_slots=num_slots,
         batch=batch,
         page_size=page_size,
@@ -112,6 +112,7 @@ def beside(
     _check(settings, config, laws, keep, lambda: alone().steers_reading, for_one_call)
     for name, other in zip(settings.others, others, strict=True):
         _check_beside(name, other, config)
+    others = tuple(other.reading(config.max_length) for other in others)
     if laws.switch is not None:
         return alone(others=others, lazy=settings.lazy_prefill, audit=settings.audit)
     costs = [num_weights(other) / num_weights(config.model) for other in others]

@@ -105,6 +105,53 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
 }
 QWEN3_8B = LLAMA3_8B | {"architecture": "qwen3", "qk_norm": True, "vocab_size": 151936, "intermediate_size": 12288}
 LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
+GEMMA2_2B = {
+    "architecture": "gemma2",
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 256,
+    "windows": (4096, None) * 13,
+    "norm_offset": 1.0,
+    "norms": "around",
+    "activation": "gelu_tanh",
+    "score_cap": 50.0,
+    "logit_cap": 30.0,
+    "embedding_scale": 48.0,
+    "tie_embeddings": True,
+}
+GEMMA3_4B = GEMMA2_2B | {
+    "architecture": "gemma3",
+    "vocab_size": 262208,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "windows": tuple(None if layer % 6 == 5 else 1024 for layer in range(34)),
+    "window_rope_theta": 10000.0,
+    "qk_norm": True,
+    "score_cap": None,
+    "logit_cap": None,
+    "embedding_scale": 2560**0.5,
+}
+PHI_4 = {
+    "architecture": "phi3",
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_heads": 40,
+    "num_kv_heads": 10,
+    "head_dim": 128,
+}
+OLMO2_7B = LLAMA3_8B | {
+    "architecture": "olmo2",
+    "vocab_size": 100352,
+    "intermediate_size": 11008,
+    "num_kv_heads": 32,
+    "norms": "after",
+    "qk_norm": True,
+    "qk_norm_over": "width",
+}
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # by XLA the small one takes the same path
@@ -127,6 +174,25 @@ DECODINGS = (
         functions=("decode", "prefill"),
         by_xla=False,
         seldom=("TPU v5e",),  # whose memory does not hold its weights
+    ),
+    *(
+        Decoding(
+            name=name,
+            model=model,
+            num_slots=4,
+            max_length=max_length,
+            prefill_batch=512,
+            num_layers=num_layers,
+            functions=("decode",),
+            by_xla=False,
+            seldom=seldom,
+        )
+        for name, model, num_layers, max_length, seldom in (
+            ("gemma2_2b, 26 layers", GEMMA2_2B, 26, 8192, ("TPU v5e", "H200")),
+            ("gemma3_4b, 34 layers", GEMMA3_4B, 34, 16384, ("TPU v5e", "H200")),
+            ("phi_4, 40 layers", PHI_4, 40, 8192, ("TPU v5e", "TPU v6e")),  # whose memories do not hold its weights
+            ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "H200")),
+        )
     ),
     Decoding(
         name="llama3_8b W8A8, 32 layers",

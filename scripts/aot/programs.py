@@ -260,11 +260,10 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     model, *others = (
         ModelConfig(
             num_layers=decoding.num_layers,
-            windows=(None,) * decoding.num_layers,
             max_positions=decoding.max_length,
             norm_eps=1e-5,
             rope_theta=500000.0,
-            **{"architecture": "llama"} | shape,
+            **{"architecture": "llama", "windows": (None,) * decoding.num_layers} | shape,
         )
         for shape in (decoding.model, decoding.small)
         if shape is not None

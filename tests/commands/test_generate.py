@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -338,3 +339,29 @@ def test_a_message_ends_itself_only_where_it_may(
 
 def test_usage_errors_are_value_errors() -> None:
     assert issubclass(UsageError, ValueError)
+
+
+def test_a_check_tells_from_config_json_alone_what_a_model_needs(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "no-weights"
+    config.mkdir()
+    shutil.copy(folder / "config.json", config)
+    code, out, err = run(capfd, "--model", str(config), "--check", "--dtype", "bfloat16", "--max-num-seqs", "4")
+    lines = out.splitlines()
+    assert code == 0 and not err
+    assert lines[0].startswith(f"{config} runs here: llama, ") and lines[1] == "weights in bfloat16, cache in bfloat16"
+    assert any(line.startswith("device cpu, attention by xla") for line in lines)
+    assert any(line.startswith("4 sequences of ") for line in lines) and lines[-1].endswith("that may be used")
+
+
+def test_a_check_says_what_to_change(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "no-weights"
+    config.mkdir()
+    values = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**28}
+    (config / "config.json").write_text(json.dumps(values))
+    code, out, err = run(capfd, "--model", str(config), "--check", "--max-num-seqs", "64")
+    assert code == 2 and not out and "take max_model_len" in err and err.count("\n") == 1
+    (config / "config.json").write_text(json.dumps(values | {"architectures": ["Qwen3NextForCausalLM"]}))
+    code, out, err = run(capfd, "--model", str(config), "--check")
+    assert code == 2 and "linear attention" in err

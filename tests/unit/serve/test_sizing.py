@@ -1,5 +1,7 @@
 """From settings to the sizes of a decoder: whole chunks, at least two rows, refusals in a sentence."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +15,7 @@ from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models import transformer
 from et_jax.models.calibration import Calibration
+from et_jax.models.config import RopeScaling
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.preflight import plan
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, decoder_config
@@ -73,3 +76,14 @@ def test_a_size_that_cannot_work_with_this_model_is_told(settings, said):
     with pytest.raises(UsageError) as refused:
         decoder_config(EngineConfig(**settings, backend="xla"), MODEL, jnp.float32)
     assert said in str(refused.value)
+
+
+def test_long_rotary_factors_are_for_texts_beyond_the_original_length():
+    scaling = RopeScaling(
+        kind="longrope", factor=4.0, original_max_positions=16, short_factors=(1.0,) * 4, long_factors=(2.0,) * 4
+    )
+    long = dataclasses.replace(MODEL, rope_scaling=scaling)
+    for length, positions in ((16, 16), (17, LENGTH), (None, LENGTH)):
+        settings = EngineConfig(max_model_len=length, backend="xla", page_size=4)
+        assert decoder_config(settings, long, jnp.float32).model == dataclasses.replace(long, max_positions=positions)
+        assert decoder_config(settings, MODEL, jnp.float32).model == MODEL
