@@ -171,11 +171,12 @@ class AcceptanceLength(DraftLength):
 class RooflineLength(DraftLength):
     """The length of the greatest expected speed for a model that drafts for itself, at this length of its text.
 
-        argmax_k (1 + p + ... + p^k) (1 + a L) / (k (1 + s a L) + 1 + c w(k) + a L (1 + e k))
+        argmax_k (1 + p + ... + p^k) (1 + a L) / (k (1 + s a L) + 1 + a L + (c + e a L) w(k))
 
     p, c and w(k) are as for `AcceptanceLength`. Times are counted in readings of the weights: a plain step is one, and
     reads L tokens of the cache, each `cached` = a; a drafted token is another pass that reads a `share` s of them; and
-    a verified one is a row of the weights' and, at `cached_row_cost` = e of reading it once, of the cache's. So nothing
+    each of the w(k) that a step has room for is a row of the weights' and, at `cached_row_cost` = e of reading it once,
+    of the cache's. So nothing
     is drafted where a text is short. Where drafts would pay if they held, but do not hold, one token is drafted again
     when that costs a hundredth of the steps since.
     """
@@ -207,9 +208,10 @@ class RooflineLength(DraftLength):
         """The time of a step that drafts so many tokens, over that of a plain one."""
         cache = self.cached * context.astype(jnp.float32)
         ahead = jnp.asarray(_LENGTHS, jnp.float32)
-        rows = self.row_cost * jnp.asarray([_paid(self.widths, length) for length in _LENGTHS], jnp.float32)
+        rows = jnp.asarray([_paid(self.widths, length) for length in _LENGTHS], jnp.float32)
         drafted = ahead * (1.0 + self.share * cache)
-        return (drafted + 1.0 + rows + cache * (1.0 + self.cached_row_cost * ahead)) / (1.0 + cache)
+        verified = 1.0 + cache + (self.row_cost + self.cached_row_cost * cache) * rows
+        return (drafted + verified) / (1.0 + cache)
 
 
 SHORT = 4

@@ -87,8 +87,21 @@ class Drafting:
         return begun if self.pruned is None else replace(begun, length=jnp.zeros_like(most))
 
     def widths(self, batch: int) -> tuple[int, ...]:
-        """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones."""
+        """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones.
+
+        Sequences whose model drafts for itself draft alike, as many tokens as one of `lengths`, each of them.
+        """
+        if self.pruned is not None:
+            return tuple(batch * (1 + length) for length in (0, *lengths(self.most)))
         return tuple(batch + drafted for drafted in widths(self.most, batch))
+
+    def ahead(self, width: int, batch: int) -> int:
+        """Return how many drafted tokens one sequence may have in a step of so many rows."""
+        return min(self.most, width // batch - 1 if self.pruned is not None else width - batch)
+
+    def needed(self, batch: int, count: Int[Array, " r"]) -> Int[Array, ""]:
+        """Return the least number of rows that hold `count` drafted tokens of every row."""
+        return batch + (jnp.sum(count) if self.pruned is None else batch * jnp.max(count))
 
 
 def widths(most: int, batch: int) -> tuple[int, ...]:
@@ -101,6 +114,11 @@ def widths(most: int, batch: int) -> tuple[int, ...]:
         drafted.add(some)
         some *= 4
     return tuple(sorted(drafted))
+
+
+def lengths(most: int) -> tuple[int, ...]:
+    """Return for how many tokens of every sequence steps are compiled, where all draft alike: a few, and `most`."""
+    return (*(length for length in (SHORT, 2 * SHORT) if length < most), most)
 
 
 def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0.0) -> AcceptanceLength:
@@ -138,9 +156,9 @@ def by_roofline(most: int, sequences: int, batch: int, sizes: ReadSizes, share: 
     return RooflineLength(
         cached=costs.cached * sequences * sizes.token / sizes.weights / base,
         share=share,
-        row_cost=costs.row * sequences / base,
+        row_cost=costs.row * batch / base,
         cached_row_cost=costs.cached_row if sizes.together else 1.0,
-        widths=tuple(w / sequences for w in widths(most, batch)[1:]),
+        widths=tuple(map(float, lengths(most))),
     )
 
 

@@ -181,11 +181,13 @@ def extend_drafted(
     """
     widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
-    needed = config.batch + jnp.sum(drafts.count)
+    needed = how.needed(config.batch, drafts.count)
 
     def run(own: PlantState, rows: Rows) -> tuple[PlantState, tuple[Float[Array, "w v"], ReadStats]]:
         width = len(rows.token)
-        shared = at if config.batch < width and at.size <= _MOST_CELLS * width else None
+        shared = at[:, : 1 + how.ahead(width, config.batch)]
+        if width == config.batch or shared.size > _MOST_CELLS * width:
+            shared = None
         before = state.with_plant(MODEL, own)
         after, logits, stats = extend_rows(config, weights, before, rows, end[:width], shared)
         return after.plants[MODEL], (logits, stats)
