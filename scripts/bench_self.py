@@ -129,7 +129,7 @@ def compared(context: int, sequences: int, tokens: int, rounds: int, rates: list
     """Return tokens per second of plain decoding, and what it gains at every rate at which drafts hold."""
     plain = configuration(context, sequences, tokens)
     how = Pruned()
-    length = by_roofline(MOST, sequences, plain.batch, read_sizes(plain), how.share)
+    length = by_roofline(MOST, plain.batch, read_sizes(plain), how.share)
     drafting = replace(plain, draft=Drafting(most=MOST, length=length, drafter=how))
     weights = (initialise(plain.model, jax.random.key(0), jnp.bfloat16),)
     begun, cache = started(plain, sequences, context, tokens)

@@ -119,7 +119,7 @@ class Costs:
     cached: float
 
 
-ON_CPUS = Costs(row=0.1, cached_row=0.2, cached=4.0)
+ON_CPUS = Costs(row=0.1, cached_row=0.2, cached=3.0)
 """A row costs 0.04 by `benchmarks/results/drafting_forced.json`, more where the machine's cache holds the weights.
 
 The others are measured on two cores, in bfloat16, on the shape of SmolLM-135M (`scripts/bench_self.py`).

@@ -39,8 +39,8 @@ From the first that is below 0 on there is no guess.
 class Pruned:
     """The model drafts for itself, over its own cache, reading few blocks (`decode.pruned`).
 
-    Of each KV head they are the fewest that held `mass` of its attention when it last read for a token that stands, but
-    no more than a `share` of all there are; with them the first block, and those written since.
+    Of each KV head they are the fewest that held `mass` of its attention at the last row of the step before, but no
+    more than a `share` of all there are; with them the first block, and those written since.
     """
 
     mass: float = 0.99
@@ -146,15 +146,15 @@ class ReadSizes:
     together: bool = True
 
 
-def by_roofline(most: int, sequences: int, batch: int, sizes: ReadSizes, share: float) -> RooflineLength:
+def by_roofline(most: int, batch: int, sizes: ReadSizes, share: float) -> RooflineLength:
     """Return the law of lengths of a model that drafts for itself, reading a `share` of its cache.
 
-    Sequences are as in `by_acceptance`.
+    It takes the `batch` sequences of a step to be as long as one another, and to draft alike.
     """
     costs = _costs()
     base = 1.0 + costs.row * batch
     return RooflineLength(
-        cached=costs.cached * sequences * sizes.token / sizes.weights / base,
+        cached=costs.cached * batch * sizes.token / sizes.weights / base,
         share=share,
         row_cost=costs.row * batch / base,
         cached_row_cost=costs.cached_row if sizes.together else 1.0,
