@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=arguments.count(), nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--sequences", type=arguments.count(), nargs="+", default=[1, 4, 16])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--tokens", type=arguments.count(2), default=64, help="of every text (default 64)")
+    parser.add_argument("--tokens", type=arguments.count(2), default=128, help="of every text (default 128)")
     parser.add_argument("--rounds", type=arguments.count(), default=5)
     parser.add_argument("--prompts", type=arguments.count(), default=3, help="of the bundled model (default 3)")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="that a cache may take (default 8)")
