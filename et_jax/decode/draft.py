@@ -154,7 +154,7 @@ def by_roofline(most: int, batch: int, sizes: ReadSizes, share: float) -> Roofli
     costs = _costs()
     base = 1.0 + costs.row * batch
     return RooflineLength(
-        cached=costs.cached * batch * sizes.token / sizes.weights / base,
+        cached=costs.cached * batch * sizes.token / (sizes.weights + costs.passing) / base,
         share=share,
         row_cost=costs.row * batch / base,
         cached_row_cost=costs.cached_row if sizes.together else 1.0,

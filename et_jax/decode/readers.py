@@ -78,7 +78,7 @@ class Selected:
     all. `block_mass` is what share each query head had on each block when that was last read; None where no selector
     goes by it. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where it
     has been measured. Where the model drafts for itself, `pruned`, the blocks are noted that held the mass of the rows
-    `noting`, one of each slot.
+    `noting`, one of each slot, in pages of `page_size`.
     """
 
     tolerance: Float[Array, " r"]
@@ -94,7 +94,7 @@ class Selected:
     sensitivity: Table | None = static(default=None)
     noting: Int[Array, " s"] | None = None
     pruned: Pruned | None = static(default=None)
-    page_size: int = static()
+    page_size: int = static(default=0)
 
     def of_layer(self, plant: Plant, layer: int) -> "AllOfLayer | SelectedOfLayer":
         """Return the reader of a layer."""
