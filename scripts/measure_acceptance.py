@@ -36,7 +36,7 @@ WRITTEN_AT = (0.0, 0.7)  # temperatures of the texts that the model writes
 LENGTH = 200  # tokens of a prompt, and of the text after it
 PARTS = ("models", "lengths", "self")
 SHARES, DRAFTED = (0.04, 0.08, 0.15), (2, 4, 8)  # of blocks read, and tokens drafted in a step
-SELF_PROMPT, SELF_TEXT, SELF_PROMPTS = 1800, 120, 4  # tokens, and prompts of every text
+SELF_PROMPT, SELF_TEXT, SELF_PROMPTS = 1800, 120, 3  # tokens, and prompts of every text
 
 
 def works(path: Path) -> list[str]:

@@ -111,21 +111,22 @@ class Costs:
 
     `row` is the time of a row beside others, over that of reading the weights once; `cached_row` that of a row which
     meets a sequence's cache beside another, over reading that cache once; `cached` that of a byte of the cache, over a
-    byte of the weights.
+    byte of the weights. What a pass takes beside all that is the time of reading `passing` bytes of the weights.
     """
 
     row: float
     cached_row: float
     cached: float
+    passing: float
 
 
-ON_CPUS = Costs(row=0.1, cached_row=0.2, cached=4.0)
+ON_CPUS = Costs(row=0.1, cached_row=0.2, cached=3.0, passing=40e6)
 """A row costs 0.04 by `benchmarks/results/drafting_forced.json`, more where the machine's cache holds the weights.
 
 The others are measured on two cores, in bfloat16, on the shape of SmolLM-135M (`scripts/bench_self.py`).
 """
 
-ON_CHIPS = Costs(row=0.01, cached_row=0.01, cached=1.0)
+ON_CHIPS = Costs(row=0.01, cached_row=0.01, cached=1.0, passing=0.0)
 """On a GPU or TPU, by their rooflines; not measured."""
 
 
@@ -171,11 +172,12 @@ class AcceptanceLength(DraftLength):
 class RooflineLength(DraftLength):
     """The length of the greatest expected speed for a model that drafts for itself, at this length of its text.
 
-        argmax_k (1 + p + ... + p^k) (1 + a L) / (k (1 + s a L) + 1 + c w(k) + a L (1 + e k))
+        argmax_k (1 + p + ... + p^k) (1 + a L) / (k (1 + s a L) + 1 + a L + (c + e a L) w(k))
 
     p, c and w(k) are as for `AcceptanceLength`. Times are counted in readings of the weights: a plain step is one, and
     reads L tokens of the cache, each `cached` = a; a drafted token is another pass that reads a `share` s of them; and
-    a verified one is a row of the weights' and, at `cached_row_cost` = e of reading it once, of the cache's. So nothing
+    each of the w(k) that a step has room for is a row of the weights' and, at `cached_row_cost` = e of reading it once,
+    of the cache's. So nothing
     is drafted where a text is short. Where drafts would pay if they held, but do not hold, one token is drafted again
     when that costs a hundredth of the steps since.
     """
@@ -191,7 +193,8 @@ class RooflineLength(DraftLength):
         time = self._times(context)
 
         def best(acceptance: Float[Array, ""]) -> Int[Array, ""]:
-            return jnp.argmax(_brought(acceptance) / time).astype(jnp.int32)
+            speed = _brought(acceptance) / time
+            return jnp.where(jnp.max(speed) >= _WORTH, jnp.argmax(speed), 0).astype(jnp.int32)
 
         may_pay = best(jnp.ones_like(draft.acceptance)) > 0
         again = may_pay & (draft.since.astype(jnp.float32) >= 100.0 * (time[1] - 1.0))
@@ -207,9 +210,10 @@ class RooflineLength(DraftLength):
         """The time of a step that drafts so many tokens, over that of a plain one."""
         cache = self.cached * context.astype(jnp.float32)
         ahead = jnp.asarray(_LENGTHS, jnp.float32)
-        rows = self.row_cost * jnp.asarray([_paid(self.widths, length) for length in _LENGTHS], jnp.float32)
+        rows = jnp.asarray([_paid(self.widths, length) for length in _LENGTHS], jnp.float32)
         drafted = ahead * (1.0 + self.share * cache)
-        return (drafted + 1.0 + rows + cache * (1.0 + self.cached_row_cost * ahead)) / (1.0 + cache)
+        verified = 1.0 + cache + (self.row_cost + self.cached_row_cost * cache) * rows
+        return (drafted + verified) / (1.0 + cache)
 
 
 SHORT = 4
@@ -219,6 +223,7 @@ MOST_DRAFTED = 16
 """Drafted tokens of one sequence in one step, at the very most."""
 
 _LENGTHS = range(MOST_DRAFTED + 1)
+_WORTH = 1.15  # expected speed from which on a model drafts for itself: what rows cost is roughly known
 _MEMORY = 0.9  # what a drafted token leaves of the running share: it speaks of about the last ten
 
 

@@ -39,8 +39,8 @@ From the first that is below 0 on there is no guess.
 class Pruned:
     """The model drafts for itself, over its own cache, reading few blocks (`decode.pruned`).
 
-    Of each KV head they are the fewest that held `mass` of its attention when it last read for a token that stands, but
-    no more than a `share` of all there are; with them the first block, and those written since.
+    Of each KV head they are the fewest that held `mass` of its attention at the last row of the step before, but no
+    more than a `share` of all there are; with them the first block, and those written since.
     """
 
     mass: float = 0.99
@@ -87,8 +87,21 @@ class Drafting:
         return begun if self.pruned is None else replace(begun, length=jnp.zeros_like(most))
 
     def widths(self, batch: int) -> tuple[int, ...]:
-        """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones."""
+        """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones.
+
+        Sequences whose model drafts for itself draft alike, as many tokens as one of `lengths`, each of them.
+        """
+        if self.pruned is not None:
+            return tuple(batch * (1 + length) for length in (0, *lengths(self.most)))
         return tuple(batch + drafted for drafted in widths(self.most, batch))
+
+    def ahead(self, width: int, batch: int) -> int:
+        """Return how many drafted tokens one sequence may have in a step of so many rows."""
+        return min(self.most, width // batch - 1 if self.pruned is not None else width - batch)
+
+    def needed(self, batch: int, count: Int[Array, " r"]) -> Int[Array, ""]:
+        """Return the least number of rows that hold `count` drafted tokens of every row."""
+        return batch + (jnp.sum(count) if self.pruned is None else batch * jnp.max(count))
 
 
 def widths(most: int, batch: int) -> tuple[int, ...]:
@@ -103,6 +116,11 @@ def widths(most: int, batch: int) -> tuple[int, ...]:
         drafted.add(some)
         some *= 4
     return tuple(sorted(drafted))
+
+
+def lengths(most: int) -> tuple[int, ...]:
+    """Return for how many tokens of every sequence steps are compiled, where all draft alike: a few, and `most`."""
+    return (*(length for length in (SHORT, 2 * SHORT) if length < most), most)
 
 
 def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0.0) -> AcceptanceLength:
@@ -130,19 +148,19 @@ class ReadSizes:
     together: bool = True
 
 
-def by_roofline(most: int, sequences: int, batch: int, sizes: ReadSizes, share: float) -> RooflineLength:
+def by_roofline(most: int, batch: int, sizes: ReadSizes, share: float) -> RooflineLength:
     """Return the law of lengths of a model that drafts for itself, reading a `share` of its cache.
 
-    Sequences are as in `by_acceptance`.
+    It takes the `batch` sequences of a step to be as long as one another, and to draft alike.
     """
     costs = _costs()
     base = 1.0 + costs.row * batch
     return RooflineLength(
-        cached=costs.cached * sequences * sizes.token / sizes.weights / base,
+        cached=costs.cached * batch * sizes.token / (sizes.weights + costs.passing) / base,
         share=share,
-        row_cost=costs.row * sequences / base,
+        row_cost=costs.row * batch / base,
         cached_row_cost=costs.cached_row if sizes.together else 1.0,
-        widths=tuple(w / sequences for w in widths(most, batch)[1:]),
+        widths=tuple(map(float, lengths(most))),
     )
 
 

@@ -6,7 +6,7 @@ writes the keys and values of every drafted token anew.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control import entropy
 from et_jax.control.switch import MODEL, SMALL
@@ -102,13 +102,12 @@ def draft_pruned(
     plant, params, own = config.plants[MODEL], weights[MODEL], state.plants[MODEL]
     table, position, num_rows = rows.take(state.table.pages), rows.position, len(rows.token)
 
-    def listed(_: Heavy, given: tuple) -> Heavy:
-        blocks, position = given
+    def listed(blocks: UInt32[Array, "r l k n32"], position: Int[Array, " r"]) -> Heavy:
         return heavy(pruned, how.most, blocks, config.blocks_per_slot, position, config.page_size)
 
     known = rows.take(state.heavy_blocks), position
-    unknown = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(listed, None, known))
-    reader = run_if(jnp.any(count > 0), listed, unknown, known)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(listed, *known))
+    reader = run_if(jnp.any(count > 0), lambda _, given: listed(*given), nothing, known)
 
     def going(carry: tuple) -> Bool[Array, ""]:
         i, _, _, count, _ = carry

@@ -77,7 +77,8 @@ class Selected:
     row. `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds
     all. `block_mass` is what share each query head had on each block when that was last read; None where no selector
     goes by it. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where it
-    has been measured. Where the model drafts for itself, `pruned`, the blocks that held the mass are noted.
+    has been measured. Where the model drafts for itself, `pruned`, the blocks are noted that held the mass of the rows
+    `noting`, one of each slot, in pages of `page_size`.
     """
 
     tolerance: Float[Array, " r"]
@@ -91,15 +92,16 @@ class Selected:
     refresh_every: int = static(default=1)
     residual: bool = static(default=False)
     sensitivity: Table | None = static(default=None)
+    noting: Int[Array, " s"] | None = None
     pruned: Pruned | None = static(default=None)
-    page_size: int = static()
+    page_size: int = static(default=0)
 
     def of_layer(self, plant: Plant, layer: int) -> "AllOfLayer | SelectedOfLayer":
         """Return the reader of a layer."""
         selector, mass = self.selectors[layer], None if self.block_mass is None else self.block_mass[:, layer]
         if selector.reads_all:
             skipped = None if self.skipped is None else self.skipped[:, layer]
-            return AllOfLayer(skipped=skipped, mass=mass, shares=self.pruned is not None)
+            return AllOfLayer(skipped=skipped, mass=mass, noting=self.noting)
         sensitivity = None
         if self.sensitivity is not None:
             of_layer = self.sensitivity.array[layer] * self.sensitivity.array.size
@@ -115,7 +117,7 @@ class Selected:
             sensitivity=sensitivity,
             refresh_every=self.refresh_every,
             residual=self.residual,
-            shares=self.pruned is not None,
+            noting=self.noting,
         )
 
     def noted(self, chunk: Chunk, notes: tuple[LayerReads, ...]) -> ReadStats:
@@ -123,9 +125,9 @@ class Selected:
         stats = no_reads(len(chunk.token))
         for one in notes:
             stats = one.added_to(stats)
-        if self.pruned is None:
+        if self.pruned is None or self.noting is None:
             return stats
-        held = held_blocks(chunk.lengths, self.page_size)
+        held = held_blocks(chunk.lengths[self.noting], self.page_size)
         log_share = jnp.stack([one.log_share for one in notes if one.log_share is not None], axis=1)
         return replace(stats, heavy_blocks=heavy_blocks(self.pruned, log_share, held))
 
@@ -134,12 +136,12 @@ class Selected:
 class AllOfLayer:
     """Reads all of a layer, one token a row. `skipped` and `mass` are what `Selected` has of the layer.
 
-    With `shares` each block's share of the mass is noted.
+    Each block's share of the mass is noted of the rows `noting`.
     """
 
     skipped: Int[Array, "r k"] | None
     mass: Float[Array, "r h n"] | None
-    shares: bool = static()
+    noting: Int[Array, " s"] | None
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
@@ -161,9 +163,9 @@ class AllOfLayer:
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
         share = None
-        if self.shares:
-            heads = plant.model.num_kv_heads
-            share = jnp.full(opened.shape, NOTHING) if softmax.window else log_shares(block_lse, heads)
+        if self.noting is not None:
+            nothing = jnp.full((len(self.noting), *opened.shape[1:]), NOTHING)
+            share = nothing if softmax.window else log_shares(block_lse[self.noting], plant.model.num_kv_heads)
         return out[:, None], reads_of(opened, self.mass, None, share)
 
 
@@ -171,7 +173,7 @@ class AllOfLayer:
 class SelectedOfLayer:
     """Reads the blocks of a layer that its `selector` chooses, one token a row: `Selected`, of one layer.
 
-    `last` packs the blocks read last, `mass` is what share each query head had on each block. `shares` as `AllOfLayer`.
+    `last` packs the blocks read last, `mass` is what share each query head had on each block. `noting` as `AllOfLayer`.
     """
 
     tolerance: Float[Array, " r"]
@@ -182,9 +184,9 @@ class SelectedOfLayer:
     min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
     sensitivity: Float[Array, "r k g"] | None
+    noting: Int[Array, " s"] | None
     refresh_every: int = static()
     residual: bool = static()
-    shares: bool = static()
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
@@ -233,11 +235,12 @@ class SelectedOfLayer:
             least_entropy=jnp.where(scored, jnp.min(entropy, axis=(1, 2)), jnp.inf),
         )
         share = None
-        if self.shares:
-            read = jnp.where(chosen.opened, jnp.maximum(jnp.cumsum(chosen.opened, axis=-1) - 1, 0), block_lse.shape[-1])
-            in_order = jnp.repeat(read, plant.model.group_size, axis=1)
-            found = jnp.take_along_axis(block_lse, in_order, axis=-1, mode="fill", fill_value=-jnp.inf)
-            share = log_shares(found, plant.model.num_kv_heads)
+        if self.noting is not None:
+            opened = chosen.opened[self.noting]
+            place = jnp.where(opened, jnp.cumsum(opened, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
+            place = jnp.repeat(place, plant.model.group_size, axis=1)
+            lse = jnp.take_along_axis(block_lse[self.noting], place, axis=-1, mode="fill", fill_value=-jnp.inf)
+            share = log_shares(lse, plant.model.num_kv_heads)
         return out[:, None], reads_of(chosen.opened, mass, looked, share)
 
     def _choose(

@@ -17,8 +17,8 @@ class ReadStats:
     `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
     token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
     `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
-    selectors go by it (None elsewhere). `heavy_blocks` are those that held the mass, packed, of all layers, for a model
-    that drafts for itself (`decode.pruned`).
+    selectors go by it (None elsewhere). `heavy_blocks` are those that held the mass, packed, of all layers and of one
+    row a slot, for a model that drafts for itself (`decode.pruned`).
     """
 
     blocks_read: Int[Array, " b"]
@@ -29,7 +29,7 @@ class ReadStats:
     least_entropy: Float[Array, " b"]
     block_masks: tuple[UInt32[Array, "b k n32"], ...]
     block_masses: tuple[Float[Array, "b h n"] | None, ...] = ()
-    heavy_blocks: UInt32[Array, "b l k n32"] | None = None
+    heavy_blocks: UInt32[Array, "s l k n32"] | None = None
 
     @property
     def reads(self) -> Int[Array, "b l k"]:
@@ -56,14 +56,14 @@ def no_reads(batch: int) -> ReadStats:
 class LayerReads:
     """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `looked`.
 
-    `log_share` is that of the mass of each block, in nats, where a draft goes by it.
+    `log_share` is that of the mass of each block, in nats, of the rows whose drafts go by it.
     """
 
     blocks_read: Int[Array, " b"]
     block_mask: UInt32[Array, "b k n32"]
     block_mass: Float[Array, "b h n"] | None
     looked: "Looked | None" = None
-    log_share: Float[Array, "b k n"] | None = None
+    log_share: Float[Array, "s k n"] | None = None
 
     def added_to(self, stats: ReadStats) -> ReadStats:
         """Return the stats with this layer as the next one."""
@@ -100,7 +100,7 @@ def reads_of(
     opened: Bool[Array, "r k n"],
     mass: Float[Array, "r h n"] | None,
     looked: Looked | None,
-    log_share: Float[Array, "r k n"] | None = None,
+    log_share: Float[Array, "s k n"] | None = None,
 ) -> LayerReads:
     """Return the notes of a layer of which these blocks were read."""
     return LayerReads(

@@ -110,10 +110,12 @@ def extend_rows(
     rows: Rows,
     end: Int[Array, " r"],
     at: Int[Array, "s t"] | None = None,
+    noting: Int[Array, " s"] | None = None,
 ) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
     """Have the model read the rows' tokens as the laws say: the logits of what comes next, and what was read.
 
-    A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`.
+    A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`. Of the rows `noting`, one a slot, the
+    blocks that held the mass are noted.
     """
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
     own_laws = rows.take(state.laws)
@@ -134,6 +136,7 @@ def extend_rows(
         refresh_every=laws.refresh_every,
         residual=laws.residual,
         sensitivity=config.calibration.sensitivity,
+        noting=noting,
         pruned=config.pruned,
         page_size=config.page_size,
     )
@@ -179,27 +182,32 @@ def extend_drafted(
     """
     widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
-    needed = config.batch + jnp.sum(drafts.count)
+    needed = how.needed(config.batch, drafts.count)
+    last = jnp.take_along_axis(at, drafts.count[:, None], axis=1)[:, 0] if how.pruned is not None else None
 
-    def run(own: PlantState, rows: Rows) -> tuple[PlantState, tuple[Float[Array, "w v"], ReadStats]]:
+    def run(
+        own: PlantState, rows: Rows, last: Int[Array, " r"] | None
+    ) -> tuple[PlantState, tuple[Float[Array, "w v"], ReadStats]]:
         width = len(rows.token)
-        shared = at if config.batch < width and at.size <= _MOST_CELLS * width else None
+        shared = at[:, : 1 + how.ahead(width, config.batch)]
+        if width == config.batch or shared.size > _MOST_CELLS * width:
+            shared = None
         before = state.with_plant(MODEL, own)
-        after, logits, stats = extend_rows(config, weights, before, rows, end[:width], shared)
+        after, logits, stats = extend_rows(config, weights, before, rows, end[:width], shared, last)
         return after.plants[MODEL], (logits, stats)
 
-    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole))
+    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole, last))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = state.plants[MODEL], blank
 
-    def fill(carry: tuple, rows: Rows) -> tuple:
+    def fill(carry: tuple, given: tuple) -> tuple:
         own, wide = carry
-        own, found = run(own, rows)
+        own, found = run(own, *given)
         return own, jax.tree.map(lambda old, new: old.at[: len(new)].set(new), wide, found)
 
     for width, narrower in zip(widths, (0, *widths), strict=False):
         some = jax.tree.map(lambda x, width=width: x[:width], whole)
-        carry = run_if((needed <= width) & (needed > narrower), fill, carry, some)
+        carry = run_if((needed <= width) & (needed > narrower), fill, carry, (some, last))
     own, (logits, stats) = carry
     return state.with_plant(MODEL, own), logits, stats, whole, at
 

@@ -58,7 +58,7 @@ def advance(
     verdict = control(state, rows, sampled, raw, stats)
     switch, produced, by_small = turns.turn(state, rows, raw, verdict.produced)
     verdict = replace(verdict, produced=produced, finished=verdict.finished & produced)
-    after = replace(commit(state, rows, logits, sampled, verdict, stats, first), switch=switch)
+    after = replace(commit(state, rows, logits, sampled, verdict, first), switch=switch)
     output = report(config, after, rows, logits, raw, sampled, verdict, stats, rows.take(state.logprobs))
     output = replace(output, by_small=rows.spread(config.num_slots, by_small))
     return after, output, verdict
@@ -84,6 +84,7 @@ def verify(
     last = drafting.most
     light = replace(state, plants=())  # what no position changes stays out
     start_rows, num_rows = rows, rows.token.shape[0]
+    heavy, stats = stats.heavy_blocks, replace(stats, heavy_blocks=None)
 
     @jax.jit  # traced once, for the shapes and for the loop: arrays are handed to it, never closed over
     def one(
@@ -130,6 +131,7 @@ def verify(
         # of what was drafted, every model goes on from what stands
         plants=tuple(replace(plant, num_cached=jnp.minimum(plant.num_cached, after.length)) for plant in state.plants),
         draft=rows.put(after.draft, draft),
+        heavy_blocks=rows.put_where(rows.run, after.heavy_blocks, heavy),
         table=pages.truncate(after.table, surplus, most),
     ), outputs
 
@@ -197,21 +199,19 @@ def commit(
     logits: Float[Array, "r v"],
     sampled: Sampled,
     verdict: Verdict,
-    stats: ReadStats,
     first: Bool[Array, ""] | bool,
 ) -> DecodeState:
     """Put what the rows came to back into their slots, where a token was produced; the others wait on."""
     waited = jnp.where(first, jnp.where(state.active, state.control.wait + 1, 0), state.control.wait)
-    slots = (state.token, state.length, state.generated, state.signals, state.logits, state.heavy_blocks)
+    slots = (state.token, state.length, state.generated, state.signals, state.logits)
     new = (
         sampled.token,
         rows.position + 1,
         sampled.signals.generated,
         sampled.signals,
         None if state.logits is None else logits,
-        stats.heavy_blocks,
     )
-    token, length, generated, signals, last, heavy = rows.put_where(verdict.produced, slots, new)
+    token, length, generated, signals, last = rows.put_where(verdict.produced, slots, new)
     decided = replace(verdict.control, wait=jnp.zeros_like(verdict.control.wait))
     stays = rows.take(state.active) & ~verdict.finished & (verdict.fault == 0)
     counts = state.counts
@@ -229,7 +229,6 @@ def commit(
         counts=counts,
         signals=signals,
         logits=last,
-        heavy_blocks=heavy,
         control=rows.put_where(verdict.produced, replace(state.control, wait=waited), decided),
     )
 

@@ -171,7 +171,7 @@ class EngineConfig:
         drafter = drafters.get(str(self.draft))
         usual: DraftLength = by_acceptance(most, sequences, batch, drafter_cost)
         if isinstance(drafter, Pruned):
-            usual = by_roofline(most, sequences, batch, sizes, drafter.share)
+            usual = by_roofline(most, batch, sizes, drafter.share)
         lengths = {"entropy": EntropyLength() if self.draft == LOOKUP else StopEntropy(), "fixed": FixedLength()}
         return Drafting(most=most, length=lengths.get(self.draft_length or "", usual), drafter=drafter)
 

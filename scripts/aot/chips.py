@@ -37,7 +37,7 @@ class Decoding:
     quantize: the form of its matrices besides bfloat16.
     control: the preset it reads by; with "off" no page has a summary.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
-    drafts: tokens drafted for a sequence in a step at most.
+    drafts: tokens drafted for a sequence in a step at most; by the model itself where there is no other.
     cache_budget: what a sequence's cache is compressed to, by its last queries; None where it never is.
     functions: those of the decoder that are compiled.
     by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
@@ -251,6 +251,17 @@ DECODINGS = (
         functions=("decode", "compress"),
         by_xla=False,
         seldom=("TPU v6e",),
+    ),
+    Decoding(
+        name="self",
+        model=LLAMA3_8B,
+        num_slots=16,
+        max_length=32768,
+        prefill_batch=512,
+        drafts=8,
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v5e",),
     ),
     *(
         Decoding(

@@ -250,7 +250,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.control.compression import named
     from et_jax.control.presets import preset
     from et_jax.decode.config import DecoderConfig
-    from et_jax.decode.draft import Drafting
+    from et_jax.decode.draft import Drafting, Pruned
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
     from et_jax.models.transformer import abstract
@@ -284,7 +284,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         quantize=decoding.quantize,
         backend=backend,
         controller=controller,
-        draft=Drafting(most=decoding.drafts, drafter=None) if decoding.drafts else None,
+        draft=Drafting(most=decoding.drafts, drafter=None if others else Pruned()) if decoding.drafts else None,
         others=tuple(others),
         compression=None if budget is None else named("latent", budget, every=budget // 4),
         calibration=Calibration(

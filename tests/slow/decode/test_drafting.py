@@ -260,6 +260,22 @@ def test_a_small_model_that_is_the_model_is_always_right():
     assert (drafted == accepted).all() and (drafted[:3] == 4).all()
 
 
+def test_a_model_that_drafts_for_itself_and_leaves_nothing_out_is_always_right():
+    """It reads what it will be verified by; each drafted token is charged as the pass over all weights that it is."""
+    whole = Drafting(most=4, length=FixedLength(), drafter=Pruned(mass=1.0, share=1.0))
+    _, _, output, ran = decoded(made("off", whole))
+    drafted, accepted, passes, tokens = (
+        np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted, output.work[0].passes, output.work[0].tokens)
+    )
+    # of the sequence with penalties a draft knows only those of the tokens before it
+    assert (drafted[:, :2] == accepted[:, :2]).all() and not drafted[0].any() and (drafted[1:4] == 4).all()
+    served = passes.max(axis=-1) > 0
+    assert (passes.max(axis=-1)[served] == 1 + drafted.max(axis=-1)[served]).all()
+    # a step reads its newest token, and each drafted one twice: to go on from the one before it, and to verify it
+    every = np.asarray(output.work[0].tokens)[:ran].sum(axis=1)
+    assert (every == np.where(drafted > 0, 1 + 2 * drafted, (every > 0))).all() and (tokens <= every).all()
+
+
 def test_the_small_model_reads_a_text_once():
     """Every token but the newest is given to it, by drafts, by catching up, or one with the next draft."""
     for control, drafter in (("off", "the same model beside it"), ("certified", "another model by turns")):

@@ -18,3 +18,4 @@ def test_a_document_shows_what_was_recorded(document, file, shown):
 
 def test_the_least_times_are_those_shown():
     assert writer.roofline() in (writer.DOCS / "kernels.md").read_text(encoding="utf-8")
+    assert writer.self_drafting() in (writer.DOCS / "drafting.md").read_text(encoding="utf-8")

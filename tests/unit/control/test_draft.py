@@ -117,6 +117,7 @@ def self_speed(acceptance: float, length: int, context: int) -> float:
 def test_a_model_that_drafts_for_itself_drafts_as_its_text_is_long(acceptance, context):
     found = int(ROOFLINE.length(state(most=16, acceptance=acceptance), NO_ENTROPY, jnp.int32(context)))
     best = max(self_speed(acceptance, length, context) for length in range(17))
+    best = best if best >= 1.15 else 1.0  # what gains less is not drafted
     assert self_speed(acceptance, found, context) == pytest.approx(best, rel=1e-6)
 
 

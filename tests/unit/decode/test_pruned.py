@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from et_jax.control.base import pack_blocks, unpack_blocks
-from et_jax.decode.draft import Pruned
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.pruned import heavy, heavy_blocks, log_shares
 
 BLOCKS = 40
@@ -53,6 +53,14 @@ def test_a_draft_reads_those_the_first_and_what_is_written_since():
     lists = [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
     # the last token stands in block 15, the newest and six drafted ones in 16 and 17
     assert lists == [[0, 3, 7, 15, 16, 17], [0, 5, 15, 16, 17]]
+
+
+def test_where_all_draft_alike_a_step_has_room_for_as_many_of_each():
+    own, looked_up = Drafting(most=12, drafter=Pruned()), Drafting(most=8)
+    assert own.widths(2) == (2, 10, 18, 26) and [own.ahead(width, 2) for width in own.widths(2)] == [0, 4, 8, 12]
+    assert Drafting(most=3, drafter=Pruned()).widths(4) == (4, 16)
+    assert int(own.needed(2, jnp.asarray([0, 5]))) == 12 and int(looked_up.needed(2, jnp.asarray([0, 5]))) == 7
+    assert [looked_up.ahead(width, 2) for width in looked_up.widths(2)] == [0, 4, 8, 8]
 
 
 @pytest.mark.parametrize("wrong", [{"mass": 0.0}, {"share": 0.0}, {"share": 1.1}])
