@@ -59,7 +59,8 @@ class Kept(Program):
         self._name, self._config = name, config
         self._ready: dict[str, jax.stages.Compiled] = {}  # by key
         self._lock = threading.Lock()
-        self._make, self._run = within(self._made), within(lambda compiled, *arguments: compiled(*arguments))
+        self._want, self._make = within(self._wanted), within(self._made)
+        self._run = within(lambda compiled, *arguments: compiled(*arguments))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if named:
@@ -69,14 +70,14 @@ class Kept(Program):
                 return self._run(compiled, *arguments)
             except (TypeError, ValueError):  # made for other arguments, as it says before it runs
                 continue
-        wanted = self._wanted(arguments)
+        wanted = self._want(arguments)
         if wanted is None:
             return super().__call__(*arguments)
         return self._run(self._make(wanted, arguments), *arguments)
 
     def ahead(self, *arguments: Any) -> Callable[[], object]:
         """Return what makes the program for such arguments, which another thread may do, even once they are deleted."""
-        wanted = self._wanted(arguments)
+        wanted = self._want(arguments)
         if wanted is None:
             return lambda: None
         told = within(settings)()
