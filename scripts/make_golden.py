@@ -56,6 +56,28 @@ FAMILIES = {
     ),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "num_hidden_layers": 3}),
 }
+EXPERTS = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MIXTURES = {
+    "mixtral": (
+        "MixtralConfig",
+        GROUPED | {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "mixtral_window": (
+        "MixtralConfig",
+        GROUPED | {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        EXPERTS | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        EXPERTS
+        | {"head_dim": 16, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen3_moe_unnormalised": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": False}),
+}
 PROMPTS = (
     "Once upon a time",
     "One day, a little girl named Lily found a needle in her",
@@ -65,8 +87,8 @@ PROMPTS = (
 )
 
 
-def make_family(folder: Path, config_name: str, settings: dict, seed: int) -> None:
-    """Write one random model and its logits on one random sequence, all float32."""
+def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_prompts: int) -> None:
+    """Write one random model and its logits on random sequences, all float32."""
     torch.manual_seed(seed)
     config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -78,11 +100,19 @@ def make_family(folder: Path, config_name: str, settings: dict, seed: int) -> No
                 weight.normal_(std=0.5)
             else:
                 weight.normal_(std=0.2)
-        tokens = torch.randint(0, config.vocab_size, (1, LENGTH))
+        tokens = torch.randint(0, config.vocab_size, (num_prompts, LENGTH))
+        routed = []
+        for module in model.modules():
+            if type(module).__name__.endswith("Router"):
+                module.register_forward_hook(lambda _, __, output: routed.append(output[1:]))
         logits = model(tokens).logits
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez(folder / "golden.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy())
+    golden = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy()}
+    if routed:  # the weights and the numbers of the experts that tokens go to, by layer
+        weights, experts = (torch.stack(each).numpy() for each in zip(*routed, strict=True))
+        golden |= {"expert_weights": weights, "experts": experts.astype(np.int32)}
+    np.savez(folder / "golden.npz", **golden)
     print(f"{folder.name}: logits deviate by {logits.std():.2f}")
 
 
@@ -112,8 +142,9 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the golden files")
     parser.add_argument("--greedy", type=Path, metavar="FOLDER", help="model to write greedy texts of")
     arguments = parser.parse_args()
-    for seed, (name, (config_name, settings)) in enumerate(FAMILIES.items()):
-        make_family(arguments.out / name, config_name, settings, seed)
+    for table, num_prompts, first in ((FAMILIES, 1, 0), (MIXTURES, 3, 100)):
+        for seed, (name, (config_name, settings)) in enumerate(table.items(), first):
+            make_family(arguments.out / name, config_name, settings, seed, num_prompts)
     if arguments.greedy:
         make_greedy(arguments.out / f"{arguments.greedy.name}.json", arguments.greedy)
 

@@ -49,8 +49,8 @@ def draft(
     )
 
     def read(own: PlantState, rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"]) -> tuple:
-        logits, own, _ = extend(plant, params, own, of_rows(rows, table, end), Whole())
-        return logits[:, 0], own, of_chunks(plant, rows.run.astype(jnp.int32), rows.position + 1)
+        logits, own, _, took = extend(plant, params, own, of_rows(rows, table, end), Whole())
+        return logits[:, 0], own, of_chunks(plant, rows.run.astype(jnp.int32), rows.position + 1, took)
 
     def going(carry: tuple) -> Bool[Array, ""]:
         i, _, _, count, _ = carry
@@ -65,7 +65,7 @@ def draft(
     def begin(carry: tuple, both: Rows) -> tuple:
         logits, own, more = read(carry[1], both, jnp.tile(table, (2, 1)), jnp.tile(position + 1, 2))
         each = jax.tree.map(lambda x: jnp.sum(x.reshape(2, num_rows), axis=0, dtype=x.dtype), more)
-        return with_drawn(carry, own, logits[:num_rows], replace(each, passes=more.passes[:num_rows]))
+        return with_drawn(carry, own, logits[:num_rows], _shared(each, more, num_rows))
 
     def go_on(carry: tuple) -> tuple:
         i, own, tokens, count, _ = carry
@@ -77,6 +77,13 @@ def draft(
     begun = run_if(jnp.any(count > 0), begin, nothing, both)
     _, own, tokens, drafted, done = jax.lax.while_loop(going, go_on, begun)
     return state.with_plant(SMALL, own), Drafts(token=tokens, count=drafted, work=(done,))
+
+
+def _shared(each: Work, more: Work, num_rows: int) -> Work:
+    """The work of each row, with what rows share counted once."""
+    if each.experts is not None and more.experts is not None:
+        each = replace(each, experts=replace(each.experts, touched=more.experts.touched[:num_rows]))
+    return replace(each, passes=more.passes[:num_rows])
 
 
 def _drawn(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import pack_blocks
+from et_jax.decode.mixing import ExpertReads
 from et_jax.types import pytree, replace
 
 
@@ -17,7 +18,7 @@ class ReadStats:
     `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
     token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
     `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
-    selectors go by it (None elsewhere).
+    selectors go by it (None elsewhere). `experts` are those that the rows took, None where the model has none.
     """
 
     blocks_read: Int[Array, " b"]
@@ -28,6 +29,7 @@ class ReadStats:
     least_entropy: Float[Array, " b"]
     block_masks: tuple[UInt32[Array, "b k n32"], ...]
     block_masses: tuple[Float[Array, "b h n"] | None, ...] = ()
+    experts: ExpertReads | None = None
 
     @property
     def reads(self) -> Int[Array, "b l k"]:

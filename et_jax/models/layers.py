@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from et_jax.models.config import ModelConfig
@@ -31,8 +32,12 @@ def rms_norm(x: Float[Array, "*b w"], weight: Float[Array, " w"], eps: float) ->
 
 def feed_forward(x: Float[Array, "*b w"], gate: Weight, up: Weight, down: Weight) -> Float[Array, "*b w"]:
     """Return `down(silu(gate(x)) * up(x))` (Shazeer 2020, SwiGLU)."""
-    gated = jax.nn.silu(linear(x, gate).astype(jnp.float32)).astype(x.dtype)
-    return linear(gated * linear(x, up), down)
+    return linear(gated(linear(x, gate), linear(x, up), x.dtype), down)
+
+
+def gated(gate: Float[Array, "*b f"], up: Float[Array, "*b f"], dtype: DTypeLike) -> Float[Array, "*b f"]:
+    """Return `silu(gate) * up`, each factor rounded to `dtype`."""
+    return jax.nn.silu(gate.astype(dtype).astype(jnp.float32)).astype(dtype) * up.astype(dtype)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Float[Array, " r"], float]:

@@ -20,7 +20,8 @@ from et_jax.types import pytree
 class Dense:
     """A weight matrix as an array of floats, stored [out, in].
 
-    In training the matrices of all layers are one array, which leads with the layer axis.
+    In training the matrices of all layers are one array, which leads with the layer axis; the matrices of a layer's
+    experts are one, [expert, out, in].
     """
 
     array: Float[Array | np.ndarray, "*l o i"]
@@ -48,10 +49,25 @@ class Dense:
         """
         return jnp.einsum("...i,oi->...o", x, self.array, preferred_element_type=jnp.float32)
 
+    def one_of(self, number: Int[Array, ""]) -> "Dense":
+        """Return one matrix of several."""
+        return Dense(array=jax.lax.dynamic_index_in_dim(self.array, number, keepdims=False))
+
+    def matmul_by(self, x: Float[Array, "n i"], counts: Int[Array, " e"]) -> Float[Array, "n o"]:
+        """Return `x @ weight.T` by several matrices, the first `counts[0]` rows by the first of them, and so on.
+
+        As `matmul`; 0 in the rows past all of them.
+        """
+        return jax.lax.ragged_dot_general(x, self.array, counts, _BY_EXPERT, preferred_element_type=jnp.float32)
+
     def rows(self, ids: Int[Array, "*b"]) -> Float[Array, "*b i"]:
         """Return the rows of these outputs: of an embedding, those of tokens."""
         return self.array[ids]
 
+
+_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
 
 Weight = Dense
 """A weight of any kind that a model may hold."""

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.io.schema import ConfigFile, KindFile, checked, named
+from et_jax.io.schema import FETCH, ConfigFile, KindFile, checked, named
 from et_jax.models.config import ModelConfig, shared_config, shared_values
-from et_jax.models.families import llama, mistral, qwen2, qwen3
+from et_jax.models.families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from et_jax.models.families.base import Family
 
-FAMILIES = {one.FAMILY.name: one.FAMILY for one in (llama, mistral, qwen2, qwen3)}
+FAMILIES = {one.FAMILY.name: one.FAMILY for one in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)}
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -32,7 +32,13 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
         supported = ", ".join(sorted(one.class_name for one in FAMILIES.values()))
         raise UsageError(f"{source}: architecture {named(name)} is not supported; use one of {supported}.")
     file = checked(dict(values), ConfigFile, source)
-    return family.meaning(file, shared_config(file, family.name, source))
+    shared = shared_config(file, family.name, source)
+    try:
+        return family.meaning(file, shared)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}; {FETCH}.") from error
 
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:

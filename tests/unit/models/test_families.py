@@ -9,6 +9,7 @@ import jax
 import pytest
 from places import ROOT
 
+from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.checkpoint import sources_of
 from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, family_of, from_hugging_face
@@ -18,18 +19,28 @@ from et_jax.models.transformer import describe
 PACKAGE = ROOT / "et_jax"
 DESCRIBING = ("models/families/", "evidence/", "training/")  # where models are described, or written about
 
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURE = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 12,
+}
+
 
 def shaped(name: str, **changes):
     """A small configuration of a family, as its config.json would be read."""
-    values = config_to_hugging_face(SMALL) | {"architectures": [FAMILIES[name].class_name]} | changes
-    return from_hugging_face(values)
+    values = config_to_hugging_face(SMALL) | {"architectures": [FAMILIES[name].class_name]}
+    return from_hugging_face(values | (MIXTURE if name in MIXTURES else {}) | changes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_names_a_tensor_for_each_of_its_weights(name):
     config = shaped(name)
     sources = sources_of(config)
-    assert len(tensor_shapes(sources)) == len(sources) == len(jax.tree.leaves(describe(config)))
+    assert len(sources) == len(jax.tree.leaves(describe(config)))
+    assert len(tensor_shapes(sources)) == sum(len(source.pieces) for source in sources.values())
+    assert any(source.stacked for source in sources.values()) == (name in MIXTURES)
     assert sources["head"].pieces[0].tensor == family_of(config).head
 
 
@@ -50,6 +61,9 @@ def test_a_family_is_found_by_its_own_names(name):
         ("qwen2", {"sliding_window": 8, "max_window_layers": 0}, (None, None)),
         ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
         ("qwen3", {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
+        ("mixtral", {"sliding_window": 8}, (8, 8)),
+        ("mixtral", {"sliding_window": 0}, (None, None)),
+        ("qwen2_moe", {"sliding_window": 0, "max_window_layers": 28}, (None, None)),  # as transformers writes it
     ],
 )
 def test_windows_are_what_the_family_means_by_them(name, changes, windows):
@@ -63,7 +77,54 @@ def test_the_parts_that_config_json_does_not_say_are_those_of_the_family():
         "mistral": (False, False),
         "qwen2": (True, False),
         "qwen3": (False, True),
+        "mixtral": (False, False),
+        "qwen2_moe": (True, False),
+        "qwen3_moe": (False, True),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layers"),
+    [
+        ("mixtral", {}, (True, True, True, True)),
+        ("qwen2_moe", {}, (True, True, True, True)),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, (False, True, False, True)),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, (False, False, False, False)),
+        ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (False, True, False, False)),
+    ],
+)
+def test_some_layers_of_a_mixture_are_dense(name, changes, layers):
+    experts = shaped(name, num_hidden_layers=4, **changes).experts
+    assert experts is not None and experts.layers == layers
+    assert (experts.num_experts, experts.num_per_token) == (4, 2)
+    assert experts.width == (SMALL.intermediate_size if name == "mixtral" else 20)
+    assert experts.shared_width == (12 if name == "qwen2_moe" else None)
+
+
+def test_only_some_families_weigh_experts_by_their_shares():
+    normalised = {name: shaped(name).experts for name in MIXTURES}
+    assert {name: e.normalised for name, e in normalised.items() if e is not None} == {
+        "mixtral": True,
+        "qwen2_moe": False,
+        "qwen3_moe": False,
+    }
+    experts = shaped("qwen3_moe", norm_topk_prob=True).experts
+    assert experts is not None and experts.normalised
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_local_experts": None}, r"config.json: the field num_\w*experts is missing; take the file"),
+        ({"num_experts_per_tok": None}, "config.json: the field num_experts_per_tok is missing; take the file"),
+        ({"num_experts_per_tok": 5}, "config.json: num_experts_per_tok is 5 of 4 experts; take the file"),
+        ({"num_local_experts": 0}, "the field num_local_experts is 0"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_in_a_sentence(name, changes, said):
+    with pytest.raises(UsageError, match=said):
+        shaped(name, **changes)
 
 
 def strings(file: Path) -> list[str]:
