@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
     flags.add_control(p, PRESETS)
+    flags.add_experts(p)
     draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
     draft.add_argument(
         "--draft",
@@ -399,7 +400,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
     given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*KNOBS, *flags.CACHE, "draft", "small"))
+    given |= flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
 

@@ -73,6 +73,9 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     ),
     "compression_cost": ("compression_cost.json", lambda found: prompt_tables.compression_cost(found["cases"])),
 }
+EXPERTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "experts": ("experts.json", lambda found: tables.experts(found["cases"]))
+}
 REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "report": ("report.json", lambda found: tables.rows(found["rows"])),
 }
@@ -85,6 +88,7 @@ DOCUMENTS = {
     "entropyinfer.md": ENTROPYINFER,
     "reports.md": REPORTS,
     "scale.md": SCALE,
+    "experts.md": EXPERTS,
 }
 
 
@@ -146,6 +150,7 @@ def main() -> int:
             ("bench_drafting",),
             ("bench_prefill",),
             ("bench_compression",),
+            ("bench_experts",),
             ("bench_report",),
             ("bench_ray",),
         ):

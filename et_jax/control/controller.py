@@ -68,8 +68,6 @@ class Controller:
             raise ValueError(f"refresh_every: got {self.refresh_every}, wanted at least 1")
         if self.residual and self.refresh_every > 1:
             raise ValueError("residual: unread blocks are weighed by this token's query; use it with refresh_every=1")
-        if not isinstance(self.experts, ExpertRule | None):
-            raise ValueError(f"experts: got {described(self.experts)}, wanted an ExpertRule or None")
         if not isinstance(self.budget, Budget | None):
             raise ValueError(f"budget: got {described(self.budget)}, wanted a Budget or None")
         if isinstance(self.min_context, int) and self.min_context < 1:

@@ -137,7 +137,7 @@ def extend_rows(
         sensitivity=config.calibration.sensitivity,
     )
     rules = None
-    if own_laws.experts is not None and config.model.experts is not None:
+    if own_laws.experts is not None:
         known = rows.take(state.generated) > 0
         rules = RowRules(rule=own_laws.experts, entropy=jnp.where(known, rows.take(state.signals).entropy, jnp.inf))
     logits, own, stats, took = extend(config.plants[MODEL], weights[MODEL], own, chunk, reader, rules)

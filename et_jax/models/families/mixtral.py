@@ -1,5 +1,7 @@
 """Mixtral (Jiang et al. 2024): Mistral with experts in every layer, weighed by their shares among the chosen ones."""
 
+from typing import Any
+
 from et_jax.io.schema import ConfigFile
 from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.families import mistral
@@ -26,7 +28,7 @@ def _meaning(file: ConfigFile, config: ModelConfig) -> ModelConfig:
     return replace(mistral.FAMILY.meaning(file, config), experts=checked_experts(experts))
 
 
-def _spelling(config: ModelConfig) -> dict[str, int]:
+def _spelling(config: ModelConfig) -> dict[str, Any]:
     e = config.experts
     own = {} if e is None else {"num_local_experts": e.num_experts, "num_experts_per_tok": e.num_per_token}
     return mistral.FAMILY.spelling(config) | own
