@@ -10,7 +10,6 @@ from et_jax.control.experts import ExpertRule
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.models.experts import Experts, choose, gate, mixed
-from et_jax.pallas.backend import platform
 from et_jax.types import pytree
 
 
@@ -63,7 +62,7 @@ def mix(
         return jnp.where(real, most, 0)
 
     choice = choose(config, gate(experts, flat), count)
-    out = mixed(experts, flat, choice, "loop" if platform() == "cpu" else "ragged")
+    out = mixed(experts, flat, choice, "loop")
     chosen = jnp.sum((choice.expert < config.num_experts).reshape(num_rows, -1), axis=1, dtype=jnp.int32)
     touched = jnp.sum(choice.touched(config.num_experts), dtype=jnp.int32)
     return out.reshape(x.shape), ExpertReads(touched=reads.touched + touched, chosen=reads.chosen + chosen)

@@ -20,7 +20,11 @@ from et_jax.sums import rounded, softmax, total
 from et_jax.types import pytree
 
 Form = Literal["loop", "ragged"]
-"""How experts are multiplied with: those touched one after another, which a CPU does well, or by ragged products."""
+"""How experts are multiplied with: those touched one after another, or by ragged products, which have a gradient.
+
+The loop reads the experts that are touched, in place. Ragged products of weights that lie [out, in] read all of them on
+a CPU, and begin with a transposed copy of all of them where they are compiled for a TPU or a GPU.
+"""
 
 _UNSTABLE = 8  # outputs past a multiple of 64 up to which a float32 product on a CPU depends on the rows beside it
 _FEWEST, _MOST = 4, 32  # rows that one turn of the loop multiplies: fewer cost as much, more are mostly padding

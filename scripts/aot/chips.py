@@ -103,6 +103,13 @@ LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
 }
 QWEN3_8B = LLAMA3_8B | {"architecture": "qwen3", "qk_norm": True, "vocab_size": 151936, "intermediate_size": 12288}
 LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
+QWEN3_30B_A3B = QWEN3_8B | {
+    "architecture": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_kv_heads": 4,
+    "experts": {"num_experts": 128, "num_per_token": 8, "width": 768, "normalised": True},
+}
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # by XLA the small one takes the same path
@@ -169,6 +176,27 @@ DECODINGS = (
         control="certified",
         cache_budget=1024,
         functions=("decode", "compress"),
+        by_xla=False,
+        seldom=("TPU v6e",),
+    ),
+    Decoding(
+        name="qwen3_30b_a3b, 48 layers",
+        model=QWEN3_30B_A3B,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        num_layers=48,
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v5e", "TPU v6e"),  # whose memory does not hold its weights
+    ),
+    Decoding(
+        name="qwen3_30b_a3b",
+        model=QWEN3_30B_A3B,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        functions=("decode", "prefill"),
         by_xla=False,
         seldom=("TPU v6e",),
     ),

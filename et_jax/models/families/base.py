@@ -27,6 +27,8 @@ TENSORS = {
 }
 """The usual names of the tensors that hold a model's weights; `*` stands for the number of a layer."""
 
+MAX_EXPERTS = 2**17  # over all layers, each of which is named by itself in files: published models have up to 24,000
+
 EXPERTS = {
     "layers.*.experts.router": "model.layers.*.mlp.gate.weight",
     "layers.*.experts.gate": "model.layers.*.mlp.experts.*.gate_proj.weight",
@@ -90,9 +92,11 @@ def experts_from(file: ConfigFile, *, normalised: bool, shared: bool = False) ->
 
 
 def checked_experts(experts: ExpertConfig) -> ExpertConfig:
-    """Return a mixture. Raises ValueError where a token would go to more experts than there are."""
+    """Return a mixture. Raises ValueError where a token would go to more experts than there are, or these are many."""
     if experts.num_per_token > experts.num_experts:
         raise ValueError(f"num_experts_per_tok is {experts.num_per_token} of {experts.num_experts} experts")
+    if (number := sum(experts.layers) * experts.num_experts) > MAX_EXPERTS:
+        raise ValueError(f"there are {number} experts over all layers, more than {MAX_EXPERTS}")
     return experts
 
 

@@ -120,6 +120,7 @@ def test_only_some_families_weigh_experts_by_their_shares():
         ({"num_experts_per_tok": None}, "config.json: the field num_experts_per_tok is missing; take the file"),
         ({"num_experts_per_tok": 5}, "config.json: num_experts_per_tok is 5 of 4 experts; take the file"),
         ({"num_local_experts": 0}, "the field num_local_experts is 0"),
+        ({"num_local_experts": 4_000_000}, "config.json: there are 8000000 experts over all layers, more than 131072;"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused_in_a_sentence(name, changes, said):
