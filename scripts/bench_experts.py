@@ -27,8 +27,8 @@ from et_jax.models.model import expert_bytes
 from et_jax.models.transformer import Params, initialise
 
 FORMS = ("loop", "ragged")
-WIDTH = 1024
-CONFIG = ExpertConfig(num_experts=32, num_per_token=4, width=512, normalised=True, layers=(True,))
+WIDTH = 512
+CONFIG = ExpertConfig(num_experts=32, num_per_token=4, width=384, normalised=True, layers=(True,))
 CASES = (*((batch, 32) for batch in (1, 2, 4, 8, 16, 32, 64)), *((16, among) for among in (4, 8, 16)))
 """Tokens, and the experts among which each of them goes to some."""
 
