@@ -223,8 +223,8 @@ def _price(
     blocks, summaries = stats.blocks_read.astype(jnp.float32), stats.summaries_read.astype(jnp.float32)
     nominal = []
     for index, one in enumerate(models):
-        own = index == MODEL and stats.experts is not None
-        experts = stats.experts.chosen.astype(jnp.float32) if own else one.per_token
+        took = stats.experts if index == MODEL else None
+        experts = one.per_token if took is None else took.chosen.astype(jnp.float32)
         nominal.append(cost.cached_bytes(one, blocks, summaries) + one.weights / batch + experts * float(one.expert))
     return jnp.stack(nominal)[active]
 
