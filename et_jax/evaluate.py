@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--haystack", help="a text to hide answers in (default: invented sentences)")
     p.add_argument("--prompts", help="a file of JSON lines for the tasks that are read, not generated")
     flags.add_control(p, PRESETS)
+    flags.add_experts(p)
     machine = p.add_argument_group("model and memory")
     flags.add_weights(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
@@ -116,6 +117,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         audit=args.audit,
         cache_budget=args.cache_budget,
         cache_policy=args.cache_policy,
+        experts=args.experts,
+        expert_share=args.expert_share,
     )
     if args.prompts is None and max(lengths) > model.max_model_len:
         raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
@@ -181,7 +184,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     hay = "invented sentences" if args.haystack is None else Path(args.haystack).name
     about = {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
-    return about | flags.given(args, (*KNOBS, *flags.CACHE, "quantize"))
+    return about | flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "quantize"))
 
 
 def _write(path: str | None, report: dict[str, Any]) -> None:

@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
     flags.add_control(p, PRESETS)
+    flags.add_experts(p)
     draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
     draft.add_argument(
         "--draft",
@@ -207,10 +208,11 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 
 def _run_check(args: argparse.Namespace) -> int:
+    from et_jax.scope import platform
     from et_jax.serve.verdict import verdict
 
     streams.check_standard_output()
-    print("\n".join(verdict(_engine(args, args.n, _controller(args)))))
+    print("\n".join(verdict(_engine(args, args.n, _controller(args, platform())))))
     return 0
 
 
@@ -428,7 +430,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
     given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*KNOBS, *flags.CACHE, "quantize", "draft", "small"))
+    given |= flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "quantize", "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
 

@@ -76,7 +76,7 @@ def prefilled(
     """Return the cache after a segment, and its last logits."""
     state, notes = carry
     reader = Budgeted(budget=budget, last=jnp.zeros(1, bool), notes=notes)
-    found, state, notes = extend(plant, params, state, _chunk(plant, tokens, start), reader)
+    found, state, notes, _ = extend(plant, params, state, _chunk(plant, tokens, start), reader)
     return (state, notes), found[:, -1]
 
 

@@ -91,6 +91,28 @@ LATER = {
     ),
     "granite": ("GraniteConfig", GROUPED | SCALES | {"tie_word_embeddings": True}),
 }
+EXPERTS = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MIXTURES = {
+    "mixtral": (
+        "MixtralConfig",
+        GROUPED | {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "mixtral_window": (
+        "MixtralConfig",
+        GROUPED | {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        EXPERTS | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        EXPERTS
+        | {"head_dim": 16, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen3_moe_unnormalised": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": False}),
+}
 PROMPTS = (
     "Once upon a time",
     "One day, a little girl named Lily found a needle in her",
@@ -100,7 +122,7 @@ PROMPTS = (
 )
 
 
-def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_sequences: int) -> None:
+def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_prompts: int) -> None:
     """Write one random model and its logits on random sequences, all float32."""
     torch.manual_seed(seed)
     config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
@@ -113,11 +135,19 @@ def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_s
                 weight.normal_(std=0.5)
             else:
                 weight.normal_(std=0.2)
-        tokens = torch.randint(0, config.get_text_config().vocab_size, (num_sequences, LENGTH))
+        tokens = torch.randint(0, config.get_text_config().vocab_size, (num_prompts, LENGTH))
+        routed = []
+        for module in model.modules():
+            if type(module).__name__.endswith("Router"):
+                module.register_forward_hook(lambda _, __, output: routed.append(output[1:]))
         logits = model(tokens).logits
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez(folder / "golden.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy())
+    golden = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy()}
+    if routed:  # the weights and the numbers of the experts that tokens go to, by layer
+        weights, experts = (torch.stack(each).numpy() for each in zip(*routed, strict=True))
+        golden |= {"expert_weights": weights, "experts": experts.astype(np.int32)}
+    np.savez(folder / "golden.npz", **golden)
     print(f"{folder.name}: logits deviate by {logits.std():.2f}")
 
 
@@ -145,12 +175,15 @@ def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the golden files")
-    parser.add_argument("--only", nargs="+", default=[*FAMILIES, *LATER], metavar="NAME", help="families to write")
+    every = [*FAMILIES, *LATER, *MIXTURES]
+    parser.add_argument("--only", nargs="+", default=every, metavar="NAME", help="families to write")
     parser.add_argument("--greedy", type=Path, metavar="FOLDER", help="model to write greedy texts of")
     arguments = parser.parse_args()
-    for seed, (name, (config_name, settings)) in enumerate((FAMILIES | LATER).items()):
-        if name in arguments.only:
-            make_family(arguments.out / name, config_name, settings, seed, 3 if name in LATER else 1)
+    tables = (FAMILIES | LATER, 0), (MIXTURES, 100)
+    for table, first in tables:
+        for seed, (name, (config_name, settings)) in enumerate(table.items(), first):
+            if name in arguments.only:
+                make_family(arguments.out / name, config_name, settings, seed, 1 if name in FAMILIES else 3)
     if arguments.greedy:
         make_greedy(arguments.out / f"{arguments.greedy.name}.json", arguments.greedy)
 

@@ -78,6 +78,9 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     ),
     "compression_cost": ("compression_cost.json", lambda found: prompt_tables.compression_cost(found["cases"])),
 }
+EXPERTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "experts": ("experts.json", lambda found: tables.experts(found["cases"]))
+}
 REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "report": ("report.json", lambda found: tables.rows(found["rows"])),
 }
@@ -94,6 +97,7 @@ DOCUMENTS = {
     "reports.md": REPORTS,
     "scale.md": SCALE,
     "quantized.md": QUANTIZED,
+    "experts.md": EXPERTS,
 }
 
 
@@ -159,6 +163,7 @@ def main() -> int:
             ("bench_prefill",),
             ("bench_compression",),
             ("bench_quantize", "--text", args.case[0][1]),
+            ("bench_experts",),
             ("bench_report",),
             ("bench_ray",),
         ):

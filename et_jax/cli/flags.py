@@ -10,6 +10,9 @@ from et_jax.io import knobs
 CACHE = ("cache_budget", "cache_policy")
 """What may be said of caches that shrink, under the names of `EngineConfig`."""
 
+EXPERTS = ("experts", "expert_share")
+"""What may be said of mixtures of experts, likewise."""
+
 
 def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> None:
     """Add the flags that choose the laws: one of the `presets`, and the knobs that its dataclass has."""
@@ -31,6 +34,22 @@ def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> 
         help="ead: say how many words of one were likeliest to the other; entropyinfer: how much attention was kept",
     )
     control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
+
+
+def add_experts(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how many experts of a mixture a token goes to."""
+    group = parser.add_argument_group("experts", "of a mixture: a token goes to as many as trained, or to fewer")
+    group.add_argument(
+        "--experts",
+        choices=["top_k", "mass", "entropy"],
+        help="how many: as trained (default), as few as hold a share of the gate, or a share that grows with entropy",
+    )
+    group.add_argument(
+        "--expert-share",
+        type=float,
+        metavar="SHARE",
+        help="the share of the gate's probability (mass: 0.9), or the least there is (entropy: 0.5)",
+    )
 
 
 def add_weights(group: argparse._ArgumentGroup) -> None:

@@ -5,6 +5,7 @@ clock, temperature, temperature_rules, tolerance, priority, smoothing, guards
 view, bounds, contribution, select, expected_error, bisect     which blocks of the cache are read
 compression, policies          when a cache is compressed and to what; which of its entries are kept
 head_tolerance                 how much of its attention each query head may leave unread
+experts                        how many of a mixture's experts a token goes to
 draft                          how many tokens a step drafts for a sequence
 switch                         which of two models speaks
 segment, budget                what of a prompt is seen, and read, segment by segment

@@ -45,8 +45,8 @@ class Signals:
     a query head over its blocks, from 0 to 1 (see `view.attention_entropy`): the mean over layers and heads,
     and the least; NaN where no layer chose blocks by this token. `blocks_read` counts
     blocks over layers and KV heads, `summaries_read` those looked at to choose. `cost` is in bytes, and
-    nominal: this sequence's own cache reads and the share of the weights that it would have were every row
-    of the step served; what a text is charged (`TokenTrace.cost`) depends on the company. `length` counts
+    nominal: this sequence's own cache reads and experts, and the share of the other weights that it would have were
+    every row of the step served; what a text is charged (`TokenTrace.cost`) depends on the company. `length` counts
     tokens in the cache, `generated` those produced, `remaining` those still allowed; `arrival` orders
     requests; `urgency` is the caller's.
     """

@@ -17,12 +17,13 @@ from et_jax.control.base import (
 from et_jax.control.budget import Budget
 from et_jax.control.clock import FallClock
 from et_jax.control.entropy import Estimator, ExactEstimator
+from et_jax.control.experts import ExpertRule
 from et_jax.control.priority import FCFS
 from et_jax.control.select import AnySelector, Dense, Selector, as_selector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import Switch, SwitchState
 from et_jax.io import html
-from et_jax.types import MaybeCount, static, value
+from et_jax.types import MaybeCount, replace, static, value
 
 
 @value
@@ -34,7 +35,8 @@ class Controller:
     sequences when more are resident than a step serves.
 
     `selector` is one for all layers, or one per layer; the first `dense_layers` layers read everything
-    whatever it says. Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
+    whatever it says. `experts` says how many experts of a mixture a decoded token goes to; None is as many as trained.
+    Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
     unread count as their mean value. A sequence of fewer than `min_context` tokens reads everything, and nothing is
     scored for it; 0 is None, off. `switch` says which of two models speaks, where there are two. `budget` chooses
     what segments of a prompt read; without one they read everything.
@@ -52,6 +54,7 @@ class Controller:
     law: AnyLaw = chain(EmaEntropy(), FallClock())
     temperature_rule: TemperatureRule | None = None
     selector: AnySelector | tuple[AnySelector, ...] = Dense()
+    experts: ExpertRule | None = None
     priority: PriorityRule = FCFS()
     switch: Switch | None = None
     budget: Budget | None = None
@@ -86,6 +89,13 @@ class Controller:
         """Return the selector of every layer."""
         each = self.selector if isinstance(self.selector, tuple) else (self.selector,) * num_layers
         return tuple(Dense() if i < self.dense_layers else as_selector(one) for i, one in enumerate(each))
+
+    def with_experts(self, rule: ExpertRule | None) -> "Controller":
+        """Return the controller with another rule for experts, in which the knobs of its preset are as they were."""
+        made = replace(self, experts=rule)
+        if self.preset is not None:
+            object.__setattr__(made, "preset", self.preset)
+        return made
 
     def switch_started(self) -> SwitchState | None:
         """Return what the switch of one sequence starts from; None where one model serves all."""

@@ -43,7 +43,7 @@ def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Cont
     changed, made, rest = controller, controller.preset, dict(changes)
     if made is not None:
         given = {name: rest.pop(name) for name in KNOBS if name in rest}
-        changed = preset(made.name, **vars(made) | given) if given else controller
+        changed = preset(made.name, **vars(made) | given).with_experts(controller.experts) if given else controller
     for name, number in rest.items():
         changed = _with(changed, name, number)
     return changed

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from et_jax.control.controller import Controller
+from et_jax.control.experts import SHARES
 from et_jax.control.select import Selector
 from et_jax.errors import UsageError
 
@@ -18,13 +19,15 @@ class Case:
 
     `steers` tells whether one token decides what the next reads, and is asked only where that matters. Selectors have
     the `needs`, besides those of the laws. Where a cache is compressed, heads keep different numbers of entries if it
-    `splits`, and `room` entries at the very most; a slot has `length` tokens. What is not known yet is None.
+    `splits`, and `room` entries at the very most; a slot has `length` tokens. The model may be a `mixture` of experts.
+    What is not known yet is None.
     """
 
     given: Mapping[str, Any]
     laws: Controller
     steers: Callable[[], bool]
     num_layers: int | None = None
+    mixture: bool | None = None
     needs: frozenset[str] = frozenset()
     splits: bool = False
     room: int | None = None
@@ -74,7 +77,7 @@ class Row:
 
 _NAMES = (
     *("control", "draft", "draft_tokens", "draft_length", "draft_share", "small", "lazy_prefill", "audit"),
-    *("cache_budget", "cache_policy", "prefill_batch", "max_model_len"),
+    *("cache_budget", "cache_policy", "prefill_batch", "max_model_len", "experts", "expert_share"),
 )
 
 TABLE = (
@@ -91,6 +94,19 @@ TABLE = (
         lambda c: c.has("draft") and c.steers(),
         "{draft} guesses tokens ahead, and under this control one token decides what the next reads; leave {draft} "
         "out, or choose off, certified or adaptive.",
+    ),
+    Row(
+        lambda c: c.has("draft") and c.laws.experts is not None and c.laws.experts.by_entropy,
+        "{draft} guesses tokens ahead, and by this rule for {experts} one token decides which the next goes to; leave "
+        "{draft} out, or choose mass.",
+    ),
+    Row(
+        lambda c: c.has("expert_share") and c.given.get("experts") not in SHARES,
+        "{expert_share} is a number of rules for experts; set {experts} to mass or entropy.",
+    ),
+    Row(
+        lambda c: c.laws.experts is not None and c.mixture is False,
+        "A rule for experts is for mixtures of them, and this model is none; leave {experts} out.",
     ),
     *(
         Row(

@@ -99,6 +99,7 @@ class DecoderConfig:
             laws=self.controller,
             steers=lambda: self.steers_reading,
             num_layers=self.model.num_layers,
+            mixture=self.model.experts is not None,
             needs=self.keep,
             splits=self.compression is not None and self.compression.policy.splits,
         )

@@ -53,8 +53,8 @@ def draft(
     )
 
     def read(own: PlantState, rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"]) -> tuple:
-        logits, own, _ = extend(plant, params, own, of_rows(rows, table, end), Whole())
-        return logits[:, 0], own, of_chunks(plant, rows.run.astype(jnp.int32), rows.position + 1)
+        logits, own, _, took = extend(plant, params, own, of_rows(rows, table, end), Whole())
+        return logits[:, 0], own, of_chunks(plant, rows.run.astype(jnp.int32), rows.position + 1, took)
 
     def going(carry: tuple) -> Bool[Array, ""]:
         i, _, _, count, _ = carry
@@ -69,7 +69,7 @@ def draft(
     def begin(carry: tuple, both: Rows) -> tuple:
         logits, own, more = read(carry[1], both, jnp.tile(table, (2, 1)), jnp.tile(position + 1, 2))
         each = jax.tree.map(lambda x: jnp.sum(x.reshape(2, num_rows), axis=0, dtype=x.dtype), more)
-        return with_drawn(carry, own, logits[:num_rows], replace(each, passes=more.passes[:num_rows]))
+        return with_drawn(carry, own, logits[:num_rows], _shared(each, more, num_rows))
 
     def go_on(carry: tuple) -> tuple:
         i, own, tokens, count, _ = carry
@@ -117,15 +117,22 @@ def draft_pruned(
         i, own, tokens, count, done = carry
         newest = jnp.where(i == 0, rows.token, tokens[:, i - 1])
         here = Rows(slot=rows.slot, token=newest, position=position + i, run=i < count)
-        logits, own, blocks = extend(plant, params, own, of_rows(here, table, position + i + 1), reader)
+        logits, own, blocks, took = extend(plant, params, own, of_rows(here, table, position + i + 1), reader)
         token, stops = _drawn(how, state, rows, logits[:, 0], position + i + 1)
         count = jnp.where(stops, jnp.minimum(count, i + 1), count)
-        more = of_tokens(plant, here, blocks, jnp.zeros_like(blocks))
+        more = of_tokens(plant, here, blocks, jnp.zeros_like(blocks), took)
         return i + 1, own, tokens.at[:, i].set(token), count, done.plus(more)
 
-    begun = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count, no_work(num_rows)
+    begun = jnp.int32(0), own, jnp.zeros((num_rows, how.most), jnp.int32), count, no_work(plant, num_rows)
     _, own, tokens, drafted, done = jax.lax.while_loop(going, go_on, begun)
     return state.with_plant(MODEL, own), Drafts(token=tokens, count=drafted, own=done)
+
+
+def _shared(each: Work, more: Work, num_rows: int) -> Work:
+    """The work of each row, with what rows share counted once."""
+    if each.experts is not None and more.experts is not None:
+        each = replace(each, experts=replace(each.experts, touched=more.experts.touched[:num_rows]))
+    return replace(each, passes=more.passes[:num_rows])
 
 
 def _drawn(

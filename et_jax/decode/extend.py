@@ -14,10 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.decode import queries, work
 from et_jax.decode.cache import KVCache, LayerCache, write
 from et_jax.decode.chunk import Chunk
+from et_jax.decode.mixing import ExpertReads, RowRules, mix, no_experts
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
 from et_jax.decode.work import Work
+from et_jax.models.experts import Experts
 from et_jax.models.model import ModelWeights, forward
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -61,31 +63,44 @@ class Reader(Protocol):
 
 
 def extend(
-    plant: Plant, weights: ModelWeights, state: PlantState, chunk: Chunk, reader: Reader
-) -> tuple[Float[Array, "r t v"], PlantState, Any]:
-    """Have a model read a chunk: its logits after every token, its state, and the notes of the reader.
+    plant: Plant,
+    weights: ModelWeights,
+    state: PlantState,
+    chunk: Chunk,
+    reader: Reader,
+    rules: RowRules | None = None,
+) -> tuple[Float[Array, "r t v"], PlantState, Any, ExpertReads | None]:
+    """Have a model read a chunk: its logits after every token, its state, the notes of the reader, and its experts.
 
-    Under jit, logits and notes that the caller ignores are never computed.
+    Tokens go to experts as trained, or as `rules` have it. Under jit, logits and notes that the caller ignores are
+    never computed.
     """
     watch = None if state.queries is None else queries.of_chunk(chunk, state.queries.shape[2])
 
     def attending(layer: int, q: Array, k: Array, v: Array, memory: tuple, softmax: Softmax) -> tuple[Array, tuple]:
-        cache, notes, seen = memory
+        cache, notes, seen, took = memory
         of_layer = reader.of_layer(plant, layer)
         out, cached, noted = attend(plant, softmax, chunk, of_layer, q, k, v, cache.layers[layer], cache.surprisal)
         return out, (
             with_layer(cache, layer, cached),
             (*notes, noted),
             seen if watch is None else (*seen, watch.seen(q)),
+            took,
         )
 
-    begun = state.cache, (), ()
-    logits, (cache, notes, seen) = forward(weights, plant.model, chunk.token, chunk.positions, attending, begun)
+    def mixing(layer: int, experts: Experts, x: Array, memory: tuple) -> tuple[Array, tuple]:
+        *rest, took = memory
+        out, took = mix(plant, experts, x, chunk, rules, took)
+        return out, (*rest, took)
+
+    begun = state.cache, (), (), no_experts(plant, chunk.token.shape[0])
+    read = forward(weights, plant.model, chunk.token, chunk.positions, attending, begun, mixing)
+    logits, (cache, notes, seen, took) = read
     stored = state.queries
     if watch is not None and stored is not None:
         stored = watch.store(stored, seen)
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
-    return logits, after, reader.noted(chunk, notes)
+    return logits, after, reader.noted(chunk, notes), took
 
 
 @partial(jax.jit, static_argnums=0)
@@ -151,15 +166,15 @@ def catch_up(
             count=end - cached,
             end=end,
         )
-        logits, state, _ = extend(plant, weights, state, part, Whole())
+        logits, state, _, took = extend(plant, weights, state, part, Whole())
         if audited:
             said = jnp.take_along_axis(text, jnp.minimum(position + 1, text.shape[1] - 1), axis=1)
             place = jnp.where(position < end[:, None], position, text.shape[1])
             same = jnp.argmax(logits, axis=-1) == said
             agreed = agreed.at[jnp.arange(text.shape[0])[:, None], place].set(same, mode="drop")
-        return state, done.plus(work.of_chunks(plant, part.count, end)), agreed
+        return state, done.plus(work.of_chunks(plant, part.count, end, took)), agreed
 
-    return jax.lax.while_loop(behind, read, (state, work.no_work(len(wanted)), jnp.zeros(text.shape, bool)))
+    return jax.lax.while_loop(behind, read, (state, work.no_work(plant, len(wanted)), jnp.zeros(text.shape, bool)))
 
 
 def with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:

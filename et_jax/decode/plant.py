@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from et_jax.decode import cost
 from et_jax.decode.cache import KVCache
 from et_jax.models.config import ModelShape
-from et_jax.models.model import ModelWeights, num_multiplied
+from et_jax.models.model import ModelWeights, expert_bytes, expert_counts, expert_weights, num_multiplied
 from et_jax.models.weights import num_bytes
 from et_jax.pallas.paged_attention.api import shares_lists, shares_pages
 from et_jax.softmax import Softmax
@@ -90,13 +90,17 @@ def costs(
 def _cost(plant: Plant, weights: ModelWeights, state: PlantState, by_mass_of: int) -> cost.Model:
     layer, model = state.cache.layers[0], plant.model
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
+    (num_experts, per_token), expert = expert_counts(model), expert_bytes(weights)
     return cost.Model(
-        weights=num_bytes(weights),
+        weights=num_bytes(weights) - num_experts * expert,
         block=num_bytes(layer.pages) // num_blocks,
         summary=num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
-        num_multiplied=num_multiplied(model),
+        num_multiplied=num_multiplied(model) - per_token * expert_weights(model),
         heads=plant.all_kv_heads,
         group_size=model.group_size,
         head_dim=model.head_dim,
         codes=0 if layer.key_codes is None else plant.page_size,
+        expert=expert,
+        expert_weights=expert_weights(model),
+        per_token=per_token,
     )

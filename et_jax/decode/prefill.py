@@ -54,7 +54,7 @@ def prefill(
     plants, found, notes = list(state.plants), {}, {}
     for index in range(int(config.lazy), len(config.plants)):
         read = extend(config.plants[index], weights[index], plants[index], part, readers[index])
-        found[index], plants[index], notes[index] = read
+        found[index], plants[index], notes[index], _ = read
     logits, noted = found.get(MODEL), notes.get(MODEL)
     control = state.control if noted is None else replace(state.control, prompt=noted)
     newest, own = state.logits, plants[MODEL]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import pack_blocks
+from et_jax.decode.mixing import ExpertReads
 from et_jax.types import pytree, replace
 
 
@@ -18,7 +19,8 @@ class ReadStats:
     token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
     `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
     selectors go by it (None elsewhere). `heavy_blocks` are those that held the mass, packed, of all layers and of one
-    row a slot, for a model that drafts for itself (`decode.pruned`).
+    row a slot, for a model that drafts for itself (`decode.pruned`). `experts` are those that the rows took, None where
+    the model has none.
     """
 
     blocks_read: Int[Array, " b"]
@@ -30,6 +32,7 @@ class ReadStats:
     block_masks: tuple[UInt32[Array, "b k n32"], ...]
     block_masses: tuple[Float[Array, "b h n"] | None, ...] = ()
     heavy_blocks: UInt32[Array, "s l k n32"] | None = None
+    experts: ExpertReads | None = None
 
     @property
     def reads(self) -> Int[Array, "b l k"]:

@@ -17,6 +17,7 @@ from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting, Drafts, Pruned
 from et_jax.decode.extend import extend
+from et_jax.decode.mixing import RowRules
 from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import PlantState, Weights, check_weights, costs
@@ -52,7 +53,7 @@ def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[D
         state, drafts = propose(config, config.draft, weights, state, rows, count)
         state, logits, stats, whole, at = extend_drafted(config, config.draft, weights, state, rows, drafts)
         after, outputs = verify(config, config.draft, price, state, rows, drafts, logits, stats, at)
-        done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read)
+        done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read, stats.experts)
         produced = jax.vmap(rows.take)(outputs.produced)
         work = worked(by_position(done, at, drafts.count, produced), drafts)
     else:
@@ -140,8 +141,12 @@ def extend_rows(
         pruned=config.pruned,
         page_size=config.page_size,
     )
-    logits, own, stats = extend(config.plants[MODEL], weights[MODEL], own, chunk, reader)
-    return state.with_plant(MODEL, own), logits[:, 0], stats
+    rules = None
+    if own_laws.experts is not None:
+        known = rows.take(state.generated) > 0
+        rules = RowRules(rule=own_laws.experts, entropy=jnp.where(known, rows.take(state.signals).entropy, jnp.inf))
+    logits, own, stats, took = extend(config.plants[MODEL], weights[MODEL], own, chunk, reader, rules)
+    return state.with_plant(MODEL, own), logits[:, 0], replace(stats, experts=took)
 
 
 @jax.named_scope("reserve")
@@ -226,11 +231,15 @@ def _price(
 ) -> Float[Array, " r"]:
     """What a token costs in the eyes of the laws: what was read for it, by the active model's sizes, and a fixed share.
 
-    The share of the weights is that of the `batch` sequences that a step may serve, so that what a law decides does not
-    depend on the company.
+    The share of the weights is that of the `batch` sequences that a step may serve, and of experts each token's own are
+    counted, so that what a law decides does not depend on the company.
     """
     blocks, summaries = stats.blocks_read.astype(jnp.float32), stats.summaries_read.astype(jnp.float32)
-    nominal = [cost.cached_bytes(one, blocks, summaries) + one.weights / batch for one in models]
+    nominal = []
+    for index, one in enumerate(models):
+        took = stats.experts if index == MODEL else None
+        experts = one.per_token if took is None else took.chosen.astype(jnp.float32)
+        nominal.append(cost.cached_bytes(one, blocks, summaries) + one.weights / batch + experts * float(one.expert))
     return jnp.stack(nominal)[active]
 
 

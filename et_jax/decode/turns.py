@@ -15,6 +15,7 @@ from et_jax.control.switch import MODEL, SMALL, SwitchState
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import catch_up, extend
+from et_jax.decode.mixing import no_experts
 from et_jax.decode.once import run_if
 from et_jax.decode.output import Audit
 from et_jax.decode.plant import PlantState, Weights
@@ -55,7 +56,7 @@ def extend_active(
     """
     if state.switch is None:
         state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
-        done = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read)
+        done = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read, stats.experts)
         return state, logits, stats, (done,), None
     table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(_num_cached(state))
 
@@ -68,16 +69,16 @@ def extend_active(
         own, done, agreed = caught_up(MODEL, carry[0], rows)
         some = replace(state, plants=carry[0]).with_plant(MODEL, own)
         some, logits, stats = extend_rows(config, weights, some, rows, rows.position + 1)
-        more = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read)
+        more = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read, stats.experts)
         return some.plants, logits, stats, done.plus(more), agreed
 
     def by_small(carry: tuple, rows: Rows) -> tuple:
         own, done, agreed = caught_up(SMALL, carry[0], rows)
         chunk = of_rows(rows, table, rows.position + 1)
-        logits, own, _ = extend(config.plants[SMALL], weights[SMALL], own, chunk, Whole())
+        logits, own, _, took = extend(config.plants[SMALL], weights[SMALL], own, chunk, Whole())
         some = replace(state, plants=carry[0]).with_plant(SMALL, own)
         stats = _whole(config, state, rows)
-        more = of_tokens(config.plants[SMALL], rows, stats.blocks_read, stats.summaries_read)
+        more = of_tokens(config.plants[SMALL], rows, stats.blocks_read, stats.summaries_read, took)
         return some.plants, logits[:, 0], stats, done.plus(more), agreed
 
     shapes = jax.eval_shape(lambda: by_model((state.plants,), rows))
@@ -123,6 +124,7 @@ def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
     return replace(
         no_reads(rows.token.shape[0]),
         blocks_read=jnp.where(rows.run, blocks, 0),
+        experts=no_experts(config.plants[MODEL], rows.token.shape[0]),
         block_masks=tuple(control.block_mask[:, i] for i in layers),
         block_masses=tuple(None if control.block_mass is None else control.block_mass[:, i] for i in layers),
     )

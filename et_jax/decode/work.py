@@ -1,9 +1,12 @@
 """What a step does for its sequences, by each of the decoder's models."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from et_jax.decode.mixing import ExpertReads, no_experts
 from et_jax.decode.plant import Plant
 from et_jax.decode.rows import Rows
 from et_jax.types import pytree, replace
@@ -15,7 +18,8 @@ class Work:
 
     It read `tokens` of the text, and for them `blocks` of the cache and `summaries` to choose those by, counted over
     layers and KV heads. Their queries met `attended` keys at most, of every KV head of every layer. `passes` is how
-    often all its weights were read, which the rows of a step share: it is the same for each of them.
+    often all its weights were read, which the rows of a step share: it is the same for each of them. Those of experts
+    are apart: `experts` are the ones that it took, None where it has none.
     """
 
     tokens: Int[Array, "*b"]
@@ -23,6 +27,7 @@ class Work:
     blocks: Int[Array, "*b"]
     summaries: Int[Array, "*b"]
     attended: Float[Array, "*b"]
+    experts: ExpertReads | None = None
 
     def plus(self, other: "Work") -> "Work":
         """Return what both come to."""
@@ -33,14 +38,23 @@ class Work:
         return jax.tree.map(lambda x: jnp.where(kept, x, 0), self)
 
 
-def no_work(num_rows: int) -> Work:
+def no_work(plant: Plant, num_rows: int) -> Work:
     """Return the work of rows for which nothing was done."""
     none = jnp.zeros(num_rows, jnp.int32)
-    return Work(tokens=none, passes=none, blocks=none, summaries=none, attended=none.astype(jnp.float32))
+    return Work(
+        tokens=none,
+        passes=none,
+        blocks=none,
+        summaries=none,
+        attended=none.astype(jnp.float32),
+        experts=no_experts(plant, num_rows),
+    )
 
 
-def of_tokens(plant: Plant, rows: Rows, blocks: Int[Array, " r"], summaries: Int[Array, " r"]) -> Work:
-    """Return the work of one pass over the rows' tokens, which read so many blocks and summaries."""
+def of_tokens(
+    plant: Plant, rows: Rows, blocks: Int[Array, " r"], summaries: Int[Array, " r"], experts: ExpertReads | None
+) -> Work:
+    """Return the work of one pass over the rows' tokens, which read so many blocks and summaries, and took experts."""
     keys = jnp.minimum(blocks * plant.page_size, (rows.position + 1) * plant.all_kv_heads)
     run = rows.run.astype(jnp.int32)
     return Work(
@@ -49,10 +63,11 @@ def of_tokens(plant: Plant, rows: Rows, blocks: Int[Array, " r"], summaries: Int
         blocks=run * blocks,
         summaries=run * summaries,
         attended=(run * keys).astype(jnp.float32),
+        experts=experts,
     )
 
 
-def of_chunks(plant: Plant, count: Int[Array, " r"], end: Int[Array, " r"]) -> Work:
+def of_chunks(plant: Plant, count: Int[Array, " r"], end: Int[Array, " r"], experts: ExpertReads | None) -> Work:
     """Return the work of one pass over a chunk of `count` tokens a row, which read all up to their `end`."""
     run = (count > 0).astype(jnp.int32)
     met = count.astype(jnp.float32) * end.astype(jnp.float32) * plant.all_kv_heads
@@ -62,6 +77,7 @@ def of_chunks(plant: Plant, count: Int[Array, " r"], end: Int[Array, " r"]) -> W
         blocks=run * -(-end // plant.page_size) * plant.all_kv_heads,
         summaries=jnp.zeros_like(count),
         attended=met,
+        experts=experts,
     )
 
 
@@ -75,4 +91,13 @@ def by_position(work: Work, at: Int[Array, "r t"], drafted: Int[Array, " r"], pr
     each = jax.tree.map(lambda x: x[at].T, work)
     rest = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), each.where(real & ~produced))
     own = jax.tree.map(lambda x, more: x.at[0].add(more), each.where(real & produced), rest)
-    return replace(own, passes=jnp.zeros_like(own.passes).at[0].set(work.passes[: at.shape[0]]))
+    first = partial(_at_first, at.shape)
+    if work.experts is not None and own.experts is not None:
+        own = replace(own, experts=replace(own.experts, touched=first(work.experts.touched)))
+    return replace(own, passes=first(work.passes))
+
+
+def _at_first(shape: tuple[int, ...], shared: Int[Array, " w"]) -> Int[Array, "t r"]:
+    """What rows share with the first position of each, and none with the others; `shape` is of rows and positions."""
+    num_rows, length = shape
+    return jnp.zeros((length, num_rows), shared.dtype).at[0].set(shared[:num_rows])

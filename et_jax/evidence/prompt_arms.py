@@ -186,7 +186,7 @@ def logits_of(
             end=start + count,
         )
         reader = Budgeted(budget=budget, last=jnp.zeros(r, bool), notes=notes)
-        found, *after = extend(plant, params, state, chunk, reader)
+        found, *after, _ = extend(plant, params, state, chunk, reader)
         return tuple(after), jax.nn.log_softmax(found)
 
     parts = tokens.reshape(r, -1, segment).swapaxes(0, 1)

@@ -297,6 +297,16 @@ def sampling(cases: Sequence[Case], steps: Sequence[Case]) -> str:
     )
 
 
+def experts(cases: Sequence[Case]) -> str:
+    """Return what a layer's experts cost, by tokens and by the experts touched, in every form."""
+    header = ["tokens", "experts touched", "MB read", *(f"{form}, ms" for form in cases[0]["milliseconds"])]
+    lines = [
+        [case["batch"], case["touched"], case["megabytes"], *case["milliseconds"].values(), case["ragged_over_loop"]]
+        for case in cases
+    ]
+    return table([*header, "ragged / loop"], lines)
+
+
 def selection_cost(cases: Sequence[Case]) -> str:
     """Return milliseconds, and time over that of dense, by size and contestant."""
     lines = [

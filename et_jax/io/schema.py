@@ -96,11 +96,20 @@ class ConfigFile(KindFile, kw_only=True):
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     quantization_config: Any = None
-    sliding_window: Length | None = None
+    sliding_window: Annotated[int, Meta(ge=0, le=2**30)] | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0, le=2**22)] | None = None
     sliding_window_pattern: Size | None = None
     layer_types: list[str] | None = None
+    qkv_bias: bool | None = None
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    norm_topk_prob: bool | None = None
+    decoder_sparse_step: Annotated[int, Meta(ge=0, le=2**22)] | None = None
+    mlp_only_layers: list[Annotated[int, Meta(ge=0, le=2**22)]] | None = None
     tie_word_embeddings: bool | None = None
     bos_token_id: Token | None = None
     eos_token_id: Token | list[Token] | None = None

@@ -1,6 +1,6 @@
 """Models as they stand in files and as functions.
 
-    hub -> checkpoint -> transformer -> layers -> weights, config
+    hub -> checkpoint -> transformer -> experts -> layers -> weights, config
                       -> families -> sources, config
                       -> encodings
            module_reading -> module -> calls, config

@@ -49,10 +49,28 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """The mixture of experts that stands in the place of the feed-forward of some layers.
+
+    Of `num_experts`, each `width` wide, a token goes to `num_per_token`, weighed by the router's probabilities; where
+    these are `normalised`, by their shares of the sum. Besides, it goes to an expert `shared_width` wide, None where
+    there is none. `layers` tells the layers that are mixtures.
+    """
+
+    num_experts: int
+    num_per_token: int
+    width: int
+    normalised: bool
+    layers: tuple[bool, ...]
+    shared_width: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """What the cache, the kernels and the laws must know of a model, however it is written.
 
-    `windows` holds each layer's sliding window in tokens, None where the layer sees everything.
+    `windows` holds each layer's sliding window in tokens, None where the layer sees everything. `experts` are those of
+    a mixture, None where every token meets all weights.
     """
 
     architecture: str
@@ -63,6 +81,7 @@ class ModelShape:
     head_dim: int
     max_positions: int
     windows: tuple[int | None, ...]
+    experts: ExpertConfig | None = None
 
     @property
     def group_size(self) -> int:

@@ -8,11 +8,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from et_jax.models.config import Rope
 from et_jax.models.weights import Weight
 from et_jax.sums import total
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 def linear(x: Float[Array, "*b i"], weight: Weight, bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
@@ -34,16 +37,19 @@ def rms_norm(
 
 
 def feed_forward(
-    x: Float[Array, "*b w"],
-    gate: Weight,
-    up: Weight,
-    down: Weight,
-    activation: Literal["silu", "gelu_tanh"] = "silu",
+    x: Float[Array, "*b w"], gate: Weight, up: Weight, down: Weight, activation: Activation = "silu"
 ) -> Float[Array, "*b w"]:
     """Return `down(activation(gate(x)) * up(x))` (Shazeer 2020: SwiGLU, or GEGLU by the tanh approximation)."""
-    opening = linear(x, gate).astype(jnp.float32)
+    return linear(gated(linear(x, gate), linear(x, up), x.dtype, activation), down)
+
+
+def gated(
+    gate: Float[Array, "*b f"], up: Float[Array, "*b f"], dtype: DTypeLike, activation: Activation = "silu"
+) -> Float[Array, "*b f"]:
+    """Return `activation(gate) * up`, each factor rounded to `dtype`."""
+    opening = gate.astype(dtype).astype(jnp.float32)
     opened = jax.nn.silu(opening) if activation == "silu" else jax.nn.gelu(opening, approximate=True)
-    return linear(opened.astype(x.dtype) * linear(x, up), down)
+    return opened.astype(dtype) * up.astype(dtype)
 
 
 def rope_frequencies(rope: Rope) -> tuple[Float[Array, " r"], float]:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from et_jax.models import module, transformer
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.module import ModuleModel, ModuleWeights
-from et_jax.models.transformer import Attend, Params
-from et_jax.models.weights import nodes
+from et_jax.models.transformer import Attend, Mix, Params
+from et_jax.models.weights import nodes, num_bytes
 
 Memory = TypeVar("Memory")
 
@@ -28,8 +28,11 @@ def forward(
     positions: Int[Array, "b t"],
     attend: Attend,
     memory: Memory,
+    mix: Mix | None = None,
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
+
+    Experts are mixed as trained unless `mix` does it.
 
     Under jit, logits the caller ignores are never computed.
     """
@@ -37,7 +40,7 @@ def forward(
         assert isinstance(weights, ModuleWeights)
         return module.forward(weights, model, tokens, positions, attend, memory)
     assert isinstance(model, ModelConfig) and isinstance(weights, Params)
-    return transformer.forward(weights, model, tokens, positions, attend, memory)
+    return transformer.forward(weights, model, tokens, positions, attend, memory, mix)
 
 
 def num_weights(model: ModelShape) -> int:
@@ -60,14 +63,39 @@ def weight_bytes(model: ModelShape, dtype: DTypeLike, quantize: str | None = Non
     return transformer.weight_bytes(_built_in(model), dtype, quantize)
 
 
+def expert_counts(model: ModelShape) -> tuple[int, int]:
+    """Return how many experts a model has over all layers, and how many of them a token goes to as trained."""
+    if model.experts is None:
+        return 0, 0
+    layers = sum(model.experts.layers)
+    return layers * model.experts.num_experts, layers * model.experts.num_per_token
+
+
+def expert_weights(model: ModelShape) -> int:
+    """Return the numbers of one expert of one layer; 0 where there are none."""
+    return 0 if model.experts is None else transformer.expert_weights(_built_in(model))
+
+
+def expert_bytes(weights: ModelWeights) -> int:
+    """Return the bytes of one expert of one layer; 0 where there are none."""
+    mixtures = [] if isinstance(weights, ModuleWeights) else [one.experts for one in weights.layers if one.experts]
+    if not mixtures:
+        return 0
+    one = mixtures[0]
+    return num_bytes((one.gate, one.up, one.down)) // one.gate.shape[0]
+
+
 def token_numbers(model: ModelShape) -> int:
     """Return about how many numbers of a token are alive at once between its layers' attention, an upper estimate.
 
-    Three rows of the feed-forward and six of the residual stream; of a module, nine of the widest there is.
+    Three rows of the feed-forward, or of each expert that a token goes to, beside two of the residual stream; and six
+    of this; of a module, nine of the widest there is.
     """
     if isinstance(model, ModuleModel):
         return 9 * model.widest
-    return 3 * _built_in(model).intermediate_size + 6 * _built_in(model).hidden_size
+    c, experts = _built_in(model), model.experts
+    mixed = 0 if experts is None else experts.num_per_token * (3 * experts.width + 2 * c.hidden_size)
+    return max(3 * c.intermediate_size, mixed) + 6 * c.hidden_size
 
 
 def device_of(weights: ModelWeights | tuple[ModelWeights, ...]) -> Any:

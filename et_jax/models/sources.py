@@ -78,13 +78,21 @@ Sources = Mapping[str, Source]
 
 
 def one_to_one(tensors: Mapping[str, str]) -> Callable[[Mapping[str, Shape]], Sources]:
-    """Return what makes sources of leaves that are a tensor each: `tensors` names it, `*` the number of a layer."""
+    """Return what makes sources of leaves that are a tensor each: `tensors` names it, `*` the number of a layer.
+
+    A second `*` is the number of one tensor of several, of which the leaf is a stack.
+    """
 
     def sources(shapes: Mapping[str, Shape]) -> Sources:
         found = {}
         for leaf, shape in shapes.items():
             kind, number = re.sub(r"\.\d+\.", ".*.", leaf), "".join(re.findall(r"\.(\d+)\.", leaf))
-            found[leaf] = Source(pieces=(Piece(tensor=tensors[kind].replace("*", number), shape=shape),))
+            name = tensors[kind].replace("*", number, 1)
+            if stacked := "*" in name:
+                pieces = tuple(Piece(tensor=name.replace("*", str(i)), shape=shape[1:]) for i in range(shape[0]))
+            else:
+                pieces = (Piece(tensor=name, shape=shape),)
+            found[leaf] = Source(pieces=pieces, stacked=stacked)
         return found
 
     return sources

@@ -10,7 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ExpertConfig, ModelConfig
+from et_jax.models.experts import Experts, SharedExpert, choose, gate, mixed
 from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
 from et_jax.models.weights import Dense, Int8, Weight, is_weight, num_bytes, num_numbers
 from et_jax.softmax import Softmax
@@ -39,13 +40,26 @@ class Attend(Protocol):
     ) -> tuple[Float[Array, "b t h d"], Any]: ...
 
 
+@runtime_checkable
+class Mix(Protocol):
+    """A layer's mixture of experts as the model sees it: tokens in, and out what their experts make of them.
+
+    `memory` as in `Attend`.
+    """
+
+    def __call__(
+        self, layer: int, experts: Experts, x: Float[Array, "b t w"], memory: Any
+    ) -> tuple[Float[Array, "b t w"], Any]: ...
+
+
 @pytree
 class LayerParams:
     """Weights of one layer. Biases and norms are None where a family has none.
 
-    `attention_norm` and `ffn_norm` stand before attention and feed-forward, `attention_out_norm` and `ffn_out_norm`
-    after them; `q_norm` and `k_norm` span a head, or all heads. With `hd` query heads times head dim and `kd` KV heads
-    times head dim, `q` is "hd w", `k` and `v` "kd w", `o` "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
+    A layer has the matrices of a feed-forward, or `experts`. `attention_norm` and `ffn_norm` stand before attention and
+    feed-forward, `attention_out_norm` and `ffn_out_norm` after them; `q_norm` and `k_norm` span a head, or all heads.
+    With `hd` query heads times head dim and `kd` KV heads times head dim, `q` is "hd w", `k` and `v` "kd w", `o`
+    "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
     """
 
     attention_norm: Float[Array, " w"] | None
@@ -60,10 +74,11 @@ class LayerParams:
     k_norm: Float[Array, " nk"] | None
     attention_out_norm: Float[Array, " w"] | None
     ffn_norm: Float[Array, " w"] | None
-    gate: Weight
-    up: Weight
-    down: Weight
+    gate: Weight | None
+    up: Weight | None
+    down: Weight | None
     ffn_out_norm: Float[Array, " w"] | None
+    experts: Experts | None = None
 
 
 @pytree
@@ -95,6 +110,9 @@ def _unchecked(cls: type[T], **children) -> T:
     return tree
 
 
+_OF_FEED_FORWARD = ("gate", "up", "down", "experts")
+
+
 def describe(config: ModelConfig) -> Params:
     """Return the tree of `WeightSpec` that a model of this configuration holds."""
     c = config
@@ -120,7 +138,7 @@ def describe(config: ModelConfig) -> Params:
     over = {"head": ("head_dim", "head_dim"), "width": ("heads", "kv_heads")}[c.qk_norm_over]
     before, after = c.norms != "after", c.norms != "before"
     residual = 0.02 / (2 * c.num_layers) ** 0.5  # GPT-2: the sum over layers keeps its variance
-    layer = _unchecked(
+    attending = _unchecked(
         LayerParams,
         attention_norm=norm("width") if before else None,
         q=matrix("heads", "width"),
@@ -134,18 +152,40 @@ def describe(config: ModelConfig) -> Params:
         k_norm=norm(over[1]) if c.qk_norm else None,
         attention_out_norm=norm("width") if after else None,
         ffn_norm=norm("width") if before else None,
-        gate=matrix("ffn", "width"),
-        up=matrix("ffn", "width"),
-        down=matrix("width", "ffn", deviation=residual),
         ffn_out_norm=norm("width") if after else None,
     )
+
+    def layer(**parts) -> LayerParams:
+        return _unchecked(LayerParams, **vars(attending) | dict.fromkeys(_OF_FEED_FORWARD) | parts)
+
+    def matrices(*lead: str, width: str) -> dict[str, Dense]:
+        up = matrix(*lead, width, "width")
+        return {"gate": up, "up": up, "down": matrix(*lead, "width", width, deviation=residual)}
+
+    dense = mixture = layer(**matrices(width="ffn"))
+    if c.experts is not None:
+        sizes |= {"experts": c.experts.num_experts, "expert_ffn": c.experts.width, "one": 1}
+        sizes |= {"shared_ffn": c.experts.shared_width or 0}
+        shared = _unchecked(SharedExpert, router=spec("one", "width"), **matrices(width="shared_ffn"))
+        experts = _unchecked(
+            Experts,
+            router=spec("experts", "width"),
+            **matrices("experts", width="expert_ffn"),
+            shared=None if c.experts.shared_width is None else shared,
+        )
+        mixture = layer(experts=experts)
     return _unchecked(
         Params,
         embedding=matrix("vocab", "width"),
-        layers=(layer,) * c.num_layers,
+        layers=tuple(mixture if mixes else dense for mixes in _mixtures(c)),
         final_norm=norm("width"),
         head=None if c.tie_embeddings else matrix("vocab", "width"),
     )
+
+
+def _mixtures(config: ModelConfig) -> tuple[bool, ...]:
+    """Which layers are mixtures of experts."""
+    return (False,) * config.num_layers if config.experts is None else config.experts.layers
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None) -> Params:
@@ -177,8 +217,20 @@ def weight_bytes(config: ModelConfig, dtype: DTypeLike, quantize: str | None = N
 
 
 def num_multiplied(config: ModelConfig) -> int:
-    """Return the weights a token is multiplied with: all, less an embedding that is not the head too."""
-    return num_weights(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
+    """Return the weights a token is multiplied with: all, less an embedding that is not the head too.
+
+    Of experts these are the ones that a token goes to as trained.
+    """
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    mixture = config.experts
+    if mixture is not None:
+        looked_up += sum(mixture.layers) * (mixture.num_experts - mixture.num_per_token) * expert_weights(config)
+    return num_weights(config) - looked_up
+
+
+def expert_weights(config: ModelConfig) -> int:
+    """Return the numbers of one expert of one layer; 0 where there are none."""
+    return 0 if config.experts is None else 3 * config.experts.width * config.hidden_size
 
 
 def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
@@ -200,15 +252,18 @@ def forward(
     positions: Int[Array, "b t"],
     attend: Attend,
     memory: Memory,
+    mix: Mix | None = None,
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
+
+    Experts are mixed as trained unless `mix` does it.
 
     Under jit, logits the caller ignores are never computed.
     """
     angles, x = angles_of_layers(config, positions), embed(params, config, tokens)
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):
-            x, memory = block(layer, config, index, x, angles[index], attend, memory)
+            x, memory = block(layer, config, index, x, angles[index], attend, memory, mix)
     return logits(params, config, x), memory
 
 
@@ -236,12 +291,26 @@ def block(
     angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
     attend: Attend,
     memory: Memory,
+    mix: Mix | None = None,
 ) -> tuple[Float[Array, "b t w"], Memory]:
     """Return the residual stream after layer `index`, and the memory its attention left."""
     q, k, v = _before_attention(layer, config, x, angles)
     with jax.named_scope("attend"):
         out, memory = attend(index, q, k, v, memory, config.softmax(index))
-    return _after_attention(layer, config, x, out), memory
+    if layer.experts is None or config.experts is None:
+        return _after_attention(layer, config, x, out), memory
+    x, y = _before_experts(layer, config, x, out)
+    with jax.named_scope("mix"):
+        if mix is None:
+            return x + mix_as_trained(config.experts, layer.experts, y), memory
+        y, memory = mix(index, layer.experts, y, memory)
+    return x + y, memory
+
+
+def mix_as_trained(config: ExpertConfig, experts: Experts, x: Float[Array, "b t w"]) -> Float[Array, "b t w"]:
+    """Return what a layer's experts make of tokens, by products that can be differentiated."""
+    flat = x.reshape(-1, x.shape[-1])
+    return mixed(experts, flat, choose(config, gate(experts, flat)), "ragged").reshape(x.shape)
 
 
 @partial(jax.jit, static_argnums=1)  # for the trace, which layers that are alike share
@@ -268,9 +337,8 @@ def _before_attention(
 def _after_attention(
     layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"], out: Float[Array, "b t h d"]
 ) -> Float[Array, "b t w"]:
-    attended = linear(out.reshape(*out.shape[:2], -1), layer.o)
-    x = _added(x, _normed(attended, layer.attention_out_norm, config), config)
-    y = _normed(x, layer.ffn_norm, config)
+    x, y = _attended(layer, config, x, out)
+    assert layer.gate is not None and layer.up is not None and layer.down is not None
     y = feed_forward(y, layer.gate, layer.up, layer.down, config.activation)
     return _added(x, _normed(y, layer.ffn_out_norm, config), config)
 
@@ -285,6 +353,18 @@ def _added(x: Float[Array, "b t w"], y: Float[Array, "b t w"], config: ModelConf
     if config.residual_scale != 1:
         y = (y.astype(jnp.float32) * config.residual_scale).astype(y.dtype)
     return x + y
+
+
+def _attended(
+    layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"], out: Float[Array, "b t h d"]
+) -> tuple[Float[Array, "b t w"], Float[Array, "b t w"]]:
+    """The residual stream after attention, and normed."""
+    attended = linear(out.reshape(*out.shape[:2], -1), layer.o)
+    x = _added(x, _normed(attended, layer.attention_out_norm, config), config)
+    return x, _normed(x, layer.ffn_norm, config)
+
+
+_before_experts = partial(jax.jit, static_argnums=1)(_attended)
 
 
 def logits(params: Params, config: ModelConfig, x: Float[Array, "b t w"]) -> Float[Array, "b t v"]:

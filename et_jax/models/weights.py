@@ -28,7 +28,8 @@ _ROWS = 1024  # of a matrix that are rounded at a time: float32 copies of a whol
 class Dense:
     """A weight matrix as an array of floats, stored [out, in].
 
-    In training the matrices of all layers are one array, which leads with the layer axis.
+    In training the matrices of all layers are one array, which leads with the layer axis; the matrices of a layer's
+    experts are one, [expert, out, in].
     """
 
     array: Float[Array | np.ndarray, "*l o i"]
@@ -55,6 +56,17 @@ class Dense:
         float32 product that has 1 to 8 of them past a multiple of 64.
         """
         return jnp.einsum("...i,oi->...o", x, self.array, preferred_element_type=jnp.float32)
+
+    def one_of(self, number: Int[Array, ""]) -> "Dense":
+        """Return one matrix of several."""
+        return Dense(array=jax.lax.dynamic_index_in_dim(self.array, number, keepdims=False))
+
+    def matmul_by(self, x: Float[Array, "n i"], counts: Int[Array, " e"]) -> Float[Array, "n o"]:
+        """Return `x @ weight.T` by several matrices, the first `counts[0]` rows by the first of them, and so on.
+
+        As `matmul`; 0 in the rows past all of them.
+        """
+        return jax.lax.ragged_dot_general(x, self.array, counts, _BY_EXPERT, preferred_element_type=jnp.float32)
 
     def rows(self, ids: Int[Array, "*b"]) -> Float[Array, "*b i"]:
         """Return the rows of these outputs: of an embedding, those of tokens."""
@@ -97,10 +109,26 @@ class Int8:
             sums = sums[0].reshape(*x.shape[:-1], -1)
         return sums.astype(jnp.float32) * scale[..., None] * self.scale
 
+    def one_of(self, number: Int[Array, ""]) -> "Int8":
+        """Return one matrix of several."""
+        array, scale = (jax.lax.dynamic_index_in_dim(x, number, keepdims=False) for x in (self.array, self.scale))
+        return Int8(array=array, scale=scale, dtype=self.dtype)
+
+    def matmul_by(self, x: Float[Array, "n i"], counts: Int[Array, " e"]) -> Float[Array, "n o"]:
+        """Return `x @ weight.T` by several matrices, as `Dense.matmul_by`, in whole numbers as `matmul`."""
+        whole, scale = rounded(x)
+        sums = jax.lax.ragged_dot_general(whole, self.array, counts, _BY_EXPERT, preferred_element_type=jnp.int32)
+        number = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=len(x))
+        return sums.astype(jnp.float32) * scale[:, None] * self.scale[number]
+
     def rows(self, ids: Int[Array, "*b"]) -> Float[Array, "*b i"]:
         """Return the rows of these outputs in `dtype`: of an embedding, those of tokens."""
         return (self.array[ids].astype(jnp.float32) * self.scale[ids][..., None]).astype(self.dtype)
 
+
+_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
 
 Weight = Dense | Int8
 """A weight of any kind that a model may hold."""

@@ -39,7 +39,8 @@ class TokenTrace:
     is charged for all that both did since the token before. Of `audited` words of one model, which the other caught up
     with for this token, `agreed` were the likeliest to the other. `reads` is `blocks_read` by layer and KV head, as in
     `reads[layer][head]`; None where it was not asked for (`load(tell_reads=True)`), or where the small one of two
-    models that take turns said the token, for its layers are others.
+    models that take turns said the token, for its layers are others. `experts` is to how many experts the token before
+    it went, over all layers, and those drafted with that; None where the model is no mixture.
     """
 
     token: int
@@ -65,6 +66,7 @@ class TokenTrace:
     agreed: int = 0
     top: tuple[tuple[int, float], ...] = ()
     reads: tuple[tuple[int, ...], ...] | None = None
+    experts: int | None = None
 
     @property
     def logprob(self) -> float:

@@ -14,6 +14,7 @@ from et_jax.control.draft import (
     FixedLength,
     StopEntropy,
 )
+from et_jax.control.experts import RULES, SHARES, ExpertRule
 from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
@@ -77,6 +78,8 @@ class EngineConfig:
     tell_reads: bool = False
     cache_budget: int | Compression | None = dataclasses.field(default=None, metadata={"decisive": True})
     cache_policy: str | None = _decisive(None)
+    experts: str | ExpertRule | None = dataclasses.field(default=None, metadata={"decisive": True})
+    expert_share: float | None = _decisive(None)
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -107,6 +110,12 @@ class EngineConfig:
         for name, choices in (("quantize", QUANTIZED), ("cache_policy", POLICIES), ("draft_length", LENGTHS)):
             if getattr(self, name) is not None:
                 checked[name] = _choice(name, getattr(self, name), choices)
+        if self.experts is not None and not isinstance(self.experts, ExpertRule):
+            checked["experts"] = _choice("experts", self.experts, RULES)
+        if self.expert_share is not None:
+            checked["expert_share"] = share = values.number("expert_share", self.expert_share)
+            if not 0 <= share <= 1:
+                raise UsageError(f"expert_share is {share:g}; it must be a share of the gate's probability, 0 to 1.")
         if self.draft_tokens is not None:
             checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
         if self.draft_share is not None:
@@ -136,8 +145,19 @@ class EngineConfig:
 
     @property
     def laws(self) -> Controller:
-        """The controller that `control` names, on the platform that JAX runs on here, or is."""
-        return controller(self.control, platform())
+        """The controller that `control` names or is, with the rule for experts."""
+        return self.laws_of(self.control)
+
+    def laws_of(self, control: Control) -> Controller:
+        """Return the controller that a `control` names, on the platform that JAX runs on here, or is.
+
+        With the rule for experts, unless it has its own.
+        """
+        laws, rule = controller(control, platform()), self.experts
+        if isinstance(rule, str):
+            share = None if rule not in SHARES else self.expert_share  # for others `compat` refuses it
+            rule = RULES[rule](**({} if share is None else {SHARES[rule]: share}))
+        return laws if rule is None or laws.experts is not None else laws.with_experts(rule)
 
     @property
     def policy(self) -> str:
@@ -186,6 +206,8 @@ class EngineConfig:
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
         if self.cache_dtype == AUTO:
             del named["cache_dtype"]  # `dtype` says it
+        if self.experts is None:
+            del named["experts"], named["expert_share"]
         return named | {"cache_policy": self.policy}
 
 

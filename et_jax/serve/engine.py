@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.control.compression import Compression
+from et_jax.control.experts import ExpertRule
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.models.module import ModuleConfig, is_module
@@ -46,6 +47,8 @@ def load(
     tell_reads: bool = False,
     cache_budget: int | Compression | None = None,
     cache_policy: str | None = None,
+    experts: str | ExpertRule | None = None,
+    expert_share: float | None = None,
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
@@ -97,6 +100,10 @@ def load(
     it has decoded 16 tokens and again whenever a quarter of the budget has come: "latent", the usual `cache_policy`.
     Others choose in other ways; "snapkv" does it once, when the prompt is read, and keeps what is decoded after that. A
     `Compression` in the place of the number has settings of its own (see `control.compression`).
+    `experts` says to how many experts of a mixture a decoded token goes: "top_k", to as many as trained, as without it;
+    "mass", to as few as hold `expert_share` (0.9) of the gate's probability; "entropy", likewise by a share that grows
+    with the sequence's entropy and the gate's, `expert_share` (0.5) being the least; or an `ExpertRule` (see
+    `control.experts`). Prompts are read as trained.
     `compilation_cache` is the folder that keeps compiled programs between runs; "auto" is et_jax/programs in
     XDG_CACHE_HOME or ~/.cache, and None keeps none. Where the folder of "auto" cannot be written `progress` is told,
     and they are kept in memory only.

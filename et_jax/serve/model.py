@@ -22,10 +22,10 @@ from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, device_of, dtype_of
 from et_jax.models.weights import num_bytes
-from et_jax.scope import own_settings, platform
+from et_jax.scope import own_settings
 from et_jax.serve import executables, min_context
 from et_jax.serve.completions import Completion, TokenEvent
-from et_jax.serve.config import LENGTHS, Control, EngineConfig, controller
+from et_jax.serve.config import LENGTHS, Control, EngineConfig
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.preflight import Plan
 from et_jax.serve.prompts import as_request, refused, requests_of, sequences_of
@@ -254,6 +254,7 @@ class Model:
             f"{d.num_slots} slots of {d.max_length} tokens, {d.batch} served in a step"
             + ("" if self.settings.replicas == 1 else f", {self.settings.replicas} times over"),
             *self._drafting(),
+            *self._experts(),
             *([] if self._plan is None else self._plan.table()),
             f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
         ]
@@ -266,6 +267,15 @@ class Model:
             return []
         most, length = self.settings.most_drafted, self.settings.draft_length or LENGTHS[0]
         return [f"up to {most} tokens drafted by {self.settings.draft}, {length} length"]
+
+    def _experts(self) -> list[str]:
+        """Say how many experts there are, and how many of them tokens go to."""
+        found, rule = self.config.experts, self.decoder_config.controller.experts
+        if found is None:
+            return []
+        by_rule = "" if rule is None else f" at most, by {rule}"
+        layers = f"{sum(found.layers)} of {self.config.num_layers} layers"
+        return [f"experts {found.num_experts} in {layers}, of which a token goes to {found.num_per_token}{by_rule}"]
 
     def _scoring(self) -> list[str]:
         """Say what scores blocks, where the model's own controller chooses any."""
@@ -381,7 +391,7 @@ class Model:
         last = self._configured
         if last is not None and last[0] is control and last[1] == keep:
             return last[2]
-        found = self.decoder_config.controller if control is None else controller(control, platform())
+        found = self.decoder_config.controller if control is None else self.settings.laws_of(control)
         config = beside(self.settings, self.decoder_config, found, self._others, keep)
         check_measured(self.name, config)
         self._configured = control, keep, config

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from et_jax.control.budget import PromptNotes
-from et_jax.control.switch import MODEL
+from et_jax.control.switch import MODEL, SMALL
 from et_jax.decode import cost
 from et_jax.decode.output import StepOutput
 from et_jax.serve.completions import PromptRead, TokenTrace
@@ -124,6 +124,7 @@ class Burst:
         reads = None
         if output.reads is not None and not by_small:
             reads = tuple(map(tuple, output.reads[place][slot]))
+        took = output.work[SMALL if by_small else MODEL].experts
         return TokenTrace(
             token=output.token[place][slot],
             text="",
@@ -148,6 +149,7 @@ class Burst:
             agreed=charge.agreed,
             top=top,
             reads=reads,
+            experts=None if took is None else took.chosen[place][slot],
         )
 
 

@@ -146,6 +146,7 @@ def _check(
         laws,
         steers=steers,
         num_layers=config.model.num_layers,
+        mixture=config.model.experts is not None,
         needs=keep,
         room=None if layout is None else layout.region * config.page_size,
         length=config.max_length,

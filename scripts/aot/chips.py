@@ -152,6 +152,13 @@ OLMO2_7B = LLAMA3_8B | {
     "qk_norm": True,
     "qk_norm_over": "width",
 }
+QWEN3_30B_A3B = QWEN3_8B | {
+    "architecture": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_kv_heads": 4,
+    "experts": {"num_experts": 128, "num_per_token": 8, "width": 768, "normalised": True},
+}
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # by XLA the small one takes the same path
@@ -262,6 +269,27 @@ DECODINGS = (
         functions=("decode",),
         by_xla=False,
         seldom=("TPU v5e",),
+    ),
+    Decoding(
+        name="qwen3_30b_a3b, 48 layers",
+        model=QWEN3_30B_A3B,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        num_layers=48,
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v5e", "TPU v6e"),  # whose memory does not hold its weights
+    ),
+    Decoding(
+        name="qwen3_30b_a3b",
+        model=QWEN3_30B_A3B,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        functions=("decode", "prefill"),
+        by_xla=False,
+        seldom=("TPU v6e",),
     ),
     *(
         Decoding(

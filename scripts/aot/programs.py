@@ -263,7 +263,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
             max_positions=decoding.max_length,
             norm_eps=1e-5,
             rope_theta=500000.0,
-            **{"architecture": "llama", "windows": (None,) * decoding.num_layers} | shape,
+            **{"architecture": "llama", "windows": (None,) * decoding.num_layers}
+            | shape
+            | _mixture(shape, decoding.num_layers),
         )
         for shape in (decoding.model, decoding.small)
         if shape is not None
@@ -294,6 +296,14 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     return function_program(function, config, params, device)
+
+
+def _mixture(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the experts of a model's shape, in every layer, where it has some."""
+    from et_jax.models.config import ExpertConfig
+
+    given = shape.get("experts")
+    return {} if given is None else {"experts": ExpertConfig(layers=(True,) * num_layers, **given)}
 
 
 def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
@@ -371,5 +381,7 @@ def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:
 
     platform = "cuda" if device.platform == "gpu" else device.platform  # as JAX names it while tracing
     kind = jax.sharding.AbstractDevice(device.device_kind, 1, platform)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=kind)):
+    auto = (jax.sharding.AxisType.Auto,)  # nothing is divided: where an axis is explicit, ragged products want it said
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), auto, abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
         return jitted.lower(*arguments)

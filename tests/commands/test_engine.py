@@ -85,8 +85,8 @@ def test_a_control_is_resolved_once_for_all_requests_of_a_call(model, monkeypatc
     controls = [preset("guarded"), preset("off"), "guarded"]
     for control in controls:
         sequences = model._checked(requests, control)
-        assert all(one.laws == model_module.controller(control) for one in sequences)
-    assert resolved == [model_module.controller(control) for control in controls]
+        assert all(one.laws == model.settings.laws_of(control) for one in sequences)
+    assert resolved == [model.settings.laws_of(control) for control in controls]
     with pytest.raises(UsageError, match=r'^control is "nobody"'):
         model.generate(ONCE, control="nobody")
 
@@ -333,7 +333,7 @@ def test_a_request_sets_the_knobs_of_the_preset_that_serves_it(model, made):
         request = GenerationRequest(prompt=ONCE, params=SamplingParams(), control=control)
         return model.sequences(0, request, made())[0].laws
 
-    of_all = model_module.controller(made()).preset
+    of_all = model.settings.laws_of(made()).preset
     assert laws(tolerance=0.5).preset == dataclasses.replace(of_all, tolerance=0.5)
     with pytest.raises(UsageError, match=r"tolerance is 1\.5; it must be a share of attention"):
         laws(tolerance=1.5)

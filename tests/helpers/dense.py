@@ -26,9 +26,14 @@ def dense_attend(config):
     return attend
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def dense_logits(config, params, tokens):
     """Logits at every position of `tokens` "b t", multiplied at the highest precision."""
+    return dense_pass(config, params, tokens, None)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def dense_pass(config, params, tokens, memory, mix=None):
+    """The same, and the memory that `mix` leaves."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     with jax.default_matmul_precision("highest"):
-        return forward(params, config, tokens, positions, dense_attend(config), None)[0]
+        return forward(params, config, tokens, positions, dense_attend(config), memory, mix)

@@ -21,13 +21,14 @@ import et_jax
 from et_jax.control import clock, contribution, priority, select, tolerance
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
+from et_jax.control.experts import Entropy
 from et_jax.control.presets import preset
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import mass
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.models.checkpoint import write_hugging_face
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.module import ModuleConfig
 from et_jax.models.transformer import initialise
 from et_jax.serve.engine import Model
@@ -62,6 +63,12 @@ TINY = ModelConfig(
     windows=(None, None),
 )
 SLIDING = dataclasses.replace(TINY, windows=(14, 14))
+MIXTURE = dataclasses.replace(
+    TINY,
+    architecture="mixtral",
+    intermediate_size=24,
+    experts=ExpertConfig(num_experts=6, num_per_token=3, width=24, normalised=True, layers=(True, True)),
+)
 SMALL = dataclasses.replace(TINY, num_layers=1, windows=(None,))  # the first layer of the other: some drafts hold
 
 
@@ -69,7 +76,7 @@ SMALL = dataclasses.replace(TINY, num_layers=1, windows=(None,))  # the first la
 def folder(config: ModelConfig) -> Path:
     """A checkpoint of random weights, large enough for attention and entropy to show, and what its heads weigh."""
     path = Path(tempfile.mkdtemp(prefix="tiny-model-"))
-    drawn = initialise(TINY, jax.random.key(0), jnp.float32)
+    drawn = initialise(MIXTURE if config == MIXTURE else TINY, jax.random.key(0), jnp.float32)
     drawn = jax.tree.map(lambda x: x * (5 if x.ndim > 1 else 1), drawn)
     drawn = replace(drawn, head=jax.tree.map(lambda x: 10 * x, drawn.head), layers=drawn.layers[: config.num_layers])
     write_hugging_face(path, config, drawn)
@@ -158,7 +165,7 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
-    *("paper", "adaptive", "adaptive, lookup", "certified, self", "ead", "budget", "int8"),
+    *("paper", "adaptive", "adaptive, lookup", "certified, self", "ead", "budget", "int8", "experts by entropy"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
@@ -203,6 +210,15 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
     "budget": lambda: Capability(
         settings={"control": preset("entropyinfer", prefill_budget=16)}, dense=None, keeps_prefixes=False
+    ),
+    "experts by mass": lambda: Capability(
+        load=functools.partial(tiny, MIXTURE),
+        settings={"experts": "mass", "expert_share": 0.6} | _LOOKUP,
+        dense={"share": 1.0},
+        drafts=True,
+    ),
+    "experts by entropy": lambda: Capability(
+        load=functools.partial(tiny, MIXTURE), settings={"experts": Entropy(least=0.3)}, dense={"least": 1.0}
     ),
     "compressed": lambda: Capability(settings={"cache_budget": 40}, dense=None),
 }

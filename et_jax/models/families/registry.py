@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.io.schema import ConfigFile, KindFile, checked, named
+from et_jax.io.schema import FETCH, ConfigFile, KindFile, checked, named
 from et_jax.models.config import ModelConfig, shared_config, shared_values
 from et_jax.models.families import (
     gemma2,
@@ -14,15 +14,19 @@ from et_jax.models.families import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from et_jax.models.families.base import Family
 
-_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma3, phi3, olmo2, smollm3, granite)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
+_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma3, phi3, olmo2, smollm3, granite, *_MIXTURES)
 FAMILIES = {one.FAMILY.name: one.FAMILY for one in _MODULES}
 BEYOND = {
     r"Qwen3Next|Qwen3_5|Jamba|Zamba|Bamba|FalconH1|Mamba|GraniteMoeHybrid|Lfm2|Nemotron": (
@@ -58,7 +62,13 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
                 raise UsageError(f"{source}: architecture {named(name)} {reason}; use one of {supported}.")
         raise UsageError(f"{source}: architecture {named(name)} is not supported; use one of {supported}.")
     file = checked(family.values(dict(values)), ConfigFile, source)
-    return family.meaning(file, shared_config(file, family.name, source, family.partial_rotary))
+    shared = shared_config(file, family.name, source, family.partial_rotary)
+    try:
+        return family.meaning(file, shared)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}; {FETCH}.") from error
 
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:

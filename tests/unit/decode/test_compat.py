@@ -12,6 +12,7 @@ from et_jax.control.budget import ConstantBudget
 from et_jax.control.compression import named
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
+from et_jax.control.experts import TopK
 from et_jax.control.presets import preset
 from et_jax.control.select import ActiveSet, Quest
 from et_jax.control.switch import AsPrinted
@@ -49,6 +50,11 @@ REFUSED = [
     ({"draft": "self", **TURNS}, "draft is for one model, and this control has two take turns;"),
     ({"draft": "self", "control": "paper"}, "draft guesses tokens ahead, and under this control one token decides"),
     ({"draft": "self", "cache_budget": 36}, "cache_budget forgets what drafts and second models read;"),
+    ({"draft": "lookup", "experts": "entropy"}, "draft guesses tokens ahead, and by this rule for experts one token"),
+    ({"expert_share": 0.5}, "expert_share is a number of rules for experts; set experts to mass or entropy."),
+    ({"experts": "top_k", "expert_share": 0.5}, "expert_share is a number of rules for experts; set experts to mass"),
+    ({"experts": "mass"}, "A rule for experts is for mixtures of them, and this model is none; leave experts out."),
+    ({"control": Controller(experts=TopK(1))}, "A rule for experts is for mixtures of them, and this model is none;"),
     ({"control": "ead"}, "This control switches between two models; name the other one by small."),
     ({**TURNS, "control": Controller(switch=AsPrinted(1.0), budget=LAW)}, "This control has a prefill budget and swi"),
     ({**TURNS, "control": Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll))}, "This control switches"),
@@ -178,6 +184,7 @@ def test_the_command_line_says_it_in_flags(capfd, tmp_path):
         "--small bundled-small": "--small is for two models that take turns; set --control to ead or ead_guarded.",
         "--lazy-prefill": "--lazy-prefill is for two models that take turns; set --control to ead or ead_guarded.",
         "--audit --control certified": "--audit is for two models that take turns, and for prompts read in part;",
+        "--expert-share 0.5": "--expert-share is a number of rules for experts; set --experts to mass or entropy.",
         "--cache-policy latent": "--cache-policy says what a --cache-budget keeps; set that too",
         "--cache-budget 64 --draft lookup": "--cache-budget forgets what drafts and second models read;",
         "--cache-budget 64 --cache-policy adakv --control certified": "This control chooses blocks, and the policy of",

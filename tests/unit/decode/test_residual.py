@@ -43,7 +43,7 @@ def pruned(residual: bool) -> SelectedOfLayer:
         sensitivity=None,
         refresh_every=1,
         residual=residual,
-        shares=False,
+        noting=None,
     )
 
 
@@ -52,6 +52,6 @@ def pruned(residual: bool) -> SelectedOfLayer:
 def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_cap, sinks):
     logits = jnp.asarray([1.0, 3.0, -1.0, 2.0]) if sinks else None
     softmax = Softmax(scale=MODEL.head_dim**-0.5, soft_cap=soft_cap, sink_logits=logits)
-    whole = read(AllOfLayer(skipped=None, mass=None, shares=False), softmax)
+    whole = read(AllOfLayer(skipped=None, mass=None, noting=None), softmax)
     np.testing.assert_allclose(read(pruned(True), softmax), whole, atol=1e-5)
     assert np.abs(read(pruned(False), softmax) - whole).max() > 0.05

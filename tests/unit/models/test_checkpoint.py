@@ -14,7 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
+from et_jax.models import checkpoint
 from et_jax.models.checkpoint import load, restore_converted, save_converted, sources_of, write_hugging_face
+from et_jax.models.config import ExpertConfig
 from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import initialise, num_weights
 
@@ -201,6 +203,54 @@ def test_a_damaged_folder_is_refused_in_one_sentence(folder, damage, words):
         load(folder)
     assert str(refusal.value).endswith(".")
     assert "\n" not in str(refusal.value)
+
+
+MIXTURE = dataclasses.replace(
+    CONFIG,
+    architecture="qwen2_moe",
+    experts=ExpertConfig(
+        num_experts=3, num_per_token=2, width=12, normalised=False, layers=(False, True), shared_width=8
+    ),
+)
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+
+@pytest.mark.parametrize("written", [write_hugging_face, save_converted])
+def test_a_mixture_returns_every_bit(tmp_path, written):
+    params = random_params(MIXTURE)
+    written(tmp_path, MIXTURE, params)
+    config, loaded = load(tmp_path)
+    assert config == MIXTURE
+    assert_same_bits(loaded, params)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda tensors: tensors.pop(EXPERT), f"lack the tensor {EXPERT}; fetch the files again"),
+        (
+            lambda tensors: tensors.update({EXPERT: tensors[EXPERT].T.copy()}),
+            rf"{EXPERT} has shape \[12, 16\] but \[16, 12\]",
+        ),
+        (lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.int8)}), f"{EXPERT} is stored as I8"),
+        (
+            lambda tensors: tensors.update({EXPERT.replace(".2.", ".3."): tensors[EXPERT]}),
+            r"experts.3.down_proj.weight has no place in this qwen2_moe model",
+        ),
+        (lambda tensors: tensors.pop("model.layers.1.mlp.gate.weight"), "lack the tensor model.layers.1.mlp.gate.weig"),
+        (
+            lambda tensors: tensors.update({"model.layers.1.mlp.gate.weight": np.zeros((4, 16), np.float32)}),
+            r"gate.weight has shape \[4, 16\] but \[3, 16\]",
+        ),
+    ],
+)
+def test_a_damaged_mixture_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, damage, words):
+    write_hugging_face(tmp_path, MIXTURE, random_params(MIXTURE))
+    change(tmp_path, damage)
+    monkeypatch.setattr(checkpoint, "_read", None)
+    with pytest.raises(UsageError, match=words) as refusal:
+        load(tmp_path)
+    assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
 
 
 def test_an_unknown_dtype_is_refused(folder):

@@ -19,11 +19,19 @@ from et_jax.models.transformer import describe
 PACKAGE = ROOT / "et_jax"
 DESCRIBING = ("models/families/", "evidence/", "training/")  # where models are described, or written about
 
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURE = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 12,
+}
+
 
 def shaped(name: str, **changes):
     """A small configuration of a family, as its config.json would be read."""
-    values = config_to_hugging_face(SMALL) | {"architectures": [FAMILIES[name].class_name]} | changes
-    return from_hugging_face(values)
+    values = config_to_hugging_face(SMALL) | {"architectures": [FAMILIES[name].class_name]}
+    return from_hugging_face(values | (MIXTURE if name in MIXTURES else {}) | changes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -31,7 +39,10 @@ def test_a_family_names_a_tensor_for_each_of_its_weights(name):
     config = shaped(name)
     sources = sources_of(config)
     joined = {"phi3": 3 * config.num_layers}  # q, k and v are one tensor, gate and up another
-    assert len(tensor_shapes(sources)) + joined.get(name, 0) == len(sources) == len(jax.tree.leaves(describe(config)))
+    assert len(sources) == len(jax.tree.leaves(describe(config)))
+    pieces = sum(len(source.pieces) for source in sources.values())
+    assert len(tensor_shapes(sources)) + joined.get(name, 0) == pieces
+    assert any(source.stacked for source in sources.values()) == (name in MIXTURES)
     assert sources["head"].pieces[0].tensor == family_of(config).head
 
 
@@ -58,6 +69,9 @@ def test_a_family_is_found_by_its_own_names(name):
         ("gemma3_text", {"sliding_window": 8}, (8, 8)),  # layer 6 is the first without
         ("phi3", {"sliding_window": 8}, (8, 8)),
         ("smollm3", {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
+        ("mixtral", {"sliding_window": 8}, (8, 8)),
+        ("mixtral", {"sliding_window": 0}, (None, None)),
+        ("qwen2_moe", {"sliding_window": 0, "max_window_layers": 28}, (None, None)),  # as transformers writes it
     ],
 )
 def test_windows_are_what_the_family_means_by_them(name, changes, windows):
@@ -78,6 +92,9 @@ def test_the_parts_that_config_json_does_not_say_are_those_of_the_family():
         "olmo2": (False, True),
         "smollm3": (False, False),
         "granite": (False, False),
+        "mixtral": (False, False),
+        "qwen2_moe": (True, False),
+        "qwen3_moe": (False, True),
     }
 
 
@@ -121,6 +138,51 @@ def test_the_text_model_is_read_of_a_config_json_of_text_and_images():
 def test_what_is_beyond_the_cache_is_refused_in_one_sentence(architecture, words):
     with pytest.raises(UsageError, match=f"{architecture} .*{words}.*; use one of .*$"):
         from_hugging_face({"architectures": [architecture]})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layers"),
+    [
+        ("mixtral", {}, (True, True, True, True)),
+        ("qwen2_moe", {}, (True, True, True, True)),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, (False, True, False, True)),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, (False, False, False, False)),
+        ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (False, True, False, False)),
+    ],
+)
+def test_some_layers_of_a_mixture_are_dense(name, changes, layers):
+    experts = shaped(name, num_hidden_layers=4, **changes).experts
+    assert experts is not None and experts.layers == layers
+    assert (experts.num_experts, experts.num_per_token) == (4, 2)
+    assert experts.width == (SMALL.intermediate_size if name == "mixtral" else 20)
+    assert experts.shared_width == (12 if name == "qwen2_moe" else None)
+
+
+def test_only_some_families_weigh_experts_by_their_shares():
+    normalised = {name: shaped(name).experts for name in MIXTURES}
+    assert {name: e.normalised for name, e in normalised.items() if e is not None} == {
+        "mixtral": True,
+        "qwen2_moe": False,
+        "qwen3_moe": False,
+    }
+    experts = shaped("qwen3_moe", norm_topk_prob=True).experts
+    assert experts is not None and experts.normalised
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_local_experts": None}, r"config.json: the field num_\w*experts is missing; take the file"),
+        ({"num_experts_per_tok": None}, "config.json: the field num_experts_per_tok is missing; take the file"),
+        ({"num_experts_per_tok": 5}, "config.json: num_experts_per_tok is 5 of 4 experts; take the file"),
+        ({"num_local_experts": 0}, "the field num_local_experts is 0"),
+        ({"num_local_experts": 4_000_000}, "config.json: there are 8000000 experts over all layers, more than 131072;"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_in_a_sentence(name, changes, said):
+    with pytest.raises(UsageError, match=said):
+        shaped(name, **changes)
 
 
 def strings(file: Path) -> list[str]:

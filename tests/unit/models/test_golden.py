@@ -4,17 +4,19 @@ import json
 
 import numpy as np
 import pytest
-from dense import dense_logits
+from dense import dense_logits, dense_pass
 from places import GOLDEN, SHARED
 
 from et_jax.models.checkpoint import load, read_config
+from et_jax.models.experts import choose, gate
 from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
+from et_jax.models.transformer import mix_as_trained
 
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
 
 
 def test_all_families_are_here():
-    assert len(FAMILIES) == 16
+    assert len(FAMILIES) == 21
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -29,6 +31,26 @@ def test_logits_equal_those_of_transformers(family):
 def test_a_configuration_survives_its_own_config_json(family):
     config = read_config(GOLDEN / family)
     assert from_hugging_face(config_to_hugging_face(config)) == config
+
+
+MIXTURES = [name for name in FAMILIES if "experts" in np.load(GOLDEN / name / "golden.npz")]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_tokens_go_to_the_experts_of_transformers_with_their_weights(family):
+    config, params = load(GOLDEN / family)
+    golden = np.load(GOLDEN / family / "golden.npz")
+    assert config.experts is not None and golden["tokens"].shape[0] == 3
+
+    def noting(layer, experts, x, choices):
+        choice = choose(config.experts, gate(experts, x.reshape(-1, x.shape[-1])))
+        return mix_as_trained(config.experts, experts, x), (*choices, choice)
+
+    choices = dense_pass(config, params, golden["tokens"], (), noting)[1]
+    assert len(choices) == sum(config.experts.layers) == len(golden["experts"])
+    for choice, numbers, weights in zip(choices, golden["experts"], golden["expert_weights"], strict=True):
+        np.testing.assert_array_equal(choice.expert, numbers)
+        np.testing.assert_allclose(choice.weight, weights, atol=1e-5)
 
 
 def test_greedy_texts_of_a_real_model_equal_those_of_transformers():

@@ -50,4 +50,4 @@ def test_the_state_kept_beside_the_code_can_be_continued():
     kept = load_file(folder / "weights.safetensors")
     assert len(kept) == len(jax.tree.leaves(state.params))
     np.testing.assert_array_equal(state.params.embedding.array, kept[".embedding"])
-    np.testing.assert_array_equal(state.params.layers[0].down.array, kept[".layers[0].down"])
+    np.testing.assert_array_equal(state.params.layers[0].q.array, kept[".layers[0].q"])

@@ -1,0 +1,31 @@
+"""A small mixture of experts with random weights."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from et_jax.evidence.shapes import SMALL
+from et_jax.models.config import ExpertConfig
+from et_jax.models.experts import Experts, choose, gate, mixed
+from et_jax.models.transformer import initialise
+
+WIDTH = 24
+CONFIG = ExpertConfig(num_experts=6, num_per_token=3, width=20, normalised=True, layers=(True,), shared_width=16)
+ONE_LAYER = dataclasses.replace(SMALL, hidden_size=WIDTH, num_layers=1, windows=(None,))
+
+
+def drawn(config: ExpertConfig = CONFIG, dtype=jnp.float32, width: int = WIDTH) -> Experts:
+    model = dataclasses.replace(ONE_LAYER, hidden_size=width, experts=config)
+    experts = initialise(model, jax.random.key(0), dtype).layers[0].experts
+    return jax.tree.map(lambda x: x * jnp.asarray(10, dtype), experts)
+
+
+def tokens(number: int, dtype=jnp.float32, width: int = WIDTH) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (number, width)).astype(dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def mix(config: ExpertConfig, experts: Experts, x, form: str):
+    return mixed(experts, x, choose(config, gate(experts, x)), form)

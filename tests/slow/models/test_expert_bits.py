@@ -1,0 +1,42 @@
+"""What a token's experts make of it has the same bits in any company, and a gradient."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mixtures import CONFIG, drawn, mix, tokens
+
+from et_jax.models.experts import choose, gate, mixed
+from et_jax.types import replace
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("num_experts", "shared_width"), [(8, None), (68, 48)])
+def test_a_token_has_the_same_bits_among_any_number(dtype, num_experts, shared_width):
+    """The router has few outputs past a multiple of 64, which a product by itself does not keep alike."""
+    config = dataclasses.replace(CONFIG, num_experts=num_experts, width=48, shared_width=shared_width)
+    experts, x = drawn(config, dtype, 256), tokens(700, dtype, 256)
+    most = np.asarray(mix(config, experts, x, "loop"))
+    for number in (2, 3, 17, 64, 130):
+        assert np.asarray(mix(config, experts, x[:number], "loop")).tobytes() == most[:number].tobytes(), number
+        assert np.asarray(mix(config, experts, x[-number:], "loop")).tobytes() == most[-number:].tobytes(), number
+
+
+def test_ragged_products_have_a_gradient():
+    """That of the loop, by a difference."""
+    experts, x = drawn(), tokens(5)
+
+    @partial(jax.jit, static_argnums=1)
+    def loss(experts, form):
+        return jnp.sum(mixed(experts, x, choose(CONFIG, gate(experts, x)), form) ** 2)
+
+    found = jax.grad(loss)(experts, "ragged").up.array
+    steepest = np.unravel_index(np.abs(found).argmax(), found.shape)
+    nudge = jnp.zeros_like(found).at[steepest].set(1e-2)
+    above, below = (
+        loss(replace(experts, up=replace(experts.up, array=experts.up.array + way * nudge)), "loop") for way in (1, -1)
+    )
+    np.testing.assert_allclose(found[steepest], (above - below) / 2e-2, rtol=1e-2)

@@ -1,0 +1,94 @@
+"""Mixtures of experts: equal to their definition, by the token alone, and no expert is read for nothing."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mixtures import CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
+
+from et_jax.models.config import ExpertConfig
+from et_jax.models.experts import Experts, choose, gate, mixed, rows_per_turn
+from et_jax.models.transformer import initialise, num_multiplied, num_weights
+from et_jax.types import replace
+
+
+def defined(config: ExpertConfig, experts: Experts, x) -> np.ndarray:
+    """The sum of the likeliest experts, token by token, in float64."""
+    e = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), experts)
+
+    def silu(z):
+        return z / (1 + np.exp(-z))
+
+    def feed_forward(gate, up, down, row):
+        return down @ (silu(gate @ row) * (up @ row))
+
+    out = []
+    for row in np.asarray(x, np.float64):
+        probability = np.exp(e.router @ row)
+        probability /= probability.sum()
+        best = np.argsort(-probability)[: config.num_per_token]
+        weight = probability[best] / (probability[best].sum() if config.normalised else 1)
+        parts = [feed_forward(e.gate.array[i], e.up.array[i], e.down.array[i], row) for i in best]
+        one = sum(share * part for share, part in zip(weight, parts, strict=True))
+        if config.shared_width:
+            shared = feed_forward(e.shared.gate.array, e.shared.up.array, e.shared.down.array, row)
+            one = one + shared / (1 + np.exp(-(e.shared.router @ row)))
+        out.append(one)
+    return np.array(out)
+
+
+@pytest.mark.parametrize("form", ["loop", "ragged"])
+@pytest.mark.parametrize("changes", [{}, {"normalised": False}, {"shared_width": None}])
+def test_a_mixture_is_the_weighed_sum_of_the_likeliest_experts(form, changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    experts, x = drawn(config), tokens(40)
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(mix(config, experts, x, form), defined(config, experts, x), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_that_no_token_goes_to_are_not_read():
+    experts, x = drawn(), tokens(2)
+    touched = choose(CONFIG, gate(experts, x)).touched(CONFIG.num_experts)
+    assert 0 < touched.sum() < CONFIG.num_experts
+    unread = jnp.where(touched[:, None, None], 0.0, jnp.nan)
+    broken = {
+        name: replace(leaf, array=leaf.array + unread)
+        for name in ("gate", "up", "down")
+        for leaf in [getattr(experts, name)]
+    }
+    np.testing.assert_array_equal(mix(CONFIG, replace(experts, **broken), x, "loop"), mix(CONFIG, experts, x, "loop"))
+
+
+def test_fewer_experts_share_the_weight_and_none_have_none():
+    experts, x = drawn(), tokens(3)
+    probability = np.asarray(gate(experts, x))
+    choice = choose(CONFIG, jnp.asarray(probability), lambda _: jnp.asarray([3, 2, 0]))
+    best = -np.sort(-probability, axis=1)
+    np.testing.assert_allclose(choice.weight[0], best[0, :3] / best[0, :3].sum(), rtol=1e-6)
+    np.testing.assert_allclose(choice.weight[1], [*(best[1, :2] / best[1, :2].sum()), 0], rtol=1e-6)
+    assert choice.expert[1, 2] == CONFIG.num_experts and (choice.expert[2] == CONFIG.num_experts).all()
+    assert not choice.weight[2].any()
+    np.testing.assert_array_equal(choice.expert[:2, :2], np.argsort(-probability, axis=1)[:2, :2])
+    out = jax.jit(partial(mixed, form="loop"))(replace(experts, shared=None), x, choice)
+    assert out[0].any() and not out[2].any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [((2, 8, 128), 2), ((16, 8, 128), 4), ((64, 4, 32), 8), ((512, 8, 128), 32), ((512, 2, 8), 32)]
+)
+def test_a_turn_multiplies_about_as_many_tokens_as_an_expert_has(sizes, rows):
+    assert rows_per_turn(*sizes) == rows
+
+
+def test_weights_are_counted_by_layer_and_those_multiplied_by_token():
+    layers = (True, False, True)
+    model = dataclasses.replace(
+        ONE_LAYER, num_layers=3, windows=(None,) * 3, experts=dataclasses.replace(CONFIG, layers=layers)
+    )
+    held = sum(leaf.size for leaf in jax.tree.leaves(initialise(model, jax.random.key(0))))
+    assert num_weights(model) == held
+    expert, unmet = 3 * CONFIG.width * WIDTH, CONFIG.num_experts - CONFIG.num_per_token
+    assert num_multiplied(model) == held - model.vocab_size * WIDTH - 2 * unmet * expert
