@@ -177,9 +177,9 @@ class RooflineLength(DraftLength):
     p, c and w(k) are as for `AcceptanceLength`. Times are counted in readings of the weights: a plain step is one, and
     reads L tokens of the cache, each `cached` = a; a drafted token is another pass that reads a `share` s of them; and
     each of the w(k) that a step has room for is a row of the weights' and, at `cached_row_cost` = e of reading it once,
-    of the cache's. So nothing
-    is drafted where a text is short. Where drafts would pay if they held, but do not hold, one token is drafted again
-    when that costs a hundredth of the steps since.
+    of the cache's. So nothing is drafted where a text is short, nor where less than 15% would be gained, for costs are
+    roughly known. Where drafts would pay if they held, but do not hold, one token is drafted again when that costs a
+    hundredth of the steps since.
     """
 
     cached: Number
