@@ -75,8 +75,13 @@ def window_spelling(config: ModelConfig) -> dict[str, Any]:
 
 
 def windows_from(file: ConfigFile, first: int) -> Windows:
-    """Return the window of each layer: by layer_types where they are given, else of all from layer `first` on."""
-    window, layers = file.sliding_window or None, range(file.num_hidden_layers)
+    """Return the window of each layer: by layer_types where they are given, else of all from layer `first` on.
+
+    Raises ValueError for a window of 0.
+    """
+    window, layers = file.sliding_window, range(file.num_hidden_layers)
+    if window == 0:  # as written where no layer slides
+        raise ValueError("the field sliding_window is 0, and layers slide")
     slide = [kind == SLIDING for kind in file.layer_types] if file.layer_types else [i >= first for i in layers]
     return tuple(window if slides else None for slides in slide)
 

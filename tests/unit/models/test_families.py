@@ -70,7 +70,6 @@ def test_a_family_is_found_by_its_own_names(name):
         ("phi3", {"sliding_window": 8}, (8, 8)),
         ("smollm3", {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
         ("mixtral", {"sliding_window": 8}, (8, 8)),
-        ("mixtral", {"sliding_window": 0}, (None, None)),
         ("qwen2_moe", {"sliding_window": 0, "max_window_layers": 28}, (None, None)),  # as transformers writes it
     ],
 )
