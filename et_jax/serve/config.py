@@ -129,7 +129,7 @@ class EngineConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         # a law that does not say what it sets may want to know the model's shapes, and is asked once they are known
-        laws = controller(self.control, None)
+        laws = self._with_experts(controller(self.control, None))
         compat.check(self.case(laws, steers=lambda: not READING.isdisjoint(laws.law.sets or ())))
 
     def case(self, laws: Controller, **known: Any) -> compat.Case:
@@ -153,7 +153,10 @@ class EngineConfig:
 
         With the rule for experts, unless it has its own.
         """
-        laws, rule = controller(control, platform()), self.experts
+        return self._with_experts(controller(control, platform()))
+
+    def _with_experts(self, laws: Controller) -> Controller:
+        rule = self.experts
         if isinstance(rule, str):
             share = None if rule not in SHARES else self.expert_share  # for others `compat` refuses it
             rule = RULES[rule](**({} if share is None else {SHARES[rule]: share}))

@@ -125,6 +125,7 @@ def test_trace_and_json_agree(folder: Path, tmp_path: Path, capfd: pytest.Captur
     assert header == {"trace": VERSION, "model": str(folder), "control": "off", "n": 1} | {
         "prompt": about.prompt,
         "prompt_tokens": about.prompt_tokens,
+        "min_context": None,
     }
     assert (about.prompt, about.prompt_tokens) == ("It was", 6)
     assert [row["token"] for row in rows] == completion["token_ids"]

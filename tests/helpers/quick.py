@@ -18,7 +18,8 @@ def busy():  # in a library, where no handler runs
 class Model:
     metrics = SimpleNamespace(write=lambda path: None)
     def warm_up(self): pass
-    def sequences(self, index, request): return [SimpleNamespace(prompt=request.prompt, prompt_ids=[1])]
+    def sequences(self, index, request):
+        return [SimpleNamespace(prompt=request.prompt, prompt_ids=[1], laws=SimpleNamespace(min_context=None))]
     def stream(self, prompts, params, cancelled):
         texts = [" \\xe9tait", " une", " fois"]
         trace = []

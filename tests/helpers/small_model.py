@@ -81,7 +81,7 @@ def request(
         logprobs=jnp.bool_(False),
         sampling=sampling.Sampling(**fields, top_k=top_k, key=jax.random.key_data(jax.random.key(seed))),
         in_prompt=None,
-        text=None,
+        text=jnp.zeros(LENGTH, jnp.int32),
         num_drafted=jnp.int32(0),
     )
 

@@ -110,7 +110,7 @@ def test_a_model_in_8_bits_is_near_the_one_that_it_was_made_of():
     """Of a hundred roundings to 127ths a logit keeps two digits; weights of one rounding wrong would keep none."""
     positions = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
 
-    def attend(layer, q, k, v, memory):
+    def attend(layer, q, k, v, memory, softmax):
         return q, memory
 
     exact, rounded = (
