@@ -26,7 +26,7 @@ from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, by_acceptance
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, draft_tables
 from et_jax.evidence.held_out import in_a_circle
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.evidence.shapes import SMOLLM_135M
@@ -184,12 +184,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.part != "forced":
         prompted = of_prompts(args.rounds, args.most)
-        print(tables.drafting(prompted))
+        print(draft_tables.drafting(prompted))
         settings = {"rounds": args.rounds, "most": args.most, "tokens": TOKENS}
         write(args.folder / "drafting.json", "scripts/bench_drafting.py", settings, prompted=prompted)
     if args.part != "prompts":
         forced = [case for batch in args.batches for case in at_rates(batch, args.lengths, args.rates, args.rounds)]
-        print(tables.drafting_forced(forced))
+        print(draft_tables.drafting_forced(forced))
         settings = {"rounds": args.rounds, "tokens": LENGTH - 1}
         write(args.folder / "drafting_forced.json", "scripts/bench_drafting.py", settings, forced=forced)
 

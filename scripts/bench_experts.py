@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 
 from et_jax.evidence import arguments
 from et_jax.evidence.results import write
+from et_jax.evidence.serving_tables import experts
 from et_jax.evidence.shapes import SMALL
-from et_jax.evidence.tables import experts
 from et_jax.models.config import ExpertConfig
 from et_jax.models.experts import Choice, Experts, mixed
 from et_jax.models.model import expert_bytes

@@ -29,7 +29,7 @@ from et_jax.control import clock, entropy, guards, priority, smoothing, temperat
 from et_jax.control.base import ControlState, Law, Signals, chain
 from et_jax.control.controller import Controller
 from et_jax.decode.decoder import decode
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, serving_tables
 from et_jax.evidence.results import write
 from et_jax.evidence.shapes import LLAMA_3_8B, SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
@@ -157,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     results = [measure(batch, args) for batch in args.batch]
     large = large_model()
-    print(tables.overhead(results, large))
+    print(serving_tables.overhead(results, large))
     settings = {name: getattr(args, name) for name in ("context", "rounds", "repeats")} | {"dtype": "bfloat16"}
     model = "random weights in the shape of SmolLM-135M"
     write(args.output, "scripts/bench_overhead.py", settings | {"model": model}, rows=results, llama_3_8b=large)

@@ -22,7 +22,7 @@ import numpy as np
 from et_jax.decode.decoder import decode
 from et_jax.decode.prefill import prefill
 from et_jax.decode.state import empty
-from et_jax.evidence import arguments, held_out, paired, tables
+from et_jax.evidence import arguments, held_out, paired, serving_tables
 from et_jax.evidence.arguments import DEPTHS
 from et_jax.evidence.results import write
 from et_jax.evidence.shapes import SMOLLM_135M
@@ -143,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     with arguments.refusals("bench_quantize"):
         known, timed = quality(args), speed(args)
-    print(tables.quantized(known, timed))
+    print(serving_tables.quantized(known, timed))
     names = ("model", "rows", "length", "task_length", "samples", "context", "rounds")
     settings = {name: getattr(args, name) for name in names} | {"text": args.text.name}
     write(args.output, "scripts/bench_quantize.py", settings, quality=known, speed=timed)

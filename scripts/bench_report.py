@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import et_jax
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, serving_tables
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.report.page import write_report
 from et_jax.serve.completions import Completion
@@ -114,7 +114,7 @@ def main() -> None:
         pictures(browser, Path(folder) / f"{args.tokens[0]}.html", args.pictures)
         version = browser.version
         browser.close()
-    print(tables.rows(rows))
+    print(serving_tables.rows(rows))
     settings = {"rounds": args.rounds, "browser": f"Chromium {version}"}
     write(args.output, "scripts/bench_report.py", settings, rows=rows)
 

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from et_jax.decode import sampling
 from et_jax.decode.decoder import decode
 from et_jax.decode.noise import exponential, random_bits
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, serving_tables
 from et_jax.evidence.results import write
 from et_jax.evidence.states import filled, whole_context
 from et_jax.pallas.backend import pick
@@ -212,7 +212,7 @@ def main() -> None:
     model = load()
     steps = [measure_step(model, rows, args.rounds) for rows in args.step_rows]
     cases = [measure(size, rows, args.rounds) for size in args.vocabularies for rows in args.rows]
-    print(tables.sampling(cases, steps))
+    print(serving_tables.sampling(cases, steps))
     settings = {"rounds": args.rounds, "temperature": 0.8, "context": CONTEXT, "backend": pick()}
     write(args.output, "scripts/bench_sampling.py", settings, cases=cases, steps=steps)
 

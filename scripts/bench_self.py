@@ -29,7 +29,7 @@ from et_jax.decode.draft import Drafting, Pruned, by_roofline
 from et_jax.decode.plant import Weights
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, draft_tables
 from et_jax.evidence.results import REPOSITORY, write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, with_random_pages
@@ -238,7 +238,7 @@ def main() -> None:
                 continue
             cases += compared(context, sequences, args.tokens, args.rounds, args.rates)
     free = of_bundled(args.prompts, args.tokens, args.rounds) if args.part != "filled" else []
-    print(tables.self_drafting(cases), tables.self_drafting_free(free), sep="\n\n")
+    print(draft_tables.self_drafting(cases), draft_tables.self_drafting_free(free), sep="\n\n")
     settings = {"rounds": args.rounds, "tokens": args.tokens, "page_size": PAGE, "most": MOST}
     settings |= {"share": Pruned.share, "mass": Pruned.mass}
     write(args.output, "scripts/bench_self.py", settings, cases=cases, left_out=left_out, free=free)

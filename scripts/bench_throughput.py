@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, serving_tables
 from et_jax.evidence.results import REPOSITORY, write
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
@@ -119,7 +119,7 @@ def main() -> None:
     rows = [summary(name, taken, rounds["one at a time"]) for name, taken in rounds.items()]
     settings = {name: getattr(value, "name", value) for name, value in vars(args).items() if name != "output"}
     write(args.output, "scripts/bench_throughput.py", settings, rows=rows)
-    print(tables.throughput(rows))
+    print(serving_tables.throughput(rows))
 
 
 def summary(name: str, taken: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:

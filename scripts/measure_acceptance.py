@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import arguments, draft_tables
 from et_jax.evidence.coupling import acceptance
 from et_jax.evidence.held_out import cut, held_out_logits, texts
 from et_jax.evidence.results import write
@@ -127,7 +127,12 @@ def main() -> None:
             drafts = of_lengths(args, sources)
         if args.part in (None, "self"):
             own = [case for name in (args.model, args.drafter) for case in of_itself(name, sources)]
-    print(tables.acceptance(cases), tables.draft_lengths(drafts, "0.1"), tables.self_acceptance(own), sep="\n\n")
+    print(
+        draft_tables.acceptance(cases),
+        draft_tables.draft_lengths(drafts, "0.1"),
+        draft_tables.self_acceptance(own),
+        sep="\n\n",
+    )
     given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
     settings = {name: getattr(args, name) for name in given}
     settings |= {"prompt_tokens": LENGTH, "row_cost": ROW_COST, "dtype": "float32"}

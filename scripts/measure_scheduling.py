@@ -36,7 +36,7 @@ from et_jax.control.base import Law, PriorityRule, chain
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, misplaced, tables
+from et_jax.evidence import arguments, misplaced, serving_tables
 from et_jax.evidence.held_out import texts
 from et_jax.evidence.results import REPOSITORY, write
 from et_jax.io.texts import read_text
@@ -332,7 +332,7 @@ def main() -> None:
             named = {"model": Path(name).name, "trace": path.name, "lengths": lengths}
             loads = args.load[:1] if found else args.load
             found += cases(loaded[name], named, stretches, loads, args.longest[1])
-            print(f"{tables.scheduling(found[-len(loads) :])}\n", flush=True)
+            print(f"{serving_tables.scheduling(found[-len(loads) :])}\n", flush=True)
     except (UsageError, OSError) as error:
         sys.exit(str(error))
     names = ("requests", "stretches", "batch", "longest")

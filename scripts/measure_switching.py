@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from et_jax.control.controller import Controller
 from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, SwitchState
 from et_jax.decode.sampling import fold_key, plain, sample_token
-from et_jax.evidence import arguments, paired, tables
+from et_jax.evidence import arguments, paired, serving_tables
 from et_jax.evidence.held_out import cut, held_out_logits, texts
 from et_jax.evidence.results import write
 from et_jax.serve.completions import Completion
@@ -222,7 +222,7 @@ def main() -> None:
         prompts = cut(models["model"], str(args.text), texts(args.text), args.prompts, args.tokens)
         asked = grid(counter(models["model"]), list(TASKS), [args.length], depths=5, samples=args.samples)
         lines = measure(models, single, prompts, asked)
-    print(tables.switching(lines, len(asked)))
+    print(serving_tables.switching(lines, len(asked)))
     settings = {name: getattr(args, name) for name in ("model", "small", "prompts", "tokens", "samples", "length")}
     write(args.output, "scripts/measure_switching.py", settings, lines=lines, questions=len(asked))
 

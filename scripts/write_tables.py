@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from et_jax.evidence import prompt_tables, tables
+from et_jax.evidence import draft_tables, prompt_tables, serving_tables, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS
 from et_jax.evidence.roofline import roofline, self_drafting
 from et_jax.io.files import replace_file
@@ -30,8 +30,8 @@ COST = "0.1"  # of a drafter's step, over the model's: of the time saved by stop
 # By part of the document: the file of results, and the table made of it.
 CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "estimators": ("estimators.json", lambda found: tables.estimators(found["cases"])),
-    "overhead": ("overhead.json", lambda found: tables.overhead(found["rows"], found["llama_3_8b"])),
-    "sampling": ("sampling.json", lambda found: tables.sampling(found["cases"], found["steps"])),
+    "overhead": ("overhead.json", lambda found: serving_tables.overhead(found["rows"], found["llama_3_8b"])),
+    "sampling": ("sampling.json", lambda found: serving_tables.sampling(found["cases"], found["steps"])),
     "selection_cost": ("selection_cost.json", lambda found: tables.selection_cost(found["cases"])),
     "bounds": ("bounds.json", lambda found: tables.bounds(found["cases"])),
     "temperature": ("temperature.json", lambda found: tables.temperature(found["models"], TARGET)),
@@ -45,21 +45,21 @@ CONTROL: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "steps": ("steps.json", lambda found: tables.steps(found["cases"])),
 }
 SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "throughput": ("throughput.json", lambda found: tables.throughput(found["rows"])),
-    "scheduling": ("scheduling.json", lambda found: tables.scheduling(found["cases"])),
-    "starts": ("starts.json", lambda found: tables.starts(found["starts"])),
+    "throughput": ("throughput.json", lambda found: serving_tables.throughput(found["rows"])),
+    "scheduling": ("scheduling.json", lambda found: serving_tables.scheduling(found["cases"])),
+    "starts": ("starts.json", lambda found: serving_tables.starts(found["starts"])),
 }
 DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "acceptance": ("acceptance.json", lambda found: tables.acceptance(found["acceptance"])),
-    "drafting": ("drafting.json", lambda found: tables.drafting(found["prompted"])),
-    "drafting_forced": ("drafting_forced.json", lambda found: tables.drafting_forced(found["forced"])),
-    "draft_lengths": ("acceptance.json", lambda found: tables.draft_lengths(found["drafts"], COST)),
-    "self_drafting": ("self_drafting.json", lambda found: tables.self_drafting(found["cases"])),
-    "self_drafting_free": ("self_drafting.json", lambda found: tables.self_drafting_free(found["free"])),
-    "self_acceptance": ("acceptance.json", lambda found: tables.self_acceptance(found["self"])),
+    "acceptance": ("acceptance.json", lambda found: draft_tables.acceptance(found["acceptance"])),
+    "drafting": ("drafting.json", lambda found: draft_tables.drafting(found["prompted"])),
+    "drafting_forced": ("drafting_forced.json", lambda found: draft_tables.drafting_forced(found["forced"])),
+    "draft_lengths": ("acceptance.json", lambda found: draft_tables.draft_lengths(found["drafts"], COST)),
+    "self_drafting": ("self_drafting.json", lambda found: draft_tables.self_drafting(found["cases"])),
+    "self_drafting_free": ("self_drafting.json", lambda found: draft_tables.self_drafting_free(found["free"])),
+    "self_acceptance": ("acceptance.json", lambda found: draft_tables.self_acceptance(found["self"])),
 }
 SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "switching": ("switching.json", lambda found: tables.switching(found["lines"], found["questions"])),
+    "switching": ("switching.json", lambda found: serving_tables.switching(found["lines"], found["questions"])),
 }
 ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prefill": ("prefill.json", lambda found: prompt_tables.prefill(found["cases"])),
@@ -79,15 +79,15 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "compression_cost": ("compression_cost.json", lambda found: prompt_tables.compression_cost(found["cases"])),
 }
 EXPERTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "experts": ("experts.json", lambda found: tables.experts(found["cases"]))
+    "experts": ("experts.json", lambda found: serving_tables.experts(found["cases"]))
 }
 REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "report": ("report.json", lambda found: tables.rows(found["rows"])),
+    "report": ("report.json", lambda found: serving_tables.rows(found["rows"])),
 }
 QUANTIZED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "quantize": ("quantize.json", lambda found: tables.quantized(found["quality"], found["speed"])),
+    "quantize": ("quantize.json", lambda found: serving_tables.quantized(found["quality"], found["speed"])),
 }
-SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", tables.ray)}
+SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", serving_tables.ray)}
 DOCUMENTS = {
     "measurements.md": CONTROL,
     "serving.md": SERVING,

@@ -123,7 +123,7 @@ class Costs:
 ON_CPUS = Costs(row=0.1, cached_row=0.2, cached=3.0, passing=40e6)
 """A row costs 0.04 by `benchmarks/results/drafting_forced.json`, more where the machine's cache holds the weights.
 
-The others are measured on two cores, in bfloat16, on the shape of SmolLM-135M (`scripts/bench_self.py`).
+The others are rough: chosen by a few timings of the shape of SmolLM-135M on two cores, in bfloat16.
 """
 
 ON_CHIPS = Costs(row=0.01, cached_row=0.01, cached=1.0, passing=0.0)

@@ -9,6 +9,6 @@ while it reads less, `prompt_arms` while it reads less of the text as a prompt, 
 forgot a part of it, and `paired` compares ways of reading less at equal budgets, row by row. `misplaced` shows laws
 the entropies of other sequences or moments. `coupling` is how often two models agree that sample with one noise,
 `walks` what drafts along a text would take. `results` writes what was found with the machine it was found on, and
-`tables`, `prompt_tables` and `figures` show it. `calibration` fits a temperature to it, `roofline` says what no kernel
-can beat. Nothing that decodes imports this package.
+`tables`, of reading, `prompt_tables`, `draft_tables`, `serving_tables` and `figures` show it. `calibration` fits a
+temperature to it, `roofline` says what no kernel can beat. Nothing that decodes imports this package.
 """

@@ -196,9 +196,9 @@ DECODINGS = (
         )
         for name, model, num_layers, max_length, seldom in (
             ("gemma2_2b, 26 layers", GEMMA2_2B, 26, 8192, ("TPU v5e", "H200")),
-            ("gemma3_4b, 34 layers", GEMMA3_4B, 34, 16384, ("TPU v5e", "H200")),
+            ("gemma3_4b, 34 layers", GEMMA3_4B, 34, 16384, ("TPU v5e", "TPU v6e", "H200")),
             ("phi_4, 40 layers", PHI_4, 40, 8192, ("TPU v5e", "TPU v6e")),  # whose memories do not hold its weights
-            ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "H200")),
+            ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "TPU v6e", "H200")),
         )
     ),
     Decoding(
@@ -268,7 +268,7 @@ DECODINGS = (
         drafts=8,
         functions=("decode",),
         by_xla=False,
-        seldom=("TPU v5e",),
+        seldom=("TPU v5e", "TPU v6e"),
     ),
     Decoding(
         name="qwen3_30b_a3b, 48 layers",
@@ -289,7 +289,7 @@ DECODINGS = (
         prefill_batch=512,
         functions=("decode", "prefill"),
         by_xla=False,
-        seldom=("TPU v6e",),
+        seldom=("TPU v6e", "H200"),
     ),
     *(
         Decoding(
