@@ -146,20 +146,22 @@ def rounded(x: Float[Array, "*b i"]) -> tuple[Int[Array, "*b i"], Float[Array, "
     return jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None]).astype(jnp.int8), scale
 
 
-def to_int8(weight: Float[np.ndarray, "o i"], dtype: DTypeLike) -> Int8:
-    """Return a matrix in 8 bits: each output's numbers are rounded to 127ths of the largest of them.
+def to_int8(weight: Float[np.ndarray, "*l o i"], dtype: DTypeLike) -> Int8:
+    """Return a matrix, or several, in 8 bits: each output's numbers are rounded to 127ths of the largest of them.
 
     Raises ValueError for rows so long that a sum of 32 bits might not hold a product with one.
     """
     if weight.shape[-1] > _WIDEST:
         raise ValueError(f"weight: got {weight.shape[-1]} inputs, wanted at most {_WIDEST} for sums of 32 bits")
-    array, scale = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
-    for begin in range(0, len(weight), _ROWS):
-        part, rows = weight[begin : begin + _ROWS].astype(np.float32), slice(begin, begin + _ROWS)
+    outputs = weight.reshape(-1, weight.shape[-1])
+    array, scale = np.empty(outputs.shape, np.int8), np.empty(len(outputs), np.float32)
+    for begin in range(0, len(outputs), _ROWS):
+        part, rows = outputs[begin : begin + _ROWS].astype(np.float32), slice(begin, begin + _ROWS)
         scale[rows] = np.abs(part).max(axis=-1) / np.float32(_MOST)
         with np.errstate(invalid="ignore"):  # of what is not finite: the scale says so
             array[rows] = np.rint(part / np.where(scale[rows] > 0, scale[rows], 1)[:, None])
-    return Int8(array=array, scale=scale, dtype=np.dtype(dtype))
+    shape = weight.shape
+    return Int8(array=array.reshape(shape), scale=scale.reshape(shape[:-1]), dtype=np.dtype(dtype))
 
 
 def quantized(tree: Any, dtype: DTypeLike) -> Any:

@@ -158,7 +158,8 @@ def test_what_a_model_served_is_read_back_equal(file):
     stream = model.stream("It was late in the évening", cancelled=lambda: len(events) > 40, **asked)
     events.extend(stream)
     done = sorted((one.completion for one in events if one.completion), key=lambda one: one.index)
-    about = dataclasses.replace(ABOUT, n=3, prompt=done[0].prompt, prompt_tokens=done[0].prompt_tokens)
+    first = {"prompt": done[0].prompt, "prompt_tokens": done[0].prompt_tokens, "min_context": done[0].min_context}
+    about = dataclasses.replace(ABOUT, n=3, **first)
     assert read_trace(written(file, events, about)) == (about, done)
     assert all(row.reads and row.top for one in done for row in one.trace)
 

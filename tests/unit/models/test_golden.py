@@ -33,6 +33,14 @@ def test_a_configuration_survives_its_own_config_json(family):
     assert from_hugging_face(config_to_hugging_face(config)) == config
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", "phi3", "qwen2_moe"])
+def test_weights_in_8_bits_give_nearly_the_logits_whatever_is_stacked_or_fused(family):
+    golden = np.load(GOLDEN / family / "golden.npz")
+    config, params = load(GOLDEN / family, quantize="int8")
+    off = np.abs(dense_logits(config, params, golden["tokens"]) - golden["logits"]).mean()
+    assert 0 < off < 0.06 * golden["logits"].std()  # a few roundings to 127ths; a wrong scale would leave nothing
+
+
 MIXTURES = [name for name in FAMILIES if "experts" in np.load(GOLDEN / name / "golden.npz")]
 
 
