@@ -78,8 +78,8 @@ def texts(config: ModelConfig, params: Params, tokens: Int[Array, "r t"]) -> Tex
     if any(window is not None for window in config.windows):
         raise ValueError(f"config.windows: got {config.windows}, wanted no sliding window in any layer")
 
-    def dense(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), (*memory, (q[0], k[0], v[0]))
+    def dense(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
+        return jax.nn.dot_product_attention(q, k, v, scale=softmax.scale, is_causal=True), (*memory, (q[0], k[0], v[0]))
 
     def one(row: Int[Array, " t"]) -> Texts:
         with jax.default_matmul_precision("highest"):

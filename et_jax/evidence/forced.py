@@ -77,8 +77,9 @@ def text(config: ModelConfig, params: Params, tokens: Int[Array, "r t"], start: 
         raise ValueError(f"config.windows: got {config.windows}, wanted no sliding window in any layer")
     given = tokens[:, :-1]
 
-    def dense(layer: int, q: Array, k: Array, v: Array, memory: Any) -> tuple[Array, Any]:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), (*memory, (k[0, :start], v[0, :start]))
+    def dense(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
+        out = jax.nn.dot_product_attention(q, k, v, scale=softmax.scale, is_causal=True)
+        return out, (*memory, (k[0, :start], v[0, :start]))
 
     @jax.jit
     def one(row: Int[Array, " t"]) -> tuple[Array, tuple]:

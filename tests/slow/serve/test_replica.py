@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from reopened import reopened
 
+import et_jax
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -142,8 +143,8 @@ def test_a_pool_that_runs_short_preempts_and_no_text_changes(model):
 def test_under_pruning_too(model, requests, control):
     few = requests[:16]
     quiet, busy = opened(model, prefix_cache=False), opened(model, preempt_every=2)
-    apart = [quiet.generate(request, control=control)[0] for request in few]
-    together = busy.generate(few, control=control)
+    apart = [quiet.generate(request, control=et_jax.preset(control))[0] for request in few]
+    together = busy.generate(few, control=et_jax.preset(control))
     assert all(same(*pair) for pair in zip(together, apart, strict=True))
     assert busy.metrics.preemptions > 4 and busy.metrics.cached_prompt_tokens > 0
     assert any(row.blocks_read < row.blocks_held for completion in together for row in completion.trace)
