@@ -236,7 +236,7 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(student, teacher, 
         distillation.read_teacher(teacher_folder, fewer)
     sliding = dataclasses.replace(teacher.config, architecture="mistral", windows=(8, 8))
     export.export(teacher.params, sliding, mixed_data[0], tmp_path)
-    with pytest.raises(UsageError, match="sliding windows"):
+    with pytest.raises(UsageError, match="layers with windows"):
         distillation.read_teacher(tmp_path, student)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"no readable tokenizer\.json"):
