@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_among_any_number(model, dtype, control):
     check(model, dtype, control, MANY)
 
 
-@pytest.mark.parametrize(("model", "dtype"), [(WIDE, jnp.float32), (LONE, jnp.bfloat16)])
+@pytest.mark.parametrize(("model", "dtype"), [(LONE, jnp.bfloat16)])
 def test_a_row_has_the_same_bits_among_any_number_by_products_in_8_bits(model, dtype):
     check(model, dtype, "off", (2, 17, 144), "int8")
 

@@ -77,7 +77,7 @@ def begin(d: decoding.Decoder, seed: int) -> DecodeState:
             key=jax.random.key_data(jax.random.key(seed)),
         ),
         in_prompt=jnp.arange(64) == 3,
-        text=None,
+        text=jnp.zeros(1, jnp.int32),
         num_drafted=jnp.int32(0),
     )
     return d.insert(d.empty(), 1, request)
