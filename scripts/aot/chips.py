@@ -195,7 +195,7 @@ DECODINGS = (
             seldom=seldom,
         )
         for name, model, num_layers, max_length, seldom in (
-            ("gemma2_2b, 26 layers", GEMMA2_2B, 26, 8192, ("TPU v5e", "H200")),
+            ("gemma2_2b, 26 layers", GEMMA2_2B, 26, 16384, ("TPU v5e", "H200")),
             ("gemma3_4b, 34 layers", GEMMA3_4B, 34, 16384, ("TPU v5e", "TPU v6e", "H200")),
             ("phi_4, 40 layers", PHI_4, 40, 8192, ("TPU v5e", "TPU v6e")),  # whose memories do not hold its weights
             ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "TPU v6e", "H200")),
