@@ -50,7 +50,8 @@ def mix(
     Padding goes to none. With `rules` a row has one token.
     """
     config = plant.model.experts
-    assert config is not None
+    if config is None:
+        raise ValueError("plant: got a model without experts, wanted one that mixes them")
     (num_rows, length, _), flat = x.shape, x.reshape(-1, x.shape[-1])
     real = (jnp.arange(length) < chunk.count[:, None]).reshape(-1)
 
