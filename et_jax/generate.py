@@ -24,6 +24,7 @@ from et_jax.cli import command, flags, streams
 from et_jax.cli.signals import Signals, guard
 from et_jax.control.presets import KNOBS, PRESETS
 from et_jax.errors import UsageError
+from et_jax.io import later
 
 if TYPE_CHECKING:
     from et_jax.batch.tasks import Defaults
@@ -247,7 +248,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             trace = TraceWriter(stack.enter_context(streams.open_text(args.trace)), about)
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         events = model.stream(ids, params, cancelled=signals.noted)
-        model.warm_up()  # before there is a text to keep: an interrupt ends it at once
+        model.warm_up(drafts=False)  # before there is a text to keep: an interrupt ends it at once
         signals.hold()
         for event in events:
             signals.said = "interrupted"
@@ -437,4 +438,4 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
 if __name__ == "__main__":
     guard()
-    sys.exit(main())
+    later.leave(main())

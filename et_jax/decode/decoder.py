@@ -33,13 +33,16 @@ def decode(
     state: DecodeState,
     num_steps: Int[Array, ""],
     until_end: Bool[Array, ""] | bool = False,
+    *,
+    drafts: bool = True,
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
 
     With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting
-    for. Returns the outputs stacked over `max_steps`, of which the returned number were run.
+    for. Without `drafts` no step has any. Returns the outputs stacked over `max_steps`, of which the returned number
+    were run.
     """
-    one = jax.jit(partial(step, config))  # traced once, for the shapes and for the loop
+    one = jax.jit(partial(step, config, drafts=drafts))  # traced once, for the shapes and for the loop
     _, shapes = jax.eval_shape(one, weights, state)
     outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
     num_steps = jnp.minimum(num_steps, config.max_steps)
@@ -79,7 +82,8 @@ class Program:
 class Decoder:
     """The functions of this module, of `compress` and of `slots`, their configuration bound, jitted.
 
-    The state that a function returns anew is donated to it.
+    The state that a function returns anew is donated to it. `decode_plain` is `decode` without drafts, of which there
+    may be some.
     """
 
     config: DecoderConfig
@@ -88,6 +92,7 @@ class Decoder:
     insert: Callable[[DecodeState, Any, Request], DecodeState]
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
     decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
+    decode_plain: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
     compress: Callable[[DecodeState, Any], tuple[DecodeState, Bool[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
@@ -114,6 +119,7 @@ def decoder(config: DecoderConfig) -> Decoder:
         insert=compiled(slots.insert, config, donate=0),
         step=compiled(step, config, donate=1),
         decode=compiled(decode, config, donate=1),
+        decode_plain=compiled(partial(decode, drafts=False), config, donate=1),
         compress=compiled(compress, config, donate=0),
         release=compiled(slots.release, donate=0),
         fork=compiled(slots.fork, config, donate=0),

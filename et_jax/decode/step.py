@@ -33,13 +33,16 @@ from et_jax.types import replace
 _MOST_CELLS = 3
 
 
-def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+def step(
+    config: DecoderConfig, weights: Weights, state: DecodeState, *, drafts: bool = True
+) -> tuple[DecodeState, StepOutput]:
     """Advance the sequences served by one token, or by several where drafts are accepted.
 
     choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: no token, and its
     clock, key and control are unchanged. The output leads with the tokens of the step: one or, under `config.draft`,
-    as many as may be accepted; what the first holds is a step without drafts. Where two models take turns, a step is
-    that of one of them, for the sequences in which it is active.
+    as many as may be accepted; what the first holds is a step without drafts. Without `drafts` it is such a step, a
+    much smaller program. Where two models take turns, a step is that of one of them, for the sequences in which it is
+    active.
     """
     check_weights(weights, len(config.plants))
     active, ready = turns.chosen(state)
@@ -49,13 +52,17 @@ def step(config: DecoderConfig, weights: Weights, state: DecodeState) -> tuple[D
     price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), config.batch, active)
     own, audit = config.plants[MODEL], None
     if config.draft is not None:
-        state, count = reserve_drafts(config, config.draft, state, rows)
-        state, drafts = propose(config, config.draft, weights, state, rows, count)
-        state, logits, stats, whole, at = extend_drafted(config, config.draft, weights, state, rows, drafts)
-        after, outputs = verify(config, config.draft, price, state, rows, drafts, logits, stats, at)
+        if drafts:
+            state, count = reserve_drafts(config, config.draft, state, rows)
+            state, drafted = propose(config, config.draft, weights, state, rows, count)
+            widths = config.draft.widths(config.batch)
+        else:
+            drafted, widths = drafter.no_drafts(config, config.draft, len(rows.token)), (config.batch,)
+        state, logits, stats, whole, at = extend_drafted(config, config.draft, widths, weights, state, rows, drafted)
+        after, outputs = verify(config, config.draft, price, state, rows, drafted, logits, stats, at)
         done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read, stats.experts)
         produced = jax.vmap(rows.take)(outputs.produced)
-        work = worked(by_position(done, at, drafts.count, produced), drafts)
+        work = worked(by_position(done, at, drafted.count, produced), drafted)
     else:
         state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, extend_rows)
         after, output, _ = advance(config, price, state, rows, logits, stats, True)
@@ -179,13 +186,18 @@ def propose(
 
 
 def extend_drafted(
-    config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, drafts: Drafts
+    config: DecoderConfig,
+    how: Drafting,
+    widths: tuple[int, ...],
+    weights: Weights,
+    state: DecodeState,
+    rows: Rows,
+    drafts: Drafts,
 ) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Rows, Int[Array, "r t1"]]:
-    """Extend by the rows and their drafts, in the least number of rows that holds them.
+    """Extend by the rows and their drafts, in the least number of rows of `widths` that holds them.
 
     Returns the state, logits and stats of every row, all rows, and which of them each token of a row is.
     """
-    widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
     needed = how.needed(config.batch, drafts.count)
     last = jnp.take_along_axis(at, drafts.count[:, None], axis=1)[:, 0] if how.pruned is not None else None

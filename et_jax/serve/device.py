@@ -4,7 +4,7 @@ Which slots and pages those are is decided elsewhere; here slots are numbers and
 """
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from et_jax.decode.plant import Weights
 from et_jax.decode.request import Request, request
 from et_jax.decode.slots import Pages, SlotRow
 from et_jax.decode.state import DecodeState
+from et_jax.io import later
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
 from et_jax.serve.executables import Kept
@@ -34,11 +35,18 @@ class Device:
         with jax.default_device(self._where):  # where there is room for it
             self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
         self.promises: list[jax.Array] = []
+        self._drafting: Future[object] | None = None  # what makes the program that drafts, while it is not awaited
 
-    def warm_up(self, tell: Callable[[str], None], *, shares: bool, swaps: bool) -> None:
+    @property
+    def making(self) -> bool:
+        """Whether the program that drafts is made beside what is done."""
+        return self._drafting is not None and not self._drafting.done()
+
+    def warm_up(self, tell: Callable[[str], None], *, shares: bool, swaps: bool, drafts: bool = True) -> None:
         """Compile every program that serving can need, by running each on nothing.
 
-        Sharing pages and swapping sequences are among them where `shares` and `swaps` say so.
+        Sharing pages and swapping sequences are among them where `shares` and `swaps` say so. Without `drafts` the
+        program that drafts is not awaited: until another thread has made it, steps have no drafts.
         """
         programs: dict[str, Callable[[], Any]] = {
             "prefill": lambda: self.prefill([]),
@@ -53,14 +61,22 @@ class Device:
         if swaps:
             programs["swap"] = lambda: self.swap_in(0, *jax.device_get(self.swap_out(0, 1)))
         programs["decode"] = lambda: self.decode(0, until_end=False)
-        decode = self.decoder.decode
-        with ThreadPoolExecutor(1) as beside:  # the largest program is made beside the others, and run when they are
-            if isinstance(decode, Kept):
-                ahead = beside.submit(decode.ahead(self.weights, self.state, np.int32(0), np.bool_(False)))
-                programs["decode"] = lambda: (ahead.result(), self.decode(0, until_end=False))
+        asked = self.weights, self.state, np.int32(0), np.bool_(False)
+        first, drafting = self.decoder.decode, None
+        if not drafts and self.config.draft is not None and isinstance(first, Kept):
+            first, drafting = self.decoder.decode_plain, first.ahead(*asked)
+        beside = later.worker()  # the largest program is made beside the others, and run when they are
+        if isinstance(first, Kept):
+            ahead = beside.submit(first.ahead(*asked))
+            programs["decode"] = lambda: (ahead.result(), self.decode(0, until_end=False))
+        if drafting is not None:
+            self._drafting = beside.submit(drafting)
+        try:
             for number, (name, run) in enumerate(programs.items(), 1):
                 tell(f"compiling {name} ({number} of {len(programs)})")
                 run()
+        finally:
+            beside.shutdown(wait=False)
         self.promises = []
 
     # Sequences.
@@ -77,9 +93,13 @@ class Device:
 
     def decode(self, num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
         """Start a burst of steps and return its outputs and how many were run, both still to be fetched."""
-        self.state, outputs, ran = self.decoder.decode(
-            self.weights, self.state, np.int32(num_steps), np.bool_(until_end)
-        )
+        decode = self.decoder.decode
+        if self.making:
+            decode = self.decoder.decode_plain
+        elif self._drafting is not None:
+            self._drafting.result()  # what kept it from being made
+            self._drafting = None
+        self.state, outputs, ran = decode(self.weights, self.state, np.int32(num_steps), np.bool_(until_end))
         return outputs, ran
 
     def compress(self, slot: int) -> None:

@@ -236,9 +236,13 @@ class Model:
         self._check_call(control, cancelled)
         return completions()
 
-    def warm_up(self, control: Control | None = None) -> None:
-        """Compile every program that serving under `control` needs, so that no request waits for it."""
-        self.replicas(control)
+    def warm_up(self, control: Control | None = None, *, drafts: bool = True) -> None:
+        """Compile every program that serving under `control` needs, so that no request waits for it.
+
+        Without `drafts` the largest of them, that which drafts, is not waited for: texts begin without drafts, which
+        change none, while another thread makes it. Where no programs are kept on disk that makes no difference.
+        """
+        self.replicas(control, drafts=drafts)
 
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
@@ -322,8 +326,8 @@ class Model:
 
     @untraced
     @own_settings()
-    def replicas(self, control: Control | None = None) -> Replicas:
-        """Return what serves under controllers of a structure, made and warmed up when first asked for.
+    def replicas(self, control: Control | None = None, *, drafts: bool = True) -> Replicas:
+        """Return what serves under controllers of a structure, made and warmed up, `drafts` too, when first asked for.
 
         Others that are idle are dropped.
         """
@@ -341,7 +345,7 @@ class Model:
                 queue = Queue()
                 each = [self._replica(own, queue, i) for i in range(self.settings.replicas)]
                 replicas = Replicas(queue, each, self._use)
-                replicas.warm_up(self._tell)
+                replicas.warm_up(self._tell, drafts)
                 served[wanted] = replicas
         if self._use.closed:  # meanwhile, by another thread
             self.close()

@@ -89,9 +89,10 @@ def _machine(device: Any) -> tuple[Any, ...]:
 
 
 def settings() -> tuple[str, ...]:
-    """Return every setting of JAX, as it is in this thread, but those of where programs are kept."""
+    """Return every setting of JAX, as it is in this thread, but where programs are kept and what guards transfers."""
     known = sorted(jax.config.values.items())  # for the whole process; some are another in a thread, as attributes
-    return tuple(f"{name}={getattr(jax.config, name, value)!r}" for name, value in known if "cache" not in name)
+    told = [(name, value) for name, value in known if "cache" not in name and "guard" not in name]
+    return tuple(f"{name}={getattr(jax.config, name, value)!r}" for name, value in told)
 
 
 def _shape(leaf: Any) -> tuple[Any, ...]:

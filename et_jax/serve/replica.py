@@ -87,11 +87,11 @@ class Replica:
     # What callers do.
 
     @_placed()
-    def warm_up(self, tell: Callable[[str], None]) -> None:
-        """Compile every program that serving can need."""
+    def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
+        """Compile every program that serving can need, without `drafts` the one that drafts beside what follows."""
         before = made()
         short = self.config.num_pages - 1 < self.config.num_slots * self.config.blocks_per_slot
-        self.device.warm_up(tell, shares=self._keeps_prefixes, swaps=short or self._preempt_every > 0)
+        self.device.warm_up(tell, shares=self._keeps_prefixes, swaps=short or self._preempt_every > 0, drafts=drafts)
         ready = made() - before
         self.metrics.add_programs(ready)
         tell(str(ready))
@@ -106,7 +106,7 @@ class Replica:
             self.under_way = False
 
     def _advance(self) -> None:
-        before = made()
+        before, making = made(), self.device.making
         try:
             self._round()
         except BaseException:
@@ -114,7 +114,8 @@ class Replica:
             raise
         late = made() - before
         self.metrics.add_programs(late)
-        self.metrics.programs_compiled_late += late.programs
+        if not making:  # it was one that was not awaited
+            self.metrics.programs_compiled_late += late.programs
 
     def _round(self) -> None:
         self._rounds += 1

@@ -31,10 +31,10 @@ class Replicas:
         """Whether no sequence waits or is in a slot."""
         return all(replica.idle for replica in self.replicas)
 
-    def warm_up(self, tell: Callable[[str], None]) -> None:
-        """Compile every program that serving can need."""
+    def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
+        """Compile every program that serving can need, without `drafts` the one that drafts beside what follows."""
         for replica in self.replicas:
-            replica.warm_up(tell)
+            replica.warm_up(tell, drafts)
 
     def advance(self, unless: Callable[[], bool]) -> None:
         """Have every replica with something to do run a round, and return when one round has ended.

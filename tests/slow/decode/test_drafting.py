@@ -217,6 +217,24 @@ def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):
     assert int(after.table.num_free) == int(before.table.num_free)
 
 
+@pytest.mark.parametrize(("control", "drafter"), [("certified", "itself"), ("certified", "another model by turns")])
+def test_a_text_that_begins_without_drafts_goes_on_with_them(control, drafter):
+    drafting, small = DRAFTERS[drafter]
+    before, expected = plain(control)
+    d = made(control, drafting, small=small)
+    params = given_to(d)
+    state, early, ran = d.decode_plain(params, begun(d, params), 5)
+    first = told(early, int(ran))
+    after, output, ran = d.decode(params, state, 32)
+    rest = told(output, int(ran))
+    assert not early.drafted.any() and int(output.drafted.sum()) > 0
+    for slot in PROMPTS:
+        assert len(first[slot]["token"]) == 5
+        both = jax.tree.map(lambda a, b: np.concatenate([a, b]), first[slot], rest[slot])
+        assert same_bits(both, expected[slot])
+    assert same_bits(after.control, before.control) and int(after.table.num_free) == int(before.table.num_free)
+
+
 def test_drafts_that_hold_take_no_step_of_their_own():
     """A drafter that knows the greedy text: every step brings a token and all that it drafted."""
     texts = np.zeros((3, 64), np.int32)
