@@ -9,6 +9,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from hurry import hurried
 from places import SHARED
 
 # A silent float32 next to a bfloat16 is an error.
@@ -79,12 +80,8 @@ def hardly_optimised():
 
     The tests of a step, of a replica and of all arithmetic compile as is served.
     """
-    name = "jax_disable_most_optimizations"
-    jax.config.update(name, True)
-    os.environ[name.upper()] = "1"
-    yield
-    del os.environ[name.upper()]
-    jax.config.update(name, False)
+    with hurried():
+        yield
 
 
 @pytest.fixture
