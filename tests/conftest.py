@@ -9,6 +9,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from hurry import hurried
 from places import SHARED
 
 # A silent float32 next to a bfloat16 is an error.
@@ -21,6 +22,8 @@ hypothesis.settings.load_profile("repeatable")
 
 SLOW = Path(__file__).parent / "slow"
 WEEK = 7 * 24 * 3600.0
+# Processes take the files with the most tests first. A long one of few tests would be begun last, the others idle.
+LONG = {"test_readme.py", "test_bench_selection.py", "test_bench_steps.py", "test_measure_reading.py"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +50,8 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in `slow`."""
+    """Mark what lies in `slow`, and put files of few tests that take long before others of as many."""
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if item.path.is_relative_to(SLOW):
             item.add_marker(pytest.mark.slow)
@@ -79,12 +83,8 @@ def hardly_optimised():
 
     The tests of a step, of a replica and of all arithmetic compile as is served.
     """
-    name = "jax_disable_most_optimizations"
-    jax.config.update(name, True)
-    os.environ[name.upper()] = "1"
-    yield
-    del os.environ[name.upper()]
-    jax.config.update(name, False)
+    with hurried():
+        yield
 
 
 @pytest.fixture

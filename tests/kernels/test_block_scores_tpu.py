@@ -19,6 +19,8 @@ PATHS = {
     "block": [NAMED[name] for name in ("heads_8", "group_3", "dim_96", "empty_slots")],
     "code": [NAMED[name] for name in ("codes_group_3", "codes_dim_96")],
 }
+# Lists that fill several groups of the ring that is served.
+SEVERAL_GROUPS = {"block": [NAMED["many_blocks"]], "code": [NAMED["codes_many_blocks"]]}
 # What else is served, interpreted without a detector of races: one shape of a kind, and all of them by the slow test.
 BREADTH = {
     "block": [
@@ -59,22 +61,21 @@ def is_right(name: str, shape: Shape, arguments, config: RingConfig | None = SMA
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("block", 4), ("code", 2)])
-def test_has_no_race(name, count, rung):
-    def check(shape: Shape):
-        is_right(name, shape, poisoned(example(shape), shape))
-
-    rung(f"{name}_scores tpu without races", PATHS[name], count, check)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("block", 20), ("code", 7)])
 def test_has_no_race_in_any_shape(name, count, rung):
     def check(shape: Shape):
-        for config in (SMALL, None):
-            is_right(name, shape, poisoned(example(shape), shape), config)
+        is_right(name, shape, poisoned(example(shape), shape))
 
-    rung(f"{name}_scores tpu without races, two rings", served(name, TESTED), count, check)
+    rung(f"{name}_scores tpu without races", served(name, TESTED), count, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("block", 5), ("code", 3)])
+def test_has_no_race_in_the_ring_that_is_served(name, count, rung):
+    def check(shape: Shape):
+        is_right(name, shape, poisoned(example(shape), shape), None)
+
+    rung(f"{name}_scores tpu without races, its own ring", [*PATHS[name], *SEVERAL_GROUPS[name]], count, check)
 
 
 @pytest.mark.parametrize("name", KERNELS)

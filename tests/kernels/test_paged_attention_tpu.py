@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
@@ -65,17 +66,20 @@ def has_no_race(shape: Shape, config: RingConfig | None = SMALL):
 
 
 @pytest.mark.slow
-def test_has_no_race(rung):
-    rung("paged_attention tpu without races", PATHS, 10, has_no_race)
+def test_has_no_race_in_any_shape(rung):
+    rung("paged_attention tpu without races", SERVED, 57, has_no_race)
 
 
 @pytest.mark.slow
-def test_has_no_race_in_any_shape(rung):
-    def check(shape: Shape):
-        for config in (SMALL, None):
-            has_no_race(shape, config)
+def test_has_no_race_in_the_ring_that_is_served(rung):
+    """In a shape for each path, and in all whose lists may fill several of its groups."""
 
-    rung("paged_attention tpu without races, two rings", SERVED, 57, check)
+    def several_groups(shape: Shape) -> bool:
+        dtype = np.dtype(np.int8) if shape.int8 else jnp.dtype(shape.dtype)
+        return shape.num_blocks > ring.heuristic(tpu.GROUP_TOKENS, shape.page_size, shape.width, dtype).group
+
+    shapes = [shape for shape in SERVED if shape in PATHS or several_groups(shape)]
+    rung("paged_attention tpu without races, its own ring", shapes, 18, lambda shape: has_no_race(shape, None))
 
 
 def test_nothing_listed_gives_zero_and_minus_infinity():

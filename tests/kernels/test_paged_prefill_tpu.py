@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
@@ -17,6 +18,7 @@ from test_paged_prefill import (
 )
 
 from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
+from et_jax.pallas import ring
 from et_jax.pallas.paged_prefill import tpu
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
@@ -74,17 +76,20 @@ def has_no_race(shape: Shape, config: Config | None = SMALL):
 
 
 @pytest.mark.slow
-def test_has_no_race(rung):
-    rung("paged_prefill tpu without races", PATHS, 6, has_no_race)
+def test_has_no_race_in_any_shape(rung):
+    rung("paged_prefill tpu without races", TESTED, 36, has_no_race)
 
 
 @pytest.mark.slow
-def test_has_no_race_in_any_shape(rung):
-    def check(shape: Shape):
-        for config in (SMALL, None):
-            has_no_race(shape, config)
+def test_has_no_race_in_the_cut_that_is_served(rung):
+    """In a shape for each path, and in all whose keys may fill several groups of its ring."""
 
-    rung("paged_prefill tpu without races, two rings", TESTED, 36, check)
+    def several_groups(shape: Shape) -> bool:
+        dtype = jnp.dtype(shape.dtype)
+        return shape.num_blocks > ring.heuristic(tpu.GROUP_TOKENS, shape.page_size, shape.width, dtype).group
+
+    shapes = [shape for shape in TESTED if shape in PATHS or several_groups(shape)]
+    rung("paged_prefill tpu without races, its own cut", shapes, 16, lambda shape: has_no_race(shape, None))
 
 
 @pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 3), ("dim_128", 200)])

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 from capabilities import CAPABILITIES, SLOW
-from served import Served, hurried
+from hurry import hurried
+from served import Served
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,8 +1,6 @@
 """A row of the table as it is served: its model, requests of every kind, and what all laws compare."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 from capabilities import Capability
@@ -18,14 +16,6 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace
 
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
-
-
-@contextlib.contextmanager
-def hurried() -> Iterator[None]:
-    """Compile in a hurry: programs of a tiny model take longer to compile well than to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 class Served:

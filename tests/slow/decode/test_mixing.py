@@ -1,6 +1,7 @@
 """A mixture of experts through the paged cache: the dense program's text, its own experts alone, and honest books."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ BARE = dataclasses.replace(
 )
 
 
+@functools.cache
 def decoded(rule: ExpertRule | None, model=MIXTURE, **changes):
     d = decoder(configuration(model=model, controller=Controller(experts=rule), **changes))
     return d, paged_texts(d, weights(model=model), temperature=0.0)

@@ -3,9 +3,12 @@
 import dataclasses
 
 import jax
+import pytest
 from scripts_here import script
 
 from et_jax.models.transformer import initialise
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 
 def test_every_line_tells_the_experts_touched_and_their_bytes():

@@ -1,6 +1,9 @@
 """What choosing blocks costs is measured of selectors that choose."""
 
+import pytest
 from scripts_here import script
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 
 def test_every_contestant_is_timed_and_lists_what_it_should():

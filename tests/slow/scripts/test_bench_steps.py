@@ -12,6 +12,8 @@ from et_jax.evidence.results import RESULTS
 from et_jax.evidence.shapes import SMALL
 from et_jax.serve.min_context import MEASURED, NEVER
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 LENGTH, STEPS = 300, 4
 
 

@@ -12,6 +12,8 @@ from et_jax.errors import UsageError
 from et_jax.serve.engine import load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 measure = script("measure_scheduling")
 RULES = {rule.name: rule for rule in measure.RULES}
 LENGTHS, TIMES, BATCH = [9, 4, 12, 3, 6, 5], [0.0, 0.0, 0.1, 0.3, 0.35, 0.9], 2

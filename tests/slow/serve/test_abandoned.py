@@ -151,27 +151,22 @@ def test_a_stream_collected_in_a_thread_of_any_kind_takes_no_lock(served, texts,
     assert served.metrics.finished["abort"] == aborted + 2 * len(PROMPTS)
 
 
-def repeat(model, texts, times: int) -> None:
+def test_streams_dropped_again_and_again_stop_nobody(served, texts):
     died: list[str] = []
-    before = gc.get_threshold()
+    times, before = 200, gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10)
     try:
         for number in range(times):
-            drop(model, died)
-            assert [list(done.token_ids) for done in model.generate(PROMPTS, PARAMS)] == texts, number
+            drop(served, died)
+            assert [list(done.token_ids) for done in served.generate(PROMPTS, PARAMS)] == texts, number
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
     gc.collect()
     assert len(died) == times
-    assert_nothing_is_left(model)
-
-
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_streams_dropped_again_and_again_stop_nobody(served, texts, times):
-    repeat(served, texts, times)
+    assert_nothing_is_left(served)
 
 
 def test_garbage_collected_in_every_thread_at_every_round_changes_nothing(served, texts, monkeypatch):

@@ -41,15 +41,14 @@ def loaded(kind: Callable[..., nnx.Module], *, calibration: Calibration = SENSIT
     return et_jax.load(module(kind), config=config, tokenizer=TOKENIZER, **SIZES | settings)
 
 
-@pytest.fixture(scope="module", params=[Plain, Grouped])
-def served(request):
-    calibration = Calibration() if request.param is Grouped else SENSITIVE
-    return request.param, loaded(request.param, calibration=calibration)
-
-
 @pytest.fixture(scope="module")
 def plain():
     return loaded(Plain)
+
+
+@pytest.fixture(scope="module", params=[Plain, Grouped])
+def served(request, plain):
+    return request.param, plain if request.param is Plain else loaded(Grouped, calibration=Calibration())
 
 
 def near(found, expected) -> None:

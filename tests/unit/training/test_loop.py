@@ -86,9 +86,9 @@ def test_a_run_repeats_and_a_killed_one_resumes_to_the_same_losses(mixed_setting
 
 
 @pytest.mark.slow
-def test_two_hundred_steps_repeat_and_resume(mixed_settings, mixed_data, tmp_path, monkeypatch):
-    mixed_settings = dataclasses.replace(mixed_settings, save_every=50, evaluate_every=200)
-    repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps=200, killed_at=170)
+def test_sixty_steps_repeat_and_resume(mixed_settings, mixed_data, tmp_path, monkeypatch):
+    mixed_settings = dataclasses.replace(mixed_settings, save_every=15, evaluate_every=60)
+    repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps=60, killed_at=51)
 
 
 def test_a_mixture_needs_the_tokenizer(mixed_settings, mixed_data, tmp_path):
