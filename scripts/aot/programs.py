@@ -300,10 +300,14 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
 def _mixture(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Return the experts of a model's shape, in every layer, where it has some."""
-    from et_jax.models.config import ExpertConfig
+    from et_jax.models.config import ClampedSwish, ExpertConfig
 
-    given = shape.get("experts")
-    return {} if given is None else {"experts": ExpertConfig(layers=(True,) * num_layers, **given)}
+    if (given := shape.get("experts")) is None:
+        return {}
+    given = dict(given)
+    clamped = given.pop("clamped", None)
+    activation = {} if clamped is None else {"activation": ClampedSwish(**clamped)}
+    return {"experts": ExpertConfig(layers=(True,) * num_layers, **given, **activation)}
 
 
 def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:

@@ -28,4 +28,4 @@ def tokens(number: int, dtype=jnp.float32, width: int = WIDTH) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 3))
 def mix(config: ExpertConfig, experts: Experts, x, form: str):
-    return mixed(experts, x, choose(config, gate(experts, x)), form)
+    return mixed(experts, x, choose(config, gate(experts, x)), form, config.activation)
