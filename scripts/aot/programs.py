@@ -295,7 +295,20 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     )
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
-    return function_program(function, config, params, device)
+    lowering = function_program(function, config, params, device)
+    return dataclasses.replace(lowering, on_chip=_served(config, backend))
+
+
+def _served(config: Any, backend: str) -> str:
+    """Return which kernels serve a model's attention, from `backend` on, and score its summaries and its key codes."""
+    import jax.numpy as jnp
+
+    from et_jax.decode.backends import scoring_backend, serving_backend
+
+    model, size, bfloat16 = config.model, config.page_size, jnp.bfloat16
+    attention, _ = serving_backend(model, size, bfloat16, bfloat16, backend)
+    summaries, codes = (scoring_backend(model, size, bfloat16, codes, attention)[0] for codes in (False, True))
+    return f"attention {attention}, summaries {summaries}, codes {codes}"
 
 
 def _mixture(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
