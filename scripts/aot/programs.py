@@ -307,7 +307,7 @@ def _served(config: Any, backend: str) -> str:
 
     model, size, bfloat16 = config.model, config.page_size, jnp.bfloat16
     attention, _ = serving_backend(model, size, bfloat16, bfloat16, backend)
-    summaries, codes = (scoring_backend(model, size, bfloat16, codes, attention)[0] for codes in (False, True))
+    summaries, codes = (scoring_backend(model, size, bfloat16, coded, attention)[0] for coded in (False, True))
     return f"attention {attention}, summaries {summaries}, codes {codes}"
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
+from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
 
-from et_jax.models.config import ClampedSwish, ExpertConfig
+from et_jax.models.config import ExpertConfig
 from et_jax.models.experts import Experts, choose, gate, mixed, rows_per_turn
 from et_jax.models.transformer import initialise, num_multiplied, num_weights
 from et_jax.types import replace
@@ -49,26 +49,11 @@ def defined(config: ExpertConfig, experts: Experts, x) -> np.ndarray:
     return np.array(out)
 
 
-BIASED = {"shared_width": None, "biases": True, "activation": ClampedSwish(alpha=1.702, limit=1.5)}
-
-
-def with_biases(experts: Experts) -> Experts:
-    """Experts whose biases are drawn too: they begin at 0."""
-    names = ("router_bias", "gate_bias", "up_bias", "down_bias")
-    keys = jax.random.split(jax.random.key(2), len(names))
-    drawn = {
-        name: jax.random.normal(key, getattr(experts, name).shape) for name, key in zip(names, keys, strict=True)
-    }
-    return replace(experts, **drawn)
-
-
 @pytest.mark.parametrize("form", ["loop", "ragged"])
 @pytest.mark.parametrize("changes", [{}, {"normalised": False}, {"shared_width": None}, BIASED])
 def test_a_mixture_is_the_weighed_sum_of_the_likeliest_experts(form, changes):
     config = dataclasses.replace(CONFIG, **changes)
     experts, x = drawn(config), tokens(40)
-    if config.biases:
-        experts = with_biases(experts)
     with jax.default_matmul_precision("highest"):
         np.testing.assert_allclose(mix(config, experts, x, form), defined(config, experts, x), atol=1e-4, rtol=1e-4)
 
