@@ -21,7 +21,9 @@ WEIGHT = "weight"
 
 _ORIGINAL = "use the bfloat16 or float32 original"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight that each field of a word holds, lowest bits first
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)  # by the lower three bits; the fourth is the sign
+_E2M1 = np.array(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32
+)  # by the lower three bits; the fourth is the sign
 _GROUP = 32  # numbers that share a power of two in MXFP4
 
 
@@ -175,7 +177,9 @@ class Mxfp4:
         """
         e, i, o = shape
         if i % _GROUP:
-            raise UsageError(f"Experts of {i} inputs cannot be stored in groups of {_GROUP} as mxfp4; mend config.json.")
+            raise UsageError(
+                f"Experts of {i} inputs cannot be stored in groups of {_GROUP} as mxfp4; mend config.json."
+            )
         groups = (e, o, i // _GROUP)
         return {"blocks": Part(("U8",), ((*groups, _GROUP // 2),)), "scales": Part(("U8",), (groups,))}
 

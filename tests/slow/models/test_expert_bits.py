@@ -14,7 +14,9 @@ from et_jax.types import replace
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("num_experts", "changes"), [(8, {"shared_width": None}), (68, {"shared_width": 48}), (32, BIASED)])
+@pytest.mark.parametrize(
+    ("num_experts", "changes"), [(8, {"shared_width": None}), (68, {"shared_width": 48}), (32, BIASED)]
+)
 def test_a_token_has_the_same_bits_among_any_number(dtype, num_experts, changes):
     """The router has few outputs past a multiple of 64, which a product by itself does not keep alike."""
     config = dataclasses.replace(CONFIG, num_experts=num_experts, width=48, **changes)

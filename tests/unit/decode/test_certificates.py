@@ -118,7 +118,7 @@ def test_no_head_leaves_more_unread_than_its_own_tolerance(bounds, window, soft_
 
 
 def test_certificates_hold_under_the_sinks_that_a_model_has_in_its_weights():
-    """Its own queries, keys and values, read through the pages layer by layer; what is told was read is a lower bound."""
+    """Of its own queries, keys and values, through the pages layer by layer; what is told was read is a lower bound."""
     config, params = load(GOLDEN / "gpt_oss", "float32")
     tokens = jnp.asarray(np.load(GOLDEN / "gpt_oss" / "golden.npz")["tokens"])
 

@@ -198,7 +198,11 @@ def test_what_a_gpt_oss_leaves_unsaid_is_as_it_was_published():
     config = shaped("gpt_oss", rms_norm_eps=None, rope_theta=None, head_dim=None)
     assert (config.norm_eps, config.rope_theta, config.head_dim) == (1e-5, 150_000.0, 64)
     scaling, experts = config.rope_scaling, config.experts
-    assert scaling is not None and (scaling.kind, scaling.factor, scaling.original_max_positions) == ("yarn", 32.0, 4096)
+    assert scaling is not None and (scaling.kind, scaling.factor, scaling.original_max_positions) == (
+        "yarn",
+        32.0,
+        4096,
+    )
     assert not scaling.truncate
     assert experts is not None and experts.activation == ClampedSwish(alpha=1.702, limit=7.0)
     config = shaped("gpt_oss", attention_bias=False, swiglu_limit=5.0)

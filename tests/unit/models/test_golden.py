@@ -38,7 +38,7 @@ def test_weights_in_8_bits_give_nearly_the_logits_whatever_is_stacked_or_fused(f
     golden = np.load(GOLDEN / family / "golden.npz")
     config, params = load(GOLDEN / family, "float32", quantize="int8")
     off = np.abs(dense_logits(config, params, golden["tokens"]) - golden["logits"]).mean()
-    assert 0 < off < 0.06 * golden["logits"].std()  # a few roundings to 127ths; a wrong scale would leave nothing
+    assert 0 < off < 0.08 * golden["logits"].std()  # a few roundings to 127ths; a wrong scale would leave nothing
 
 
 MIXTURES = [name for name in FAMILIES if "experts" in np.load(GOLDEN / name / "golden.npz")]
