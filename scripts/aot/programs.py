@@ -6,6 +6,7 @@ Chips and models are shapes alone: no weight exists, and JAX is imported when th
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -296,7 +297,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     lowering = function_program(function, config, params, device)
-    return dataclasses.replace(lowering, on_chip=_served(config, backend))
+    with traced_for(device):
+        return dataclasses.replace(lowering, on_chip=_served(config, backend))
 
 
 def _served(config: Any, backend: str) -> str:
@@ -393,12 +395,17 @@ def on_device(leaf: Any, device: Any, dtype: Any = None) -> Any:
 
 
 def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:
-    """Return the program traced as for the device, which is how the kernels know what chip they are for."""
+    """Return the program traced as for the device."""
+    with traced_for(device):
+        return jitted.lower(*arguments)
+
+
+def traced_for(device: Any) -> AbstractContextManager[Any]:
+    """Return within what things are traced as for the device, which is how the kernels know what chip they are for."""
     import jax
 
     platform = "cuda" if device.platform == "gpu" else device.platform  # as JAX names it while tracing
     kind = jax.sharding.AbstractDevice(device.device_kind, 1, platform)
     auto = (jax.sharding.AxisType.Auto,)  # nothing is divided: where an axis is explicit, ragged products want it said
     mesh = jax.sharding.AbstractMesh((1,), ("chip",), auto, abstract_device=kind)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jitted.lower(*arguments)
+    return jax.sharding.use_abstract_mesh(mesh)

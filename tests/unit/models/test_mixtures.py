@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
 
-from et_jax.models.config import ExpertConfig
+from et_jax.models.config import ClampedSwish, ExpertConfig
 from et_jax.models.experts import Experts, choose, gate, mixed, rows_per_turn
 from et_jax.models.transformer import initialise, num_multiplied, num_weights
 from et_jax.types import replace
@@ -26,6 +26,7 @@ def defined(config: ExpertConfig, experts: Experts, x) -> np.ndarray:
         return down @ (silu(gate @ row) * (up @ row))
 
     def biased(i, row):
+        assert isinstance(config.activation, ClampedSwish)
         gate, up = e.gate.array[i] @ row + e.gate_bias[i], e.up.array[i] @ row + e.up_bias[i]
         alpha, limit = config.activation.alpha, config.activation.limit
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
