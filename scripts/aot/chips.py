@@ -36,6 +36,8 @@ class Decoding:
     num_layers: of the model, and of the small one.
     quantize: the form of its matrices besides bfloat16.
     control: the preset it reads by; with "off" no page has a summary.
+    relaid: bytes of weights that a TPU's compiler lays out anew in every step, a part of its temporaries: XLA lays an
+        embedding out by columns whose width is no multiple of 128, where its height is one.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
     drafts: tokens drafted for a sequence in a step at most; by the model itself where there is no other.
     cache_budget: what a sequence's cache is compressed to, by its last queries; None where it never is.
@@ -52,6 +54,7 @@ class Decoding:
     prefill_batch: int
     num_layers: int = 2
     quantize: str | None = None
+    relaid: int = 0
     control: str = "off"
     small: dict[str, Any] | None = None
     drafts: int = 0
@@ -179,6 +182,8 @@ GPT_OSS_20B = {
     "experts": {"num_experts": 32, "num_per_token": 4, "width": 2880, "normalised": True, "biases": True}
     | {"clamped": {"alpha": 1.702, "limit": 7.0}},
 }
+GPT_OSS_RELAID = 201088 * 2944  # numbers of its embedding, 2880 wide and so padded
+
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # by XLA the small one takes the same path
@@ -314,17 +319,19 @@ DECODINGS = (
     Decoding(
         name="gpt_oss_20b, 24 layers",
         model=GPT_OSS_20B,
+        relaid=2 * GPT_OSS_RELAID,
         num_slots=16,
         max_length=8192,
         prefill_batch=512,
         num_layers=24,
         functions=("decode",),
         by_xla=False,
-        seldom=("TPU v5e", "TPU v6e"),  # whose memory does not hold its weights, 42 GB
+        seldom=("TPU v5e", "TPU v6e", "H200"),  # of which the last alone holds its weights, 42 GB
     ),
     Decoding(
         name="gpt_oss_20b W8A8, 24 layers",
         model=GPT_OSS_20B,
+        relaid=GPT_OSS_RELAID,
         num_slots=16,
         max_length=8192,
         prefill_batch=512,
@@ -332,11 +339,12 @@ DECODINGS = (
         quantize="int8",
         functions=("decode",),
         by_xla=False,
-        seldom=("TPU v5e", "H200"),  # of which one does not hold 21 GB, and one holds it in bfloat16
+        seldom=("TPU v5e", "TPU v6e", "H200"),  # of which the first does not hold its 21 GB
     ),
     Decoding(
         name="gpt_oss_20b",
         model=GPT_OSS_20B | {"windows": (128, None)},
+        relaid=2 * GPT_OSS_RELAID,
         num_slots=16,
         max_length=8192,
         prefill_batch=512,

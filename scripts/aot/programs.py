@@ -297,8 +297,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     lowering = function_program(function, config, params, device)
+    bound = lowering.temporary_bound + (decoding.relaid if device.platform == "tpu" else 0)
     with traced_for(device):
-        return dataclasses.replace(lowering, on_chip=_served(config, backend))
+        return dataclasses.replace(lowering, temporary_bound=bound, on_chip=_served(config, backend))
 
 
 def _served(config: Any, backend: str) -> str:
