@@ -11,9 +11,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch  # pyright: ignore[reportMissingImports]
 import tokenizers
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
+from transformers.integrations import mxfp4  # pyright: ignore[reportMissingImports]
 
 LENGTH = 40  # tokens of a sequence: beyond the windows and the original lengths below
 COMMON = {
@@ -113,6 +115,18 @@ MIXTURES = {
     ),
     "qwen3_moe_unnormalised": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": False}),
 }
+GPT_OSS = GROUPED | {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "swiglu_limit": 1.5,
+    **rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_slow=0.02, truncate=False),
+}
+SINKS = {"gpt_oss": ("GptOssConfig", GPT_OSS), "gpt_oss_mxfp4": ("GptOssConfig", GPT_OSS)}
 PROMPTS = (
     "Once upon a time",
     "One day, a little girl named Lily found a needle in her",
@@ -122,8 +136,8 @@ PROMPTS = (
 )
 
 
-def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_prompts: int) -> None:
-    """Write one random model and its logits on random sequences, all float32."""
+def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_prompts: int, small: bool) -> None:
+    """Write one random model and its logits on random sequences, all float32 but experts that are `small`: MXFP4."""
     torch.manual_seed(seed)
     config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -133,8 +147,11 @@ def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_p
                 weight.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 weight.normal_(std=0.5)
+            elif name.endswith("sinks"):
+                weight.normal_(std=2.0)
             else:
                 weight.normal_(std=0.2)
+        packed = draw_mxfp4(model) if small else {}
         tokens = torch.randint(0, config.get_text_config().vocab_size, (num_prompts, LENGTH))
         routed = []
         for module in model.modules():
@@ -142,6 +159,8 @@ def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_p
                 module.register_forward_hook(lambda _, __, output: routed.append(output[1:]))
         logits = model(tokens).logits
     model.save_pretrained(folder)
+    if packed:
+        store_mxfp4(folder, packed)
     (folder / "generation_config.json").unlink(missing_ok=True)
     golden = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy()}
     if routed:  # the weights and the numbers of the experts that tokens go to, by layer
@@ -149,6 +168,29 @@ def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_p
         golden |= {"expert_weights": weights, "experts": experts.astype(np.int32)}
     np.savez(folder / "golden.npz", **golden)
     print(f"{folder.name}: logits deviate by {logits.std():.2f}")
+
+
+def draw_mxfp4(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Give the experts of a model random weights of 4 bits, and return what they are stored as, by tensor."""
+    packed = {}
+    for name, weight in model.named_parameters():
+        if weight.ndim == 3:
+            experts, inputs, outputs = weight.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 125, blocks.shape[:-1], dtype=torch.uint8)
+            weight.copy_(mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return packed
+
+
+def store_mxfp4(folder: Path, packed: dict[str, torch.Tensor]) -> None:
+    """Put the tensors of experts of 4 bits in the place of those that a folder holds."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    wide = {name.removesuffix("_blocks") for name in packed}
+    tensors = {name: one for name, one in safetensors.torch.load_file(file).items() if name not in wide}
+    safetensors.torch.save_file(tensors | packed, file, metadata={"format": "pt"})
+    values = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
@@ -175,15 +217,16 @@ def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the golden files")
-    every = [*FAMILIES, *LATER, *MIXTURES]
+    every = [*FAMILIES, *LATER, *MIXTURES, *SINKS]
     parser.add_argument("--only", nargs="+", default=every, metavar="NAME", help="families to write")
     parser.add_argument("--greedy", type=Path, metavar="FOLDER", help="model to write greedy texts of")
     arguments = parser.parse_args()
-    tables = (FAMILIES | LATER, 0), (MIXTURES, 100)
+    tables = (FAMILIES | LATER, 0), (MIXTURES, 100), (SINKS, 200)
     for table, first in tables:
         for seed, (name, (config_name, settings)) in enumerate(table.items(), first):
             if name in arguments.only:
-                make_family(arguments.out / name, config_name, settings, seed, 1 if name in FAMILIES else 3)
+                num_prompts = 1 if name in FAMILIES else 3
+                make_family(arguments.out / name, config_name, settings, seed, num_prompts, name.endswith("mxfp4"))
     if arguments.greedy:
         make_greedy(arguments.out / f"{arguments.greedy.name}.json", arguments.greedy)
 

@@ -199,7 +199,8 @@ class Random(Policy):
 def attention_mass(entries: Entries) -> Float[Array, "k n"]:
     """Return the attention mass on every entry, mean over the queries and over the query heads of the KV head.
 
-    Float32; 0 where there is no entry. A query at place p sees the places up to p.
+    Float32; 0 where there is no entry. A query at place p sees the places up to p. It is mass among the entries: what a
+    sink of the layer takes is not counted.
     """
     queries, at = entries.queries, entries.at
     if queries is None or at is None:

@@ -63,7 +63,7 @@ def mix(
         return jnp.where(real, most, 0)
 
     choice = choose(config, gate(experts, flat), count)
-    out = mixed(experts, flat, choice, "loop")
+    out = mixed(experts, flat, choice, "loop", config.activation)
     chosen = jnp.sum((choice.expert < config.num_experts).reshape(num_rows, -1), axis=1, dtype=jnp.int32)
     touched = jnp.sum(choice.touched(config.num_experts), dtype=jnp.int32)
     return out.reshape(x.shape), ExpertReads(touched=reads.touched + touched, chosen=reads.chosen + chosen)

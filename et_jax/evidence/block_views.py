@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import bounds
 from et_jax.control.view import BlockView
+from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Attend, Params, forward
 from et_jax.softmax import Softmax
@@ -49,10 +50,9 @@ def capturing(config: ModelConfig) -> Attend:
 def capture(config: ModelConfig, params: Params, tokens: Int[Array, " t"]) -> tuple[Array, tuple]:
     """Return the logits "t v" of one row, and each layer's (q "t h d", k "t k d", v "t k d").
 
-    Raises ValueError for a model with sliding windows: a block would be seen in part.
+    Raises ValueError for a model with sliding windows, of which a block would be seen in part, soft caps or sinks.
     """
-    if any(window is not None for window in config.windows):
-        raise ValueError(f"config.windows: got {config.windows}, wanted no sliding window in any layer")
+    require_plain_attention(config)
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     with jax.default_matmul_precision("highest"):
         logits, layers = forward(params, config, tokens[None], positions[None], capturing(config), ())

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.compression import Compression, kept
 from et_jax.control.policies import Entries, Latent, attention_mass
+from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
 from et_jax.softmax import Softmax
@@ -74,9 +75,8 @@ class Continued:
 
 @partial(jax.jit, static_argnames="config")
 def texts(config: ModelConfig, params: Params, tokens: Int[Array, "r t"]) -> Texts:
-    """Return rows, read densely. Raises ValueError for a model with sliding windows."""
-    if any(window is not None for window in config.windows):
-        raise ValueError(f"config.windows: got {config.windows}, wanted no sliding window in any layer")
+    """Return rows, read densely. Raises ValueError for a model with sliding windows, soft caps or sinks."""
+    require_plain_attention(config)
 
     def dense(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
         return jax.nn.dot_product_attention(q, k, v, scale=softmax.scale, is_causal=True), (*memory, (q[0], k[0], v[0]))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import bounds
 from et_jax.control.select import Selector, fewest
 from et_jax.control.view import BlockView, attention_entropy, tail
+from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import Params, forward
 from et_jax.softmax import Softmax
@@ -71,10 +72,9 @@ class Score:
 def text(config: ModelConfig, params: Params, tokens: Int[Array, "r t"], start: int) -> ForcedText:
     """Return rows to be measured from token `start` on.
 
-    Raises ValueError for a model with sliding windows: a block would be seen in part.
+    Raises ValueError for a model with sliding windows, of which a block would be seen in part, soft caps or sinks.
     """
-    if any(window is not None for window in config.windows):
-        raise ValueError(f"config.windows: got {config.windows}, wanted no sliding window in any layer")
+    require_plain_attention(config)
     given = tokens[:, :-1]
 
     def dense(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from et_jax.errors import UsageError
+from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.io.texts import read_text
 from et_jax.models.model import forward
 from et_jax.serve.engine import Model
@@ -63,7 +64,11 @@ def causal_attend(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax
 
 
 def held_out_logits(model: Model, tokens: Int[np.ndarray, "r t"]) -> tuple[Float[Array, "n v"], Int[Array, " n"]]:
-    """Return logits and targets of the second half of every row, where the model has context."""
+    """Return logits and targets of the second half of every row, where the model has context.
+
+    Raises ValueError for a model with sliding windows, soft caps or sinks.
+    """
+    require_plain_attention(model.config)
     length = tokens.shape[1] - 1
     positions = jnp.arange(length, dtype=jnp.int32)[None]
 

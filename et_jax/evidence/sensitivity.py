@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, forward
 from et_jax.softmax import Softmax
@@ -20,10 +21,9 @@ def head_sensitivity(
     in no particular direction costs |e|^2 tr F / 2d. Outputs from token `start` on are counted, and with each all
     later tokens that it reaches; `draws` times as many tokens are drawn.
 
-    Raises ValueError for a model with sliding windows.
+    Raises ValueError for a model with sliding windows, soft caps or sinks.
     """
-    if any(window is not None for window in config.windows):
-        raise ValueError(f"config.windows: got {config.windows}, wanted no sliding window in any layer")
+    require_plain_attention(config)
     length = tokens.shape[1]
     positions, counts = jnp.arange(length, dtype=jnp.int32)[None], jnp.arange(length) >= start
 

@@ -58,6 +58,7 @@ class RopeFile(msgspec.Struct):
     beta_fast: Factor | None = None
     beta_slow: Factor | None = None
     attention_factor: Factor | None = None
+    truncate: bool | None = None
     short_factor: list[Factor] | None = None
     long_factor: list[Factor] | None = None
     partial_rotary_factor: float | None = None
@@ -96,6 +97,8 @@ class ConfigFile(KindFile, kw_only=True):
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     quantization_config: Any = None
+    swiglu_alpha: Factor | None = None
+    swiglu_limit: Factor | None = None
     sliding_window: Annotated[int, Meta(ge=0, le=2**30)] | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0, le=2**22)] | None = None

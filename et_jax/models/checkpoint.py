@@ -8,6 +8,7 @@ layer) would change the text; only the ones in `INERT` are passed over, and besi
 `ACTIVATIONS` and biases of zeros, which some tools write.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -26,7 +27,7 @@ from et_jax.errors import UsageError
 from et_jax.io import checksums
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.models.config import ModelConfig
-from et_jax.models.encodings import FLOATS, WEIGHT, Encoding, Part, Scaled, encoding_of
+from et_jax.models.encodings import FLOATS, WEIGHT, Encoding, Mxfp4, Part, Scaled, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
 from et_jax.models.transformer import Params, describe
@@ -310,10 +311,10 @@ def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored],
     for name, shape in tensor_shapes(sources).items():
         kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
         parts = _parts(kept, shape, tensors, encoding)
-        if parts is None:
+        if parts is None or encoding is None:
             found[name] = _checked(kept, Part(tuple(STORED), (shape,)), tensors)
         else:
-            checked = {last: _checked(_beside(kept, last), part, tensors) for last, part in parts.items()}
+            checked = {last: _checked(encoding.beside(kept, last), part, tensors) for last, part in parts.items()}
             found[name] = Encoded(encoding, checked, shape)
     inert = {head} if config.tie_embeddings else set()
     used = {one.name for weight in found.values() for one in _stored(weight)}
@@ -328,16 +329,12 @@ def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored],
 def _parts(
     name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], encoding: Encoding | None
 ) -> Mapping[str, Part] | None:
-    """Return the tensors that stand for a weight that is no vector, None where it is stored as floats."""
-    if encoding is None or len(shape) != 2 or not name.endswith(WEIGHT):
+    """Return the tensors that stand for a weight, None where it is stored as floats."""
+    if encoding is None or not encoding.encodes(name, shape):
         return None
     parts = encoding.parts(shape)
-    first = _beside(name, next(iter(parts)))
+    first = encoding.beside(name, next(iter(parts)))
     return None if first not in tensors or tensors[first].stored in FLOATS else parts
-
-
-def _beside(name: str, last: str) -> str:
-    return name.removesuffix(WEIGHT) + last
 
 
 def _stored(weight: Stored | Encoded) -> list[Stored]:
@@ -373,13 +370,21 @@ def _open(file: Path) -> safe_open:
 
 def _read(tensor: Stored | Encoded, piece: Piece) -> np.ndarray:
     """Return a piece of a weight, as it is stored or in float32. Files are mapped for it alone, so their pages go."""
-    if isinstance(tensor, Encoded):
-        parts = {name: _read_whole(part) for name, part in tensor.parts.items()}
-        return piece.of(tensor.encoding.decode(parts, tensor.shape))
-    if piece.rows is None:
+    if isinstance(tensor, Stored):
+        return dataclasses.replace(piece, rows=None).of(_read_rows(tensor, piece.rows))
+    if isinstance(tensor.encoding, Mxfp4):  # of the tensors of many experts, what the piece is of
+        first, lanes = piece.lane or (0, 1)
+        parts = {name: _read_rows(part, piece.rows)[:, first::lanes] for name, part in tensor.parts.items()}
+        return dataclasses.replace(piece, rows=None, lane=None).of(tensor.encoding.decode(parts))
+    parts = {name: _read_whole(part) for name, part in tensor.parts.items()}
+    return piece.of(tensor.encoding.decode(parts, tensor.shape))
+
+
+def _read_rows(tensor: Stored, rows: tuple[int, int] | None) -> np.ndarray:
+    if rows is None:
         return _read_whole(tensor)
     with _open(tensor.file) as reader:
-        return piece.of(reader.get_slice(tensor.name))
+        return reader.get_slice(tensor.name)[slice(*rows)]
 
 
 def _read_whole(tensor: Stored) -> np.ndarray:

@@ -13,6 +13,18 @@ LAYER_TYPES = {FULL, SLIDING}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedSwish:
+    """Gating by `(up + 1) gate sigmoid(alpha gate)`, gate bounded above and up on both sides by `limit` (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwish
+"""What a feed-forward makes of its gate, and how that opens what stands beside it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained length.
 
@@ -20,7 +32,7 @@ class RopeScaling:
     the two corner wavelengths (Llama 3.1); `yarn` blends by rotation count and scales the rotation
     (Peng et al. 2023, section 3). `longrope` divides each frequency by a factor of its own, of `long_factors` in a
     model that reads more than the original length and of `short_factors` in one that does not, and scales the
-    rotation (Ding et al. 2024).
+    rotation (Ding et al. 2024). Where `truncate`, `yarn` blends between whole channels.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -31,6 +43,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -54,7 +67,8 @@ class ExpertConfig:
 
     Of `num_experts`, each `width` wide, a token goes to `num_per_token`, weighed by the router's probabilities; where
     these are `normalised`, by their shares of the sum. Besides, it goes to an expert `shared_width` wide, None where
-    there is none. `layers` tells the layers that are mixtures.
+    there is none. `layers` tells the layers that are mixtures, `biases` whether router and experts have some, and
+    `activation` is that of the experts' gates.
     """
 
     num_experts: int
@@ -63,6 +77,8 @@ class ExpertConfig:
     normalised: bool
     layers: tuple[bool, ...]
     shared_width: int | None = None
+    biases: bool = False
+    activation: Activation = "silu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +121,8 @@ class ModelConfig(ModelShape):
     norm_eps: added to the mean square in a norm.
     norm_offset: added in float32 to a norm's weights before they multiply; 1 where files hold the weights less 1.
     norms: where norms stand: `before` attention and feed-forward, `after` them, or `around` them, at both places.
-    qkv_bias: whether queries, keys and values have biases.
+    qkv_bias, o_bias: whether queries, keys and values have biases, and whether what attention gives has one.
+    sinks: whether each query head has a logit of its own in the sum that weights are divided by.
     qk_norm, qk_norm_over: whether queries and keys are normalised, and over what: each `head`, or the `width` of all.
     activation: of the feed-forward's gate.
     rope_theta, rope_scaling: of the rotary positions.
@@ -128,6 +145,8 @@ class ModelConfig(ModelShape):
     rope_dim: int | None = None
     unrotated: tuple[int, ...] = ()
     qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "width"] = "head"
     norm_offset: float = 0.0
@@ -144,7 +163,7 @@ class ModelConfig(ModelShape):
     eos_token_ids: tuple[int, ...] = ()
 
     def softmax(self, layer: int) -> Softmax:
-        """Return the softmax of a layer's attention."""
+        """Return the softmax of a layer's attention, without its sinks, which are weights."""
         scale = self.head_dim**-0.5 if self.score_scale is None else self.score_scale
         return Softmax(scale=scale, soft_cap=self.score_cap, window=self.windows[layer])
 
@@ -171,17 +190,19 @@ class ModelConfig(ModelShape):
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def shared_config(file: ConfigFile, architecture: str, source: str, partial_rotary: bool = False) -> ModelConfig:
+def shared_config(
+    file: ConfigFile, architecture: str, source: str, *, partial_rotary: bool = False, attention_bias: bool = False
+) -> ModelConfig:
     """Return the configuration that `file` describes by what all families share: no windows, biases or head norms.
 
-    `partial_rotary` says whether the family may turn a part of a head only. Raises UsageError for what no family here
-    has; `source` is the file named in the message.
+    `partial_rotary` says whether the family may turn a part of a head only, `attention_bias` whether it may have those.
+    Raises UsageError for what no family here has; `source` is the file named in the message.
     """
     act = file.hidden_activation or file.hidden_act
     if act not in ACTIVATIONS:
         raise UsageError(f"{source}: hidden_act {named(act)} is not supported; only {' and '.join(ACTIVATIONS)} are.")
     for bias in ("attention_bias", "mlp_bias"):
-        if getattr(file, bias):
+        if getattr(file, bias) and not (attention_bias and bias == "attention_bias"):
             raise UsageError(f"{source}: {bias} is not supported; use a model without it.")
     if file.use_bidirectional_attention:
         raise UsageError(f"{source}: use_bidirectional_attention is not supported; use a model that writes text.")
@@ -248,7 +269,7 @@ def _scaling_to_hugging_face(scaling: RopeScaling) -> dict[str, Any]:
     used = {
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
+        "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
         "longrope": ("factor", "attention_factor"),
     }[scaling.kind]
     given = {name: fields[name] for name in used if fields[name] is not None}
@@ -265,7 +286,7 @@ def _rope(file: ConfigFile, head_dim: int, source: str, partial_rotary: bool) ->
     """
     base = {} if file.rope_theta is None else {"rope_theta": file.rope_theta}
     given = base | (file.rope_scaling or {}) | (file.rope_parameters or {})
-    for name in ("mscale", "mscale_all_dim", "truncate"):
+    for name in ("mscale", "mscale_all_dim"):
         if name in given:
             raise UsageError(f"{source}: the rotary setting {name} is not supported; use a model without it.")
     if LAYER_TYPES & given.keys():
@@ -296,7 +317,7 @@ def _rope_scaling(rope: RopeFile, file: ConfigFile, dim: int, source: str) -> Ro
         return _long_rope(rope, file, dim, original, source)
     if rope.factor is None:
         raise UsageError(f"{source}: rope_type {kind} needs a factor; add one to the rotary settings.")
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate")
     given = {name: getattr(rope, name) for name in optional if getattr(rope, name) is not None}
     original = original or file.max_position_embeddings
     scaling = RopeScaling(kind=kind, factor=rope.factor, original_max_positions=original, **given)

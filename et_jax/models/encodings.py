@@ -1,7 +1,8 @@
 """How weights are stored where they are no floats: by the `quantization_config` of a model's config.json.
 
 An `Encoding` says which tensors of a file stand in the place of a weight, and what numbers they stand for. There are
-two kinds: small numbers with a `Scaled` grid beside them, and several numbers of 4 or 8 bits in a word, `Packed`.
+three kinds: small numbers with a `Scaled` grid beside them, several numbers of 4 or 8 bits in a word, `Packed`, and
+floats of 4 bits in groups with a power of two, `Mxfp4`.
 """
 
 import dataclasses
@@ -20,6 +21,10 @@ WEIGHT = "weight"
 
 _ORIGINAL = "use the bfloat16 or float32 original"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight that each field of a word holds, lowest bits first
+_E2M1 = np.array(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32
+)  # by the lower three bits; the fourth is the sign
+_GROUP = 32  # numbers that share a power of two in MXFP4
 
 
 class Part(NamedTuple):
@@ -29,8 +34,20 @@ class Part(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
+class _OfMatrix:
+    """An encoding of matrices, each a tensor whose name ends in `WEIGHT`."""
+
+    def encodes(self, name: str, shape: Shape) -> bool:
+        """Return whether a weight that is called `name` as floats may be stored so."""
+        return len(shape) == 2 and name.endswith(WEIGHT)
+
+    def beside(self, name: str, last: str) -> str:
+        """Return what a tensor that stands for such a weight is called, its own last word given."""
+        return name.removesuffix(WEIGHT) + last
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scaled:
+class Scaled(_OfMatrix):
     """Whole numbers or floats of 8 bits, each multiplied by the scale of its block of `block` rows and columns.
 
     A block of None rows or columns is as high or as wide as the matrix. `stored` is their dtype in the words of
@@ -66,7 +83,7 @@ class Scaled:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Packed:
+class Packed(_OfMatrix):
     """Whole numbers of `bits` bits, 32 // bits of them in a word, less a zero point and times a scale for each group.
 
     A group is `group` inputs of an output, None all of them. By `layout`, "gptq" packs along the inputs and tells the
@@ -136,7 +153,48 @@ class Packed:
         return fields.reshape(len(words), -1).astype(np.int32)
 
 
-Encoding = Scaled | Packed
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mxfp4:
+    """Floats of 4 bits (e2m1), each 32 along the inputs multiplied by a power of two (e8m0): OCP Microscaling, 2023.
+
+    So are the matrices of a layer's experts stored, which are one tensor [expert, in, out] as floats: `blocks` hold two
+    numbers in a byte, the first in its lower half, [expert, out, group, byte], and `scales` the exponents more by 127,
+    [expert, out, group]; 255 stands for NaN.
+    """
+
+    def encodes(self, name: str, shape: Shape) -> bool:
+        """Return whether a weight may be stored so: the experts of a layer are, and nothing else."""
+        return len(shape) == 3
+
+    def beside(self, name: str, last: str) -> str:
+        """Return what a tensor that stands for such a weight is called, its own last word given."""
+        return f"{name}_{last}"
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        """Return the tensors of a weight of this shape, [expert, in, out], by the last words of their names.
+
+        The first tells that a weight is encoded. Raises UsageError where none of this shape can be.
+        """
+        e, i, o = shape
+        if i % _GROUP:
+            raise UsageError(
+                f"Experts of {i} inputs cannot be stored in groups of {_GROUP} as mxfp4; mend config.json."
+            )
+        groups = (e, o, i // _GROUP)
+        return {"blocks": Part(("U8",), ((*groups, _GROUP // 2),)), "scales": Part(("U8",), (groups,))}
+
+    def decode(self, parts: Mapping[str, np.ndarray]) -> Float[np.ndarray, "e i o"]:
+        """Return the numbers that the tensors of some experts and outputs stand for, float32; they are exact."""
+        blocks, scales = parts["blocks"], parts["scales"]
+        signed = np.concatenate([_E2M1, -_E2M1])
+        halves = np.arange(256)
+        pairs = np.stack([signed[halves & 15], signed[halves >> 4]], axis=-1)
+        powers = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
+        found = pairs[blocks].reshape(*scales.shape, _GROUP) * powers[scales][..., None]
+        return found.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+Encoding = Scaled | Packed | Mxfp4
 """How the matrices of a checkpoint are stored. Those that are stored as floats all the same are read as floats."""
 
 
@@ -156,6 +214,7 @@ def encoding_of(values: Any, source: str) -> Encoding | None:
         "fbgemm_fp8": lambda file, source: Scaled(stored="F8_E4M3", block=(1, None)),
         "gptq": _gptq,
         "awq": _awq,
+        "mxfp4": lambda file, source: Mxfp4(),
     }
     if file.quant_method not in readers:
         raise UsageError(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.models.config import ExpertConfig
+from et_jax.models.config import Activation, ExpertConfig
 from et_jax.models.layers import feed_forward, gated
 from et_jax.models.weights import Weight
 from et_jax.sums import rounded, softmax, total
@@ -42,13 +42,20 @@ class SharedExpert:
 
 @pytree
 class Experts:
-    """Weights of a layer's experts: `gate` and `up` are "e f w", `down` is "e w f", [expert, out, in]."""
+    """Weights of a layer's experts: `gate` and `up` are "e f w", `down` is "e w f", [expert, out, in].
+
+    Biases are None where a family has none.
+    """
 
     router: Float[Array, "e w"]
     gate: Weight
     up: Weight
     down: Weight
     shared: SharedExpert | None
+    router_bias: Float[Array, " e"] | None = None
+    gate_bias: Float[Array, "e f"] | None = None
+    up_bias: Float[Array, "e f"] | None = None
+    down_bias: Float[Array, "e w"] | None = None
 
 
 @pytree
@@ -65,7 +72,7 @@ class Choice:
 
 def gate(experts: Experts, x: Float[Array, "n w"]) -> Float[Array, "n e"]:
     """Return the probability that the router gives each expert, float32."""
-    return softmax(_scores(x, experts.router))
+    return softmax(_plus(_scores(x, experts.router), experts.router_bias))
 
 
 def choose(
@@ -86,10 +93,15 @@ def choose(
     return Choice(expert=expert, weight=weight)
 
 
-def mixed(experts: Experts, x: Float[Array, "n w"], choice: Choice, form: Form) -> Float[Array, "n w"]:
-    """Return what the chosen experts make of every token, weighed and summed in float32, in the dtype of `x`."""
+def mixed(
+    experts: Experts, x: Float[Array, "n w"], choice: Choice, form: Form, activation: Activation = "silu"
+) -> Float[Array, "n w"]:
+    """Return what the chosen experts make of every token, weighed and summed in float32, in the dtype of `x`.
+
+    `activation` is that of the chosen ones; the shared one's is SwiGLU.
+    """
     num_tokens, width = x.shape
-    of_choice = (_by_loop if form == "loop" else _by_ragged_products)(experts, x, choice.expert)
+    of_choice = (_by_loop if form == "loop" else _by_ragged_products)(experts, x, choice.expert, activation)
     weighed = choice.weight[..., None] * of_choice.reshape(num_tokens, -1, width)
     out = total(rounded(jnp.where(choice.weight[..., None] > 0, weighed, 0.0)), axis=1)
     if experts.shared is not None:
@@ -114,7 +126,14 @@ def _in_order(expert: Int[Array, "n c"], num_experts: int) -> tuple[Int[Array, "
     return jnp.argsort(flat), counts
 
 
-def _by_loop(experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"]) -> Float[Array, "nc w"]:
+def _plus(x: Float[Array, "n o"], bias: Float[Array, "*n o"] | None) -> Float[Array, "n o"]:
+    """Float32 outputs with their biases, where there are some."""
+    return x if bias is None else x + bias.astype(jnp.float32)
+
+
+def _by_loop(
+    experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"], activation: Activation
+) -> Float[Array, "nc w"]:
     """What each choice's expert makes of its token: a turn for every so many tokens of an expert that is touched."""
     (num_tokens, num_choices), num_experts = expert.shape, experts.gate.shape[0]
     size = rows_per_turn(num_tokens, num_choices, num_experts)
@@ -132,8 +151,12 @@ def _by_loop(experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"]
         ahead = done + jnp.arange(size, dtype=jnp.int32)
         place = order[jnp.minimum(first[number] + ahead, order.shape[0] - 1)]
         rows = x[place // num_choices]
-        hidden = gated(experts.gate.one_of(number).matmul(rows), experts.up.one_of(number).matmul(rows), x.dtype)
-        made = experts.down.one_of(number).matmul(hidden)
+
+        def product(weight: Weight, biases: Float[Array, "e o"] | None, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
+            return _plus(weight.one_of(number).matmul(x), None if biases is None else biases[number])
+
+        opening, beside = product(experts.gate, experts.gate_bias, rows), product(experts.up, experts.up_bias, rows)
+        made = product(experts.down, experts.down_bias, gated(opening, beside, x.dtype, activation))
         return i + 1, out.at[jnp.where(ahead < counts[number], place, order.shape[0])].set(made, mode="drop")
 
     out = jnp.zeros((num_tokens * num_choices, x.shape[1]), jnp.float32)
@@ -146,10 +169,16 @@ def rows_per_turn(num_tokens: int, num_choices: int, num_experts: int) -> int:
     return max(2, min(num_tokens, _MOST, max(_FEWEST, 1 << (even - 1).bit_length())))
 
 
-def _by_ragged_products(experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"]) -> Float[Array, "nc w"]:
+def _by_ragged_products(
+    experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"], activation: Activation
+) -> Float[Array, "nc w"]:
     """What each choice's expert makes of its token: products of all tokens, which are sorted by expert."""
     order, counts = _in_order(expert, experts.gate.shape[0])
-    rows = x[order // expert.shape[1]]
-    hidden = gated(experts.gate.matmul_by(rows, counts), experts.up.matmul_by(rows, counts), x.dtype)
-    made = experts.down.matmul_by(hidden, counts)
+    rows, of_row = x[order // expert.shape[1]], expert.reshape(-1)[order]
+
+    def product(weight: Weight, biases: Float[Array, "e o"] | None, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
+        return _plus(weight.matmul_by(x, counts), None if biases is None else biases.at[of_row].get(mode="clip"))
+
+    opening, beside = product(experts.gate, experts.gate_bias, rows), product(experts.up, experts.up_bias, rows)
+    made = product(experts.down, experts.down_bias, gated(opening, beside, x.dtype, activation))
     return jnp.zeros_like(made).at[order].set(made, unique_indices=True)

@@ -4,18 +4,15 @@ The axis letter `r` is the rotary pairs of a head: half of the channels that are
 """
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from et_jax.models.config import Rope
+from et_jax.models.config import Activation, ClampedSwish, Rope
 from et_jax.models.weights import Weight
 from et_jax.sums import total
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 def linear(x: Float[Array, "*b i"], weight: Weight, bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
@@ -46,8 +43,13 @@ def feed_forward(
 def gated(
     gate: Float[Array, "*b f"], up: Float[Array, "*b f"], dtype: DTypeLike, activation: Activation = "silu"
 ) -> Float[Array, "*b f"]:
-    """Return `activation(gate) * up`, each factor rounded to `dtype`."""
+    """Return `activation(gate) * up`, each factor rounded to `dtype`; `ClampedSwish` says how that opens."""
     opening = gate.astype(dtype).astype(jnp.float32)
+    if isinstance(activation, ClampedSwish):
+        opening = jnp.minimum(opening, activation.limit)
+        opened = opening * jax.nn.sigmoid(activation.alpha * opening)
+        beside = jnp.clip(up.astype(dtype).astype(jnp.float32), -activation.limit, activation.limit) + 1
+        return opened.astype(dtype) * beside.astype(dtype)
     opened = jax.nn.silu(opening) if activation == "silu" else jax.nn.gelu(opening, approximate=True)
     return opened.astype(dtype) * up.astype(dtype)
 
@@ -81,8 +83,10 @@ def rope_frequencies(rope: Rope) -> tuple[Float[Array, " r"], float]:
         turns = original / (rotations * 2 * math.pi)
         return d * math.log(turns) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(channel(scaling.beta_fast)), 0)
-    high = min(math.ceil(channel(scaling.beta_slow)), d - 1)
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
     ramp = jnp.clip((jnp.arange(d // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3), 0.0, 1.0)
     if factor is None:
         factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0

@@ -82,7 +82,7 @@ def expert_bytes(weights: ModelWeights) -> int:
     if not mixtures:
         return 0
     one = mixtures[0]
-    return num_bytes((one.gate, one.up, one.down)) // one.gate.shape[0]
+    return num_bytes((one.gate, one.up, one.down, one.gate_bias, one.up_bias, one.down_bias)) // one.gate.shape[0]
 
 
 def token_numbers(model: ModelShape) -> int:

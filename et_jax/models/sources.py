@@ -18,21 +18,41 @@ Shape = tuple[int, ...]
 class Piece:
     """A tensor of a file, whole, or the `rows` of its first axis from one to before another.
 
-    `shape` is that of the whole tensor.
+    `shape` is that of the whole tensor. Of its last axis it may be one of several lanes that take turns: `lane` says
+    which, and of how many. A `swapped` piece has its last two axes the other way round than the file.
     """
 
     tensor: str
     shape: Shape
     rows: tuple[int, int] | None = None
+    lane: tuple[int, int] | None = None
+    swapped: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
         """The rows, those of a whole tensor too."""
         return self.rows or (0, self.shape[0])
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the tensor as it lies."""
+        return self.rows is None and self.lane is None and not self.swapped
+
+    @property
+    def shape_read(self) -> Shape:
+        """The shape of the piece."""
+        (begin, end), (first, lanes) = self.span, self.lane or (0, 1)
+        shape = (end - begin, *self.shape[1:])
+        shape = (*shape[:-1], len(range(first, shape[-1], lanes)))
+        return (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
+
     def of(self, tensor: Any) -> Any:
-        """Return the piece of its tensor, an array or a slice of a file."""
-        return tensor if self.rows is None else tensor[slice(*self.rows)]
+        """Return the piece of its tensor, an array: a view, if that is one of NumPy."""
+        found = tensor if self.rows is None else tensor[slice(*self.rows)]
+        if self.lane is not None:
+            first, lanes = self.lane
+            found = found[..., first::lanes]
+        return found.swapaxes(-1, -2) if self.swapped else found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,14 +65,13 @@ class Source:
     @property
     def shape(self) -> Shape:
         """The shape of the leaf."""
-        width = self.pieces[0].shape[1:]
-        counts = [end - begin for begin, end in (piece.span for piece in self.pieces)]
-        return (len(counts), counts[0], *width) if self.stacked else (sum(counts), *width)
+        shapes = [piece.shape_read for piece in self.pieces]
+        return (len(shapes), *shapes[0]) if self.stacked else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
     def is_whole(self) -> bool:
         """Whether the leaf is one whole tensor."""
-        return len(self.pieces) == 1 and not self.stacked and self.pieces[0].rows is None
+        return len(self.pieces) == 1 and not self.stacked and self.pieces[0].is_whole
 
     def parts(self, leaf: Any) -> list[Any]:
         """Return the part of a leaf that each piece holds, in turn: views, if it is an array of NumPy."""
@@ -60,7 +79,7 @@ class Source:
             return [leaf]
         if self.stacked:
             return [leaf[number] for number in range(len(self.pieces))]
-        counts = [end - begin for begin, end in (piece.span for piece in self.pieces)]
+        counts = [piece.shape_read[0] for piece in self.pieces]
         return [leaf[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
 
     def read(self, read: Callable[[Piece], np.ndarray], dtype: Any) -> np.ndarray:
@@ -129,25 +148,31 @@ def tensors_of(sources: Sources, leaves: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, source in sources.items():
         for piece, part in zip(source.pieces, source.parts(leaves[name]), strict=True):
-            if piece.rows is None:
+            if piece.is_whole:
                 found[piece.tensor] = part
             else:
-                whole = found.setdefault(piece.tensor, np.empty(piece.shape, part.dtype))
-                whole[slice(*piece.rows)] = part
+                if piece.tensor not in found:
+                    found[piece.tensor] = np.empty(piece.shape, part.dtype)
+                piece.of(found[piece.tensor])[...] = part
     return found
 
 
 def check_sources(sources: Sources, shapes: Mapping[str, Shape]) -> None:
-    """Raise ValueError unless the leaves have these shapes, and each row of every tensor is read once."""
+    """Raise ValueError unless the leaves have these shapes, and each row and lane of every tensor is read once."""
     for leaf, shape in shapes.items():
         if leaf not in sources or sources[leaf].shape != shape:
             got = sources[leaf].shape if leaf in sources else "no source"
             raise ValueError(f"sources: got {got} of {leaf}, wanted shape {shape}")
-    spans: dict[tuple[str, Shape], list[tuple[int, int]]] = {}
+    spans: dict[tuple[str, Shape], dict[tuple[int, int], list[tuple[int, int]]]] = {}
     for source in sources.values():
         for piece in source.pieces:
-            spans.setdefault((piece.tensor, piece.shape), []).append(piece.span)
-    for (tensor, shape), read in spans.items():
-        ends = [0, *(row for span in sorted(read) for row in span), shape[0]]
-        if any(end != begin for end, begin in zip(ends[::2], ends[1::2], strict=True)):
-            raise ValueError(f"sources: got the rows {sorted(read)} of {tensor}, wanted each of its {shape[0]} once")
+            by_lane = spans.setdefault((piece.tensor, piece.shape), {})
+            by_lane.setdefault(piece.lane or (0, 1), []).append(piece.span)
+    for (tensor, shape), by_lane in spans.items():
+        lanes = max(number for _, number in by_lane)
+        if by_lane.keys() != {(lane, lanes) for lane in range(lanes)}:
+            raise ValueError(f"sources: got the lanes {sorted(by_lane)} of {tensor}, wanted each of {lanes} once")
+        for read in by_lane.values():
+            ends = [0, *(row for span in sorted(read) for row in span), shape[0]]
+            if any(end != begin for end, begin in zip(ends[::2], ends[1::2], strict=True)):
+                raise ValueError(f"sources: got rows {sorted(read)} of {tensor}, wanted each of its {shape[0]} once")

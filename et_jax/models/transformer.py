@@ -15,7 +15,7 @@ from et_jax.models.experts import Experts, SharedExpert, choose, gate, mixed
 from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
 from et_jax.models.weights import Dense, Int8, Weight, is_weight, num_bytes, num_numbers
 from et_jax.softmax import Softmax
-from et_jax.types import pytree
+from et_jax.types import pytree, replace
 
 T = TypeVar("T")
 Memory = TypeVar("Memory")
@@ -58,6 +58,7 @@ class LayerParams:
 
     A layer has the matrices of a feed-forward, or `experts`. `attention_norm` and `ffn_norm` stand before attention and
     feed-forward, `attention_out_norm` and `ffn_out_norm` after them; `q_norm` and `k_norm` span a head, or all heads.
+    `sinks` are a logit for each query head, in the sum of its softmax alone.
     With `hd` query heads times head dim and `kd` KV heads times head dim, `q` is "hd w", `k` and `v` "kd w", `o`
     "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
     """
@@ -70,6 +71,8 @@ class LayerParams:
     q_bias: Float[Array, " hd"] | None
     k_bias: Float[Array, " kd"] | None
     v_bias: Float[Array, " kd"] | None
+    o_bias: Float[Array, " w"] | None = None
+    sinks: Float[Array, " h"] | None = None
     q_norm: Float[Array, " nq"] | None
     k_norm: Float[Array, " nk"] | None
     attention_out_norm: Float[Array, " w"] | None
@@ -123,6 +126,7 @@ def describe(config: ModelConfig) -> Params:
         "ffn": c.intermediate_size,
         "heads": queries,
         "kv_heads": keys,
+        "each_head": c.num_heads,
         "head_dim": c.head_dim,
     }
 
@@ -148,6 +152,8 @@ def describe(config: ModelConfig) -> Params:
         q_bias=spec("heads", deviation=0.0) if c.qkv_bias else None,
         k_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
         v_bias=spec("kv_heads", deviation=0.0) if c.qkv_bias else None,
+        o_bias=spec("width", deviation=0.0) if c.o_bias else None,
+        sinks=spec("each_head", deviation=0.0) if c.sinks else None,
         q_norm=norm(over[0]) if c.qk_norm else None,
         k_norm=norm(over[1]) if c.qk_norm else None,
         attention_out_norm=norm("width") if after else None,
@@ -167,11 +173,17 @@ def describe(config: ModelConfig) -> Params:
         sizes |= {"experts": c.experts.num_experts, "expert_ffn": c.experts.width, "one": 1}
         sizes |= {"shared_ffn": c.experts.shared_width or 0}
         shared = _unchecked(SharedExpert, router=spec("one", "width"), **matrices(width="shared_ffn"))
+        biases = {"router": ("experts",), **dict.fromkeys(("gate", "up"), ("experts", "expert_ffn"))}
+        biases |= {"down": ("experts", "width")}
         experts = _unchecked(
             Experts,
             router=spec("experts", "width"),
             **matrices("experts", width="expert_ffn"),
             shared=None if c.experts.shared_width is None else shared,
+            **{
+                f"{name}_bias": spec(*axes, deviation=0.0) if c.experts.biases else None
+                for name, axes in biases.items()
+            },
         )
         mixture = layer(experts=experts)
     return _unchecked(
@@ -230,7 +242,10 @@ def num_multiplied(config: ModelConfig) -> int:
 
 def expert_weights(config: ModelConfig) -> int:
     """Return the numbers of one expert of one layer; 0 where there are none."""
-    return 0 if config.experts is None else 3 * config.experts.width * config.hidden_size
+    if config.experts is None:
+        return 0
+    width, w = config.experts.width, config.hidden_size
+    return 3 * width * w + (2 * width + w if config.experts.biases else 0)
 
 
 def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
@@ -296,7 +311,7 @@ def block(
     """Return the residual stream after layer `index`, and the memory its attention left."""
     q, k, v = _before_attention(layer, config, x, angles)
     with jax.named_scope("attend"):
-        out, memory = attend(index, q, k, v, memory, config.softmax(index))
+        out, memory = attend(index, q, k, v, memory, replace(config.softmax(index), sink_logits=layer.sinks))
     if layer.experts is None or config.experts is None:
         return _after_attention(layer, config, x, out), memory
     x, y = _before_experts(layer, config, x, out)
@@ -310,7 +325,7 @@ def block(
 def mix_as_trained(config: ExpertConfig, experts: Experts, x: Float[Array, "b t w"]) -> Float[Array, "b t w"]:
     """Return what a layer's experts make of tokens, by products that can be differentiated."""
     flat = x.reshape(-1, x.shape[-1])
-    return mixed(experts, flat, choose(config, gate(experts, flat)), "ragged").reshape(x.shape)
+    return mixed(experts, flat, choose(config, gate(experts, flat)), "ragged", config.activation).reshape(x.shape)
 
 
 @partial(jax.jit, static_argnums=1)  # for the trace, which layers that are alike share
@@ -359,7 +374,7 @@ def _attended(
     layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"], out: Float[Array, "b t h d"]
 ) -> tuple[Float[Array, "b t w"], Float[Array, "b t w"]]:
     """The residual stream after attention, and normed."""
-    attended = linear(out.reshape(*out.shape[:2], -1), layer.o)
+    attended = linear(out.reshape(*out.shape[:2], -1), layer.o, layer.o_bias)
     x = _added(x, _normed(attended, layer.attention_out_norm, config), config)
     return x, _normed(x, layer.ffn_norm, config)
 

@@ -97,8 +97,8 @@ def hidden_states(
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Return whether the loss serves such a model: layers all alike, which see every token, no cap and no divisor."""
-    alike = not config.unrotated and all(window is None for window in config.windows)
+    """Return whether the loss serves such a model: layers all alike, which see every token; no cap, sink or divisor."""
+    alike = not config.unrotated and not config.sinks and all(window is None for window in config.windows)
     return alike and config.score_cap is None and config.logit_cap is None and config.logit_divisor == 1
 
 

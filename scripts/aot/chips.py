@@ -36,6 +36,8 @@ class Decoding:
     num_layers: of the model, and of the small one.
     quantize: the form of its matrices besides bfloat16.
     control: the preset it reads by; with "off" no page has a summary.
+    relaid: bytes of weights that a TPU's compiler lays out anew in every step, a part of its temporaries: XLA lays an
+        embedding out by columns whose width is no multiple of 128, where its height is one.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
     drafts: tokens drafted for a sequence in a step at most; by the model itself where there is no other.
     cache_budget: what a sequence's cache is compressed to, by its last queries; None where it never is.
@@ -52,6 +54,7 @@ class Decoding:
     prefill_batch: int
     num_layers: int = 2
     quantize: str | None = None
+    relaid: int = 0
     control: str = "off"
     small: dict[str, Any] | None = None
     drafts: int = 0
@@ -159,6 +162,28 @@ QWEN3_30B_A3B = QWEN3_8B | {
     "num_kv_heads": 4,
     "experts": {"num_experts": 128, "num_per_token": 8, "width": 768, "normalised": True},
 }
+MIXTRAL_8X7B = LLAMA3_8B | {
+    "architecture": "mixtral",
+    "vocab_size": 32000,
+    "experts": {"num_experts": 8, "num_per_token": 2, "width": 14336, "normalised": True},
+}
+GPT_OSS_20B = {
+    "architecture": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_heads": 64,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "windows": (128, None) * 12,
+    "qkv_bias": True,
+    "o_bias": True,
+    "sinks": True,
+    "experts": {"num_experts": 32, "num_per_token": 4, "width": 2880, "normalised": True, "biases": True}
+    | {"clamped": {"alpha": 1.702, "limit": 7.0}},
+}
+GPT_OSS_RELAID = 201088 * 2944  # numbers of its embedding, 2880 wide and so padded
+
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     # by XLA the small one takes the same path
@@ -290,6 +315,52 @@ DECODINGS = (
         functions=("decode", "prefill"),
         by_xla=False,
         seldom=("TPU v6e", "H200"),
+    ),
+    Decoding(
+        name="gpt_oss_20b, 24 layers",
+        model=GPT_OSS_20B,
+        relaid=2 * GPT_OSS_RELAID,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        num_layers=24,
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v5e", "TPU v6e", "H200"),  # of which the last alone holds its weights, 42 GB
+    ),
+    Decoding(
+        name="gpt_oss_20b W8A8, 24 layers",
+        model=GPT_OSS_20B,
+        relaid=GPT_OSS_RELAID,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        num_layers=24,
+        quantize="int8",
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v5e", "TPU v6e", "H200"),  # of which the first does not hold its 21 GB
+    ),
+    Decoding(
+        name="gpt_oss_20b",
+        model=GPT_OSS_20B | {"windows": (128, None)},
+        relaid=2 * GPT_OSS_RELAID,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        functions=("decode", "prefill"),
+        by_xla=False,
+        seldom=("TPU v6e", "H200"),  # which take its full depth
+    ),
+    Decoding(
+        name="mixtral_8x7b",
+        model=MIXTRAL_8X7B,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        functions=("decode",),
+        by_xla=False,
+        seldom=("TPU v6e",),
     ),
     *(
         Decoding(

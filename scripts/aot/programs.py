@@ -6,6 +6,7 @@ Chips and models are shapes alone: no weight exists, and JAX is imported when th
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -295,15 +296,34 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     )
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
-    return function_program(function, config, params, device)
+    lowering = function_program(function, config, params, device)
+    bound = lowering.temporary_bound + (decoding.relaid if device.platform == "tpu" else 0)
+    with traced_for(device):
+        return dataclasses.replace(lowering, temporary_bound=bound, on_chip=_served(config, backend))
+
+
+def _served(config: Any, backend: str) -> str:
+    """Return which kernels serve a model's attention, from `backend` on, and score its summaries and its key codes."""
+    import jax.numpy as jnp
+
+    from et_jax.decode.backends import scoring_backend, serving_backend
+
+    model, size, bfloat16 = config.model, config.page_size, jnp.bfloat16
+    attention, _ = serving_backend(model, size, bfloat16, bfloat16, backend)
+    summaries, codes = (scoring_backend(model, size, bfloat16, coded, attention)[0] for coded in (False, True))
+    return f"attention {attention}, summaries {summaries}, codes {codes}"
 
 
 def _mixture(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Return the experts of a model's shape, in every layer, where it has some."""
-    from et_jax.models.config import ExpertConfig
+    from et_jax.models.config import ClampedSwish, ExpertConfig
 
-    given = shape.get("experts")
-    return {} if given is None else {"experts": ExpertConfig(layers=(True,) * num_layers, **given)}
+    if (given := shape.get("experts")) is None:
+        return {}
+    given = dict(given)
+    clamped = given.pop("clamped", None)
+    activation = {} if clamped is None else {"activation": ClampedSwish(**clamped)}
+    return {"experts": ExpertConfig(layers=(True,) * num_layers, **given, **activation)}
 
 
 def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
@@ -376,12 +396,17 @@ def on_device(leaf: Any, device: Any, dtype: Any = None) -> Any:
 
 
 def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:
-    """Return the program traced as for the device, which is how the kernels know what chip they are for."""
+    """Return the program traced as for the device."""
+    with traced_for(device):
+        return jitted.lower(*arguments)
+
+
+def traced_for(device: Any) -> AbstractContextManager[Any]:
+    """Return within what things are traced as for the device, which is how the kernels know what chip they are for."""
     import jax
 
     platform = "cuda" if device.platform == "gpu" else device.platform  # as JAX names it while tracing
     kind = jax.sharding.AbstractDevice(device.device_kind, 1, platform)
     auto = (jax.sharding.AxisType.Auto,)  # nothing is divided: where an axis is explicit, ragged products want it said
     mesh = jax.sharding.AbstractMesh((1,), ("chip",), auto, abstract_device=kind)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jitted.lower(*arguments)
+    return jax.sharding.use_abstract_mesh(mesh)

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import sources_of
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ClampedSwish, ExpertConfig, ModelConfig, RopeScaling
 from et_jax.models.families.registry import config_to_hugging_face
 from et_jax.models.sources import tensor_shapes
 from et_jax.serve.engine import Model, load
@@ -30,6 +30,26 @@ LLAMA = dataclasses.replace(
     bos_token_id=0,
     eos_token_ids=(0,),
 )
+GPT_OSS = dataclasses.replace(
+    LLAMA,
+    architecture="gpt_oss",
+    hidden_size=32,
+    intermediate_size=32,
+    windows=(16, None),
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_positions=64, truncate=False),
+    qkv_bias=True,
+    o_bias=True,
+    sinks=True,
+    experts=ExpertConfig(
+        num_experts=4,
+        num_per_token=2,
+        width=32,
+        normalised=True,
+        layers=(True, True),
+        biases=True,
+        activation=ClampedSwish(alpha=1.702, limit=7.0),
+    ),
+)
 
 
 def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
@@ -42,11 +62,27 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, np.dtype[np
     return {name: weights.astype(np.float32) for name, weights in drawn.items()}
 
 
-def write_model(folder: Path, config: ModelConfig = LLAMA) -> Path:
-    """Write a model of random weights with the bundled tokenizer, and return its folder."""
+def packed_experts(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a model with those of three axes, [expert, in, out], as random numbers of MXFP4."""
+    random, tensors = np.random.default_rng(0), {}
+    for name, tensor in weights.items():
+        if tensor.ndim != 3:
+            tensors[name] = tensor
+            continue
+        e, i, o = tensor.shape
+        tensors[f"{name}_blocks"] = random.integers(0, 256, (e, o, i // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = random.integers(121, 125, (e, o, i // 32), np.uint8)
+    return tensors
+
+
+def write_model(folder: Path, config: ModelConfig = LLAMA, *, packed: bool = False) -> Path:
+    """Write a model of random weights with the bundled tokenizer, its experts `packed` or not; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(random_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = random_weights(config)
+    save_file(packed_experts(weights) if packed else weights, folder / "model.safetensors", metadata={"format": "pt"})
     values = config_to_hugging_face(config) | {"torch_dtype": "float32"}
+    if packed:
+        values |= {"quantization_config": {"quant_method": "mxfp4"}}
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     for name in ("tokenizer.json", "generation_config.json"):
         shutil.copy(bundled_folder() / name, folder / name)

@@ -4,23 +4,26 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from fuzzing.cases import ACCEPTED, Fault, Surface
 from fuzzing.edits import DAMAGES, FEW_EDITS, PLACES, Damage, Edit, Mutation, damaged, mutated
-from fuzzing.small_folder import open_model, overlay, write_model
+from fuzzing.small_folder import GPT_OSS, open_model, overlay, write_model
 
 INDEX, SHARDS = "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 _OUTSIDE = "outside.safetensors"  # beside the folder: a file that a name can reach only by leaving it
+_MODELS: dict[str, dict[str, Any]] = {"llama": {}, "gpt_oss": {"config": GPT_OSS, "packed": True}}
 _LENGTHS = (0, 1, 7, 8, 10**8, 10**8 + 1, 2**31, 2**40, 2**63 - 1, 2**64 - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is done to which of the files: 0 the index, 1 and 2 the shards."""
+    """What is done to which of the files of a model: 0 the index, 1 and 2 the shards."""
 
+    model: str
     kind: str
     file: int
     edits: tuple[Edit, ...]
@@ -29,22 +32,12 @@ class Case:
 
 
 def prepare(folder: Path) -> Callable[[Case], str]:
-    """Write a model in two files and one outside, and return what runs a case."""
-    base = write_model(folder / "base")
-    tensors = load_file(base / "model.safetensors")
-    (base / "model.safetensors").unlink()
-    names = sorted(tensors)
-    shards = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
-    for shard, held in shards.items():
-        save_file({name: tensors[name] for name in held}, base / shard)
-    save_file({name: tensors[name] for name in shards[SHARDS[0]]}, folder / _OUTSIDE)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    weight_map = {name: shard for shard, held in shards.items() for name in held}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (base / INDEX).write_text(json.dumps(index, indent=2))
+    """Write models in two files each and one outside, and return what runs a case."""
+    bases = {name: _in_two(write_model(folder / name / "base", **settings)) for name, settings in _MODELS.items()}
 
     def run(case: Case) -> str:
-        changed = overlay(folder / "changed", base, _changes(base, case))
+        base = bases[case.model]
+        changed = overlay(folder / case.model / "changed", base, _changes(base, case))
         if case.kind == "folder":
             (changed / SHARDS[0]).unlink()
             (changed / SHARDS[0]).mkdir()
@@ -56,6 +49,22 @@ def prepare(folder: Path) -> Callable[[Case], str]:
         return ACCEPTED
 
     return run
+
+
+def _in_two(base: Path) -> Path:
+    """Divide the weights of a folder, put a part beside it, and return the folder."""
+    tensors = load_file(base / "model.safetensors")
+    (base / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, base / shard)
+    save_file({name: tensors[name] for name in shards[SHARDS[0]]}, base.parent / _OUTSIDE)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (base / INDEX).write_text(json.dumps(index, indent=2))
+    return base
 
 
 def _changes(base: Path, case: Case) -> dict[str, bytes | None]:
@@ -110,6 +119,7 @@ _KINDS = ("index", "index", "index", "header", "header", "header", "header bytes
 SURFACE = Surface(
     cases=st.builds(
         Case,
+        model=st.sampled_from(tuple(_MODELS)),
         kind=st.sampled_from((*_KINDS, "absent", "swap", "same", "bin", "folder", "outside")),
         file=st.integers(0, 2),
         edits=FEW_EDITS,

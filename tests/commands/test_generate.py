@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 import tokenizers
+from places import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
@@ -354,6 +355,17 @@ def test_a_check_tells_from_config_json_alone_what_a_model_needs(
     assert lines[0].startswith(f"{config} runs here: llama, ") and lines[1] == "weights in bfloat16, cache in bfloat16"
     assert any(line.startswith("device cpu, attention by xla") for line in lines)
     assert any(line.startswith("4 sequences of ") for line in lines) and lines[-1].endswith("that may be used")
+
+
+def test_a_check_knows_experts_of_4_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(GOLDEN / "gpt_oss_mxfp4" / "config.json", tmp_path)
+    code, out, err = run(capfd, "--model", str(tmp_path), "--check", "--page-size", "16")
+    lines = out.splitlines()
+    assert code == 0 and not err
+    assert lines[0].endswith("3 layers, 2 of them with a window of 8 tokens")
+    assert (
+        lines[0].startswith(f"{tmp_path} runs here: gpt_oss, ") and lines[1] == "weights in bfloat16, cache in bfloat16"
+    )
 
 
 def test_a_check_says_what_to_change(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

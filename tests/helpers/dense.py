@@ -9,7 +9,7 @@ from et_jax.models.transformer import forward
 
 
 def dense_attend(config):
-    """Causal attention over the sequence itself, in a layer's window: softmax(cap(scale q k)) v."""
+    """Causal attention over the sequence itself, in a layer's window: softmax(cap(scale q k)) v, sinks in the sum."""
 
     def attend(layer, q, k, v, memory, softmax):
         b, t, h, d = q.shape
@@ -20,7 +20,11 @@ def dense_attend(config):
         distance = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]
         window = config.windows[layer]
         kept_mask = (distance >= 0) & (distance < (t if window is None else window))
-        weights = jax.nn.softmax(jnp.where(kept_mask, scores, -jnp.inf))
+        scores = jnp.where(kept_mask, scores, -jnp.inf)
+        if softmax.sink_logits is not None:  # one more token, which has no value
+            sink = softmax.sink_logits.astype(scores.dtype).reshape(1, *scores.shape[1:3], 1, 1)
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+        weights = jax.nn.softmax(scores)[..., :t]
         return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(b, t, h, d), memory
 
     return attend

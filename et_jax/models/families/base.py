@@ -49,7 +49,8 @@ class Family:
     `sources` says where the leaves of a model lie, given their shapes by name; `head` is the tensor of the output
     matrix, under whose name a model without one of its own may keep its embedding. `values` turns config.json into the
     words that `ConfigFile` knows, where it says things in its own way. `partial_rotary` says whether a part of a head
-    only may be turned, and `apart` matches the tensors of what the family's files hold beside the text model.
+    only may be turned, `attention_bias` whether config.json may ask for biases of attention, which `meaning` reads, and
+    `apart` matches the tensors of what the family's files hold beside the text model.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Family:
     head: str = TENSORS["head"]
     values: Callable[[dict[str, Any]], dict[str, Any]] = dict
     partial_rotary: bool = False
+    attention_bias: bool = False
     apart: re.Pattern[str] | None = None
 
 

@@ -11,6 +11,7 @@ from et_jax.models.families import (
     gemma2,
     gemma3,
     gemma3_text,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -25,7 +26,7 @@ from et_jax.models.families import (
 )
 from et_jax.models.families.base import Family
 
-_MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, gpt_oss)
 _MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma3, phi3, olmo2, smollm3, granite, *_MIXTURES)
 FAMILIES = {one.FAMILY.name: one.FAMILY for one in _MODULES}
 BEYOND = {
@@ -62,7 +63,8 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
                 raise UsageError(f"{source}: architecture {named(name)} {reason}; use one of {supported}.")
         raise UsageError(f"{source}: architecture {named(name)} is not supported; use one of {supported}.")
     file = checked(family.values(dict(values)), ConfigFile, source)
-    shared = shared_config(file, family.name, source, family.partial_rotary)
+    parts = {"partial_rotary": family.partial_rotary, "attention_bias": family.attention_bias}
+    shared = shared_config(file, family.name, source, **parts)
     try:
         return family.meaning(file, shared)
     except UsageError:

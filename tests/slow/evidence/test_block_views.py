@@ -22,11 +22,19 @@ def test_the_captured_pass_gives_the_models_logits():
     assert [tuple(x.shape for x in layer) for layer in layers] == [((32, 4, 8), (32, 2, 8), (32, 2, 8))] * 2
 
 
-def test_a_model_with_windows_is_refused():
-    windowed = dataclasses.replace(SMALL, windows=(None, 16))
-    params = initialise(windowed, jax.random.key(0))
-    with pytest.raises(ValueError, match="sliding window"):
-        capture(windowed, params, jnp.zeros(8, jnp.int32))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"windows": (None, 16)}, "got sliding windows in attention"),
+        ({"score_cap": 3.0}, "got soft caps in attention"),
+        ({"windows": (16, None), "sinks": True}, "got sliding windows and sinks in attention"),
+    ],
+)
+def test_a_model_with_windows_caps_or_sinks_is_refused(changes, said):
+    config = dataclasses.replace(SMALL, **changes)
+    params = initialise(config, jax.random.key(0))
+    with pytest.raises(ValueError, match=said):
+        capture(config, params, jnp.zeros(8, jnp.int32))
 
 
 def test_blocks_add_up_to_attention():

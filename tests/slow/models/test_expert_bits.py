@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import CONFIG, drawn, mix, tokens
+from mixtures import BIASED, CONFIG, drawn, mix, tokens
 
 from et_jax.models.experts import choose, gate, mixed
 from et_jax.types import replace
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("num_experts", "shared_width"), [(8, None), (68, 48)])
-def test_a_token_has_the_same_bits_among_any_number(dtype, num_experts, shared_width):
+@pytest.mark.parametrize(
+    ("num_experts", "changes"), [(8, {"shared_width": None}), (68, {"shared_width": 48}), (32, BIASED)]
+)
+def test_a_token_has_the_same_bits_among_any_number(dtype, num_experts, changes):
     """The router has few outputs past a multiple of 64, which a product by itself does not keep alike."""
-    config = dataclasses.replace(CONFIG, num_experts=num_experts, width=48, shared_width=shared_width)
+    config = dataclasses.replace(CONFIG, num_experts=num_experts, width=48, **changes)
     experts, x = drawn(config, dtype, 256), tokens(700, dtype, 256)
     most = np.asarray(mix(config, experts, x, "loop"))
     for number in (2, 3, 17, 64, 130):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,22 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from places import GOLDEN
 from safetensors.numpy import load_file, save_file
 from test_checkpoint import CONFIG as SHAPE
 from test_checkpoint import random_params
 
 from et_jax.errors import UsageError
-from et_jax.models.checkpoint import assemble, check_weights, load, stored_dtype, write_hugging_face
-from et_jax.models.encodings import encoding_of
+from et_jax.models import checkpoint
+from et_jax.models.checkpoint import (
+    assemble,
+    check_weights,
+    load,
+    read_config,
+    stored_dtype,
+    write_hugging_face,
+)
+from et_jax.models.encodings import Mxfp4, encoding_of
 from et_jax.models.weights import Int8, is_weight, to_int8
 
 CONFIG = dataclasses.replace(SHAPE, intermediate_size=40)
@@ -292,6 +302,12 @@ def test_another_group_size_than_the_files_have_is_told(tmp_path, kind, change, 
         ("gptq", "quantization_config is no object"),
         ({"bits": 4}, "quantised by 'no known method' are not supported, only by compressed-tensors, fp8"),
         ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes are not supported"),
+        ({"quant_method": "mxfp6"}, "quantised by mxfp6 are not supported, only by compressed-tensors, fp8"),
+        ({"quant_method": "nvfp4"}, "quantised by nvfp4 are not supported"),
+        (
+            compressed({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}, "mxfp4-pack-quantized"),
+            "of the format 'mxfp4-pack-quantized', 4 bits of float by group",
+        ),
         ({"quant_method": "gptq", "bits": 3, "group_size": 8}, "of the format gptq and 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin", "group_size": 8}, "of the format marlin"),
         ({"quant_method": "gptq", "bits": 4}, "in groups of None"),
@@ -339,3 +355,109 @@ def test_a_matrix_that_does_not_divide_is_no_packed_one(tmp_path):
     assert encoding is not None
     with pytest.raises(UsageError, match="of 12 outputs and 16 inputs cannot be packed by 8"):
         encoding.parts((12, 16))
+
+
+PACKED, EXPERTS = GOLDEN / "gpt_oss_mxfp4", "model.layers.1.mlp.experts"
+BLOCKS, SCALES = f"{EXPERTS}.gate_up_proj_blocks", f"{EXPERTS}.gate_up_proj_scales"
+
+
+def four_bits(code: int) -> float:
+    """The number of a code of e2m1, by its sign, its exponent less a bias of 1, and its one bit of mantissa."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    size = mantissa * 0.5 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
+    return -size if sign else size
+
+
+def test_every_byte_of_mxfp4_is_two_numbers_times_a_power_of_two():
+    codes = np.arange(256, dtype=np.uint8).reshape(2, 4, 2, 16)  # expert, output, group, byte
+    scales = np.array([0, 1, 100, 126, 127, 128, 130, 131, 132, 133, 134, 135, 136, 200, 250, 252], np.uint8)
+    found = Mxfp4().decode({"blocks": codes, "scales": scales.reshape(2, 4, 2)})
+    assert found.shape == (2, 64, 4) and found.dtype == np.float32
+    for byte in range(256):
+        expert, output, group, place = np.unravel_index(byte, codes.shape)
+        power = 2.0 ** (int(scales[np.ravel_multi_index((expert, output, group), (2, 4, 2))]) - 127)
+        for half, code in enumerate((byte & 15, byte >> 4)):
+            assert found[expert, 32 * group + 2 * place + half, output] == np.float32(four_bits(code) * power)
+    none = Mxfp4().decode({"blocks": codes[:1, :1, :1], "scales": np.full((1, 1, 1), 255, np.uint8)})
+    assert np.isnan(none).all()
+
+
+def test_experts_in_mxfp4_are_the_numbers_they_stand_for_whatever_holds_them():
+    stored = load_file(PACKED / "model.safetensors")
+    wide = Mxfp4().decode({last: stored[f"{EXPERTS}.gate_up_proj_{last}"] for last in ("blocks", "scales")})
+    gate, up = wide[..., 0::2].swapaxes(1, 2), wide[..., 1::2].swapaxes(1, 2)
+    for dtype in ("float32", "auto"):  # of 4 bits and a power of two bfloat16 loses nothing
+        experts = load(PACKED, dtype)[1].layers[1].experts
+        assert experts is not None and experts.gate.dtype == (jnp.float32 if dtype == "float32" else jnp.bfloat16)
+        np.testing.assert_array_equal(np.asarray(experts.gate.array, np.float32), gate)
+        np.testing.assert_array_equal(np.asarray(experts.up.array, np.float32), up)
+    experts = load(PACKED, quantize="int8")[1].layers[1].experts
+    assert experts is not None and isinstance(experts.up, Int8)
+    near = to_int8(up, jnp.bfloat16)
+    np.testing.assert_array_equal(experts.up.array, near.array)
+    np.testing.assert_array_equal(experts.up.scale, near.scale)
+    assert experts.gate_bias is not None and experts.gate_bias.dtype == jnp.bfloat16
+
+
+def altered_experts(folder: Path, alter: Callable[[Tensors], Any]) -> None:
+    shutil.copytree(PACKED, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    alter(tensors)
+    save_file({name: tensor.copy() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        (lambda tensors: tensors.pop(SCALES), f"lack the tensor {SCALES}; fetch the files again"),
+        (lambda tensors: tensors.pop(BLOCKS), f"lack the tensor {EXPERTS}.gate_up_proj; fetch the files again"),
+        (
+            lambda tensors: tensors.update({BLOCKS: tensors[BLOCKS][:3]}),
+            "gate_up_proj_blocks has shape [3, 64, 2, 16] but [4, 64, 2, 16] by config.json",
+        ),
+        (
+            lambda tensors: tensors.update({SCALES: tensors[SCALES][:3]}),
+            "gate_up_proj_scales has shape [3, 64, 2] but [4, 64, 2] by config.json",
+        ),
+        (
+            lambda tensors: tensors.update({BLOCKS: tensors[BLOCKS].reshape(4, 64, 4, 8)}),
+            "gate_up_proj_blocks has shape [4, 64, 4, 8] but [4, 64, 2, 16] by config.json",
+        ),
+        (
+            lambda tensors: tensors.update({SCALES: np.repeat(tensors[SCALES], 2, axis=2)}),
+            "gate_up_proj_scales has shape [4, 64, 4] but [4, 64, 2] by config.json",
+        ),
+        (
+            lambda tensors: tensors.update({SCALES: tensors[SCALES].astype(np.float32)}),
+            "gate_up_proj_scales is stored as F32; use a U8 model",
+        ),
+        (
+            lambda tensors: tensors.update({BLOCKS: tensors[BLOCKS].view(np.int8)}),
+            "gate_up_proj_blocks is stored as I8; use a U8 model",
+        ),
+        (
+            lambda tensors: tensors.pop(f"{EXPERTS}.down_proj_bias"),
+            f"lack the tensor {EXPERTS}.down_proj_bias; fetch the files again",
+        ),
+        (
+            lambda tensors: tensors.pop("model.layers.2.self_attn.sinks"),
+            "lack the tensor model.layers.2.self_attn.sinks; fetch the files again",
+        ),
+        (
+            lambda tensors: tensors.update({f"{EXPERTS}.down_proj": np.zeros((4, 32, 64), np.float32)}),
+            f"{EXPERTS}.down_proj has no place in this gpt_oss model",
+        ),
+    ],
+)
+def test_damaged_experts_in_mxfp4_are_told_in_one_sentence_before_one_is_read(tmp_path, monkeypatch, alter, said):
+    altered_experts(tmp_path, alter)
+    monkeypatch.setattr(checkpoint, "_read_whole", None)
+    for attempt in (lambda: load(tmp_path), lambda: check_weights(tmp_path, read_config(tmp_path))):
+        with pytest.raises(UsageError) as refused:
+            attempt()
+        assert said in str(refused.value) and str(refused.value).endswith(".") and "\n" not in str(refused.value)
+
+
+def test_experts_that_are_in_no_groups_of_32_are_refused():
+    with pytest.raises(UsageError, match="Experts of 40 inputs cannot be stored in groups of 32 as mxfp4; mend config"):
+        Mxfp4().parts((4, 40, 64))

@@ -12,6 +12,7 @@ from places import ROOT
 from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.checkpoint import sources_of
+from et_jax.models.config import ClampedSwish
 from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import describe
@@ -19,7 +20,7 @@ from et_jax.models.transformer import describe
 PACKAGE = ROOT / "et_jax"
 DESCRIBING = ("models/families/", "evidence/", "training/")  # where models are described, or written about
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 MIXTURE = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -38,11 +39,12 @@ def shaped(name: str, **changes):
 def test_a_family_names_a_tensor_for_each_of_its_weights(name):
     config = shaped(name)
     sources = sources_of(config)
-    joined = {"phi3": 3 * config.num_layers}  # q, k and v are one tensor, gate and up another
+    # q, k and v are one tensor, gate and up another; or gate and up, and their biases, with a piece for every expert
+    joined = {"phi3": 3 * config.num_layers, "gpt_oss": (5 * 4 - 3) * config.num_layers}
     assert len(sources) == len(jax.tree.leaves(describe(config)))
     pieces = sum(len(source.pieces) for source in sources.values())
     assert len(tensor_shapes(sources)) + joined.get(name, 0) == pieces
-    assert any(source.stacked for source in sources.values()) == (name in MIXTURES)
+    assert any(source.stacked for source in sources.values()) == (name in MIXTURES and name != "gpt_oss")
     assert sources["head"].pieces[0].tensor == family_of(config).head
 
 
@@ -71,6 +73,8 @@ def test_a_family_is_found_by_its_own_names(name):
         ("smollm3", {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
         ("mixtral", {"sliding_window": 8}, (8, 8)),
         ("qwen2_moe", {"sliding_window": 0, "max_window_layers": 28}, (None, None)),  # as transformers writes it
+        ("gpt_oss", {}, (128, None)),
+        ("gpt_oss", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, (None, None)),
     ],
 )
 def test_windows_are_what_the_family_means_by_them(name, changes, windows):
@@ -94,7 +98,9 @@ def test_the_parts_that_config_json_does_not_say_are_those_of_the_family():
         "mixtral": (False, False),
         "qwen2_moe": (True, False),
         "qwen3_moe": (False, True),
+        "gpt_oss": (True, False),
     }
+    assert {name for name in FAMILIES if shaped(name).sinks} == {"gpt_oss"}
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gemma3"])
@@ -130,6 +136,8 @@ def test_the_text_model_is_read_of_a_config_json_of_text_and_images():
         ("Qwen3_5ForCausalLM", "linear attention"),
         ("Gemma3nForConditionalGeneration", "layers that share one cache"),
         ("Gemma4ForConditionalGeneration", "layers that share one cache"),
+        ("Gemma4ForCausalLM", "layers that share one cache"),
+        ("Qwen3_5MoeForConditionalGeneration", "linear attention"),
         ("DeepseekV3ForCausalLM", "into a latent"),
         ("LlavaForConditionalGeneration", "more than text"),
     ],
@@ -143,6 +151,7 @@ def test_what_is_beyond_the_cache_is_refused_in_one_sentence(architecture, words
     ("name", "changes", "layers"),
     [
         ("mixtral", {}, (True, True, True, True)),
+        ("gpt_oss", {}, (True, True, True, True)),
         ("qwen2_moe", {}, (True, True, True, True)),
         ("qwen3_moe", {"decoder_sparse_step": 2}, (False, True, False, True)),
         ("qwen3_moe", {"decoder_sparse_step": 0}, (False, False, False, False)),
@@ -153,7 +162,7 @@ def test_some_layers_of_a_mixture_are_dense(name, changes, layers):
     experts = shaped(name, num_hidden_layers=4, **changes).experts
     assert experts is not None and experts.layers == layers
     assert (experts.num_experts, experts.num_per_token) == (4, 2)
-    assert experts.width == (SMALL.intermediate_size if name == "mixtral" else 20)
+    assert experts.width == (SMALL.intermediate_size if name in ("mixtral", "gpt_oss") else 20)
     assert experts.shared_width == (12 if name == "qwen2_moe" else None)
 
 
@@ -163,6 +172,7 @@ def test_only_some_families_weigh_experts_by_their_shares():
         "mixtral": True,
         "qwen2_moe": False,
         "qwen3_moe": False,
+        "gpt_oss": True,
     }
     experts = shaped("qwen3_moe", norm_topk_prob=True).experts
     assert experts is not None and experts.normalised
@@ -182,6 +192,22 @@ def test_only_some_families_weigh_experts_by_their_shares():
 def test_a_mixture_that_cannot_be_is_refused_in_a_sentence(name, changes, said):
     with pytest.raises(UsageError, match=said):
         shaped(name, **changes)
+
+
+def test_what_a_gpt_oss_leaves_unsaid_is_as_it_was_published():
+    config = shaped("gpt_oss", rms_norm_eps=None, rope_theta=None, head_dim=None)
+    assert (config.norm_eps, config.rope_theta, config.head_dim) == (1e-5, 150_000.0, 64)
+    scaling, experts = config.rope_scaling, config.experts
+    assert scaling is not None and (scaling.kind, scaling.factor, scaling.original_max_positions) == (
+        "yarn",
+        32.0,
+        4096,
+    )
+    assert not scaling.truncate
+    assert experts is not None and experts.activation == ClampedSwish(alpha=1.702, limit=7.0)
+    config = shaped("gpt_oss", attention_bias=False, swiglu_limit=5.0)
+    assert not config.qkv_bias and not config.o_bias and config.experts is not None
+    assert config.experts.activation == ClampedSwish(alpha=1.702, limit=5.0)
 
 
 def strings(file: Path) -> list[str]:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
+from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
 
-from et_jax.models.config import ExpertConfig
+from et_jax.models.config import ClampedSwish, ExpertConfig
 from et_jax.models.experts import Experts, choose, gate, mixed, rows_per_turn
 from et_jax.models.transformer import initialise, num_multiplied, num_weights
 from et_jax.types import replace
@@ -25,13 +25,23 @@ def defined(config: ExpertConfig, experts: Experts, x) -> np.ndarray:
     def feed_forward(gate, up, down, row):
         return down @ (silu(gate @ row) * (up @ row))
 
+    def biased(i, row):
+        assert isinstance(config.activation, ClampedSwish)
+        gate, up = e.gate.array[i] @ row + e.gate_bias[i], e.up.array[i] @ row + e.up_bias[i]
+        alpha, limit = config.activation.alpha, config.activation.limit
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return e.down.array[i] @ ((up + 1) * gate / (1 + np.exp(-alpha * gate))) + e.down_bias[i]
+
     out = []
     for row in np.asarray(x, np.float64):
-        probability = np.exp(e.router @ row)
+        probability = np.exp(e.router @ row + (e.router_bias if config.biases else 0))
         probability /= probability.sum()
         best = np.argsort(-probability)[: config.num_per_token]
         weight = probability[best] / (probability[best].sum() if config.normalised else 1)
-        parts = [feed_forward(e.gate.array[i], e.up.array[i], e.down.array[i], row) for i in best]
+        if config.biases:
+            parts = [biased(i, row) for i in best]
+        else:
+            parts = [feed_forward(e.gate.array[i], e.up.array[i], e.down.array[i], row) for i in best]
         one = sum(share * part for share, part in zip(weight, parts, strict=True))
         if config.shared_width:
             shared = feed_forward(e.shared.gate.array, e.shared.up.array, e.shared.down.array, row)
@@ -41,7 +51,7 @@ def defined(config: ExpertConfig, experts: Experts, x) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", ["loop", "ragged"])
-@pytest.mark.parametrize("changes", [{}, {"normalised": False}, {"shared_width": None}])
+@pytest.mark.parametrize("changes", [{}, {"normalised": False}, {"shared_width": None}, BIASED])
 def test_a_mixture_is_the_weighed_sum_of_the_likeliest_experts(form, changes):
     config = dataclasses.replace(CONFIG, **changes)
     experts, x = drawn(config), tokens(40)
@@ -92,3 +102,8 @@ def test_weights_are_counted_by_layer_and_those_multiplied_by_token():
     assert num_weights(model) == held
     expert, unmet = 3 * CONFIG.width * WIDTH, CONFIG.num_experts - CONFIG.num_per_token
     assert num_multiplied(model) == held - model.vocab_size * WIDTH - 2 * unmet * expert
+    biased = dataclasses.replace(model, experts=dataclasses.replace(CONFIG, layers=layers, biases=True))
+    biases = 2 * CONFIG.width + WIDTH
+    added = CONFIG.num_experts * (1 + biases)
+    assert num_weights(biased) == held + 2 * added
+    assert num_multiplied(biased) == num_multiplied(model) + 2 * (added - unmet * biases)

@@ -45,7 +45,20 @@ def divided(shapes):
     return found | {"embedding": Source(pieces=parts), "layers.1.k": Source(pieces=stack, stacked=True)}
 
 
-@pytest.fixture(params=[fused, divided])
+def woven(shapes):
+    """Gate and up by turns in one tensor, [in, out], of which the last rows are read by themselves."""
+    found = dict(llama.FAMILY.sources(shapes))
+    for layer in range(CONFIG.num_layers):
+        outputs, inputs = shapes[f"layers.{layer}.gate"]
+        for lane, name in enumerate(("gate", "up")):
+            piece = Piece(
+                tensor=f"model.layers.{layer}.woven", shape=(inputs, 2 * outputs), lane=(lane, 2), swapped=True
+            )
+            found[f"layers.{layer}.{name}"] = Source(pieces=(piece,))
+    return found
+
+
+@pytest.fixture(params=[fused, divided, woven])
 def layout(request, monkeypatch):
     family = dataclasses.replace(llama.FAMILY, name="made_up", class_name="MadeUp", sources=request.param)
     monkeypatch.setitem(FAMILIES, "made_up", family)
@@ -71,7 +84,7 @@ def test_a_dtype_asked_for_is_one_cast_of_the_files(tmp_path, layout, write):
 def test_tensors_hold_the_rows_that_the_layouts_say(tmp_path, monkeypatch):
     params = random_params(CONFIG)
     held = {}
-    for how in (fused, divided):
+    for how in (fused, divided, woven):
         family = dataclasses.replace(llama.FAMILY, name="made_up", class_name="MadeUp", sources=how)
         monkeypatch.setitem(FAMILIES, "made_up", family)
         write_hugging_face(tmp_path / how.__name__, CONFIG, params)
@@ -84,6 +97,8 @@ def test_tensors_hold_the_rows_that_the_layouts_say(tmp_path, monkeypatch):
     assert not [name for name in held[fused] if re.search(r"\.(q|k|v|gate|up)_proj", name)]
     np.testing.assert_array_equal(held[divided]["embed.b"], params.embedding.array[7:])
     np.testing.assert_array_equal(held[divided]["keys.3"], second.k.array[3])
+    np.testing.assert_array_equal(held[woven]["model.layers.1.woven"][:, ::2], second.gate.array.T)
+    np.testing.assert_array_equal(held[woven]["model.layers.1.woven"][:, 1::2], second.up.array.T)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +124,9 @@ def test_of_a_tensor_only_the_rows_of_the_piece_are_read(tmp_path, layout):
     for source in checkpoint.sources_of(CONFIG).values():
         for piece in source.pieces:
             found = checkpoint._read(stored[piece.tensor], piece)
-            begin, end = piece.span
-            assert found.shape == (end - begin, *piece.shape[1:])
-            assert found.base is None or found.base.nbytes == found.nbytes  # no view of a larger tensor
+            assert found.shape == piece.shape_read
+            lanes = 1 if piece.lane is None else piece.lane[1]  # which lie too close to be read apart
+            assert found.base is None or found.base.nbytes == lanes * found.nbytes  # no view of a larger tensor
 
 
 SHAPES = {"a": (2, 3), "b": (4, 3)}
@@ -126,6 +141,14 @@ def of_one(first, second):
     }
 
 
+def by_turns(first, second):
+    """Both leaves out of one tensor, two rows of which are for the first: of three numbers in a row every second."""
+    return {
+        name: Source(pieces=(Piece(tensor="ab", shape=(4, 6), rows=rows, lane=(lane, 2)),))
+        for name, rows, lane in (("a", (0, 2), first), ("b", (0, 4), second))
+    }
+
+
 @pytest.mark.parametrize(
     ("sources", "words"),
     [
@@ -134,6 +157,8 @@ def of_one(first, second):
         (of_one((0, 2), (1, 5)), r"rows \[\(0, 2\), \(1, 5\)\] of ab, wanted each of its 6 once"),
         (of_one((4, 6), (1, 5)), "wanted each of its 6 once"),
         ({"a": of_one((0, 2), (2, 6))["a"], "b": WHOLE["b"]}, "wanted each of its 6 once"),
+        (by_turns(0, 0), r"lanes \[\(0, 2\)\] of ab, wanted each of 2 once"),
+        (by_turns(0, 1), r"rows \[\(0, 2\)\] of ab, wanted each of its 4 once"),
     ],
 )
 def test_sources_that_leave_out_or_repeat_a_row_are_refused(sources, words):
