@@ -15,15 +15,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.models.config import ExpertConfig
 from et_jax.models.layers import feed_forward, gated
-from et_jax.models.weights import Weight
+from et_jax.models.weights import Dense, Weight
 from et_jax.sums import rounded, softmax, total
 from et_jax.types import pytree
 
-Form = Literal["loop", "ragged"]
-"""How experts are multiplied with: those touched one after another, or by ragged products, which have a gradient.
+Form = Literal["loop", "ragged", "every"]
+"""How experts are multiplied with: those touched one after another, by ragged products, or every one with every token.
 
-The loop reads the experts that are touched, in place. Ragged products of weights that lie [out, in] read all of them on
-a CPU, and begin with a transposed copy of all of them where they are compiled for a TPU or a GPU.
+The loop reads the experts that are touched, in place. The others have a gradient. Ragged products of weights that lie
+[out, in] read all of them on a CPU, and begin with a transposed copy of all of them where they are compiled for a TPU or
+a GPU. To multiply every expert takes as many times the products as there are experts to a choice, in two large ones:
+for the training of few and small experts on a CPU.
 """
 
 _UNSTABLE = 8  # outputs past a multiple of 64 up to which a float32 product on a CPU depends on the rows beside it
@@ -88,15 +90,20 @@ def choose(
 
 def mixed(experts: Experts, x: Float[Array, "n w"], choice: Choice, form: Form) -> Float[Array, "n w"]:
     """Return what the chosen experts make of every token, weighed and summed in float32, in the dtype of `x`."""
-    num_tokens, width = x.shape
-    of_choice = (_by_loop if form == "loop" else _by_ragged_products)(experts, x, choice.expert)
-    weighed = choice.weight[..., None] * of_choice.reshape(num_tokens, -1, width)
-    out = total(rounded(jnp.where(choice.weight[..., None] > 0, weighed, 0.0)), axis=1)
+    out = _by_every(experts, x, choice) if form == "every" else _by_choice(experts, x, choice, form)
     if experts.shared is not None:
         one = experts.shared
         share = jax.nn.sigmoid(_scores(x, one.router))
         out = out + rounded(share * feed_forward(x, one.gate, one.up, one.down).astype(jnp.float32))
     return out.astype(x.dtype)
+
+
+def _by_choice(experts: Experts, x: Float[Array, "n w"], choice: Choice, form: Form) -> Float[Array, "n w"]:
+    """The weighed sum of what the chosen experts make of each token, multiplied by choice."""
+    num_tokens, width = x.shape
+    of_choice = (_by_loop if form == "loop" else _by_ragged_products)(experts, x, choice.expert)
+    weighed = choice.weight[..., None] * of_choice.reshape(num_tokens, -1, width)
+    return total(rounded(jnp.where(choice.weight[..., None] > 0, weighed, 0.0)), axis=1)
 
 
 def _scores(x: Float[Array, "n w"], router: Float[Array, "o w"]) -> Float[Array, "n o"]:
@@ -153,3 +160,20 @@ def _by_ragged_products(experts: Experts, x: Float[Array, "n w"], expert: Int[Ar
     hidden = gated(experts.gate.matmul_by(rows, counts), experts.up.matmul_by(rows, counts), x.dtype)
     made = experts.down.matmul_by(hidden, counts)
     return jnp.zeros_like(made).at[order].set(made, unique_indices=True)
+
+
+def _by_every(experts: Experts, x: Float[Array, "n w"], choice: Choice) -> Float[Array, "n w"]:
+    """The weighed sum of what the chosen experts make of each token, by products of every expert with every token."""
+    gate, up, down = (_floats(matrix) for matrix in (experts.gate, experts.up, experts.down))
+    weight = jnp.sum(choice.weight[..., None] * jax.nn.one_hot(choice.expert, gate.shape[0]), axis=1)
+    opening, value = (
+        jnp.einsum("nw,efw->nef", x, matrix, preferred_element_type=jnp.float32) for matrix in (gate, up)
+    )
+    hidden = gated(opening, value, x.dtype) * weight[..., None].astype(x.dtype)
+    return jnp.einsum("nef,ewf->nw", hidden, down, preferred_element_type=jnp.float32)
+
+
+def _floats(weight: Weight) -> Float[Array, "e o i"]:
+    if not isinstance(weight, Dense):
+        raise ValueError("experts: got weights in 8 bits, wanted floats where every expert is multiplied")
+    return weight.array
