@@ -1,4 +1,4 @@
-"""Training of the bundled models. Nothing that decodes imports this package.
+"""Training of the bundled models, and of a small mixture of experts. Nothing that decodes imports this package.
 
     corpus, mixture -> loop (schedule, loss, balance, distillation) -> export, card or student_card
 
