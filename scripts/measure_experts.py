@@ -1,15 +1,16 @@
-"""Does entropy choose better how many experts a token goes to than mass, than a constant, than its own counts shuffled?
+"""How many experts should a token go to? Entropy against mass, a constant, and its own numbers shuffled.
 
     python scripts/measure_experts.py --text novels.tar.xz
 
 A mixture that was trained here reads held-out text as it decodes: of every row the first tokens as trained, the others
-by a rule (`scripts/train_experts.py` makes the mixture, and the dense model that is as large as what a token meets of
-it). A number of every rule is searched at which tokens go to the wanted number of experts, on average over tokens and
-layers. Then its loss is compared, row by row, at exactly the experts that it took: with a constant number (where that is
-no whole one, the greater stands at random places), and with its own numbers given to other tokens.
+by a rule (`scripts/train_experts.py` makes the mixture, and the dense model as large as what a token meets of it). A
+number of every rule is searched at which tokens go to the wanted number of experts, on average over tokens and layers.
+Then its loss is compared, row by row, at exactly the experts that it took: with a constant number (where that is no
+whole one, the greater stands at random places), and with its own numbers given to other tokens.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,7 @@ def by_doubt(fewer: Taken, more: Taken) -> list[dict[str, float]]:
     entropy, lost = np.asarray(more.entropy)[:, 1:], np.asarray(fewer.loss - more.loss)[:, 1:]
     edges = np.quantile(entropy, [0, 0.25, 0.5, 0.75, 1])
     found = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         mask = (entropy >= low) & (entropy <= high)
         found.append({"entropy": float(entropy[mask].mean()), "lost": float(lost[mask].mean())})
     return found
@@ -122,7 +123,9 @@ def measure(model: Model, dense: Model, args: argparse.Namespace) -> dict[str, A
         )
         print(constants[-1], flush=True)
     lines: list[dict[str, Any]] = []
-    unions = [{"rule": "as trained", "experts": float(like.mean())} | {str(b): union(config, trained, b) for b in BATCHES}]
+    unions = [
+        {"rule": "as trained", "experts": float(like.mean())} | {str(b): union(config, trained, b) for b in BATCHES}
+    ]
     for budget in BUDGETS:
         by_mass = None
         for name in RULES:
@@ -153,7 +156,9 @@ def measure(model: Model, dense: Model, args: argparse.Namespace) -> dict[str, A
 def main() -> None:
     """Parse the arguments, measure, print the tables and write the figures."""
     parser = arguments.parser(__doc__, "text", results="expert_rules.json")
-    parser.add_argument("--model", default=str(REPOSITORY / "models/experts"), help="a mixture (default: that kept here)")
+    parser.add_argument(
+        "--model", default=str(REPOSITORY / "models/experts"), help="a mixture (default: that kept here)"
+    )
     parser.add_argument("--dense", default=str(REPOSITORY / "models/experts-dense"), help="the model beside it")
     parser.add_argument("--rows", type=arguments.count(64), default=128, help="of held-out text (default 128)")
     parser.add_argument("--prompt", type=arguments.count(), default=63, help="tokens read as trained (default 63)")

@@ -25,8 +25,8 @@ from et_jax.types import pytree
 class Taken:
     """What every measured token of every row gave.
 
-    `loss`: of the token that follows, nats. `entropy`: what a rule saw, nats, infinite at the first token. `expert`: the
-    experts that the token went to in every mixture, as in `Choice`.
+    `loss`: of the token that follows, nats. `entropy`: what a rule saw, nats, infinite at the first token. `expert`:
+    the experts that the token went to in every mixture, as in `Choice`.
     """
 
     loss: Float[Array, "r m"]

@@ -23,9 +23,9 @@ Form = Literal["loop", "ragged", "every"]
 """How experts are multiplied with: those touched one after another, by ragged products, or every one with every token.
 
 The loop reads the experts that are touched, in place. The others have a gradient. Ragged products of weights that lie
-[out, in] read all of them on a CPU, and begin with a transposed copy of all of them where they are compiled for a TPU or
-a GPU. To multiply every expert takes as many times the products as there are experts to a choice, in two large ones:
-for the training of few and small experts on a CPU.
+[out, in] read all of them on a CPU, and begin with a transposed copy of all of them where they are compiled for a TPU
+or a GPU. To multiply every expert takes as many times the products as there are experts to a choice, in a few large
+ones: for the training of few and small experts on a CPU.
 """
 
 _UNSTABLE = 8  # outputs past a multiple of 64 up to which a float32 product on a CPU depends on the rows beside it
@@ -166,9 +166,7 @@ def _by_every(experts: Experts, x: Float[Array, "n w"], choice: Choice) -> Float
     """The weighed sum of what the chosen experts make of each token, by products of every expert with every token."""
     gate, up, down = (_floats(matrix) for matrix in (experts.gate, experts.up, experts.down))
     weight = jnp.sum(choice.weight[..., None] * jax.nn.one_hot(choice.expert, gate.shape[0]), axis=1)
-    opening, value = (
-        jnp.einsum("nw,efw->nef", x, matrix, preferred_element_type=jnp.float32) for matrix in (gate, up)
-    )
+    opening, value = (jnp.einsum("nw,efw->nef", x, matrix, preferred_element_type=jnp.float32) for matrix in (gate, up))
     hidden = gated(opening, value, x.dtype) * weight[..., None].astype(x.dtype)
     return jnp.einsum("nef,ewf->nw", hidden, down, preferred_element_type=jnp.float32)
 

@@ -13,8 +13,8 @@ from et_jax.models.experts import Choice, Experts, choose, gate, mixed
 def load_balance(probability: Float[Array, "n e"], choice: Choice) -> Float[Array, ""]:
     """Return e sum_i f_i P_i of `e` experts: 1 where tokens are spread evenly, at most `e`.
 
-    f_i is the share of the choices that fall on expert i, P_i its mean probability, which alone has a gradient (Fedus et
-    al. 2021, equations 4 to 6, where a token has one choice).
+    f_i is the share of the choices that fall on expert i, P_i its mean probability, which alone has a gradient (Fedus
+    et al. 2021, equations 4 to 6, where a token has one choice).
     """
     num_experts = probability.shape[-1]
     share = jax.nn.one_hot(choice.expert, num_experts).mean(axis=(0, 1))

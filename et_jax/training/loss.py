@@ -49,7 +49,9 @@ def causal_attend(
         end = min(begin + chunk, t)
         first = 0 if softmax.window is None else max(0, begin - softmax.window + 1)
         rows = queries[:, :, begin:end].reshape(b * kv_heads, -1, d)
-        scores = jnp.einsum("xqd,xtd->xqt", rows, keys[:, first:end], preferred_element_type=jnp.float32) * softmax.scale
+        scores = (
+            jnp.einsum("xqd,xtd->xqt", rows, keys[:, first:end], preferred_element_type=jnp.float32) * softmax.scale
+        )
         kept = jnp.tile(_seen(memory, first, begin, end, softmax.window), (1, h // kv_heads, 1))
         if memory is not None:
             kept = jnp.repeat(kept, kv_heads, axis=0)

@@ -32,7 +32,7 @@ def test_a_token_meets_as_many_weights_of_the_mixture_as_of_the_dense_model_but_
     mixture, dense = recipe.experts_config(), recipe.dense_config()
     routers = mixture.num_layers * 16 * mixture.hidden_size
     assert num_multiplied(mixture) - routers == num_multiplied(dense) == num_weights(dense)
-    assert num_weights(mixture) == pytest.approx(2 * num_weights(dense), rel=0.05)
+    assert num_weights(mixture) == pytest.approx(1.9 * num_weights(dense), rel=0.05)
     for model in (mixture, dense):
         assert recipe.compared_settings(model).schedule.lengths[-1] == model.max_positions
 
