@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from et_jax.control.experts import Entropy, ExpertRule, Mass, TopK
+from et_jax.control.experts import Entropy, ExpertRule, Mass
 from et_jax.evidence import arguments, expert_tables, paired
 from et_jax.evidence.expert_arms import Taken, counts, even, run, shuffled, union
 from et_jax.evidence.held_out import causal_attend, rows
 from et_jax.evidence.results import REPOSITORY, write
+from et_jax.models.config import ModelConfig
 from et_jax.models.model import forward
 from et_jax.serve.engine import Model, load
 from et_jax.types import replace
@@ -40,9 +41,9 @@ RULES: dict[str, tuple[Callable[[float], ExpertRule], float, float]] = {
 }
 """By name a rule of a setting, at which it takes the fewer experts the greater that is, and where it is searched."""
 
-BUDGETS = (1.5, 2.0, 2.5, 3.0)
-TRAINED_AND_MORE = (1, 2, 3, 4, 5, 6, 8)  # experts of every token
+EXPERTS = (1, 2, 3, 4, 5, 6, 8)  # of every token alike; the last is the most
 BATCHES = (1, 4, 16, 64)
+UNION_AT = 2.0  # experts a token, at which what steps touch is told rule by rule
 
 
 def dense_losses(model: Model, tokens: np.ndarray, start: int) -> Float[np.ndarray, "r m"]:
@@ -67,27 +68,31 @@ def difference(losses: Any, others: Any) -> dict[str, float]:
 
 
 def compared(
-    go: Callable[[Any], Taken], of: Callable[[Taken], np.ndarray], name: str, budget: float, within: float
+    by: Callable[[ExpertRule], Taken],
+    told: Callable[[Any], Taken],
+    of: Callable[[Taken], np.ndarray],
+    name: str,
+    budget: float,
+    within: float,
 ) -> tuple[dict[str, Any], Taken]:
     """Return the figures of a rule at a budget, and what it gave. Raises ValueError where no setting comes near."""
     made, least, most = RULES[name]
 
     def spent(setting: float) -> tuple[float, Taken]:
-        taken = go(made(setting))
+        taken = by(made(setting))
         return float(of(taken).mean()), taken
 
     setting, taken = paired.matched(spent, budget, least, most, within=within)
     own = of(taken)
     mean = float(own.mean())
-    rule = made(setting)
     return {
         "rule": name,
-        "numbers": vars(rule),
+        "numbers": vars(made(setting)),
         "experts": mean,
         "deviation": float(own.std()),
         "loss": float(np.mean(taken.loss)),
-        "over_constant": difference(taken.loss, go(even(mean, own)).loss),
-        "over_shuffled": difference(taken.loss, go(shuffled(own)).loss),
+        "over_constant": difference(taken.loss, told(even(mean, own)).loss),
+        "over_shuffled": difference(taken.loss, told(shuffled(own)).loss),
     }, taken
 
 
@@ -106,51 +111,48 @@ def measure(model: Model, dense: Model, args: argparse.Namespace) -> dict[str, A
     """Return all figures of a mixture and the dense model beside it."""
     config, tokens = model.config, rows(model, args.text, args.rows, args.prompt + args.tokens + 1)
     assert config.experts is not None
-    go = partial(run, config, model.params, tokens, start=args.prompt)
-    of = partial(counts, config)
-    trained = go(TopK())
-    like, base = of(trained), np.asarray(trained.loss)
-    alone = dense_losses(dense, tokens, args.prompt)
-    constants = []
-    for number in TRAINED_AND_MORE:
-        if number <= config.experts.num_per_token:
-            taken = go(np.full_like(like, number))
-        else:
-            more = replace(config, experts=replace(config.experts, num_per_token=number))
-            taken = run(more, model.params, tokens, TopK(), start=args.prompt)
-        constants.append(
-            {"experts": number, "loss": float(np.mean(taken.loss)), "over_trained": difference(taken.loss, base)}
-        )
-        print(constants[-1], flush=True)
+    by = partial(run, config, model.params, tokens, start=args.prompt)
+    most = replace(config, experts=replace(config.experts, num_per_token=EXPERTS[-1]))
+    told = partial(run, most, model.params, tokens, start=args.prompt)
+    shape = args.rows, args.tokens, sum(config.experts.layers)
+    alike = {number: told(np.full(shape, number, np.int32)) for number in EXPERTS}
+    trained, alone = alike[config.experts.num_per_token], dense_losses(dense, tokens, args.prompt)
     lines: list[dict[str, Any]] = []
-    unions = [
-        {"rule": "as trained", "experts": float(like.mean())} | {str(b): union(config, trained, b) for b in BATCHES}
-    ]
-    for budget in BUDGETS:
+    unions = [_touched(config, "as trained", trained)]
+    for budget in args.budgets:
         by_mass = None
         for name in RULES:
+            line: dict[str, Any] = {"budget": budget, "rule": name}
             try:
-                line, taken = compared(go, of, name, budget, args.within)
+                found, taken = compared(by, told, partial(counts, config), name, budget, args.within)
             except ValueError as error:
-                lines.append({"budget": budget, "rule": name, "missed": str(error)})
+                lines.append(line | {"missed": str(error)})
                 continue
             if name == "mass":
                 by_mass = taken
             elif by_mass is not None:
-                line["over_mass"] = difference(taken.loss, by_mass.loss)
-            lines.append({"budget": budget} | line)
+                found["over_mass"] = difference(taken.loss, by_mass.loss)
+            lines.append(line | found)
             print(lines[-1], flush=True)
-            if budget == 2.0:
-                touched = {str(b): union(config, taken, b) for b in BATCHES}
-                unions.append({"rule": name, "experts": line["experts"]} | touched)
+            if budget == UNION_AT:
+                unions.append(_touched(config, name, taken))
     return {
-        "tokens": int(like.shape[0] * like.shape[1]),
-        "dense": {"loss": float(alone.mean()), "experts_over_dense": difference(base, alone)},
-        "constants": constants,
+        "tokens": args.rows * args.tokens,
+        "dense": {"loss": float(alone.mean()), "experts_over_dense": difference(trained.loss, alone)},
+        "constants": [
+            {"experts": number, "loss": float(np.mean(one.loss)), "over_trained": difference(one.loss, trained.loss)}
+            for number, one in alike.items()
+        ],
         "lines": lines,
-        "by_doubt": by_doubt(go(np.full_like(like, 2)), trained),
+        "by_doubt": by_doubt(alike[2], trained),
         "unions": unions,
     }
+
+
+def _touched(config: ModelConfig, name: str, taken: Taken) -> dict[str, Any]:
+    """What steps of so many rows touch under a rule."""
+    touched = {str(batch): union(config, taken, batch) for batch in BATCHES}
+    return {"rule": name, "experts": float(counts(config, taken).mean())} | touched
 
 
 def main() -> None:
@@ -163,6 +165,9 @@ def main() -> None:
     parser.add_argument("--rows", type=arguments.count(64), default=128, help="of held-out text (default 128)")
     parser.add_argument("--prompt", type=arguments.count(), default=63, help="tokens read as trained (default 63)")
     parser.add_argument("--tokens", type=arguments.count(), default=128, help="measured of every row (default 128)")
+    parser.add_argument(
+        "--budgets", type=float, nargs="+", default=[1.5, 2.0, 2.5, 3.0], help="experts a token (default 1.5 2 2.5 3)"
+    )
     parser.add_argument("--within", type=float, default=0.005, help="of a budget, over it (default 0.005)")
     args = parser.parse_args()
     with arguments.refusals("measure_experts"):

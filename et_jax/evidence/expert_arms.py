@@ -23,15 +23,15 @@ from et_jax.types import pytree
 
 @pytree
 class Taken:
-    """What every measured token of every row gave.
+    """What every measured token of every row gave, in a step that of every row.
 
     `loss`: of the token that follows, nats. `entropy`: what a rule saw, nats, infinite at the first token. `expert`:
     the experts that the token went to in every mixture, as in `Choice`.
     """
 
-    loss: Float[Array, "r m"]
-    entropy: Float[Array, "r m"]
-    expert: Int[Array, "r m l c"]
+    loss: Float[Array, "r *m"]
+    entropy: Float[Array, "r *m"]
+    expert: Int[Array, "r *m l c"]
 
 
 @partial(jax.jit, static_argnames=("config", "start"))
@@ -50,9 +50,9 @@ def run(
     experts, (num_rows, length) = config.experts, (tokens.shape[0], tokens.shape[1] - 1)
     if experts is None or any(config.windows) or config.score_cap is not None:
         raise ValueError("config: wanted a model that mixes experts, without windows or caps")
-    told = None
-    if not isinstance(taking, ExpertRule):
-        told = jnp.pad(jnp.moveaxis(taking, 1, 0), ((start, 0), (0, 0), (0, 0)))
+    rule, told = (taking, None) if isinstance(taking, ExpertRule) else (None, taking)
+    if told is not None:
+        told = jnp.pad(jnp.moveaxis(told, 1, 0), ((start, 0), (0, 0), (0, 0)))
 
     def step(carry: tuple[Any, Array], at: tuple[Array, Array | None]) -> tuple[tuple[Any, Array], Taken]:
         (cache, seen), (i, counts) = carry, at
@@ -71,8 +71,8 @@ def run(
             cache, taken = memory
 
             def count(probability: Float[Array, "r c"]) -> Int[Array, " r"]:
-                if isinstance(taking, ExpertRule):
-                    asked = jax.vmap(lambda *given: taking(*given))(probability, seen)
+                if rule is not None:
+                    asked = jax.vmap(rule)(probability, seen)
                 else:
                     assert counts is not None
                     asked = counts[:, len(taken)]

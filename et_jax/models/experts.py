@@ -174,4 +174,4 @@ def _by_every(experts: Experts, x: Float[Array, "n w"], choice: Choice) -> Float
 def _floats(weight: Weight) -> Float[Array, "e o i"]:
     if not isinstance(weight, Dense):
         raise ValueError("experts: got weights in 8 bits, wanted floats where every expert is multiplied")
-    return weight.array
+    return jnp.asarray(weight.array)

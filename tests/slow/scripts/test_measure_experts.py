@@ -21,18 +21,23 @@ def taken(counts: np.ndarray) -> Taken:
 def test_a_rule_is_compared_with_a_constant_and_its_own_numbers_shuffled():
     asked = []
 
-    def go(taking):
-        if isinstance(taking, Mass):
-            high = int(1000 * taking.share) + np.arange(64 * 4 * 2).reshape(64, 4, 2) % 1000 >= 1000
-            return taken(np.where(high, 3, 1))
-        asked.append(taking)
-        return taken(taking)
+    def by(rule):
+        assert isinstance(rule, Mass)
+        high = int(1000 * float(rule.share)) + np.arange(64 * 8 * 2).reshape(64, 8, 2) % 1000 >= 1000
+        return taken(np.where(high, 3, 1))
 
-    line, own = measure.compared(go, lambda found: np.sum(np.asarray(found.expert) < 16, -1), "mass", 2.0, 0.01)
+    def told(counts):
+        asked.append(counts)
+        return taken(counts)
+
+    def of(found):
+        return np.sum(np.asarray(found.expert) < 16, -1)
+
+    line, own = measure.compared(by, told, of, "mass", 2.0, 0.01)
     assert line["experts"] == pytest.approx(2.0, rel=0.01)
     constant, moved = asked
     assert set(constant.ravel().tolist()) <= {1, 2, 3} and constant.mean() == pytest.approx(line["experts"])
-    counts = np.sum(np.asarray(own.expert) < 16, -1)
+    counts = of(own)
     assert sorted(map(tuple, moved.reshape(-1, 2))) == sorted(map(tuple, counts.reshape(-1, 2)))
     over = np.mean(np.asarray(own.loss) - 1 / constant.mean(-1))
     assert line["over_constant"]["mean"] == pytest.approx(over, abs=1e-6)
