@@ -1,7 +1,7 @@
 """Train a small mixture of experts, or the dense model it is compared with, on novels; or export one of them.
 
-    python scripts/train_experts.py experts --corpus novels.tar.xz --steps 700
-    python scripts/train_experts.py dense --corpus novels.tar.xz --steps 700
+    python scripts/train_experts.py experts --corpus novels.tar.xz --steps 250
+    python scripts/train_experts.py dense --corpus novels.tar.xz --steps 250
     python scripts/train_experts.py experts --corpus novels.tar.xz --export models/experts
 
 Both read the same tokens in the same order, as the bundled tokenizer makes them, and begin with random layers and the
@@ -28,7 +28,7 @@ def main() -> None:
     p.add_argument("model", choices=MODELS)
     p.add_argument("--corpus", type=Path, required=True, help="tar archive of .txt files")
     p.add_argument("--folder", type=Path, default=RUNS / "experts", help="checkpoints, logs, tokens (runs/experts)")
-    p.add_argument("--steps", type=arguments.count(), default=700, help="in all (default 700)")
+    p.add_argument("--steps", type=arguments.count(), default=250, help="in all (default 250)")
     p.add_argument("--seed", type=arguments.count(0), default=0)
     p.add_argument("--export", type=Path, help="write the model's folder instead")
     args = p.parse_args()
