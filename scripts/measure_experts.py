@@ -82,6 +82,8 @@ def compared(
         taken = by(made(setting))
         return float(of(taken).mean()), taken
 
+    if (fewest := spent(most)[0]) > budget:
+        raise ValueError(f"takes {fewest:.2f} experts at the fewest")
     setting, taken = paired.matched(spent, budget, least, most, within=within)
     own = of(taken)
     mean = float(own.mean())

@@ -234,7 +234,7 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(student, teacher, 
     fewer = dataclasses.replace(student, model=model(299, WINDOW))
     with pytest.raises(UsageError, match="has 300 tokens and the student 299"):
         distillation.read_teacher(teacher_folder, fewer)
-    divided = dataclasses.replace(teacher.config, architecture="granite", logit_divisor=8.0)
+    divided = dataclasses.replace(teacher.config, architecture="granite", score_scale=8**-0.5, logit_divisor=8.0)
     export.export(teacher.params, divided, mixed_data[0], tmp_path)
     with pytest.raises(UsageError, match="a divisor of its logits"):
         distillation.read_teacher(tmp_path, student)
