@@ -24,15 +24,15 @@ def expert_rules(found: Case) -> str:
     unions = [[one["rule"], f"{one['experts']:.2f}", *(one[batch] for batch in batches)] for one in found["unions"]]
     return "\n\n".join(
         [
-            f"{found['tokens']:,} tokens. The dense model loses {dense['loss']:.4f} nats a token, and the mixture as "
-            f"trained {over(dense['experts_over_dense'])} more than it. The same number of experts for every token:",
+            f"{found['tokens']:,} tokens. The dense model loses {dense['loss']:.4f} nats a token, the mixture as "
+            f"trained {over(dense['experts_over_dense'])} over that. The same number of experts for every token:",
             table(["experts", "nats", "over as trained"], losses),
             "By rule, nats a token more than others at as many experts (95%):",
             table([*header, "over mass"], lines),
             "What two experts lose over four, by quarter of the tokens, from the surest prediction before them on:",
             table(["entropy, nats", "nats lost"], doubt),
             "Experts of a layer that a step touches, by rows side by side:",
-            table(["rule", "experts a token", *(f"{batch} rows" for batch in batches)], unions),
+            table(["rule", "experts a token", *(f"of {batch}" for batch in batches)], unions),
         ]
     )
 
