@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from et_jax.evidence import draft_tables, prompt_tables, serving_tables, tables
+from et_jax.evidence import draft_tables, expert_tables, prompt_tables, serving_tables, tables
 from et_jax.evidence.results import REPOSITORY, RESULTS
 from et_jax.evidence.roofline import roofline, self_drafting
 from et_jax.io.files import replace_file
@@ -79,7 +79,8 @@ ENTROPYINFER: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "compression_cost": ("compression_cost.json", lambda found: prompt_tables.compression_cost(found["cases"])),
 }
 EXPERTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "experts": ("experts.json", lambda found: serving_tables.experts(found["cases"]))
+    "experts": ("experts.json", lambda found: serving_tables.experts(found["cases"])),
+    "expert_rules": ("expert_rules.json", expert_tables.expert_rules),
 }
 REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "report": ("report.json", lambda found: serving_tables.rows(found["rows"])),
@@ -150,6 +151,7 @@ def main() -> int:
             ("measure_free_running",),
             ("measure_pruning",),
             ("measure_codes",),
+            ("measure_experts", "--text", args.case[0][1]),
             ("measure_scheduling", "--trace", *args.trace, "--own", *args.case[0]),
             ("bench_throughput",),
             ("measure_starts",),

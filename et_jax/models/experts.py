@@ -15,15 +15,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.models.config import Activation, ExpertConfig
 from et_jax.models.layers import feed_forward, gated
-from et_jax.models.weights import Weight
+from et_jax.models.weights import Dense, Weight
 from et_jax.sums import rounded, softmax, total
 from et_jax.types import pytree
 
-Form = Literal["loop", "ragged"]
-"""How experts are multiplied with: those touched one after another, or by ragged products, which have a gradient.
+Form = Literal["loop", "ragged", "every"]
+"""How experts are multiplied with: those touched one after another, by ragged products, or every one with every token.
 
-The loop reads the experts that are touched, in place. Ragged products of weights that lie [out, in] read all of them on
-a CPU, and begin with a transposed copy of all of them where they are compiled for a TPU or a GPU.
+The loop reads the experts that are touched, in place. The others have a gradient. Ragged products of weights that lie
+[out, in] read all of them on a CPU, and begin with a transposed copy of all of them where they are compiled for a TPU
+or a GPU. To multiply every expert takes as many times the products as there are experts to a choice, in a few large
+ones: for the training of few and small experts on a CPU.
 """
 
 _UNSTABLE = 8  # outputs past a multiple of 64 up to which a float32 product on a CPU depends on the rows beside it
@@ -100,15 +102,25 @@ def mixed(
 
     `activation` is that of the chosen ones; the shared one's is SwiGLU.
     """
-    num_tokens, width = x.shape
-    of_choice = (_by_loop if form == "loop" else _by_ragged_products)(experts, x, choice.expert, activation)
-    weighed = choice.weight[..., None] * of_choice.reshape(num_tokens, -1, width)
-    out = total(rounded(jnp.where(choice.weight[..., None] > 0, weighed, 0.0)), axis=1)
+    if form == "every":
+        out = _by_every(experts, x, choice, activation)
+    else:
+        out = _by_choice(experts, x, choice, form, activation)
     if experts.shared is not None:
         one = experts.shared
         share = jax.nn.sigmoid(_scores(x, one.router))
         out = out + rounded(share * feed_forward(x, one.gate, one.up, one.down).astype(jnp.float32))
     return out.astype(x.dtype)
+
+
+def _by_choice(
+    experts: Experts, x: Float[Array, "n w"], choice: Choice, form: Form, activation: Activation
+) -> Float[Array, "n w"]:
+    """The weighed sum of what the chosen experts make of each token, multiplied by choice."""
+    num_tokens, width = x.shape
+    of_choice = (_by_loop if form == "loop" else _by_ragged_products)(experts, x, choice.expert, activation)
+    weighed = choice.weight[..., None] * of_choice.reshape(num_tokens, -1, width)
+    return total(rounded(jnp.where(choice.weight[..., None] > 0, weighed, 0.0)), axis=1)
 
 
 def _scores(x: Float[Array, "n w"], router: Float[Array, "o w"]) -> Float[Array, "n o"]:
@@ -182,3 +194,24 @@ def _by_ragged_products(
     opening, beside = product(experts.gate, experts.gate_bias, rows), product(experts.up, experts.up_bias, rows)
     made = product(experts.down, experts.down_bias, gated(opening, beside, x.dtype, activation))
     return jnp.zeros_like(made).at[order].set(made, unique_indices=True)
+
+
+def _by_every(experts: Experts, x: Float[Array, "n w"], choice: Choice, activation: Activation) -> Float[Array, "n w"]:
+    """The weighed sum of what the chosen experts make of each token, by products of every expert with every token."""
+    gate, up, down = (_floats(matrix) for matrix in (experts.gate, experts.up, experts.down))
+    weight = jnp.sum(choice.weight[..., None] * jax.nn.one_hot(choice.expert, gate.shape[0]), axis=1)
+
+    def opened(matrix: Float[Array, "e f w"], bias: Float[Array, "e f"] | None) -> Float[Array, "n e f"]:
+        product = jnp.einsum("nw,efw->nef", x, matrix, preferred_element_type=jnp.float32)
+        return product if bias is None else product + bias.astype(jnp.float32)
+
+    opening, beside = opened(gate, experts.gate_bias), opened(up, experts.up_bias)
+    hidden = gated(opening, beside, x.dtype, activation) * weight[..., None].astype(x.dtype)
+    out = jnp.einsum("nef,ewf->nw", hidden, down, preferred_element_type=jnp.float32)
+    return out if experts.down_bias is None else out + weight @ experts.down_bias.astype(jnp.float32)
+
+
+def _floats(weight: Weight) -> Float[Array, "e o i"]:
+    if not isinstance(weight, Dense):
+        raise ValueError("experts: got weights in 8 bits, wanted floats where every expert is multiplied")
+    return jnp.asarray(weight.array)

@@ -47,11 +47,10 @@ def read_teacher(folder: Path, settings: Settings) -> tuple[Teacher, Tokenizer]:
         )
     if not config.tie_embeddings or not loss.is_plain(config):
         raise UsageError(
-            f"The teacher {folder} has a head of its own, caps, or layers with windows or of several kinds; "
-            "choose one without."
+            f"The teacher {folder} has a head of its own, soft caps or a divisor of its logits; choose one without."
         )
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    return Teacher(config=config, params=loss.stack(cast)), corpus.read_tokenizer(folder)
+    return Teacher(config=config, params=loss.stack(cast, config)), corpus.read_tokenizer(folder)
 
 
 def check_tokens(taught: Tokenizer, tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from et_jax.training.loss import unstack
 
 def export(params: Params, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> int:
     """Write stacked `params` and all that goes with them except the model card; return the bytes it takes."""
-    weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), unstack(params, config.num_layers))
+    weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), unstack(params))
     write_hugging_face(folder, config, weights)
     tokenizer.save(str(folder / "tokenizer.json"))
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}

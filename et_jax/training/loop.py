@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Float, Int
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
@@ -40,11 +41,15 @@ class TrainState:
 
 
 def optimizer(settings: Settings) -> optax.GradientTransformation:
-    """Return gradient clipping, then Muon on the layers' matrices and AdamW on the rest, at peak rates."""
-    stacked = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+    """Return gradient clipping, then Muon on the layers' matrices and AdamW on the rest, routers too, at peak rates."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+
+    def of_leaf(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+        in_a_layer = leaf.ndim > 2 and path[-1] == GetAttrKey("array")
+        return matrix if in_a_layer else None
 
     def dimensions(params: Params) -> Any:
-        return jax.tree.map(lambda leaf: stacked if leaf.ndim == 3 else None, params)
+        return jax.tree.map_with_path(of_leaf, params)
 
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
@@ -62,7 +67,7 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
 @functools.partial(jax.jit, static_argnames="settings")
 def initial_state(settings: Settings) -> TrainState:
     """Return random weights drawn from the seed and an empty optimizer memory."""
-    params = loss.stack(initialise(settings.model, jax.random.key(settings.seed)))
+    params = loss.stack(initialise(settings.model, jax.random.key(settings.seed)), settings.model)
     return TrainState(params=params, optimizer=optimizer(settings).init(params))
 
 
@@ -74,7 +79,7 @@ def start_beside(teacher: Teacher, settings: Settings) -> tuple[TrainState, int]
 
 def start_from(params: Params, settings: Settings) -> tuple[TrainState, int]:
     """Return a start from the weights of a model, with an empty optimizer memory, after no steps."""
-    stacked = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.stack(params))
+    stacked = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.stack(params, settings.model))
     return TrainState(params=stacked, optimizer=optimizer(settings).init(stacked)), 0
 
 
@@ -91,13 +96,14 @@ def train_step(
 ) -> tuple[TrainState, Float[Array, ""]]:
     """Return the state after one step at `factor` of the peak rates, and the loss before it, nats per token.
 
-    That is the divergence from the teacher where there is one.
+    That is the divergence from the teacher where there is one; with either, the load balance of experts.
     """
 
     def value_of(params: Params) -> Float[Array, ""]:
         if teacher is None:
-            return loss.mean_loss(params, settings.model, inputs, targets, weights, segments)
-        return loss.mean_divergence(params, settings.model, inputs, teacher.params, teacher.config, weights, segments)
+            return loss.mean_loss(params, settings.model, inputs, targets, weights, segments, settings.balance)
+        taught = teacher.params, teacher.config
+        return loss.mean_divergence(params, settings.model, inputs, *taught, weights, segments, settings.balance)
 
     value, gradients = jax.value_and_grad(value_of)(state.params)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its integer step count

@@ -1,6 +1,10 @@
-"""The training losses: dense causal attention, layers under one scan; cross-entropy, or divergence from a teacher."""
+"""The training losses: cross-entropy, or divergence from a teacher, and the load balance of experts.
+
+Attention is dense and causal; neighbouring layers that are alike run under one scan.
+"""
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -14,6 +18,7 @@ from et_jax.models.config import ModelConfig
 from et_jax.models.layers import rms_norm
 from et_jax.models.transformer import LayerParams, Params, angles_of_layers, block, embed
 from et_jax.softmax import Softmax
+from et_jax.training import balance as balancing
 from et_jax.types import replace
 
 HEAD_CHUNK = 512  # rows whose logits are held at a time: 8 MB at 4096 tokens
@@ -28,7 +33,7 @@ def causal_attend(
     memory: Any,
     softmax: Softmax,
 ) -> tuple[Float[Array, "b t h d"], Any]:
-    """Return softmax(scale q k^T) v over each position's past and itself; `memory` passes through.
+    """Return softmax(scale q k^T) v over each position's past, or its window, and itself; `memory` passes through.
 
     `memory` is the segment of every position, "b t", or None where a row is one segment: documents packed
     into a row do not see each other. Query heads that share a KV head are folded into the rows of one
@@ -42,35 +47,54 @@ def causal_attend(
     outs = []
     for begin in range(0, t, chunk):
         end = min(begin + chunk, t)
+        first = 0 if softmax.window is None else max(0, begin - softmax.window + 1)
         rows = queries[:, :, begin:end].reshape(b * kv_heads, -1, d)
-        scores = jnp.einsum("xqd,xtd->xqt", rows, keys[:, :end], preferred_element_type=jnp.float32) * softmax.scale
-        kept = jnp.tile(_seen(memory, begin, end), (1, h // kv_heads, 1))
+        scores = (
+            jnp.einsum("xqd,xtd->xqt", rows, keys[:, first:end], preferred_element_type=jnp.float32) * softmax.scale
+        )
+        kept = jnp.tile(_seen(memory, first, begin, end, softmax.window), (1, h // kv_heads, 1))
         if memory is not None:
             kept = jnp.repeat(kept, kv_heads, axis=0)
         weights = jax.nn.softmax(jnp.where(kept, scores, -jnp.inf), axis=-1).astype(v.dtype)
-        mixed = jnp.einsum("xqt,xtd->xqd", weights, values[:, :end], preferred_element_type=jnp.float32)
+        mixed = jnp.einsum("xqt,xtd->xqd", weights, values[:, first:end], preferred_element_type=jnp.float32)
         outs.append(mixed.astype(v.dtype).reshape(b, kv_heads, h // kv_heads, end - begin, d))
     out = jnp.concatenate(outs, axis=3)
     return jnp.moveaxis(out, 3, 1).reshape(b, t, h, d), memory
 
 
-def _seen(segments: Int[Array, "b t"] | None, begin: int, end: int) -> Bool[Array, "c q k"]:
-    """Which keys up to `end` the queries from `begin` on see; `c` is the rows, or 1 where they are all alike."""
-    past = jnp.arange(begin, end)[:, None] >= jnp.arange(end)
+def _seen(
+    segments: Int[Array, "b t"] | None, first: int, begin: int, end: int, window: int | None
+) -> Bool[Array, "c q k"]:
+    """Which keys from `first` to `end` the queries from `begin` on see; `c` is the rows, or 1 where all are alike."""
+    behind = jnp.arange(begin, end)[:, None] - jnp.arange(first, end)
+    past = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
     if segments is None:
         return past[None]
-    return past & (segments[:, begin:end, None] == segments[:, None, :end])
+    return past & (segments[:, begin:end, None] == segments[:, None, first:end])
 
 
-def stack(params: Params) -> Params:
-    """Return `params` with its layers as one LayerParams whose leaves lead with the layer axis."""
-    return replace(params, layers=(jax.tree.map(lambda *leaves: jnp.stack(leaves), *params.layers),))
+def runs(config: ModelConfig) -> tuple[range, ...]:
+    """Return the layers, in runs of neighbours that are alike: in window, rotation, and whether they mix experts."""
+    mixes = (False,) * config.num_layers if config.experts is None else config.experts.layers
+    kinds = [(config.softmax(layer), config.rope(layer), mixes[layer]) for layer in range(config.num_layers)]
+    found = [list(run) for _, run in itertools.groupby(range(config.num_layers), kinds.__getitem__)]
+    return tuple(range(run[0], run[-1] + 1) for run in found)
 
 
-def unstack(params: Params, num_layers: int) -> Params:
+def stack(params: Params, config: ModelConfig) -> Params:
+    """Return `params` with the layers of each run as one LayerParams whose leaves lead with the layer axis."""
+    layers = [params.layers[run.start : run.stop] for run in runs(config)]
+    return replace(params, layers=tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in layers))
+
+
+def unstack(params: Params) -> Params:
     """Return stacked `params` with one LayerParams per layer, as `forward` takes them."""
-    (layers,) = params.layers
-    return replace(params, layers=tuple(jax.tree.map(operator.itemgetter(i), layers) for i in range(num_layers)))
+    apart = [
+        jax.tree.map(operator.itemgetter(i), layers)
+        for layers in params.layers
+        for i in range(len(jax.tree.leaves(layers)[0]))
+    ]
+    return replace(params, layers=tuple(apart))
 
 
 def hidden_states(
@@ -79,27 +103,41 @@ def hidden_states(
     """Return the normed states that the output matrix reads, bfloat16, from stacked `params`.
 
     Positions run through a row whatever its segments: rotary attention knows only their differences. Raises ValueError
-    for a model whose layers are not all alike, or whose logits are more than a product of these states.
+    for a model with caps, or whose logits are more than a product of these states.
     """
+    return _states_and_balance(params, config, inputs, segments)[0]
+
+
+def _states_and_balance(
+    params: Params, config: ModelConfig, inputs: Int[Array, "b t"], segments: Int[Array, "b t"] | None
+) -> tuple[Float[Array, "b t w"], Float[Array, ""]]:
+    """The hidden states, and the load balance of the experts, the mean over the layers that have any."""
     if not is_plain(config):
-        raise ValueError("config: got layers that are not all alike, or caps or a divisor, wanted a plain transformer")
+        raise ValueError("config: got caps or a divisor of the logits, wanted a model without")
     b, t = inputs.shape
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    angles = angles_of_layers(config, jnp.broadcast_to(jnp.arange(t), (b, t)))[0]
+    angles = angles_of_layers(config, jnp.broadcast_to(jnp.arange(t), (b, t)))
+    mix = None if config.experts is None else functools.partial(balancing.mix, config.experts)
 
-    @jax.checkpoint
-    def layer_step(x: Float[Array, "b t w"], layer: LayerParams) -> tuple[Float[Array, "b t w"], None]:
-        x, _ = block(layer, config, 0, x, angles, causal_attend, segments)
-        return x, None
+    def attend(layer: int, q: Array, k: Array, v: Array, memory: Array, softmax: Softmax) -> tuple[Array, Array]:
+        return causal_attend(layer, q, k, v, segments, softmax)[0], memory
 
-    x, _ = jax.lax.scan(layer_step, embed(cast, config, inputs), cast.layers[0])
-    return rms_norm(x, cast.final_norm, config.norm_eps, config.norm_offset)
+    def layer_step(first: int, carry: tuple[Array, Array], layer: LayerParams) -> tuple[tuple[Array, Array], None]:
+        x, balance = carry
+        return block(layer, config, first, x, angles[first], attend, balance, mix), None
+
+    carry = embed(cast, config, inputs), jnp.zeros(())
+    for run, layers in zip(runs(config), cast.layers, strict=True):
+        carry, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer_step, run.start)), carry, layers)
+    x, balance = carry
+    num_mixtures = 0 if config.experts is None else sum(config.experts.layers)
+    return rms_norm(x, cast.final_norm, config.norm_eps, config.norm_offset), balance / max(num_mixtures, 1)
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Return whether the loss serves such a model: layers all alike, which see every token; no cap, sink or divisor."""
-    alike = not config.unrotated and not config.sinks and all(window is None for window in config.windows)
-    return alike and config.score_cap is None and config.logit_cap is None and config.logit_divisor == 1
+    """Return whether the loss serves such a model: no cap, sink or divisor."""
+    capped = config.score_cap is not None or config.logit_cap is not None
+    return not capped and not config.sinks and config.logit_divisor == 1
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -135,12 +173,17 @@ def mean_loss(
     targets: Int[Array, "b t"],
     weights: Float[Array, "b t"] | None = None,
     segments: Int[Array, "b t"] | None = None,
+    balance: float = 0.0,
 ) -> Float[Array, ""]:
-    """Return the mean of `token_losses`, each counted as `weights` says, cheap to differentiate."""
-    x = hidden_states(params, config, inputs, segments)
-    return _weighed_mean(
+    """Return the mean of `token_losses`, each counted as `weights` says, cheap to differentiate.
+
+    With it, `balance` times the load balance of the experts, which takes all positions alike.
+    """
+    x, load = _states_and_balance(params, config, inputs, segments)
+    mean = _weighed_mean(
         _losses_and_errors, x, params.embedding.array, (targets.reshape(-1),), (), _counts(inputs, weights)
     )
+    return mean + balance * load
 
 
 def mean_divergence(
@@ -151,15 +194,18 @@ def mean_divergence(
     teacher_config: ModelConfig,
     weights: Float[Array, "b t"] | None = None,
     segments: Int[Array, "b t"] | None = None,
+    balance: float = 0.0,
 ) -> Float[Array, ""]:
     """Return the mean of KL(teacher || model) over all positions, nats, each counted as `weights` says.
 
-    Both distributions are at temperature 1 (Hinton et al. 2015; Sanh et al. 2019, without their other terms).
+    Both distributions are at temperature 1 (Hinton et al. 2015; Sanh et al. 2019, without their other terms). `balance`
+    counts as in `mean_loss`.
     """
-    x = hidden_states(params, config, inputs, segments)
+    x, load = _states_and_balance(params, config, inputs, segments)
     taught = hidden_states(teacher, teacher_config, inputs, segments)
     rows, others = (taught.reshape(-1, taught.shape[-1]),), (teacher.embedding.array.astype(jnp.bfloat16),)
-    return _weighed_mean(_divergences_and_errors, x, params.embedding.array, rows, others, _counts(inputs, weights))
+    mean = _weighed_mean(_divergences_and_errors, x, params.embedding.array, rows, others, _counts(inputs, weights))
+    return mean + balance * load
 
 
 def _counts(inputs: Int[Array, "b t"], weights: Float[Array, "b t"] | None) -> Float[Array, " n"]:

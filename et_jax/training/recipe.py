@@ -1,9 +1,12 @@
-"""The settings of the bundled models: shapes, training on novels, for long contexts, and of a small one by a large."""
+"""The settings of the models trained here: shapes, training on novels, for long contexts, of a small one by a large.
+
+Beside the bundled models, a small mixture of experts and a dense model of as many weights as a token meets of it.
+"""
 
 import dataclasses
 
 from et_jax.errors import UsageError
-from et_jax.models.config import ModelConfig
+from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.training.corpus import END_ID, WINDOW
 from et_jax.training.mixture import Mixture
 from et_jax.training.schedule import Curriculum, Schedule
@@ -111,6 +114,34 @@ def small_settings(seed: int = 0) -> Settings:
         save_every=50,
         evaluated_length=512,
     )
+
+
+def dense_config() -> ModelConfig:
+    """Return the shape of the dense model that the mixture of experts is compared with: 0.7 M weights."""
+    layers = 4
+    return dataclasses.replace(
+        small_config(), intermediate_size=192, num_layers=layers, windows=(None,) * layers, max_positions=256
+    )
+
+
+def experts_config() -> ModelConfig:
+    """Return the shape of the small mixture of experts: 1.4 M weights, of which a token meets 0.7 M.
+
+    The four experts of a token are as wide together as the feed-forward of the dense model.
+    """
+    dense = dense_config()
+    per_token = 4
+    width = dense.intermediate_size // per_token
+    experts = ExpertConfig(
+        num_experts=16, num_per_token=per_token, width=width, normalised=True, layers=(True,) * dense.num_layers
+    )
+    return dataclasses.replace(dense, architecture="mixtral", intermediate_size=width, experts=experts)
+
+
+def compared_settings(model: ModelConfig, seed: int = 0) -> Settings:
+    """Return the settings with which the mixture of experts, and the dense model beside it, are trained."""
+    schedule = Schedule(warmup=50, short_length=256, long_length=256, long_share=0.0)
+    return Settings(model=model, schedule=schedule, seed=seed, windows_per_step=2, evaluate_every=100, save_every=50)
 
 
 def settings(recipe: str, seed: int, longest: int = WINDOW) -> Settings:

@@ -27,7 +27,8 @@ def test_a_token_has_the_same_bits_among_any_number(dtype, num_experts, changes)
         assert np.asarray(mix(config, experts, x[-number:], "loop")).tobytes() == most[-number:].tobytes(), number
 
 
-def test_ragged_products_have_a_gradient():
+@pytest.mark.parametrize("form", ["ragged", "every"])
+def test_products_have_a_gradient(form):
     """That of the loop, by a difference."""
     experts, x = drawn(), tokens(5)
 
@@ -35,7 +36,7 @@ def test_ragged_products_have_a_gradient():
     def loss(experts, form):
         return jnp.sum(mixed(experts, x, choose(CONFIG, gate(experts, x)), form) ** 2)
 
-    found = jax.grad(loss)(experts, "ragged").up.array
+    found = jax.grad(loss)(experts, form).up.array
     steepest = np.unravel_index(np.abs(found).argmax(), found.shape)
     nudge = jnp.zeros_like(found).at[steepest].set(1e-2)
     above, below = (

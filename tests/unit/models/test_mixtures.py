@@ -12,6 +12,7 @@ from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
 from et_jax.models.config import ClampedSwish, ExpertConfig
 from et_jax.models.experts import Experts, choose, gate, mixed, rows_per_turn
 from et_jax.models.transformer import initialise, num_multiplied, num_weights
+from et_jax.models.weights import quantized
 from et_jax.types import replace
 
 
@@ -50,7 +51,7 @@ def defined(config: ExpertConfig, experts: Experts, x) -> np.ndarray:
     return np.array(out)
 
 
-@pytest.mark.parametrize("form", ["loop", "ragged"])
+@pytest.mark.parametrize("form", ["loop", "ragged", "every"])
 @pytest.mark.parametrize("changes", [{}, {"normalised": False}, {"shared_width": None}, BIASED])
 def test_a_mixture_is_the_weighed_sum_of_the_likeliest_experts(form, changes):
     config = dataclasses.replace(CONFIG, **changes)
@@ -70,6 +71,12 @@ def test_experts_that_no_token_goes_to_are_not_read():
         for leaf in [getattr(experts, name)]
     }
     np.testing.assert_array_equal(mix(CONFIG, replace(experts, **broken), x, "loop"), mix(CONFIG, experts, x, "loop"))
+
+
+def test_every_expert_is_multiplied_as_floats_alone():
+    whole = quantized(drawn(), jnp.float32)
+    with pytest.raises(ValueError, match="wanted floats where every expert"):
+        mix(CONFIG, whole, tokens(2), "every")
 
 
 def test_fewer_experts_share_the_weight_and_none_have_none():

@@ -51,7 +51,7 @@ def distribution(params, config, inputs, segments):
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v), memory
 
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.unstack(params, config.num_layers))
+    plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.unstack(params))
     scores = np.asarray(forward(plain, config, inputs, positions, attend, None)[0], np.float64)
     return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
 
@@ -234,9 +234,9 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(student, teacher, 
     fewer = dataclasses.replace(student, model=model(299, WINDOW))
     with pytest.raises(UsageError, match="has 300 tokens and the student 299"):
         distillation.read_teacher(teacher_folder, fewer)
-    sliding = dataclasses.replace(teacher.config, architecture="mistral", windows=(8, 8))
-    export.export(teacher.params, sliding, mixed_data[0], tmp_path)
-    with pytest.raises(UsageError, match="layers with windows"):
+    divided = dataclasses.replace(teacher.config, architecture="granite", score_scale=8**-0.5, logit_divisor=8.0)
+    export.export(teacher.params, divided, mixed_data[0], tmp_path)
+    with pytest.raises(UsageError, match="a divisor of its logits"):
         distillation.read_teacher(tmp_path, student)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"no readable tokenizer\.json"):

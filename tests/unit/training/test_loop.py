@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from small_runs import log, losses, run
+from small_runs import EXPERTS, log, losses, run
 
 from et_jax.errors import UsageError
 from et_jax.models.weights import Dense
@@ -86,8 +86,9 @@ def test_a_run_repeats_and_a_killed_one_resumes_to_the_same_losses(mixed_setting
 
 
 @pytest.mark.slow
-def test_sixty_steps_repeat_and_resume(mixed_settings, mixed_data, tmp_path, monkeypatch):
-    mixed_settings = dataclasses.replace(mixed_settings, save_every=15, evaluate_every=60)
+def test_sixty_steps_of_a_mixture_of_experts_repeat_and_resume(mixed_settings, mixed_data, tmp_path, monkeypatch):
+    mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
+    mixed_settings = dataclasses.replace(mixed_settings, model=mixture, save_every=15, evaluate_every=60)
     repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps=60, killed_at=51)
 
 
@@ -98,10 +99,19 @@ def test_a_mixture_needs_the_tokenizer(mixed_settings, mixed_data, tmp_path):
 
 
 def test_a_start_from_weights_is_those_weights(mixed_settings):
-    params = loss.unstack(loop.initial_state(mixed_settings).params, 2)
+    params = loss.unstack(loop.initial_state(mixed_settings).params)
     state, done = loop.start_from(
         replace(params, embedding=Dense(array=params.embedding.array.astype(jnp.bfloat16))), mixed_settings
     )
     assert done == 0
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert bool((state.params.layers[0].q.array[1] == params.layers[1].q.array).all())
+
+
+def test_muon_turns_the_matrices_of_layers_and_experts_and_adam_the_rest(settings):
+    experts = dataclasses.replace(settings, model=dataclasses.replace(settings.model, experts=EXPERTS))
+    state = jax.eval_shape(loop.initial_state, experts)
+    turned = {leaf.shape for leaf in jax.tree.leaves(state.optimizer[1].inner_states["muon"]) if leaf.ndim}
+    width, narrow = experts.model.hidden_size, experts.model.intermediate_size
+    assert {(1, 6, 16, width), (1, 6, width, 16), (1, narrow, width), (1, width, narrow)} < turned
+    assert not {(1, 6, width), state.params.embedding.shape} & turned  # a router, and the embedding

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.models.transformer import num_weights
+from et_jax.models.transformer import num_multiplied, num_weights
 from et_jax.training import recipe
 from et_jax.training.recipe import bundled_settings, long_settings
 from et_jax.training.schedule import Curriculum
@@ -26,6 +26,15 @@ def test_the_long_recipe_is_the_bundled_shape_with_a_base_for_its_length():
     turned = 2048 * model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
     assert (turned < 1).sum() == 10  # channels that turn by less than a radian over the whole length
     assert model.max_positions == max(long_settings().schedule.lengths)
+
+
+def test_a_token_meets_as_many_weights_of_the_mixture_as_of_the_dense_model_but_for_the_routers():
+    mixture, dense = recipe.experts_config(), recipe.dense_config()
+    routers = mixture.num_layers * 16 * mixture.hidden_size
+    assert num_multiplied(mixture) - routers == num_multiplied(dense) == num_weights(dense)
+    assert num_weights(mixture) == pytest.approx(1.9 * num_weights(dense), rel=0.05)
+    for model in (mixture, dense):
+        assert recipe.compared_settings(model).schedule.lengths[-1] == model.max_positions
 
 
 def test_a_setting_grows_rows_beyond_2048():
