@@ -27,7 +27,7 @@ from et_jax.evidence.arguments import DEPTHS
 from et_jax.evidence.results import write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
-from et_jax.models.transformer import Params, initialise
+from et_jax.models.transformer import Params, initialise, with_joined_products
 from et_jax.models.weights import num_bytes, quantized
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import counter, evaluate, grid
@@ -72,7 +72,7 @@ def reading(tokens: int) -> Callable[[Params], Callable[[], float]]:
 
 def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return tokens a second of both kinds, and of every turn how many times bfloat16's int8's are."""
-    plain = initialise(SMOLLM_135M, jax.random.key(0), jnp.bfloat16)
+    plain = with_joined_products(initialise(SMOLLM_135M, jax.random.key(0), jnp.bfloat16))
     weights = {"bfloat16": plain, "int8": quantized(plain, jnp.bfloat16)}
     cases = [("decode", rows, decoding(rows, args.context)) for rows in args.decode]
     cases += [("prefill", tokens, reading(tokens)) for tokens in args.prefill]

@@ -48,7 +48,7 @@ from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import initialise
+from et_jax.models.transformer import initialise, with_joined_products
 from et_jax.serve.engine import load
 from et_jax.types import Table, replace
 
@@ -87,7 +87,7 @@ class Shape:
             model, rows, "bfloat16", max_steps=steps, calibration=Calibration(sensitivity=Table(heads))
         )
         self.length = length
-        self.params = initialise(model, jax.random.key(0), jnp.bfloat16)
+        self.params = with_joined_products(initialise(model, jax.random.key(0), jnp.bfloat16))
         self.cache = stored(self.config)
 
     def started(self, control: Controller, steps: int) -> Timed:

@@ -37,7 +37,7 @@ from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
 from et_jax.models.hub import resolve
-from et_jax.models.transformer import Attend, Params, forward, initialise
+from et_jax.models.transformer import Attend, Params, forward, initialise, with_joined_products
 from et_jax.models.weights import Weight, nodes
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -108,7 +108,7 @@ def loop(kind: str, config: DecoderConfig) -> Callable[[Params, DecodeState, Any
 def measure(config: DecoderConfig, args: argparse.Namespace, dtype: str) -> dict[str, float]:
     """Return the milliseconds of one step of every kind: the least over rounds in which the kinds take turns."""
     clock = time.process_time if args.cpu_time else time.perf_counter
-    params = initialise(config.model, jax.random.key(0), dtype)
+    params = with_joined_products(initialise(config.model, jax.random.key(0), dtype))
     start = jax.jit(partial(filled, config, args.context, args.temperature))
     loops = {kind: loop(kind, config) for kind in KINDS}
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}

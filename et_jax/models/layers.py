@@ -20,10 +20,14 @@ Activation = Literal["silu", "gelu_tanh"]
 
 def linear(x: Float[Array, "*b i"], weight: Weight, bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
     """Return `x @ weight.T + bias`, accumulated in float32, in the dtype of `x`."""
-    y = weight.matmul(x)
+    return biased(weight.matmul(x), bias, x.dtype)
+
+
+def biased(y: Float[Array, "*b o"], bias: Float[Array, " o"] | None, dtype: DTypeLike) -> Float[Array, "*b o"]:
+    """Return `y + bias`, added in float32, in `dtype`."""
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return y.astype(x.dtype)
+    return y.astype(dtype)
 
 
 def rms_norm(
@@ -37,10 +41,14 @@ def rms_norm(
 
 
 def feed_forward(
-    x: Float[Array, "*b w"], gate: Weight, up: Weight, down: Weight, activation: Activation = "silu"
+    x: Float[Array, "*b w"], gate: Weight, up: Weight | None, down: Weight, activation: Activation = "silu"
 ) -> Float[Array, "*b w"]:
-    """Return `down(activation(gate(x)) * up(x))` (Shazeer 2020: SwiGLU, or GEGLU by the tanh approximation)."""
-    return linear(gated(linear(x, gate), linear(x, up), x.dtype, activation), down)
+    """Return `down(activation(gate(x)) * up(x))` (Shazeer 2020: SwiGLU, or GEGLU by the tanh approximation).
+
+    Where `up` is None, `gate` has the outputs of both, one after the other.
+    """
+    opening, rising = jnp.split(linear(x, gate), 2, axis=-1) if up is None else (linear(x, gate), linear(x, up))
+    return linear(gated(opening, rising, x.dtype, activation), down)
 
 
 def gated(

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.experts import Experts, SharedExpert, choose, gate, mixed
-from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
-from et_jax.models.weights import Dense, Int8, Weight, is_weight, num_bytes, num_numbers
+from et_jax.models.layers import biased, feed_forward, linear, rms_norm, rope_angles, rotate
+from et_jax.models.weights import Dense, Int8, Weight, is_weight, joined, num_bytes, num_numbers
 from et_jax.softmax import Softmax
-from et_jax.types import pytree
+from et_jax.types import pytree, replace
 
 T = TypeVar("T")
 Memory = TypeVar("Memory")
@@ -59,13 +59,14 @@ class LayerParams:
     A layer has the matrices of a feed-forward, or `experts`. `attention_norm` and `ffn_norm` stand before attention and
     feed-forward, `attention_out_norm` and `ffn_out_norm` after them; `q_norm` and `k_norm` span a head, or all heads.
     With `hd` query heads times head dim and `kd` KV heads times head dim, `q` is "hd w", `k` and `v` "kd w", `o`
-    "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
+    "w hd", `gate` and `up` "f w" and `down` "w f", [out, in]. Where `k` and `v` are None, `q` has the outputs of all three
+    in this order; where there is a `gate` and no `up`, it has those of both (`with_joined_products`).
     """
 
     attention_norm: Float[Array, " w"] | None
     q: Weight
-    k: Weight
-    v: Weight
+    k: Weight | None
+    v: Weight | None
     o: Weight
     q_bias: Float[Array, " hd"] | None
     k_bias: Float[Array, " kd"] | None
@@ -245,6 +246,23 @@ def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.fl
     return treedef.unflatten([draw(spec, k) for spec, k in zip(specs, jax.random.split(key, len(specs)), strict=True)])
 
 
+def with_joined_products(params: Params) -> Params:
+    """Return the weights with those matrices as one that multiply the same numbers: fewer products take less time.
+
+    Layers are joined one by one; each gives its memory back where the caller holds `params` no more.
+    """
+    layers, rest = list(params.layers), replace(params, layers=())
+    del params
+    for index, layer in enumerate(layers):
+        own = {}
+        if layer.k is not None and layer.v is not None:
+            own = {"q": joined((layer.q, layer.k, layer.v)), "k": None, "v": None}
+        if layer.gate is not None and layer.up is not None:
+            own |= {"gate": joined((layer.gate, layer.up)), "up": None}
+        layers[index] = jax.block_until_ready(replace(layer, **own))
+    return replace(rest, layers=tuple(layers))
+
+
 def forward(
     params: Params,
     config: ModelConfig,
@@ -325,7 +343,7 @@ def _before_attention(
     def heads(x: Float[Array, "b t y"]) -> Float[Array, "b t x d"]:
         return x.reshape(*x.shape[:2], -1, c.head_dim)
 
-    q, k, v = linear(y, layer.q, layer.q_bias), linear(y, layer.k, layer.k_bias), linear(y, layer.v, layer.v_bias)
+    q, k, v = _projected(layer, config, y)
     if c.qk_norm_over == "width":
         q, k = heads(_normed(q, layer.q_norm, c)), heads(_normed(k, layer.k_norm, c))
     else:
@@ -333,12 +351,25 @@ def _before_attention(
     return rotate(q, *angles), rotate(k, *angles), heads(v)
 
 
+def _projected(
+    layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"]
+) -> tuple[Float[Array, "b t hd"], Float[Array, "b t kd"], Float[Array, "b t kd"]]:
+    """Queries, keys and values of all heads, side by side."""
+    if layer.k is not None and layer.v is not None:
+        found = layer.q.matmul(x), layer.k.matmul(x), layer.v.matmul(x)
+    else:
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        found = jnp.split(layer.q.matmul(x), (queries, queries + keys), axis=-1)
+    q, k, v = map(partial(biased, dtype=x.dtype), found, (layer.q_bias, layer.k_bias, layer.v_bias))
+    return q, k, v
+
+
 @partial(jax.jit, static_argnums=1)
 def _after_attention(
     layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"], out: Float[Array, "b t h d"]
 ) -> Float[Array, "b t w"]:
     x, y = _attended(layer, config, x, out)
-    assert layer.gate is not None and layer.up is not None and layer.down is not None
+    assert layer.gate is not None and layer.down is not None
     y = feed_forward(y, layer.gate, layer.up, layer.down, config.activation)
     return _added(x, _normed(y, layer.ffn_out_norm, config), config)
 

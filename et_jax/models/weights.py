@@ -5,6 +5,7 @@ another form is another class with these properties and methods.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -173,6 +174,11 @@ def quantized(tree: Any, dtype: DTypeLike) -> Any:
         return node.astype(dtype)
 
     return jax.tree.map(changed, tree, is_leaf=is_weight)
+
+
+def joined(parts: Sequence[Weight]) -> Weight:
+    """Return matrices of one form and of the same inputs as one, with the outputs of all in order."""
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 def nodes(tree: Any) -> list[Any]:

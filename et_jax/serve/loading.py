@@ -16,11 +16,13 @@ from et_jax.io.values import shown
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
-from et_jax.models.config import ModelShape
+from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.hub import resolve
 from et_jax.models.model import dtype_of, num_weights
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import read_module
+from et_jax.models.transformer import Params, with_joined_products
+from et_jax.scope import platform
 from et_jax.serve.compilation import default_folder, keep_programs
 from et_jax.serve.config import PROGRAMS, EngineConfig
 from et_jax.serve.device_memory import num_sharing, usable_memory
@@ -64,7 +66,7 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
     _check_others(settings, beside, read_config(folder), tokenizer, tell)
-    model, params = load_checkpoint(folder, settings.dtype, settings.quantize)
+    model, params = _loaded(folder, settings.dtype, settings.quantize)
     dtype, calibration = dtype_of(params), read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, others=others)
     check_measured(settings.name, config)
@@ -117,8 +119,16 @@ def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tel
     weights = []
     for name, folder in beside.items():
         tell(f"loading {name}, the small model")
-        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize)[1])
+        weights.append(_loaded(folder, jnp.dtype(dtype).name, quantize)[1])
     return tuple(weights)
+
+
+def _loaded(folder: Path, dtype: str, quantize: str | None) -> tuple[ModelConfig, Params]:
+    """A folder's configuration and weights, on a CPU with matrices as one where it is faster for that."""
+    config, *weights = load_checkpoint(folder, dtype, quantize)
+    if platform() != "cpu":
+        return config, weights[0]
+    return config, with_joined_products(weights.pop())  # nothing here holds what is joined
 
 
 def _check_others(

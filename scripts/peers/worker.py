@@ -178,7 +178,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = getattr(engine, request.pop("do"))(**request)
+            answer = getattr(engine, request.pop("do"))(**request) or {}
         except Exception as error:  # told to the one who asked
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -21,7 +21,7 @@ from et_jax.decode.state import empty
 from et_jax.decode.step import step
 from et_jax.evidence.kernel_shapes.paged_attention import Shape, example
 from et_jax.models.calibration import Calibration
-from et_jax.models.transformer import initialise
+from et_jax.models.transformer import initialise, with_joined_products
 from et_jax.models.weights import quantized
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.types import Table, replace
@@ -66,6 +66,7 @@ def full(model, dtype, control: str, rows: int, quantize: str | None = None):
     params = jax.tree.map(lambda x: x * jnp.asarray(4 if x.ndim > 1 else 1, dtype), params)
     if quantize is not None:
         params = quantized(params, dtype)
+    params = with_joined_products(params)  # as they are served on a CPU
     d = decoding.decoder(config)
     state = d.empty()
     for slot in range(rows):

@@ -14,8 +14,16 @@ from small_model import MODEL, NARROW, VOCABULARY, weights
 from et_jax.models import transformer
 from et_jax.models.config import Rope, RopeScaling
 from et_jax.models.layers import feed_forward, rms_norm, rope_angles, rope_frequencies, rotate
-from et_jax.models.transformer import abstract, describe, forward, initialise, num_weights, weight_bytes
-from et_jax.models.weights import quantized
+from et_jax.models.transformer import (
+    abstract,
+    describe,
+    forward,
+    initialise,
+    num_weights,
+    weight_bytes,
+    with_joined_products,
+)
+from et_jax.models.weights import num_bytes, quantized
 
 LENGTH = 12
 TOKENS = np.random.default_rng(0).integers(1, VOCABULARY, (2, LENGTH)).astype(np.int32)
@@ -90,6 +98,21 @@ def test_weights_are_drawn_as_they_are_described(changes):
         else:  # five standard errors of a deviation
             assert abs(deviation / spec.deviation - 1) < 5 / math.sqrt(2 * weight.size)
     assert num_weights(config) == sum(weight.size for weight in jax.tree.leaves(drawn))
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_matrices_of_the_same_numbers_as_one_are_the_same_model(quantize):
+    """Queries differ from keys in number, and every bias from the others."""
+    config = dataclasses.replace(MODEL, qkv_bias=True)
+    params = initialise(config, jax.random.key(3))
+    params = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) if x.ndim == 1 else x, params)
+    params = quantized(params, jnp.float32) if quantize else params
+    as_one = with_joined_products(params)
+    for layer in as_one.layers:
+        assert layer.k is None and layer.v is None and layer.up is None
+    assert num_bytes(as_one) == num_bytes(params)
+    found, expected = (np.asarray(dense_logits(config, one, jnp.asarray(TOKENS))) for one in (as_one, params))
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("changes", [{"qkv_bias": True, "qk_norm": True}, {"tie_embeddings": True}])
