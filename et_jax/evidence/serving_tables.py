@@ -217,3 +217,13 @@ def _beside(way: Case, form: str, over: Case) -> str | None:
     if (way["engine"], way["form"]) == ("et_jax", form):
         return None
     return f"{over['ratio']:.2f} ({over['least']:.2f} to {over['most']:.2f})"
+
+
+def four_bits(cases: Sequence[Case]) -> str:
+    """Return what a product takes with weights of 4 bits in every form, beside others."""
+    header = ["rows", *(f"{form}, ms (over 8 bits)" for form in cases[0]["milliseconds"])]
+    lines = [
+        [case["rows"], *(f"{took:.1f} ({case['over_8_bits'][form]:.1f})" for form, took in case["milliseconds"].items())]
+        for case in cases
+    ]
+    return table(header, lines)

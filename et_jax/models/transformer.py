@@ -59,8 +59,8 @@ class LayerParams:
     A layer has the matrices of a feed-forward, or `experts`. `attention_norm` and `ffn_norm` stand before attention and
     feed-forward, `attention_out_norm` and `ffn_out_norm` after them; `q_norm` and `k_norm` span a head, or all heads.
     With `hd` query heads times head dim and `kd` KV heads times head dim, `q` is "hd w", `k` and `v` "kd w", `o`
-    "w hd", `gate` and `up` "f w" and `down` "w f", [out, in]. Where `k` and `v` are None, `q` has the outputs of all three
-    in this order; where there is a `gate` and no `up`, it has those of both (`with_joined_products`).
+    "w hd", `gate` and `up` "f w" and `down` "w f", [out, in]. Where `k` and `v` are None, `q` has the outputs of all
+    three in this order; where there is a `gate` and no `up`, it has those of both (`with_joined_products`).
     """
 
     attention_norm: Float[Array, " w"] | None

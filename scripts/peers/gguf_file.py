@@ -77,7 +77,7 @@ def named(name: str) -> str:
 
 
 def interleaved(matrix: np.ndarray, head_dim: int) -> np.ndarray:
-    """Return queries' or keys' weights with the two channels of each rotated pair side by side, as llama.cpp turns them.
+    """Return queries' or keys' weights with both channels of each rotated pair side by side, as llama.cpp turns them.
 
     Hugging Face pairs channel i of a head with channel i + head_dim / 2.
     """

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +31,7 @@ class Engine(Protocol):
 
 
 class EtJax:
-    """This package: what a caller of `Model.stream` waits for, text and trace of every token included."""
+    """The package itself: what a caller of `Model.stream` waits for, text and trace of every token included."""
 
     def versions(self) -> dict[str, str]:
         jax: Any = importlib.import_module("jax")

@@ -105,7 +105,9 @@ def test_matrices_of_the_same_numbers_as_one_are_the_same_model(quantize):
     """Queries differ from keys in number, and every bias from the others."""
     config = dataclasses.replace(MODEL, qkv_bias=True)
     params = initialise(config, jax.random.key(3))
-    params = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) if x.ndim == 1 else x, params)
+    params = jax.tree.map(
+        lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) if x.ndim == 1 else x, params
+    )
     params = quantized(params, jnp.float32) if quantize else params
     as_one = with_joined_products(params)
     for layer in as_one.layers:
