@@ -50,7 +50,9 @@ def products(matrix: Float[np.ndarray, "o i"]) -> dict[str, Product]:
 
     def to_floats(x: Array, both: Array, scale: Array) -> Array:
         weights = unpacked(both).astype(jnp.float32).reshape(*scale.shape, GROUP) * scale[..., None]
-        return jnp.einsum("ri,oi->ro", x, weights.reshape(len(both), -1).astype(x.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "ri,oi->ro", x, weights.reshape(len(both), -1).astype(x.dtype), preferred_element_type=jnp.float32
+        )
 
     def by_group(x: Array, both: Array, scale: Array) -> Array:
         rows, of_row = rounded(x)
@@ -78,7 +80,7 @@ def products(matrix: Float[np.ndarray, "o i"]) -> dict[str, Product]:
 
 
 def measured(forms: dict[str, Product], rows: int, rounds: int) -> dict:
-    """Return the milliseconds of a product of `rows` rows in every form, and how many times those of 8 bits they are."""
+    """Return the milliseconds of a product of `rows` rows in every form, and how many times those of 8 bits."""
     x = jax.random.normal(jax.random.key(rows), (rows, SMOLLM_135M.hidden_size), jnp.bfloat16)
     taken: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(rounds + 1):

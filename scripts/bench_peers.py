@@ -186,7 +186,7 @@ def main() -> None:
     for worker in workers.values():
         worker.end()
     settings = {name: getattr(args, name) for name in ("tokens", "prompt_tokens", "rounds")}
-    settings |= {"load_average_before": load}
+    settings |= {"cores_used": len(os.sched_getaffinity(0)), "load_average_before": load}
     write(args.output, "scripts/bench_peers.py", settings, versions=versions, agreement=agreed, cases=cases)
     if any(one["least"] == 0 for one in agreed):
         sys.exit("bench_peers: an engine says another first token in float32: it does not run the same model.")

@@ -87,6 +87,7 @@ REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 QUANTIZED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quantize": ("quantize.json", lambda found: serving_tables.quantized(found["quality"], found["speed"])),
+    "four_bits": ("four_bits.json", lambda found: serving_tables.four_bits(found["cases"])),
 }
 SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", serving_tables.ray)}
 DOCUMENTS = {
@@ -164,6 +165,7 @@ def main() -> int:
             ("bench_prefill",),
             ("bench_compression",),
             ("bench_quantize", "--text", args.case[0][1]),
+            ("bench_four_bits",),
             ("bench_experts",),
             ("bench_report",),
             ("bench_ray",),

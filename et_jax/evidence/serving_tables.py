@@ -223,7 +223,10 @@ def four_bits(cases: Sequence[Case]) -> str:
     """Return what a product takes with weights of 4 bits in every form, beside others."""
     header = ["rows", *(f"{form}, ms (over 8 bits)" for form in cases[0]["milliseconds"])]
     lines = [
-        [case["rows"], *(f"{took:.1f} ({case['over_8_bits'][form]:.1f})" for form, took in case["milliseconds"].items())]
+        [
+            case["rows"],
+            *(f"{took:.1f} ({case['over_8_bits'][form]:.1f})" for form, took in case["milliseconds"].items()),
+        ]
         for case in cases
     ]
     return table(header, lines)
