@@ -24,8 +24,14 @@ def test_weights_are_read_as_they_were_written(tmp_path):
     assert up is not None
     np.testing.assert_array_equal(found["model.layers.1.mlp.up_proj.weight"], np.asarray(up.array, np.float32))
     names = [gguf_file.named(name) for name in found]
-    assert len(set(names)) == len(names) == 2 + 9 * SMALL.num_layers
-    assert {"token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= set(names)
+    assert len(set(names)) == len(names) == 3 + 9 * SMALL.num_layers
+    assert {
+        "token_embd.weight",
+        "output_norm.weight",
+        "output.weight",
+        "blk.0.attn_q.weight",
+        "blk.1.ffn_down.weight",
+    } <= set(names)
 
 
 def test_scores_are_those_of_weights_whose_pairs_stand_side_by_side():
