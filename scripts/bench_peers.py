@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], help="sequences at once (default 1 4 16)")
     parser.add_argument("--tokens", type=arguments.count(2), default=64, help="new ones of each sequence (default 64)")
     parser.add_argument("--prompt-tokens", type=count, default=32, help="tokens of each prompt (default 32)")
-    parser.add_argument("--rounds", type=count, default=7, help="turns of every engine and form (default 7)")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of every engine and form (default 5)")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/et_jax/bench"), help="where the random model lies")
     args = parser.parse_args()
     pythons = {"et_jax": sys.executable, "llama.cpp": args.llama_python, "transformers": args.transformers_python}
