@@ -48,6 +48,7 @@ SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "throughput": ("throughput.json", lambda found: serving_tables.throughput(found["rows"])),
     "scheduling": ("scheduling.json", lambda found: serving_tables.scheduling(found["cases"])),
     "starts": ("starts.json", lambda found: serving_tables.starts(found["starts"])),
+    "peers": ("peers.json", lambda found: serving_tables.peers(found["cases"], found["agreement"])),
 }
 DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "acceptance": ("acceptance.json", lambda found: draft_tables.acceptance(found["acceptance"])),
@@ -87,6 +88,7 @@ REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 QUANTIZED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quantize": ("quantize.json", lambda found: serving_tables.quantized(found["quality"], found["speed"])),
+    "four_bits": ("four_bits.json", lambda found: serving_tables.four_bits(found["cases"])),
 }
 SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", serving_tables.ray)}
 DOCUMENTS = {
@@ -165,6 +167,7 @@ def main() -> int:
             ("bench_prefill",),
             ("bench_compression",),
             ("bench_quantize", "--text", args.case[0][1]),
+            ("bench_four_bits",),
             ("bench_experts",),
             ("bench_report",),
             ("bench_ray",),

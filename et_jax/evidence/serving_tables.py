@@ -178,3 +178,55 @@ def switching(lines: Sequence[Case], questions: int) -> str:
 def _share_on_tasks(line: Case) -> str:
     """The model's share of the words of answers."""
     return "" if line["task_share"] is None else f", {line['task_share']:.0%}"
+
+
+def peers(cases: Sequence[Case], agreed: Sequence[Case]) -> str:
+    """Return tokens a second of every engine and form, how many times those et_jax's are, and where it loses."""
+    forms = list(cases[0]["ways"][0]["et_jax_over_it"])
+    header = ["sequences", "engine", "weights", "tokens/s", "in single rounds", "steps/s", "first token, ms"]
+    header += [f"et_jax {form} over it" for form in forms]
+    lines, lost = [], []
+    for case in cases:
+        for way in case["ways"]:
+            over = way["et_jax_over_it"]
+            lines.append(
+                [
+                    case["batch"],
+                    way["engine"],
+                    way["form"],
+                    way["tokens_per_second"],
+                    f"{way['slowest']:.1f} to {way['fastest']:.1f}",
+                    way["steps_per_second"],
+                    1e3 * way["first_token_seconds"],
+                    *(_beside(way, form, one) for form, one in over.items()),
+                ]
+            )
+            lost += [
+                f"{form} at {case['batch']} to {way['engine']} {way['form']} ({one['ratio']:.2f})"
+                for form, one in over.items()
+                if way["engine"] != "et_jax" and one["ratio"] < 1
+            ]
+    same = [f"{one['engine']} {one['together']} of {one['tokens']}" for one in agreed]
+    return (
+        f"{table(header, lines)}\n\net_jax loses: {', '.join(lost) or 'nowhere'}.\n\n"
+        f"Greedy tokens that agree from the start in float32: {', '.join(same)}."
+    )
+
+
+def _beside(way: Case, form: str, over: Case) -> str | None:
+    if (way["engine"], way["form"]) == ("et_jax", form):
+        return None
+    return f"{over['ratio']:.2f} ({over['least']:.2f} to {over['most']:.2f})"
+
+
+def four_bits(cases: Sequence[Case]) -> str:
+    """Return what a product takes with weights of 4 bits in every form, beside others."""
+    header = ["rows", *(f"{form}, ms (over 8 bits)" for form in cases[0]["milliseconds"])]
+    lines = [
+        [
+            case["rows"],
+            *(f"{took:.1f} ({case['over_8_bits'][form]:.1f})" for form, took in case["milliseconds"].items()),
+        ]
+        for case in cases
+    ]
+    return table(header, lines)
