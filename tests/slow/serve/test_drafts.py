@@ -2,15 +2,19 @@
 
 import dataclasses
 
+import jax
 import pytest
 from reopened import SIZES, assert_balanced
 
+from et_jax.control.draft import RooflineLength, StepTimes
 from et_jax.control.presets import preset
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.completions import Completion
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.step_clock import GAIN, StepClock
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -64,6 +68,7 @@ def plain():
         ("off", {"replicas": 2, "draft_length": "entropy"}),
         ("off", {"draft": "bundled-small", "num_pages": 40, "preempt_every": 3}),
         ("certified", {"max_resident_seqs": 5, "draft_length": "acceptance", "num_pages": 40}),
+        ("off", {"draft": "lookup+self", "num_pages": 40, "preempt_every": 3}),
         ("adaptive", {"draft": "bundled-small", "draft_length": "entropy"}),
     ],
 )
@@ -121,6 +126,8 @@ def test_a_control_that_leaves_nothing_to_draft_is_refused_wherever_it_is_given(
         ),
         ({"draft": "lookup", "draft_tokens": 0}, "draft_tokens is 0"),
         ({"draft_tokens": 17}, "draft_tokens is 17"),
+        ({"draft": "lookup+lookup"}, "draft is lookup+lookup; after the plus name self or a smaller model"),
+        ({"draft": "lookup+"}, "draft is lookup+; after the plus name self or a smaller model"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
@@ -133,3 +140,33 @@ def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
     for number in (-1, 17):
         with pytest.raises(UsageError, match="draft_tokens"):
             GenerationRequest(prompt="It was", params=SamplingParams(), draft_tokens=number)
+
+
+def test_laws_told_by_the_clock_steer_how_much_is_drafted_and_no_text(plain, monkeypatch):
+    """Where drafting is told to be free a short text is drafted for, where it is dear it is not; nothing is compiled."""
+    _, expected = plain["off"]
+    drafted = {}
+    for name, cost in (("free", 0.0), ("dear", 1.0)):
+        times = StepTimes(plain=1.0, plain_cached=0.0, drafted=cost, drafted_cached=0.0, row=cost, row_cached=0.0)
+        laws = Drafting(length=RooflineLength(times, 1.0, widths=(4.0,)), drafter=Pruned(), most=4).laws
+        monkeypatch.setattr(StepClock, "note", lambda *_, laws=laws: laws)
+        model = opened("off", draft="self", draft_tokens=4)
+        for one, other in zip(model.generate(asked()), expected, strict=True):
+            assert all_but_costs(one) == all_but_costs(other)
+        drafted[name] = model.metrics.drafted_tokens
+        assert model.metrics.programs_compiled_late == 0
+    assert drafted["free"] > 100 and drafted["dear"] == 0
+
+
+def test_the_clock_is_read_where_a_law_asks_for_times():
+    """After some bursts the state's laws are others than those it began with; with a law that asks for none they stay."""
+    laws = {}
+    for length in ("acceptance", "fixed"):
+        model = opened("off", draft="lookup+self", draft_tokens=4, draft_length=length)
+        [replica] = model.replicas().replicas
+        before = jax.device_get(replica.device.state.draft_laws)
+        model.generate(asked() * 3)
+        laws[length] = before, jax.device_get(replica.device.state.draft_laws)
+    assert laws["acceptance"][0] != laws["acceptance"][1] and laws["fixed"][0] == laws["fixed"][1]
+    own, before = laws["acceptance"][1]
+    assert own.times.plain > 0 and own.worth >= GAIN and before.row_cost > 0
