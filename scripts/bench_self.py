@@ -10,8 +10,8 @@ before the first figure one text is drafted for, by which they know. Beside them
 it were trusted, under `certified` and `adaptive`, and the share of blocks that each read. Then the bundled model goes
 on from prompts of nearly its whole context, freely: whatever holds.
 
-Texts have `--tokens`, or fewer where a plain one would take more than `--seconds`, but `--fewest`. In every round each way
-writes a text after a plain one. Programs are compiled once for each number of sequences, with room for the longest
+Texts have `--tokens`, or fewer where a plain one would take more than `--seconds`, but `--fewest`. In every round each
+way writes a text after a plain one. Programs are compiled once for each number of sequences, with room for the longest
 context whose caches take no more than `--gigabytes`; longer ones are left out. Every case is written down as it comes;
 `--resume` keeps those that the file of results holds. The whole takes about half an hour on two cores.
 """
@@ -111,7 +111,7 @@ class Run:
         tokens: int,
         guesses: Int[np.ndarray, "b n"] | None = None,
     ) -> tuple[float, list[list[int]], dict[str, Any]]:
-        """Return the seconds that texts of so many tokens after a context take, the texts, and what was read and drafted."""
+        """Return the seconds that texts after a context take, the texts, and what was read and drafted."""
         config = self.decoder.config
         state, run = snapshot(self.begun), jnp.arange(config.num_slots) < self.sequences
         limit, length = jnp.where(run, tokens, 0), jnp.where(run, context, 0)
@@ -151,7 +151,7 @@ def with_cache(state: DecodeState, cache: Any) -> DecodeState:
 
 
 def started(config: DecoderConfig) -> tuple[DecodeState, Any]:
-    """Return a state whose slots have pages for all that they may hold, without its cache; and that, filled at random."""
+    """Return a state whose slots have pages for all that they may hold, without its cache; and that cache."""
     state = with_random_pages(config, filled(config, 1, 0.0))
     return with_cache(state, None), state.plants[0].cache
 

@@ -7,9 +7,9 @@ training, any other file is one text; tasks with their answers come beside them.
 every text: the share of positions at which a drafted token is accepted (`et_jax.evidence.coupling`). Part two: the
 model writes texts from prompts of the first text, greedily and sampled, and drafts of them are as long as laws of
 lengths say (`et_jax.evidence.walks`). Part three: either model drafts for itself after prompts of every text, by
-the share of blocks that its drafts read and their length. Part four: texts of either model after such prompts, read again
-as a draft's first token is, by what that reads; and laws of lengths walked along them. One part alone, `--part`, leaves the figures of the others as
-they are. Nothing is asserted.
+the share of blocks that its drafts read and their length. Part four: texts of either model after such prompts, read
+again as a draft's first token is, by what that reads; and laws of lengths walked along them. One part alone, `--part`,
+leaves the figures of the others as they are. Nothing is asserted.
 """
 
 import argparse
@@ -70,7 +70,6 @@ def of_itself(name: str, sources: dict[str, list[str]]) -> list[dict[str, Any]]:
     return found
 
 
-
 def of_readers(
     name: str, sources: dict[str, list[str]], prompts: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -103,7 +102,6 @@ def of_readers(
             walked.append(about | lengths(own, rng))
     model.close()
     return held, walked
-
 
 
 def of_models(args: argparse.Namespace, sources: dict[str, list[str]]) -> list[dict[str, Any]]:
@@ -183,7 +181,16 @@ def main() -> None:
     given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
     settings = {name: getattr(args, name) for name in given}
     settings |= {"prompt_tokens": LENGTH, "row_cost": ROW_COST, "dtype": "float32"}
-    write(args.output, "scripts/measure_acceptance.py", settings, acceptance=cases, drafts=drafts, self=own, readers=readers, own_lengths=walked)
+    write(
+        args.output,
+        "scripts/measure_acceptance.py",
+        settings,
+        acceptance=cases,
+        drafts=drafts,
+        self=own,
+        readers=readers,
+        own_lengths=walked,
+    )
 
 
 if __name__ == "__main__":

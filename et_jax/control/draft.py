@@ -18,8 +18,8 @@ class StepTimes:
     """What steps take, in any one unit of time, of sequences that hold tokens in the cache.
 
     A plain step takes `plain`, and `plain_cached` for every token held. A pass that drafts a token of each sequence
-    takes `drafted`, and `drafted_cached` for every token held. A verified row beside that of a sequence takes `row`, and
-    `row_cached` for every token held that it meets.
+    takes `drafted`, and `drafted_cached` for every token held. A verified row beside that of a sequence takes `row`,
+    and `row_cached` for every token held that it meets.
     """
 
     plain: Number
@@ -29,7 +29,7 @@ class StepTimes:
     row: Number
     row_cached: Number
 
-    def alike(self, sequences: float, rows: float) -> "StepTimes":
+    def alike(self, sequences: float | int, rows: float | int) -> "StepTimes":
         """Return the times of so many sequences that hold as many tokens as one another and draft alike.
 
         What was for every token held is for every token that each of them holds; and for every drafted token of each of

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from et_jax.control.draft import (
@@ -114,7 +115,7 @@ class Drafting:
         """Return how many drafted tokens one sequence may have in a step of so many rows."""
         return min(self.most, width // batch - 1 if self.pruned is not None else width - batch)
 
-    def needed(self, batch: int, count: Int[Array, "*s r"]) -> Int[Array, "*s"]:
+    def needed(self, batch: int, count: Int[Array | np.ndarray, "*s r"]) -> Int[Array | np.ndarray, "*s"]:
         """Return the least number of rows that hold `count` drafted tokens of every row."""
         return batch + (count.sum(axis=-1) if self.pruned is None else batch * count.max(axis=-1))
 

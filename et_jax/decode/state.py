@@ -28,7 +28,7 @@ class DecodeState:
     tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
-    `draft` how its drafts fare. `draft_laws` are the laws of their lengths, which are those of all slots: the host may set
+    `draft` how its drafts fare. `draft_laws` are the laws of their lengths, the same for all slots: the host may set
     their numbers between two steps. `heavy_blocks` packs those that held the mass of the last token's attention, None
     unless the model drafts for itself. `plants` are what the models hold, whose pages are those of `table`: the model
     whose text it is, and the small one where there is one. Where they take turns, `switch` says which of them is

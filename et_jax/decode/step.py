@@ -208,7 +208,6 @@ def guesses(how: Drafting, state: DecodeState, rows: Rows, count: Int[Array, " r
     return Drafts(token=jnp.maximum(token, 0), count=jnp.minimum(count, guessed))
 
 
-
 def extend_drafted(
     config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, drafts: Drafts
 ) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Rows, Int[Array, "r t1"]]:

@@ -149,7 +149,6 @@ def fared(after: DecodeState, rows: Rows, drafts: Drafts, accepted: Int[Array, "
     return replace(told(own, known, ~drafts.before), before=told(before, known.before, drafts.before))
 
 
-
 @jax.named_scope("measure")
 def measure(
     config: DecoderConfig,

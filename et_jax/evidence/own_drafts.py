@@ -1,9 +1,9 @@
 """What a model would draft for itself, token by token along a text, by what its drafts read.
 
-The model reads a text once, whole. Then it reads it again, every token as a draft's first one is read: over the keys and
-values of the first reading, and of those in the blocks alone that a reader lists, beside the token's own. The blocks
-are chosen at the token before, as in decoding; a longer draft goes on with them, and with its own keys, so that its
-later tokens hold less often than a first one.
+The model reads a text once, whole. Then it reads it again, every token as a draft's first one is read: over the keys
+and values of the first reading, and of those in the blocks alone that a reader lists, beside the token's own. The
+blocks are chosen at the token before, as in decoding; a longer draft goes on with them, and with its own keys, so that
+its later tokens hold less often than a first one.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +34,16 @@ Listed = Callable[[Pruned, Float[Array, "t h n"], Int[Array, " t"], int], Bool[A
 
 @pytree
 class Layer:
-    """What the first reading of a layer leaves: keys and values, and each token's share of mass by query head and block."""
+    """What the first reading of a layer leaves: keys, values, and every query head's share of mass on each block."""
 
     k: Float[Array, "t k d"]
     v: Float[Array, "t k d"]
     share: Float[Array, "t h n"]
 
 
-def by_mass(how: Pruned, share: Float[Array, "t h n"], held: Int[Array, " t"], num_kv_heads: int) -> Bool[Array, "t k n"]:
+def by_mass(
+    how: Pruned, share: Float[Array, "t h n"], held: Int[Array, " t"], num_kv_heads: int
+) -> Bool[Array, "t k n"]:
     """Return the blocks that decoding would list: those that held the mass at the token before."""
     before = jnp.concatenate([share[:1], share[:-1]])
     chosen = heavy_blocks(how, log_shares(jnp.log(before), num_kv_heads)[:, None], held)
@@ -56,7 +58,9 @@ def by_own_mass(
     return unpack_blocks(chosen)[:, 0, :, : share.shape[2]]
 
 
-def latest(how: Pruned, share: Float[Array, "t h n"], held: Int[Array, " t"], num_kv_heads: int) -> Bool[Array, "t k n"]:
+def latest(
+    how: Pruned, share: Float[Array, "t h n"], held: Int[Array, " t"], num_kv_heads: int
+) -> Bool[Array, "t k n"]:
     """Return the latest blocks, as many as may be chosen."""
     block, most = jnp.arange(share.shape[2]), jnp.ceil(how.share * held.astype(jnp.float32))
     recent = (block >= held[:, None] - most[:, None]) & (block < held[:, None])

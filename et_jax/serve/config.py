@@ -114,7 +114,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 checked[name] = str(_text(name, getattr(self, name)))
         if self.draft in (LOOKUP_BEFORE, LOOKUP_BEFORE + LOOKUP):
-            raise UsageError(f"draft is {self.draft}; after the plus name self or a smaller model, or take lookup alone.")
+            raise UsageError(
+                f"draft is {self.draft}; after the plus name self or a smaller model, or take lookup alone."
+            )
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
         if self.cache_budget is not None and not isinstance(self.cache_budget, Compression):
@@ -189,7 +191,6 @@ class EngineConfig:
         """The model that drafts, if one does."""
         return None if self.drafter in (LOOKUP, SELF) else self.drafter
 
-
     @property
     def others(self) -> tuple[str, ...]:
         """The models beside the one that is loaded: a small one that drafts or takes turns with it, or none."""
@@ -231,7 +232,6 @@ class EngineConfig:
     def _length(self, usual: DraftLength, by_certainty: DraftLength) -> DraftLength:
         """The law of lengths that is asked for."""
         return {"entropy": by_certainty, "fixed": FixedLength()}.get(self.draft_length or "", usual)
-
 
     @property
     def given(self) -> dict[str, Any]:

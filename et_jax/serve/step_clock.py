@@ -46,12 +46,12 @@ def work(
     batch: int,
     drafted: Int[np.ndarray, "n b"],
     passes: Int[np.ndarray, " n"],
-    held: Int[np.ndarray, "n b"],
+    held: Int[np.ndarray, "n b"] | Float[np.ndarray, "n b"],
 ) -> Float[np.ndarray, "n f"]:
     """Return how often each of the `StepTimes` is in every step.
 
-    A step `drafted` so many tokens of every slot in so many `passes`; the sequences that it served `held` so many tokens,
-    others 0.
+    A step `drafted` so many tokens of every slot in so many `passes`; the sequences that it served `held` so many
+    tokens, others 0.
     """
     widths = np.array(drafting.widths(batch))
     rows = widths[np.searchsorted(widths, drafting.needed(batch, drafted))] - batch
@@ -62,8 +62,8 @@ def work(
 def fitted(rough: StepTimes, done: Float[np.ndarray, "n f"], seconds: Float[np.ndarray, " n"]) -> Fit:
     """Return the times by which the work `done` in every burst takes the `seconds` that it took.
 
-    The posterior mean and covariance of a linear model whose errors are in proportion to what is expected: a priori each
-    time is the rough one, in one unit for all, give or take `DOUBT` of it. Bursts that are far off count for less
+    The posterior mean and covariance of a linear model whose errors are in proportion to what is expected: a priori
+    each time is the rough one, in one unit for all, give or take `DOUBT` of it. Bursts that are far off count for less
     (Huber's weights), and no time is below 0.
     """
     prior = np.array([getattr(rough, name) for name in _NAMES])
@@ -126,7 +126,8 @@ class StepClock:
             return None
         done, taken = (np.array(each) for each in zip(*self._bursts, strict=True))
         sequences = float(produced.sum(axis=1).mean())
-        return told(drafting, self._config.batch, fitted(drafting.times, done, taken), sequences, held.sum() / produced.sum())
+        context = float(held.sum() / produced.sum())
+        return told(drafting, self._config.batch, fitted(drafting.times, done, taken), sequences, context)
 
 
 def told(drafting: Drafting, batch: int, fit: Fit, sequences: float, context: float) -> tuple[DraftLength, ...]:

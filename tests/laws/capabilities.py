@@ -165,7 +165,17 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
-    *("paper", "adaptive", "adaptive, lookup", "certified, self", "lookup, else small", "ead", "budget", "int8", "experts by entropy"),
+    *(
+        "paper",
+        "adaptive",
+        "adaptive, lookup",
+        "certified, self",
+        "lookup, else small",
+        "ead",
+        "budget",
+        "int8",
+        "experts by entropy",
+    ),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 

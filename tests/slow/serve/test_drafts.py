@@ -143,7 +143,7 @@ def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
 
 
 def test_laws_told_by_the_clock_steer_how_much_is_drafted_and_no_text(plain, monkeypatch):
-    """Where drafting is told to be free a short text is drafted for, where it is dear it is not; nothing is compiled."""
+    """Told that drafts are free they are made in a short text, told that they are dear they are not."""
     _, expected = plain["off"]
     drafted = {}
     for name, cost in (("free", 0.0), ("dear", 1.0)):
@@ -159,7 +159,7 @@ def test_laws_told_by_the_clock_steer_how_much_is_drafted_and_no_text(plain, mon
 
 
 def test_the_clock_is_read_where_a_law_asks_for_times():
-    """After some bursts the state's laws are others than those it began with; with a law that asks for none they stay."""
+    """After some bursts the laws are others than those at the beginning; those that ask for no times stay."""
     laws = {}
     for length in ("acceptance", "fixed"):
         model = opened("off", draft="lookup+self", draft_tokens=4, draft_length=length)

@@ -1,5 +1,6 @@
 """Lengths of drafts: the best by the formula, all or nothing by entropy, and what is remembered of a draft."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,15 +151,17 @@ def test_no_draft_costs_more_than_there_is_credit_for():
 def test_a_text_loses_a_step_and_a_hundredth_of_the_others_at_most(holds, context):
     """Whatever holds, by the law's own times: a walk of 400 tokens, in plain steps, against its 400 plain ones."""
     rng, at, spent = np.random.default_rng(3), 0, 0.0
+    updated = jax.jit(draft.updated)
     known = state(most=12, acceptance=ROOFLINE.supposed, credit=draft.FIRST_CREDIT)
+    costs = [float(cost) for cost in jax.vmap(ROOFLINE.cost, (0, None))(jnp.arange(17), jnp.int32(context))]
     steps = 0
     while at < 400:
         drafted = int(known.length)
         held = next((i for i in range(drafted) if rng.random() >= holds), drafted)
-        at, spent = at + held + 1, spent + 1.0 + float(ROOFLINE.cost(jnp.int32(drafted), jnp.int32(context)))
+        at, spent = at + held + 1, spent + 1.0 + (drafted and costs[drafted])
         steps += 1
         counts = jnp.int32(drafted), jnp.int32(held)
-        known = draft.updated(ROOFLINE, known, jnp.bool_(True), *counts, NO_ENTROPY, jnp.int32(context))
+        known = updated(ROOFLINE, known, jnp.bool_(True), *counts, NO_ENTROPY, jnp.int32(context))
     assert spent <= at + draft.FIRST_CREDIT + 0.01 * steps + 1e-3
 
 

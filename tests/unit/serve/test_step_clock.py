@@ -1,4 +1,4 @@
-"""What steps take by the clock: work counted by hand, times found again that made the seconds, and laws told of them."""
+"""What steps take by the clock: work counted by hand, times that made the seconds found again, laws told of them."""
 
 import dataclasses
 
