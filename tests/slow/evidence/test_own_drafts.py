@@ -64,7 +64,8 @@ def test_few_blocks_are_read_as_attention_to_them_by_hand(model, row, reader):
             left_out += len(rest)
             each = [known.v[block * PAGE : (block + 1) * PAGE, own].mean(axis=0) for block in rest]
             shares = known.share[at - 1, head, rest]
-            out[head] = (1 - shares.sum()) * out[head] + sum((share * mean for share, mean in zip(shares, each)), 0.0)
+            if rest:
+                out[head] = (1 - shares.sum()) * out[head] + shares @ np.array(each)
         return jnp.asarray(out, q.dtype)[None, None], memory
 
     token, position = tokens[at][None, None], jnp.full((1, 1), at, jnp.int32)
