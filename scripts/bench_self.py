@@ -37,7 +37,7 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder, decoder, snapshot
 from et_jax.decode.draft import Drafting, Pruned, by_roofline, rough_times
 from et_jax.decode.fresh import law_numbers
-from et_jax.decode.plant import Weights
+from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecodeState
 from et_jax.evidence import arguments, draft_tables
@@ -106,7 +106,7 @@ class Run:
     def timed(
         self,
         weights: Weights,
-        caches: list[Any],
+        caches: list[PlantState],
         context: int,
         tokens: int,
         guesses: Int[np.ndarray, "b n"] | None = None,
@@ -115,11 +115,11 @@ class Run:
         config = self.decoder.config
         state, run = snapshot(self.begun), jnp.arange(config.num_slots) < self.sequences
         limit, length = jnp.where(run, tokens, 0), jnp.where(run, context, 0)
-        state = replace(state, active=run, limit=limit, length=length, draft_laws=snapshot(self.laws))
+        state = replace(state, active=run, limit=limit, length=length, draft_laws=jax.tree.map(jnp.copy, self.laws))
         if guesses is not None:
             ahead = slice(context + 1, context + 1 + guesses.shape[1])
             state = replace(state, text=state.text.at[: len(guesses), ahead].set(guesses))
-        state = jax.block_until_ready(with_cache(state, caches.pop()))
+        state = jax.block_until_ready(replace(state, plants=(caches.pop(),)))
         texts: list[list[int]] = [[] for _ in range(self.sequences)]
         counts = dict.fromkeys(("drafted", "accepted", "steps", "blocks"), 0)
         seconds, steps = 0.0, 1
@@ -132,28 +132,23 @@ class Run:
             laws = self.clock.note(output, ran, taken)
             if laws is not None:
                 self.laws = jax.tree.map(jnp.asarray, law_numbers(laws))
-                state = replace(state, draft_laws=snapshot(self.laws))
+                state = replace(state, draft_laws=jax.tree.map(jnp.copy, self.laws))
             flat = (output.token, output.produced, output.signals.blocks_read)
             token, produced, read = (x[:ran].reshape(-1, config.num_slots) for x in flat)
             for slot, text in enumerate(texts):
                 text += token[produced[:, slot], slot].tolist()
             found = (output.drafted[:ran].sum(), output.accepted[:ran].sum(), ran, read[produced].sum())
             counts = {name: counts[name] + int(more) for name, more in zip(counts, found, strict=True)}
-        caches.append(state.plants[0].cache)
+        [plant] = state.plants
+        caches.append(replace(plant, num_cached=jnp.zeros_like(plant.num_cached)))
         blocks = config.plants[0].all_kv_heads * -(-context // PAGE) * tokens * self.sequences
         return seconds, texts, {"share_read": counts.pop("blocks") / blocks} | counts
 
 
-def with_cache(state: DecodeState, cache: Any) -> DecodeState:
-    """Return the state with another cache of its model, or with none, for None."""
-    [plant] = state.plants
-    return replace(state, plants=(replace(plant, cache=cache),))
-
-
-def started(config: DecoderConfig) -> tuple[DecodeState, Any]:
-    """Return a state whose slots have pages for all that they may hold, without its cache; and that cache."""
+def started(config: DecoderConfig) -> tuple[DecodeState, PlantState]:
+    """Return a state whose slots have pages for all that they may hold, without its plant; and that plant."""
     state = with_random_pages(config, filled(config, 1, 0.0))
-    return with_cache(state, None), state.plants[0].cache
+    return replace(state, plants=()), state.plants[0]
 
 
 class Shapes:
@@ -176,9 +171,9 @@ class Shapes:
         self.plain.timed(self.weights, self.caches, PAGE, 2)  # compiled here, and below where a draft is what is told
         with mock.patch.object(drafter, "guess", told):
             self.drafting.timed(self.weights, self.caches, PAGE, 2)
-        self._trusted: dict[str, tuple[Run, list[Any]]] = {}
+        self._trusted: dict[str, tuple[Run, list[PlantState]]] = {}
 
-    def trusted(self, control: str) -> tuple[Run, list[Any]]:
+    def trusted(self, control: str) -> tuple[Run, list[PlantState]]:
         """Return what reads less and is trusted, and its caches."""
         if control not in self._trusted:
             config = replace(self.plain.decoder.config, controller=preset(control))

@@ -62,7 +62,7 @@ def latest(
     how: Pruned, share: Float[Array, "t h n"], held: Int[Array, " t"], num_kv_heads: int
 ) -> Bool[Array, "t k n"]:
     """Return the latest blocks, as many as may be chosen."""
-    block, most = jnp.arange(share.shape[2]), jnp.ceil(how.share * held.astype(jnp.float32))
+    block, most = jnp.arange(share.shape[2]), jnp.ceil(how.share * held.astype(jnp.float32)).astype(jnp.int32)
     recent = (block >= held[:, None] - most[:, None]) & (block < held[:, None])
     return jnp.broadcast_to(recent[:, None], (len(share), num_kv_heads, share.shape[2]))
 
@@ -122,7 +122,7 @@ def read_few(
     def attend(layer: int, q: Array, k: Array, v: Array, memory: None, softmax: Softmax) -> tuple[Array, None]:
         known, heads = layers[layer], k.shape[2]
         grouped = q[0].reshape(length, heads, -1, q.shape[-1])
-        opened = listed(how, known.share, held, heads) | (block == 0) | (block >= (held - 1)[:, None, None])
+        opened = listed(how, known.share, held, heads) | (block == 0)
         opened |= (block >= jnp.maximum(place - 1, 0)[:, None, None] // PAGE) | (softmax.window is not None)
         seen = jnp.repeat(opened, PAGE, axis=-1)[..., :length] & _seen(length, softmax)[:, None]
         scores = _attention(grouped, known.k, softmax, seen)
