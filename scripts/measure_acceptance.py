@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, draft_tables
+from et_jax.evidence import arguments, draft_tables, paired
 from et_jax.evidence.coupling import acceptance
 from et_jax.evidence.held_out import cut, held_out_logits, in_a_circle, texts
 from et_jax.evidence.own_drafts import READERS, drafted

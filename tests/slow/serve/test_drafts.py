@@ -169,4 +169,5 @@ def test_the_clock_is_read_where_a_law_asks_for_times():
     own, looked_up = jax.device_get(replica.device.state.draft_laws)
     assert own.times != before[0].times and own.worth >= GAIN and own.times.plain > 0
     assert looked_up.row_cost > 0 and looked_up != before[1]
-    assert opened("off", name="bundled-small", **DRAFTS).decoder_config.draft.times is None
+    fixed = opened("off", name="bundled-small", **DRAFTS).decoder_config.draft
+    assert fixed is not None and fixed.times is None
