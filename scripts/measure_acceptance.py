@@ -92,7 +92,7 @@ def of_readers(
         about = {"model": name, "text": text, "temperature": temperature}
         for (reader, share), each in found.items():
             mean = each.hits.mean(axis=1)
-            held.append(about | {"reader": reader, "share": share, "held": [mean.mean(), *paired.interval(mean)]})
+            held.append(about | {"reader": reader, "share": share, "held": [float(mean.mean()), *paired.interval(mean)]})
             print(held[-1], flush=True)
         kept = [i for i, tokens in enumerate(after) if not in_a_circle(tokens, CIRCLE)]
         if len(kept) > 1:
@@ -178,7 +178,7 @@ def main() -> None:
         draft_tables.own_lengths(walked, "0.1"),
         sep="\n\n",
     )
-    given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
+    given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts", "own_prompts")
     settings = {name: getattr(args, name) for name in given}
     settings |= {"prompt_tokens": LENGTH, "row_cost": ROW_COST, "dtype": "float32"}
     write(
