@@ -92,7 +92,9 @@ def of_readers(
         about = {"model": name, "text": text, "temperature": temperature}
         for (reader, share), each in found.items():
             mean = each.hits.mean(axis=1)
-            held.append(about | {"reader": reader, "share": share, "held": [float(mean.mean()), *paired.interval(mean)]})
+            held.append(
+                about | {"reader": reader, "share": share, "held": [float(mean.mean()), *paired.interval(mean)]}
+            )
             print(held[-1], flush=True)
         kept = [i for i, tokens in enumerate(after) if not in_a_circle(tokens, CIRCLE)]
         if len(kept) > 1:
