@@ -87,9 +87,9 @@ def parser() -> argparse.ArgumentParser:
     draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
     draft.add_argument(
         "--draft",
-        metavar="lookup|self|MODEL",
+        metavar="lookup|self|MODEL|lookup+self|lookup+MODEL",
         help="lookup: from what the text read so before; self: by the model, reading little of a long text; "
-        "MODEL: by a smaller model, such as bundled-small",
+        "MODEL: by a smaller model, such as bundled-small; with lookup+ where a lookup has no guess",
     )
     draft.add_argument("--draft-tokens", type=int, help="drafted in a step at most (default 8)")
     draft.add_argument(

@@ -1,18 +1,27 @@
 """What a model gains that drafts for itself, reading few blocks: tokens per second beside plain decoding, in turns.
 
-    python scripts/bench_self.py
+    python scripts/bench_self.py [--resume]
 
 Two parts. A random model of SmolLM-135M's shape goes on from caches that are filled with random keys and values to
 `--contexts` tokens, in `--sequences` sequences. Its drafts are drawn from passes of its own, and then made to hold at a
 given `--rates` of the tokens: as often as on the bundled model, half as often, and never; every text is checked to be
-the plain one. Beside them stands what reading less would gain if it were trusted, under `certified` and `adaptive`,
-and the share of blocks that each read. Then the bundled model goes on from prompts of nearly its whole context, freely:
-whatever holds. A shape whose caches take more than `--gigabytes` is left out.
+the plain one. It decodes in bursts, as a server does, and the laws of lengths are told what steps take by the clock;
+before the first figure one text is drafted for, by which they know. Beside them stands what reading less would gain if
+it were trusted, under `certified` and `adaptive`, and the share of blocks that each read. Then the bundled model goes
+on from prompts of nearly its whole context, freely: whatever holds.
+
+Texts have `--tokens`, or fewer where a plain one would take more than `--seconds`, but `--fewest`. In every round each
+way writes a text after a plain one. Programs are compiled once for each number of sequences, with room for the longest
+context whose caches take no more than `--gigabytes`; longer ones are left out. Every case is written down as it comes;
+`--resume` keeps those that the file of results holds. The whole takes about half an hour on two cores.
 """
 
 import dataclasses
+import itertools
+import json
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,12 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from et_jax.control.draft import DraftLength
 from et_jax.control.presets import preset
 from et_jax.decode import drafter
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder, decoder, snapshot
-from et_jax.decode.draft import Drafting, Pruned, by_roofline
-from et_jax.decode.plant import Weights
+from et_jax.decode.draft import Drafting, Pruned, by_roofline, rough_times
+from et_jax.decode.fresh import law_numbers
+from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecodeState
 from et_jax.evidence import arguments, draft_tables
@@ -40,11 +51,12 @@ from et_jax.pallas.backend import pick
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import SamplingParams
 from et_jax.serve.sizing import read_sizes
+from et_jax.serve.step_clock import StepClock
 from et_jax.types import Table, replace
 
 RATES = (0.9, 0.45, 0.0)  # of drafted tokens that hold: as on the bundled models, half as often, never
 TRUSTED = ("certified", "adaptive")
-PAGE, MOST = 16, 12
+PAGE, MOST, BURST, STEPS = 16, 12, 0.05, 32  # tokens; tokens drafted; seconds; steps of a burst at most
 PROMPT = REPOSITORY / "README.md"  # of the bundled model's prompts
 
 
@@ -62,7 +74,7 @@ def configuration(context: int, sequences: int, tokens: int, **settings: Any) ->
         max_length=length,
         prefill_batch=PAGE,
         chunk=PAGE,
-        max_steps=tokens,
+        max_steps=STEPS,
         cache_dtype=jnp.bfloat16,
         backend=pick(),
         calibration=Calibration(sensitivity=Table(heads)),
@@ -79,104 +91,146 @@ def told(state: DecodeState, rows: Any, logits: Array, position: Int[Array, " r"
 
 
 class Run:
-    """A decoder that goes on from filled caches again and again; `caches` are lent by whoever holds them."""
+    """A decoder that goes on from filled caches again and again, in bursts as a server does.
 
-    def __init__(self, config: DecoderConfig, sequences: int, context: int, tokens: int, begun: DecodeState) -> None:
+    `caches` are lent by whoever holds them; `begun` is its state without. What it learns of the times of steps it knows
+    in the texts that follow.
+    """
+
+    def __init__(self, config: DecoderConfig, sequences: int, begun: DecodeState) -> None:
         self.decoder: Decoder = decoder(config)
-        self.sequences, self.context, self.tokens, self.begun = sequences, context, tokens, begun
+        self.sequences, self.begun = sequences, begun
+        self.laws: tuple[DraftLength, ...] = begun.draft_laws
+        self.clock = StepClock(config)
 
     def timed(
-        self, weights: Weights, caches: list[Any], guesses: Int[np.ndarray, "b n"] | None = None
+        self,
+        weights: Weights,
+        caches: list[PlantState],
+        context: int,
+        tokens: int,
+        guesses: Int[np.ndarray, "b n"] | None = None,
     ) -> tuple[float, list[list[int]], dict[str, Any]]:
-        """Return the seconds that all texts take, the texts, and what was read and drafted."""
-        state, config = snapshot(self.begun), self.decoder.config
+        """Return the seconds that texts after a context take, the texts, and what was read and drafted."""
+        config = self.decoder.config
+        state, run = snapshot(self.begun), jnp.arange(config.num_slots) < self.sequences
+        limit, length = jnp.where(run, tokens, 0), jnp.where(run, context, 0)
+        state = replace(state, active=run, limit=limit, length=length, draft_laws=jax.tree.map(jnp.copy, self.laws))
         if guesses is not None:
-            assert state.text is not None
-            ahead = slice(self.context + 1, self.context + 1 + guesses.shape[1])
+            ahead = slice(context + 1, context + 1 + guesses.shape[1])
             state = replace(state, text=state.text.at[: len(guesses), ahead].set(guesses))
-        state = jax.block_until_ready(with_caches(state, [caches.pop()]))
-        began = time.perf_counter()
-        after, output, ran = jax.block_until_ready(self.decoder.decode(weights, state, self.tokens))
-        seconds = time.perf_counter() - began
-        caches.append(after.plants[0].cache)
-        told = (output.token, output.produced, output.signals.blocks_read)
-        token, produced, read = (np.asarray(x)[: int(ran)].reshape(-1, config.num_slots) for x in told)
-        blocks = config.plants[0].all_kv_heads * -(-self.context // PAGE)
-        texts = [token[produced[:, slot], slot].tolist() for slot in range(self.sequences)]
-        drafted, accepted = (int(np.asarray(x)[: int(ran)].sum()) for x in (output.drafted, output.accepted))
-        share = float(read[produced].mean() / blocks)
-        return seconds, texts, {"share_read": share, "drafted": drafted, "accepted": accepted, "steps": int(ran)}
+        state = jax.block_until_ready(replace(state, plants=(caches.pop(),)))
+        texts: list[list[int]] = [[] for _ in range(self.sequences)]
+        counts = dict.fromkeys(("drafted", "accepted", "steps", "blocks"), 0)
+        seconds, steps = 0.0, 1
+        while len(texts[0]) < tokens:
+            began = time.perf_counter()
+            state, output, ran = self.decoder.decode(weights, state, np.int32(steps))
+            output, ran = jax.device_get((output, ran))
+            taken, ran = time.perf_counter() - began, int(ran)
+            seconds, steps = seconds + taken, int(np.clip(BURST * ran / taken, 1, STEPS))
+            laws = self.clock.note(output, ran, taken)
+            if laws is not None:
+                self.laws = jax.tree.map(jnp.asarray, law_numbers(laws))
+                state = replace(state, draft_laws=jax.tree.map(jnp.copy, self.laws))
+            flat = (output.token, output.produced, output.signals.blocks_read)
+            token, produced, read = (x[:ran].reshape(-1, config.num_slots) for x in flat)
+            for slot, text in enumerate(texts):
+                text += token[produced[:, slot], slot].tolist()
+            found = (output.drafted[:ran].sum(), output.accepted[:ran].sum(), ran, read[produced].sum())
+            counts = {name: counts[name] + int(more) for name, more in zip(counts, found, strict=True)}
+        [plant] = state.plants
+        caches.append(replace(plant, num_cached=jnp.zeros_like(plant.num_cached)))
+        blocks = config.plants[0].all_kv_heads * -(-context // PAGE) * tokens * self.sequences
+        return seconds, texts, {"share_read": counts.pop("blocks") / blocks} | counts
 
 
-def with_caches(state: DecodeState, caches: list[Any]) -> DecodeState:
-    """Return the state with other caches of its models, or with none, for None."""
-    return replace(
-        state, plants=tuple(replace(one, cache=cache) for one, cache in zip(state.plants, caches, strict=True))
-    )
+def started(config: DecoderConfig) -> tuple[DecodeState, PlantState]:
+    """Return a state whose slots have pages for all that they may hold, without its plant; and that plant."""
+    state = with_random_pages(config, filled(config, 1, 0.0))
+    return replace(state, plants=()), state.plants[0]
 
 
-def started(config: DecoderConfig, sequences: int, context: int, tokens: int) -> tuple[DecodeState, Any]:
-    """Return a state in which so many sequences are about to go on from a full context, without its cache; and that."""
-    state = with_random_pages(config, filled(config, context, 0.0))
-    run = jnp.arange(config.num_slots) < sequences
-    state = replace(state, active=run, limit=jnp.full_like(state.limit, tokens))
-    state = replace(state, length=jnp.where(run, state.length, 0))
-    cache = state.plants[0].cache
-    return with_caches(state, [None]), cache
+class Shapes:
+    """All that is measured of so many sequences, at any context that there is room for: decoders compiled once."""
 
-
-def compared(context: int, sequences: int, tokens: int, rounds: int, rates: list[float]) -> list[dict[str, Any]]:
-    """Return tokens per second of plain decoding, and what it gains at every rate at which drafts hold."""
-    plain = configuration(context, sequences, tokens)
-    how = Pruned()
-    length = by_roofline(MOST, plain.batch, read_sizes(plain), how.share)
-    drafting = replace(plain, draft=Drafting(most=MOST, length=length, drafter=how))
-    weights = (initialise(plain.model, jax.random.key(0), jnp.bfloat16),)
-    begun, cache = started(plain, sequences, context, tokens)
-    slots = plain.num_slots
-    drafted = replace(
-        begun,
-        text=jnp.zeros((slots, plain.max_length), jnp.int32),
-        draft=Drafting(most=MOST, length=length, drafter=how).started(jnp.full(slots, MOST, jnp.int32)),
-        heavy_blocks=jnp.zeros((slots, *plain.mask_shape), jnp.uint32),
-    )
-    caches = [cache]
-    before, after = (
-        Run(config, sequences, context, tokens, state) for config, state in ((plain, begun), (drafting, drafted))
-    )
-    _, expected, _ = before.timed(weights, caches)
-    found = []
-    for rate in rates:
-        right = np.random.default_rng(1).random(np.shape(expected)) < rate
-        guesses = np.where(right, expected, (np.asarray(expected) + 1) % plain.model.vocab_size).astype(np.int32)
+    def __init__(self, context: int, sequences: int, tokens: int) -> None:
+        plain = configuration(context, sequences, tokens)
+        times = rough_times(plain.batch, read_sizes(plain), passing=1.0, share=Pruned.share)
+        how = Drafting(most=MOST, length=by_roofline(MOST, plain.batch, times), drafter=Pruned(), times=times)
+        self.sequences, self.weights = sequences, (initialise(plain.model, jax.random.key(0), jnp.bfloat16),)
+        begun, cache = started(plain)
+        self.caches = [cache]
+        drafted = replace(
+            begun,
+            draft=how.started(jnp.full(plain.num_slots, MOST, jnp.int32)),
+            draft_laws=replace(plain, draft=how).draft_laws,
+            heavy_blocks=jnp.zeros((plain.num_slots, *plain.mask_shape), jnp.uint32),
+        )
+        self.plain, self.drafting = Run(plain, sequences, begun), Run(replace(plain, draft=how), sequences, drafted)
+        self.plain.timed(self.weights, self.caches, PAGE, 2)  # compiled here, and below where a draft is what is told
         with mock.patch.object(drafter, "guess", told):
-            _, texts, facts = after.timed(weights, caches, guesses)
-        if texts != expected:
-            raise SystemExit(f"drafts that hold at {rate} changed a text at {context} tokens")
-        pairs = [(before.timed(weights, caches)[0], after.timed(weights, caches, guesses)[0]) for _ in range(rounds)]
-        found.append(case(context, sequences, tokens, f"{rate:g}", pairs) | facts | {"rate": rate})
-        print(found[-1], flush=True)
-    for control in TRUSTED if sequences == 1 else ():
-        config = replace(configuration(context, sequences, tokens), controller=preset(control))
-        state, own = started(config, sequences, context, tokens)
-        trusted, others = Run(config, sequences, context, tokens, state), [own]
-        _, _, facts = trusted.timed(weights, others)
-        pairs = [(before.timed(weights, caches)[0], trusted.timed(weights, others)[0]) for _ in range(rounds)]
-        found.append(case(context, sequences, tokens, control, pairs) | facts)
-        print(found[-1], flush=True)
-    return found
+            self.drafting.timed(self.weights, self.caches, PAGE, 2)
+        self._trusted: dict[str, tuple[Run, list[PlantState]]] = {}
 
+    def trusted(self, control: str) -> tuple[Run, list[PlantState]]:
+        """Return what reads less and is trusted, and its caches."""
+        if control not in self._trusted:
+            config = replace(self.plain.decoder.config, controller=preset(control))
+            state, cache = started(config)
+            run, caches = Run(config, self.sequences, state), [cache]
+            run.timed(self.weights, caches, PAGE, 2)
+            self._trusted = {control: (run, caches)}  # one at a time: each has a cache of its own
+        return self._trusted[control]
 
-def case(context: int, sequences: int, tokens: int, way: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Return the figures of one way to decode beside plain decoding."""
-    return {
-        "context": context,
-        "sequences": sequences,
-        "way": way,
-        "tokens_per_second": sequences * tokens / statistics.median(plain for plain, _ in pairs),
-        "ratio": statistics.median(plain / other for plain, other in pairs),
-        "ratios": [plain / other for plain, other in pairs],
-    }
+    def length(self, context: int, most: int, fewest: int, seconds: float) -> int:
+        """Return of how many tokens plain texts take so many seconds, from the `fewest` to `most`."""
+        taken, _, _ = self.plain.timed(self.weights, self.caches, context, 4)
+        return int(np.clip(seconds * 4 / taken, fewest, most))
+
+    def at_rates(self, context: int, tokens: int, rounds: int, rates: list[float]) -> Iterator[dict[str, Any]]:
+        """Yield what drafts gain that hold at each rate."""
+        _, expected, _ = self.plain.timed(self.weights, self.caches, context, tokens)
+
+        def drafted(rate: float) -> tuple[float, dict[str, Any]]:
+            right = np.random.default_rng(1).random(np.shape(expected)) < rate
+            wrong = (np.asarray(expected) + 1) % SMOLLM_135M.vocab_size
+            guesses = np.where(right, expected, wrong).astype(np.int32)
+            seconds, texts, facts = self.drafting.timed(self.weights, self.caches, context, tokens, guesses)
+            if texts != expected:
+                raise SystemExit(f"drafts that hold at {rate} changed a text at {context} tokens")
+            return seconds, facts
+
+        drafted(max(rates))  # by which the times of steps are known
+        pairs: dict[float, list[tuple[float, float]]] = {rate: [] for rate in rates}
+        facts = {}
+        for _, rate in itertools.product(range(rounds), rates):
+            plain, _, _ = self.plain.timed(self.weights, self.caches, context, tokens)
+            seconds, facts[rate] = drafted(rate)
+            pairs[rate].append((plain, seconds))
+        for rate in rates:
+            yield self._case(context, tokens, f"{rate:g}", pairs[rate]) | facts[rate] | {"rate": rate}
+
+    def at_trust(self, context: int, tokens: int, rounds: int, control: str) -> dict[str, Any]:
+        """Return what a controller gains that reads less and is trusted."""
+        run, caches = self.trusted(control)
+        pairs, facts = [], {}
+        for _ in range(rounds):
+            plain, _, _ = self.plain.timed(self.weights, self.caches, context, tokens)
+            seconds, _, facts = run.timed(self.weights, caches, context, tokens)
+            pairs.append((plain, seconds))
+        return self._case(context, tokens, control, pairs) | facts
+
+    def _case(self, context: int, tokens: int, way: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+        return {
+            "context": context,
+            "sequences": self.sequences,
+            "way": way,
+            "tokens": tokens,
+            "tokens_per_second": self.sequences * tokens / statistics.median(plain for plain, _ in pairs),
+            "ratio": statistics.median(plain / other for plain, other in pairs),
+            "ratios": [plain / other for plain, other in pairs],
+        }
 
 
 def of_bundled(prompts: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
@@ -218,30 +272,59 @@ def seconds_of(model: Model, prompt: list[int], params: SamplingParams) -> float
     return seconds[1] - seconds[0]
 
 
+def fits(context: int, sequences: int, tokens: int, gigabytes: float) -> bool:
+    """Return whether the caches of so many sequences take no more than so many gigabytes."""
+    config = configuration(context, sequences, tokens)
+    return read_sizes(config).token * PAGE * config.num_pages <= 1e9 * gigabytes
+
+
 def main() -> None:
     parser = arguments.parser(__doc__, results="self_drafting.json")
     parser.add_argument("--part", choices=["filled", "bundled"], help="of the two parts, one alone (default both)")
     parser.add_argument("--contexts", type=arguments.count(), nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--sequences", type=arguments.count(), nargs="+", default=[1, 4, 16])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--tokens", type=arguments.count(2), default=128, help="of every text (default 128)")
-    parser.add_argument("--rounds", type=arguments.count(), default=5)
+    parser.add_argument("--tokens", type=arguments.count(2), default=128, help="of a text at most (default 128)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="that a plain text takes (default 6)")
+    parser.add_argument("--fewest", type=arguments.count(2), default=24, help="tokens of a text (default 24)")
+    parser.add_argument("--rounds", type=arguments.count(), default=3)
     parser.add_argument("--prompts", type=arguments.count(), default=3, help="of the bundled model (default 3)")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="that a cache may take (default 8)")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that the file of results holds")
     args = parser.parse_args()
-    cases, left_out = [], []
-    for context in args.contexts if args.part != "bundled" else ():
-        for sequences in args.sequences:
-            config = configuration(context, sequences, args.tokens)
-            if read_sizes(config).token * PAGE * config.num_pages > 1e9 * args.gigabytes:
-                left_out.append([context, sequences])
-                continue
-            cases += compared(context, sequences, args.tokens, args.rounds, args.rates)
-    free = of_bundled(args.prompts, args.tokens, args.rounds) if args.part != "filled" else []
-    print(draft_tables.self_drafting(cases), draft_tables.self_drafting_free(free), sep="\n\n")
-    settings = {"rounds": args.rounds, "tokens": args.tokens, "page_size": PAGE, "most": MOST}
+    kept = json.loads(args.output.read_text(encoding="utf-8")) if args.resume and args.output.exists() else {}
+    cases, free = kept.get("cases", []), kept.get("free", [])
+    settings = {"rounds": args.rounds, "tokens": args.tokens, "seconds": args.seconds, "page_size": PAGE, "most": MOST}
     settings |= {"share": Pruned.share, "mass": Pruned.mass}
-    write(args.output, "scripts/bench_self.py", settings, cases=cases, left_out=left_out, free=free)
+    left_out = []
+
+    def keep(*more: dict[str, Any]) -> None:
+        for case in more:
+            print(case, flush=True)
+            cases.append(case)
+        write(args.output, "scripts/bench_self.py", settings, cases=cases, left_out=left_out, free=free)
+
+    for sequences in args.sequences if args.part != "bundled" else ():
+        done = {(case["context"], case["way"]) for case in cases if case["sequences"] == sequences}
+        room = [context for context in args.contexts if fits(context, sequences, args.tokens, args.gigabytes)]
+        left_out += [[context, sequences] for context in args.contexts if context not in room]
+        ways = [*(f"{rate:g}" for rate in args.rates), *(TRUSTED if sequences == 1 else ())]
+        missing = {context: [way for way in ways if (context, way) not in done] for context in room}
+        if not any(missing.values()):
+            continue
+        shapes = Shapes(max(room), sequences, args.tokens)
+        lengths = {one: shapes.length(one, args.tokens, args.fewest, args.seconds) for one in room if missing[one]}
+        for context, tokens in lengths.items():
+            rates = [rate for rate in args.rates if f"{rate:g}" in missing[context]]
+            if rates:
+                keep(*shapes.at_rates(context, tokens, args.rounds, rates))
+        for control, (context, tokens) in itertools.product(TRUSTED, lengths.items()):
+            if control in missing[context]:
+                keep(shapes.at_trust(context, tokens, args.rounds, control))
+    if args.part != "filled":
+        free[:] = of_bundled(args.prompts, args.tokens, args.rounds)
+    keep()
+    print(draft_tables.self_drafting(cases), draft_tables.self_drafting_free(free), sep="\n\n")
 
 
 if __name__ == "__main__":

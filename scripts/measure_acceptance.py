@@ -7,11 +7,13 @@ training, any other file is one text; tasks with their answers come beside them.
 every text: the share of positions at which a drafted token is accepted (`et_jax.evidence.coupling`). Part two: the
 model writes texts from prompts of the first text, greedily and sampled, and drafts of them are as long as laws of
 lengths say (`et_jax.evidence.walks`). Part three: either model drafts for itself after prompts of every text, by
-the share of blocks that its drafts read and their length. One part alone, `--part`, leaves the figures of the others as
-they are. Nothing is asserted.
+the share of blocks that its drafts read and their length. Part four: texts of either model after such prompts, read
+again as a draft's first token is, by what that reads; and laws of lengths walked along them. One part alone, `--part`,
+leaves the figures of the others as they are. Nothing is asserted.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -20,21 +22,23 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, draft_tables
+from et_jax.evidence import arguments, draft_tables, paired
 from et_jax.evidence.coupling import acceptance
-from et_jax.evidence.held_out import cut, held_out_logits, texts
+from et_jax.evidence.held_out import cut, held_out_logits, in_a_circle, texts
+from et_jax.evidence.own_drafts import READERS, drafted
 from et_jax.evidence.results import write
-from et_jax.evidence.walks import ROW_COST, lengths, written
+from et_jax.evidence.walks import CIRCLE, ROW_COST, lengths, written
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.tasks.asking import counter, grid
 from et_jax.tasks.generators import TASKS
+from et_jax.types import replace
 
 TEMPERATURES = (0.4, 0.7, 1.0)
 WRITTEN_AT = (0.0, 0.7)  # temperatures of the texts that the model writes
 LENGTH = 200  # tokens of a prompt, and of the text after it
-PARTS = ("models", "lengths", "self")
+PARTS = ("models", "lengths", "self", "readers")
 SHARES, DRAFTED = (0.04, 0.08, 0.15), (2, 4, 8)  # of blocks read, and tokens drafted in a step
 SELF_PROMPT, SELF_TEXT, SELF_PROMPTS = 1800, 120, 3  # tokens, and prompts of every text
 
@@ -64,6 +68,42 @@ def of_itself(name: str, sources: dict[str, list[str]]) -> list[dict[str, Any]]:
                 print(found[-1], flush=True)
         model.close()
     return found
+
+
+def of_readers(
+    name: str, sources: dict[str, list[str]], prompts: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return how often a draft's first token holds by what it reads, and what laws of lengths spend along the texts."""
+    model = load(name, dtype="float32")
+    built, *others = READERS
+    readers = [(built, share) for share in SHARES] + [(other, SHARES[1]) for other in others]
+    held, walked = [], []
+    rng = np.random.default_rng(0)
+    for (text, parts), temperature in itertools.product(sources.items(), WRITTEN_AT):
+        before = cut(model, text, parts, prompts, SELF_PROMPT)
+        params = SamplingParams(max_tokens=SELF_TEXT, temperature=temperature, ignore_eos=True)
+        asked = [
+            GenerationRequest(prompt=tuple(one.tolist()), params=replace(params, seed=seed))
+            for seed, one in enumerate(before)
+        ]
+        after = [one.token_ids for one in model.generate(asked)]
+        rows = np.concatenate([before, np.array(after, np.int32)], axis=1)
+        found = drafted(model, rows, SELF_PROMPT, temperature, readers)
+        about = {"model": name, "text": text, "temperature": temperature}
+        for (reader, share), each in found.items():
+            mean = each.hits.mean(axis=1)
+            held.append(
+                about | {"reader": reader, "share": share, "held": [float(mean.mean()), *paired.interval(mean)]}
+            )
+            print(held[-1], flush=True)
+        kept = [i for i, tokens in enumerate(after) if not in_a_circle(tokens, CIRCLE)]
+        if len(kept) > 1:
+            own = found[built, SHARES[1]]
+            own = dataclasses.replace(own, hits=own.hits[kept], told=own.told[kept], entropy=own.entropy[kept])
+            own = dataclasses.replace(own, circles=len(after) - len(kept))
+            walked.append(about | lengths(own, rng))
+    model.close()
+    return held, walked
 
 
 def of_models(args: argparse.Namespace, sources: dict[str, list[str]]) -> list[dict[str, Any]]:
@@ -115,10 +155,12 @@ def main() -> None:
     parser.add_argument(
         "--greedy-prompts", type=arguments.count(2), default=240, help="greedy ones, many in a circle (default 240)"
     )
-    parser.add_argument("--part", choices=PARTS, help="of the three parts, one alone (default all)")
+    parser.add_argument("--own-prompts", type=arguments.count(2), default=12, help="of part four (default 12)")
+    parser.add_argument("--part", choices=PARTS, help="of the four parts, one alone (default all)")
     args = parser.parse_args()
     results = json.loads(args.output.read_text(encoding="utf-8")) if args.part and args.output.exists() else {}
-    cases, drafts, own = (results.get(name, []) for name in ("acceptance", "drafts", "self"))
+    names = ("acceptance", "drafts", "self", "readers", "own_lengths")
+    cases, drafts, own, readers, walked = (results.get(name, []) for name in names)
     with arguments.refusals("measure_acceptance"):
         sources = {name: works(Path(path)) for name, path in args.text}
         if args.part in (None, "models"):
@@ -127,16 +169,30 @@ def main() -> None:
             drafts = of_lengths(args, sources)
         if args.part in (None, "self"):
             own = [case for name in (args.model, args.drafter) for case in of_itself(name, sources)]
+        if args.part in (None, "readers"):
+            found = [of_readers(name, sources, args.own_prompts) for name in (args.model, args.drafter)]
+            readers, walked = ([case for each in found for case in each[i]] for i in range(2))
     print(
         draft_tables.acceptance(cases),
         draft_tables.draft_lengths(drafts, "0.1"),
         draft_tables.self_acceptance(own),
+        draft_tables.self_readers(readers),
+        draft_tables.own_lengths(walked, "0.1"),
         sep="\n\n",
     )
-    given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts")
+    given = ("model", "drafter", "rows", "row_length", "keys", "prompts", "greedy_prompts", "own_prompts")
     settings = {name: getattr(args, name) for name in given}
     settings |= {"prompt_tokens": LENGTH, "row_cost": ROW_COST, "dtype": "float32"}
-    write(args.output, "scripts/measure_acceptance.py", settings, acceptance=cases, drafts=drafts, self=own)
+    write(
+        args.output,
+        "scripts/measure_acceptance.py",
+        settings,
+        acceptance=cases,
+        drafts=drafts,
+        self=own,
+        readers=readers,
+        own_lengths=walked,
+    )
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "self_drafting": ("self_drafting.json", lambda found: draft_tables.self_drafting(found["cases"])),
     "self_drafting_free": ("self_drafting.json", lambda found: draft_tables.self_drafting_free(found["free"])),
     "self_acceptance": ("acceptance.json", lambda found: draft_tables.self_acceptance(found["self"])),
+    "self_readers": ("acceptance.json", lambda found: draft_tables.self_readers(found["readers"])),
+    "own_lengths": ("acceptance.json", lambda found: draft_tables.own_lengths(found["own_lengths"], COST)),
 }
 SWITCHING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "switching": ("switching.json", lambda found: serving_tables.switching(found["lines"], found["questions"])),

@@ -1,7 +1,8 @@
 """How many tokens a step drafts for a sequence: laws of the share of drafts that its model has accepted.
 
 A draft never changes a text: the model samples every token as if none existed, and a drafted token counts only where
-it equals that sample (`decode.step.verify`). What a law of lengths decides is time alone.
+it equals that sample (`decode.step.verify`). What a law of lengths decides is time alone, so that it may go by the
+clock.
 """
 
 import dataclasses
@@ -12,19 +13,55 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.types import Count, Number, pytree, replace, static, value
 
 
+@value
+class StepTimes:
+    """What steps take, in any one unit of time, of sequences that hold tokens in the cache.
+
+    A plain step takes `plain`, and `plain_cached` for every token held. A pass that drafts a token of each sequence
+    takes `drafted`, and `drafted_cached` for every token held. A verified row beside that of a sequence takes `row`,
+    and `row_cached` for every token held that it meets.
+    """
+
+    plain: Number
+    plain_cached: Number
+    drafted: Number
+    drafted_cached: Number
+    row: Number
+    row_cached: Number
+
+    def alike(self, sequences: float | int, rows: float | int) -> "StepTimes":
+        """Return the times of so many sequences that hold as many tokens as one another and draft alike.
+
+        What was for every token held is for every token that each of them holds; and for every drafted token of each of
+        them there are `rows` rows.
+        """
+        return StepTimes(
+            plain=self.plain,
+            plain_cached=self.plain_cached * sequences,
+            drafted=self.drafted,
+            drafted_cached=self.drafted_cached * sequences,
+            row=self.row * rows,
+            row_cached=self.row_cached * sequences,
+        )
+
+
 @pytree
 class DraftState:
     """What is known of a sequence's drafts.
 
     `most` is what its request allows in a step, 0 for none; `length` what the next step drafts. `acceptance` is the
     running share of drafted tokens that were accepted, of those whose predecessors all were. `since` counts the steps
-    since the last draft.
+    since the last draft. `credit` is the time that drafts have saved so far, and what they may cost without having
+    saved any, in plain steps; a law that tells no cost leaves it unused. Where something else is asked for guesses
+    `before`, that is how those fare.
     """
 
     most: Int[Array, "*b"]
     length: Int[Array, "*b"]
     acceptance: Float[Array, "*b"]
     since: Int[Array, "*b"]
+    credit: Float[Array, "*b"]
+    before: "DraftState | None" = None
 
 
 def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:
@@ -34,6 +71,7 @@ def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:
         length=jnp.minimum(most, law.first),
         acceptance=jnp.full(most.shape, law.supposed, jnp.float32),
         since=jnp.zeros(most.shape, jnp.int32),
+        credit=jnp.full(most.shape, FIRST_CREDIT, jnp.float32),
     )
 
 
@@ -51,6 +89,18 @@ class DraftLength:
     def stops(self, entropy: Float[Array, ""]) -> Bool[Array, ""] | bool:
         """Return whether a draft ends with the token just drafted, from that distribution of the drafter, in nats."""
         return False
+
+    def cost(self, drafted: Int[Array, ""], context: Int[Array, ""]) -> Float[Array, ""] | float:
+        """Return what a step that drafts so many tokens takes beside a plain one, in plain steps."""
+        return 0.0
+
+    def told(self, times: StepTimes, worth: float, context: float) -> "DraftLength":
+        """Return the law that knows what steps take, of sequences alike that hold `context` tokens each.
+
+        A speed is known to be one where it is expected to be at least `worth` of plain decoding's. The structure is
+        the same, so that a program goes on with it. A law that asks for no times is as it was.
+        """
+        return self
 
     @property
     def first(self) -> int:
@@ -130,6 +180,10 @@ ON_CHIPS = Costs(row=0.01, cached_row=0.01, cached=1.0, passing=0.0)
 """On a GPU or TPU, by their rooflines; not measured."""
 
 
+WORTH = 1.15
+"""Expected speed, over plain decoding's, from which on a model drafts for itself where no step is measured yet."""
+
+
 @value
 class AcceptanceLength(DraftLength):
     """The length of the greatest expected speed, if every drafted token is accepted with the running share p.
@@ -152,6 +206,19 @@ class AcceptanceLength(DraftLength):
         again = (best == 0) & (draft.since >= self.retry)
         return jnp.minimum(jnp.where(again, int(self._paid(1)), best), most)
 
+    def told(self, times: StepTimes, worth: float, context: float) -> "AcceptanceLength":
+        """Return the law at what a drafted token takes; a sequence whose drafts fail tries at a hundredth of the steps.
+
+        A draft is worth its while from a plain step's speed on.
+        """
+        token = times.drafted + times.row + (times.drafted_cached + times.row_cached) * context
+        return self.at(float(token / (times.plain + times.plain_cached * context)))
+
+    def at(self, row_cost: float) -> "AcceptanceLength":
+        """Return the law at another cost of a row, which tries again when that costs a hundredth of the steps since."""
+        law = replace(self, row_cost=row_cost)
+        return replace(law, retry=max(16, round(100 * row_cost * law.first)))
+
     @property
     def first(self) -> int:
         """The best where nothing is known, but a few at least, so that something is."""
@@ -172,48 +239,57 @@ class AcceptanceLength(DraftLength):
 class RooflineLength(DraftLength):
     """The length of the greatest expected speed for a model that drafts for itself, at this length of its text.
 
-        argmax_k (1 + p + ... + p^k) (1 + a L) / (k (1 + s a L) + 1 + a L + (c + e a L) w(k))
+        argmax_k (1 + p + ... + p^k) / (1 + c(k)),   c(k) = (k drafted + w(k) row) / plain
 
-    p, c and w(k) are as for `AcceptanceLength`. Times are counted in readings of the weights: a plain step is one, and
-    reads L tokens of the cache, each `cached` = a; a drafted token is another pass that reads a `share` s of them; and
-    each of the w(k) that a step has room for is a row of the weights' and, at `cached_row_cost` = e of reading it once,
-    of the cache's. So nothing is drafted where a text is short, nor where less than 15% would be gained, for costs are
-    roughly known. Where drafts would pay if they held, but do not hold, one token is drafted again when that costs a
-    hundredth of the steps since.
+    p and w(k) are as for `AcceptanceLength`. Each of the three times is that of the weights and, for each of the tokens
+    in the cache, that of reading it: `times`, of sequences alike that stand side by side. So nothing is drafted where a
+    text is short, nor where the speed is not expected to be `worth` of plain decoding's, for times are roughly known.
+
+    Nor is a draft made that costs more than there is `credit` for: a text may lose one plain step, and a hundredth of
+    the others, and spend what its drafts have saved. Where drafts would pay if they held, but do not hold, one token is
+    drafted again when that costs a hundredth of the steps since.
     """
 
-    cached: Number
-    share: Number
-    row_cost: Number = ON_CPUS.row
-    cached_row_cost: Number = ON_CPUS.cached_row
+    times: StepTimes
+    worth: Number = WORTH
     widths: tuple[float, ...] = static(default=())
 
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the best length, or one token to try again."""
-        time = self._times(context)
+        cost = self._costs(context)
+        speed = _brought(draft.acceptance) / (1.0 + cost)
+        within = cost <= draft.credit
 
-        def best(acceptance: Float[Array, ""]) -> Int[Array, ""]:
-            speed = _brought(acceptance) / time
-            return jnp.where(jnp.max(speed) >= _WORTH, jnp.argmax(speed), 0).astype(jnp.int32)
+        def best(speed: Float[Array, " k"]) -> Int[Array, ""]:
+            speed = jnp.where(within, speed, 0.0)
+            return jnp.where(jnp.max(speed) >= self.worth, jnp.argmax(speed), 0).astype(jnp.int32)
 
-        may_pay = best(jnp.ones_like(draft.acceptance)) > 0
-        again = may_pay & (draft.since.astype(jnp.float32) >= 100.0 * (time[1] - 1.0))
-        found = best(draft.acceptance)
+        may_pay = best(_brought(jnp.ones_like(draft.acceptance)) / (1.0 + cost)) > 0
+        again = may_pay & (draft.since.astype(jnp.float32) >= cost[1] / _TRIAL)
+        found = best(speed)
         return jnp.minimum(jnp.where((found == 0) & again, 1, found), draft.most)
+
+    def cost(self, drafted: Int[Array, ""], context: Int[Array, ""]) -> Float[Array, ""]:
+        """Return what a step that drafts so many tokens takes beside a plain one, in plain steps."""
+        return self._costs(context)[drafted]
+
+    def told(self, times: StepTimes, worth: float, context: float) -> "RooflineLength":
+        """Return the law with these times."""
+        return replace(self, times=times, worth=worth)
 
     @property
     def supposed(self) -> float:
         """Most: few blocks hold nearly all of the mass."""
         return 0.9
 
-    def _times(self, context: Int[Array, ""]) -> Float[Array, " k"]:
-        """The time of a step that drafts so many tokens, over that of a plain one."""
-        cache = self.cached * context.astype(jnp.float32)
+    def _costs(self, context: Int[Array, ""]) -> Float[Array, " k"]:
+        """What a step takes beside a plain one that drafts so many tokens, in plain steps."""
+        cached, times = context.astype(jnp.float32), self.times
         ahead = jnp.asarray(_LENGTHS, jnp.float32)
         rows = jnp.asarray([_paid(self.widths, length) for length in _LENGTHS], jnp.float32)
-        drafted = ahead * (1.0 + self.share * cache)
-        verified = 1.0 + cache + (self.row_cost + self.cached_row_cost * cache) * rows
-        return (drafted + verified) / (1.0 + cache)
+        drafted = ahead * (times.drafted + times.drafted_cached * cached)
+        verified = rows * (times.row + times.row_cached * cached)
+        return (drafted + verified) / (times.plain + times.plain_cached * cached)
 
 
 SHORT = 4
@@ -222,8 +298,12 @@ SHORT = 4
 MOST_DRAFTED = 16
 """Drafted tokens of one sequence in one step, at the very most."""
 
+FIRST_CREDIT = 1.0
+"""Plain steps: what the drafts of a text may cost it without having saved any."""
+
+_MOST_CREDIT = 4.0  # plain steps: what was saved long ago pays for no more than this
+_TRIAL = 0.01  # of the steps of a text: what trying may cost
 _LENGTHS = range(MOST_DRAFTED + 1)
-_WORTH = 1.15  # expected speed from which on a model drafts for itself: what rows cost is roughly known
 _MEMORY = 0.9  # what a drafted token leaves of the running share: it speaks of about the last ten
 
 
@@ -249,14 +329,17 @@ def updated(
     """Return the state after a step that `served` the sequence or not, and accepted so many of its drafted tokens.
 
     A rejected token ends what is known of those after it, so `accepted` and one more, if there was one, were tried.
+    What drafts saved is the steps that accepted tokens would have taken, less what the draft took.
     """
     tried = jnp.minimum(accepted + 1, drafted)
     kept = _MEMORY ** tried.astype(jnp.float32)
     share = accepted.astype(jnp.float32) / jnp.maximum(tried, 1).astype(jnp.float32)
+    saved = accepted.astype(jnp.float32) - jnp.where(drafted > 0, law.cost(drafted, context), 0.0)
     after = replace(
         draft,
         acceptance=kept * draft.acceptance + (1.0 - kept) * share,
         since=jnp.where(drafted > 0, 0, draft.since + 1),
+        credit=jnp.minimum(draft.credit + _TRIAL + saved, _MOST_CREDIT),
     )
     after = replace(after, length=jnp.minimum(law.length(after, entropy, context), after.most).astype(jnp.int32))
     return replace(
@@ -264,4 +347,5 @@ def updated(
         length=jnp.where(served, after.length, draft.length),
         acceptance=jnp.where(served, after.acceptance, draft.acceptance),
         since=jnp.where(served, after.since, draft.since),
+        credit=jnp.where(served, after.credit, draft.credit),
     )

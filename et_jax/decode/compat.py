@@ -116,7 +116,7 @@ TABLE = (
         for name in ("draft_tokens", "draft_length")
     ),
     Row(
-        lambda c: c.has("draft_share") and c.given.get("draft") != "self",
+        lambda c: c.has("draft_share") and str(c.given.get("draft")).removeprefix("lookup+") != "self",
         "{draft_share} is for a model that drafts for itself; set {draft} to self.",
     ),
     Row(

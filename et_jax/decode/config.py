@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
@@ -10,12 +12,12 @@ from et_jax.control import budget as budgets
 from et_jax.control.base import num_words
 from et_jax.control.compression import Compression, Layout
 from et_jax.control.controller import Controller
-from et_jax.control.draft import DraftState, FixedLength, started
+from et_jax.control.draft import DraftLength, DraftState, FixedLength, started
 from et_jax.control.select import Selector
 from et_jax.decode import compat
 from et_jax.decode.backends import scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting, Pruned
-from et_jax.decode.fresh import law_steers
+from et_jax.decode.fresh import law_numbers, law_steers
 from et_jax.decode.plant import Plant
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
@@ -155,6 +157,11 @@ class DecoderConfig:
     def pruned(self) -> Pruned | None:
         """How the model drafts for itself; None where it does not."""
         return None if self.draft is None else self.draft.pruned
+
+    @property
+    def draft_laws(self) -> tuple[DraftLength, ...]:
+        """The laws of the lengths of drafts, as a state holds them; none without drafts."""
+        return () if self.draft is None else jax.tree.map(jnp.asarray, law_numbers(self.draft.laws))
 
     def fresh_drafts(self, most: Int[Array, "*b"]) -> DraftState:
         """Return how the drafts of sequences fare whose requests allow `most` tokens a step; none without drafts."""

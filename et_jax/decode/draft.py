@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from et_jax.control.draft import (
@@ -18,6 +19,7 @@ from et_jax.control.draft import (
     DraftLength,
     DraftState,
     RooflineLength,
+    StepTimes,
     started,
 )
 from et_jax.decode.rows import Rows
@@ -62,21 +64,33 @@ class Drafting:
 
     Where `drafter` is None the decoder's small model writes them, where it is `Pruned` the model itself
     (`decode.drafter`). `length` decides how many of those. Steps of `widths` different numbers of rows are compiled,
-    and the least that holds what was drafted is run.
+    and the least that holds what was drafted is run. Where `before` has a guess it is taken: another drafting, by a
+    function of texts, of as many tokens at most. `times` are what a step is taken to take until some are measured;
+    None where no law asks.
     """
 
     most: int = 8
     length: DraftLength = dataclasses.field(default_factory=AcceptanceLength)
     drafter: Drafter | Pruned | None = dataclasses.field(default_factory=lambda: lookup)
+    before: "Drafting | None" = None
+    times: StepTimes | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.most <= MOST_DRAFTED:
             raise ValueError(f"most: got {self.most}, wanted 1 to {MOST_DRAFTED}")
+        first = self.before
+        if first is not None and (not callable(first.drafter) or first.before is not None or first.most != self.most):
+            raise ValueError(f"before: wanted a drafting by a function of texts alone, of most = {self.most} tokens")
 
     @property
     def pruned(self) -> Pruned | None:
         """How the model drafts for itself; None where something else drafts."""
         return self.drafter if isinstance(self.drafter, Pruned) else None
+
+    @property
+    def laws(self) -> tuple[DraftLength, ...]:
+        """The law of its own lengths and, where there is one, that of what is asked before."""
+        return (self.length,) if self.before is None else (self.length, self.before.length)
 
     def started(self, most: Int[Array, "*b"]) -> DraftState:
         """Return the state of sequences whose requests allow `most` drafted tokens a step.
@@ -84,7 +98,9 @@ class Drafting:
         A model that drafts for itself drafts nothing at first: it has read for no token yet.
         """
         begun = started(self.length, most)
-        return begun if self.pruned is None else replace(begun, length=jnp.zeros_like(most))
+        if self.pruned is not None:
+            begun = replace(begun, length=jnp.zeros_like(most))
+        return begun if self.before is None else replace(begun, before=self.before.started(most))
 
     def widths(self, batch: int) -> tuple[int, ...]:
         """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones.
@@ -99,9 +115,9 @@ class Drafting:
         """Return how many drafted tokens one sequence may have in a step of so many rows."""
         return min(self.most, width // batch - 1 if self.pruned is not None else width - batch)
 
-    def needed(self, batch: int, count: Int[Array, " r"]) -> Int[Array, ""]:
+    def needed(self, batch: int, count: Int[Array | np.ndarray, "*s r"]) -> Int[Array | np.ndarray, "*s"]:
         """Return the least number of rows that hold `count` drafted tokens of every row."""
-        return batch + (jnp.sum(count) if self.pruned is None else batch * jnp.max(count))
+        return batch + (count.sum(axis=-1) if self.pruned is None else batch * count.max(axis=-1))
 
 
 def widths(most: int, batch: int) -> tuple[int, ...]:
@@ -132,8 +148,7 @@ def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0
     """
     row = _costs().row
     cost = row * sequences / (1.0 + row * batch) + drafter_cost
-    law = AcceptanceLength(cost, widths=tuple(w / sequences for w in widths(most, batch)[1:]))
-    return replace(law, retry=max(16, round(100 * cost * law.first)))
+    return AcceptanceLength(widths=tuple(w / sequences for w in widths(most, batch)[1:])).at(cost)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,20 +163,29 @@ class ReadSizes:
     together: bool = True
 
 
-def by_roofline(most: int, batch: int, sizes: ReadSizes, share: float) -> RooflineLength:
-    """Return the law of lengths of a model that drafts for itself, reading a `share` of its cache.
+def rough_times(batch: int, sizes: ReadSizes, passing: float = 0.0, share: float = 0.0) -> StepTimes:
+    """Return what steps of `batch` sequences are taken to take, in readings of the weights (`Costs`).
+
+    A pass that drafts takes `passing` of a plain step without a cache, and reads a `share` of the cache.
+    """
+    costs = _costs()
+    plain, cached = 1.0 + costs.row * batch, costs.cached * sizes.token / (sizes.weights + costs.passing)
+    return StepTimes(
+        plain=plain,
+        plain_cached=cached,
+        drafted=passing * plain,
+        drafted_cached=share * cached,
+        row=costs.row,
+        row_cached=(costs.cached_row if sizes.together else 1.0) * cached,
+    )
+
+
+def by_roofline(most: int, batch: int, times: StepTimes) -> RooflineLength:
+    """Return the law of lengths of a model that drafts for itself, in steps of these times.
 
     It takes the `batch` sequences of a step to be as long as one another, and to draft alike.
     """
-    costs = _costs()
-    base = 1.0 + costs.row * batch
-    return RooflineLength(
-        cached=costs.cached * batch * sizes.token / (sizes.weights + costs.passing) / base,
-        share=share,
-        row_cost=costs.row * batch / base,
-        cached_row_cost=costs.cached_row if sizes.together else 1.0,
-        widths=tuple(map(float, lengths(most))),
-    )
+    return RooflineLength(times=times.alike(batch, batch), widths=tuple(map(float, lengths(most))))
 
 
 def _costs() -> Costs:
@@ -173,12 +197,14 @@ class Drafts:
     """The first `count` of `token` are guesses at what follows the newest token of each row.
 
     `work` is what the small model did to make them, `own` what the model itself did; None of one that did nothing.
+    `before` says which rows have theirs from what is asked before the drafter; None where nothing is.
     """
 
     token: Int[Array, "r t"]
     count: Int[Array, " r"]
     work: Work | None = None
     own: Work | None = None
+    before: Bool[Array, " r"] | None = None
 
 
 def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:

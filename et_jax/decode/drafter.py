@@ -70,7 +70,7 @@ def draft(
 
     def with_drawn(carry: tuple, own: PlantState, logits: Float[Array, "r v"], more: Work) -> tuple:
         i, _, tokens, count, done = carry
-        token, stops = _drawn(how, state, rows, logits, position + i + 1)
+        token, stops = _drawn(state, rows, logits, position + i + 1)
         count = jnp.where(stops, jnp.minimum(count, i + 1), count)
         return i + 1, own, tokens.at[:, i].set(token), count, done.plus(more)
 
@@ -126,7 +126,7 @@ def draft_pruned(
         newest = jnp.where(i == 0, rows.token, tokens[:, i - 1])
         here = Rows(slot=rows.slot, token=newest, position=position + i, run=i < count)
         logits, own, blocks, took = extend(plant, params, own, of_rows(here, table, position + i + 1), reader)
-        token, stops = _drawn(how, state, rows, logits[:, 0], position + i + 1)
+        token, stops = _drawn(state, rows, logits[:, 0], position + i + 1)
         count = jnp.where(stops, jnp.minimum(count, i + 1), count)
         more = of_tokens(plant, here, blocks, jnp.zeros_like(blocks), took)
         return i + 1, own, tokens.at[:, i].set(token), count, done.plus(more)
@@ -144,8 +144,8 @@ def _shared(each: Work, more: Work, num_rows: int) -> Work:
 
 
 def _drawn(
-    how: Drafting, state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position: Int[Array, " r"]
+    state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position: Int[Array, " r"]
 ) -> tuple[Int[Array, " r"], Bool[Array, " r"]]:
     """The token of each row at its position, and whether a draft ends with it."""
-    uncertain = entropy.entropy(entropy.moments(logits))
-    return guess(state, rows, logits, position), jax.vmap(lambda one: jnp.asarray(how.length.stops(one)))(uncertain)
+    uncertain, law = entropy.entropy(entropy.moments(logits)), state.draft_laws[0]
+    return guess(state, rows, logits, position), jax.vmap(lambda one: jnp.asarray(law.stops(one)))(uncertain)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from et_jax.control import budget as budgets
 from et_jax.control.base import ControlState, Signals, started, updated
 from et_jax.control.controller import Controller
 
+T = TypeVar("T")
+
 
 def blank_signals(shape: tuple[int, ...]) -> Signals:
     """Return signals of nothing observed yet."""
@@ -20,9 +23,9 @@ def blank_signals(shape: tuple[int, ...]) -> Signals:
     return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
 
 
-def law_numbers(controller: Controller) -> Controller:
-    """Return a controller with its numbers as arrays of 32 bits, as a state holds them."""
-    return jax.tree.map(lambda x: np.asarray(x, np.int32 if isinstance(x, int) else np.float32), controller)
+def law_numbers(laws: T) -> T:
+    """Return a controller, or laws, with numbers as arrays of 32 bits, as a state holds them."""
+    return jax.tree.map(lambda x: np.asarray(x, np.int32 if isinstance(x, int) else np.float32), laws)
 
 
 def fresh(

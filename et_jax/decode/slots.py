@@ -24,6 +24,8 @@ T = TypeVar("T")
 SlotRow = dict[str, Any]
 """All that a state knows of one slot but its pages, by the names of `DecodeState`."""
 
+_OF_ALL = frozenset({"table", "draft_laws"})  # what is of no slot alone
+
 Pages = tuple[kv.KVCache, ...]
 """Some pages of every plant's cache, of the same numbers."""
 
@@ -172,7 +174,9 @@ def write_pages(
 
 def _rows(state: DecodeState) -> SlotRow:
     """The fields of a state that lead with the slot, those of every plant by their names too."""
-    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "table"}
+    fields = {
+        field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _OF_ALL
+    }
     own = [field.name for field in dataclasses.fields(PlantState) if field.name != "cache"]
     return fields | {"plants": [{name: getattr(plant, name) for name in own} for plant in state.plants]}
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import ControlState, Signals
 from et_jax.control.controller import Controller
-from et_jax.control.draft import DraftState
+from et_jax.control.draft import DraftLength, DraftState
 from et_jax.control.switch import MODEL, SwitchState
 from et_jax.decode import cache as kv
 from et_jax.decode import pages
@@ -28,7 +28,8 @@ class DecodeState:
     tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
-    `draft` how its drafts fare. `heavy_blocks` packs those that held the mass of the last token's attention, None
+    `draft` how its drafts fare. `draft_laws` are the laws of their lengths, the same for all slots: the host may set
+    their numbers between two steps. `heavy_blocks` packs those that held the mass of the last token's attention, None
     unless the model drafts for itself. `plants` are what the models hold, whose pages are those of `table`: the model
     whose text it is, and the small one where there is one. Where they take turns, `switch` says which of them is
     active.
@@ -47,6 +48,7 @@ class DecodeState:
     counts: TokenCounts | None
     text: Int[Array, "b n"]
     draft: DraftState
+    draft_laws: tuple[DraftLength, ...]
     heavy_blocks: UInt32[Array, "b l k n32"] | None
     switch: SwitchState | None
     laws: Controller
@@ -107,6 +109,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         counts=counts if config.penalties else None,
         text=integers(b, config.max_length),
         draft=config.fresh_drafts(integers(b)),
+        draft_laws=config.draft_laws,
         heavy_blocks=None if config.pruned is None else jnp.zeros((b, *config.mask_shape), jnp.uint32),
         switch=jax.vmap(Controller.switch_started)(laws),
         laws=laws,

@@ -53,8 +53,9 @@ def step(
     own, audit = config.plants[MODEL], None
     if config.draft is not None:
         if drafts:
-            state, count = reserve_drafts(config, config.draft, state, rows)
-            state, drafted = propose(config, config.draft, weights, state, rows, count)
+            guessed = guessed_before(config.draft, state, rows)
+            state, count = reserve_drafts(config, config.draft, state, rows, guessed)
+            state, drafted = propose(config, config.draft, weights, state, rows, count, guessed)
             widths = config.draft.widths(config.batch)
         else:
             drafted, widths = drafter.no_drafts(config, config.draft, len(rows.token)), (config.batch,)
@@ -158,13 +159,15 @@ def extend_rows(
 
 @jax.named_scope("reserve")
 def reserve_drafts(
-    config: DecoderConfig, how: Drafting, state: DecodeState, rows: Rows
+    config: DecoderConfig, how: Drafting, state: DecodeState, rows: Rows, guessed: Drafts | None = None
 ) -> tuple[DecodeState, Int[Array, " r"]]:
     """Find pages for what is to be drafted, among those left over; a row that got none drafts nothing.
 
-    Returns how many tokens each row drafts, as far as its sequence does at all.
+    Returns how many tokens each row drafts, as far as its sequence does at all: those `guessed` before, or its own.
     """
     wanted, left = rows.take((state.draft.length, state.limit - state.generated))
+    if guessed is not None:
+        wanted = jnp.where(guessed.count > 0, guessed.count, wanted)
     count = drafting.allowed(rows.run, wanted, left, how.most)
     blocks = jnp.where(count > 0, (rows.position + count) // config.page_size + 1, 0)
     most = how.most // config.page_size + 1
@@ -172,17 +175,44 @@ def reserve_drafts(
     return replace(state, table=table), jnp.where(rows.take(granted), count, 0)
 
 
+def guessed_before(how: Drafting, state: DecodeState, rows: Rows) -> Drafts | None:
+    """Return the guesses of what is asked before the drafter, as many as its law wants; None where nothing is."""
+    if how.before is None or state.draft.before is None:
+        return None
+    return guesses(how.before, state, rows, rows.take(state.draft.before.length))
+
+
 def propose(
-    config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
+    config: DecoderConfig,
+    how: Drafting,
+    weights: Weights,
+    state: DecodeState,
+    rows: Rows,
+    count: Int[Array, " r"],
+    guessed: Drafts | None = None,
 ) -> tuple[DecodeState, Drafts]:
-    """Guess the `count` tokens that follow the newest one of every row, or as many of them as there is a guess at."""
+    """Guess the `count` tokens that follow the newest one of every row, or as many of them as there is a guess at.
+
+    Rows that have some `guessed` already take those.
+    """
+    if guessed is not None:
+        known = guessed.count > 0
+        state, drafts = propose(config, how, weights, state, rows, jnp.where(known, 0, count))
+        token = jnp.where(known[:, None], guessed.token, drafts.token)
+        return state, replace(drafts, token=token, count=jnp.where(known, count, drafts.count), before=known)
     if how.drafter is None:
         return drafter.draft(config, how, weights, state, rows, count)
     if isinstance(how.drafter, Pruned):
         return drafter.draft_pruned(config, how, how.drafter, weights, state, rows, count)
+    return state, guesses(how, state, rows, count)
+
+
+def guesses(how: Drafting, state: DecodeState, rows: Rows, count: Int[Array, " r"]) -> Drafts:
+    """Return what a function of texts guesses of the `count` tokens that follow the newest one of every row."""
+    assert callable(how.drafter)
     token = how.drafter(rows.take(state.text), rows.position, how.most)
     guessed = jnp.sum(jnp.cumprod(token >= 0, axis=1), axis=1, dtype=jnp.int32)
-    return state, Drafts(token=jnp.maximum(token, 0), count=jnp.minimum(count, guessed))
+    return Drafts(token=jnp.maximum(token, 0), count=jnp.minimum(count, guessed))
 
 
 def extend_drafted(

@@ -120,9 +120,7 @@ def verify(
     _, after, outputs, _, accepted = jax.lax.while_loop(more, go_on, (jnp.int32(0), light, outputs, rows.run, nothing))
     told = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
     outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in told.items()})
-    own = jax.vmap(partial(lengths.updated, drafting.length))
-    entropies = rows.take(after.signals).entropy
-    draft = own(rows.take(after.draft), rows.run, drafts.count, accepted, entropies, rows.take(after.length))
+    draft = fared(after, rows, drafts, accepted)
     held = -(-rows.take(after.length) // config.page_size)
     most = last // config.page_size + 1
     surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - held, 0))
@@ -134,6 +132,21 @@ def verify(
         heavy_blocks=rows.put_where(rows.run, after.heavy_blocks, heavy),
         table=pages.truncate(after.table, surplus, most),
     ), outputs
+
+
+def fared(after: DecodeState, rows: Rows, drafts: Drafts, accepted: Int[Array, " r"]) -> lengths.DraftState:
+    """Return how the drafts of the rows fare after a step, by the laws of whoever made them."""
+    known, entropies, length = rows.take((after.draft, after.signals.entropy, after.length))
+
+    def told(law: lengths.DraftLength, draft: lengths.DraftState, own: Bool[Array, " r"] | bool) -> lengths.DraftState:
+        updated = jax.vmap(partial(lengths.updated, law))
+        drafted, held = (jnp.where(own, count, 0) for count in (drafts.count, accepted))
+        return updated(draft, rows.run, drafted, held, entropies, length)
+
+    if drafts.before is None or known.before is None:
+        return told(after.draft_laws[0], known, True)
+    own, before = after.draft_laws
+    return replace(told(own, known, ~drafts.before), before=told(before, known.before, drafts.before))
 
 
 @jax.named_scope("measure")

@@ -76,6 +76,38 @@ def self_acceptance(cases: Sequence[Case]) -> str:
     return table(["model", "text", "temperature", "blocks read at most", *drafted], lines)
 
 
+def self_readers(cases: Sequence[Case]) -> str:
+    """Return how often the first token of a model's own draft holds, by what the draft reads."""
+    readers = list(dict.fromkeys((case["reader"], case["share"]) for case in cases))
+    lines = []
+    for about in dict.fromkeys((case["model"], case["text"], case["temperature"]) for case in cases):
+        own = {
+            (case["reader"], case["share"]): case["held"]
+            for case in cases
+            if (case["model"], case["text"], case["temperature"]) == about
+        }
+        model, text, heat = about
+        lines.append([model, text, f"{heat:g}" if heat else "greedy", *(with_interval(own[one]) for one in readers)])
+    return table(["model", "text", "temperature", *(f"{name}, {share:.0%}" for name, share in readers)], lines)
+
+
+def own_lengths(cases: Sequence[Case], cost: str) -> str:
+    """Return what laws of lengths make of a model's own drafts, a drafted token at this cost, and what stops save."""
+    names = ("fixed 2", "fixed 4", "fixed 8", f"acceptance, for c {cost}", "stop by entropy, 0.6 nats")
+    lines, saved = [], []
+    for case in cases:
+        speeds = {law["law"]: law["speed"][cost] for law in case["laws"]}
+        about = [case["model"], case["text"], f"{case['temperature']:g}" if case["temperature"] else "greedy"]
+        lines.append([*about, case["texts"], *(f"{speeds[name]:.2f}" for name in names)])
+        for line in case["comparisons"]:
+            for stop in dict.fromkeys(one["stop"] for one in line.get("savings", [])):
+                over = [one["times"][cost] for one in line["savings"] if one["stop"] == stop]
+                saved.append([*about, stop, line["budget"], *map(_saved, over)])
+    head = ["model", "text", "temperature"]
+    against = ["stop by", "as many drafted as by", "over that law", "over the stop shuffled", "over an even chance"]
+    return f"{table([*head, 'texts', *names], lines)}\n\nTime saved by stops:\n\n{table([*head, *against], saved)}"
+
+
 def acceptance(cases: Sequence[Case]) -> str:
     """Return the share of drafted tokens accepted by every way of sampling alike, with its interval."""
     ways = ("optimum", "race", "sampled", "bound", "inverse CDF")

@@ -18,7 +18,15 @@ from et_jax.control.experts import RULES, SHARES, ExpertRule
 from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
-from et_jax.decode.draft import Drafting, Pruned, ReadSizes, by_acceptance, by_roofline, lookup
+from et_jax.decode.draft import (
+    Drafting,
+    Pruned,
+    ReadSizes,
+    by_acceptance,
+    by_roofline,
+    lookup,
+    rough_times,
+)
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
@@ -26,9 +34,11 @@ from et_jax.models.weights import QUANTIZED
 from et_jax.pallas.backend import NAMES as BACKENDS
 from et_jax.scope import platform
 from et_jax.serve import min_context
+from et_jax.types import replace
 
 LOOKUP = "lookup"  # drafts from the text itself
 SELF = "self"  # the model drafts for itself; any other drafter is a model beside it
+LOOKUP_BEFORE = "lookup+"  # before another drafter: that one drafts where a lookup has no guess
 LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the usual one
 USUAL_POLICY = "latent"
 AUTO = "auto"
@@ -103,6 +113,10 @@ class EngineConfig:
         for name in ("draft", "small"):
             if getattr(self, name) is not None:
                 checked[name] = str(_text(name, getattr(self, name)))
+        if self.draft in (LOOKUP_BEFORE, LOOKUP_BEFORE + LOOKUP):
+            raise UsageError(
+                f"draft is {self.draft}; after the plus name self or a smaller model, or take lookup alone."
+            )
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
         if self.cache_budget is not None and not isinstance(self.cache_budget, Compression):
@@ -168,9 +182,14 @@ class EngineConfig:
         return self.cache_policy or USUAL_POLICY
 
     @property
+    def drafter(self) -> str | None:
+        """Who drafts, be it where a lookup has no guess: "lookup", "self", or a model."""
+        return None if self.draft is None else str(self.draft).removeprefix(LOOKUP_BEFORE)
+
+    @property
     def draft_model(self) -> str | None:
         """The model that drafts, if one does."""
-        return None if self.draft in (LOOKUP, SELF, None) else str(self.draft)
+        return None if self.drafter in (LOOKUP, SELF) else self.drafter
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -190,13 +209,29 @@ class EngineConfig:
         if self.draft is None:
             return None
         most, sequences = self.most_drafted, self.max_num_seqs
-        drafters = {LOOKUP: lookup, SELF: Pruned() if self.draft_share is None else Pruned(share=self.draft_share)}
-        drafter = drafters.get(str(self.draft))
-        usual: DraftLength = by_acceptance(most, sequences, batch, drafter_cost)
-        if isinstance(drafter, Pruned):
-            usual = by_roofline(most, batch, sizes, drafter.share)
-        lengths = {"entropy": EntropyLength() if self.draft == LOOKUP else StopEntropy(), "fixed": FixedLength()}
-        return Drafting(most=most, length=lengths.get(self.draft_length or "", usual), drafter=drafter)
+        pruned = Pruned() if self.draft_share is None else Pruned(share=self.draft_share)
+        drafter = {LOOKUP: lookup, SELF: pruned}.get(str(self.drafter))
+        passing, share = (1.0, pruned.share) if drafter is pruned else (drafter_cost, drafter_cost)
+        times = rough_times(batch, sizes, passing, share)
+        by_time = by_roofline(most, batch, times) if drafter is pruned else None
+        usual = by_time or by_acceptance(most, sequences, batch, drafter_cost)
+        before = None
+        if self.drafter != self.draft:
+            looked_up = by_acceptance(most, sequences, batch)
+            if by_time is not None:  # all draft alike
+                looked_up = replace(looked_up, widths=by_time.widths)
+            before = Drafting(most=most, length=self._length(looked_up, EntropyLength()), drafter=lookup)
+        return Drafting(
+            most=most,
+            length=self._length(usual, EntropyLength() if drafter is lookup else StopEntropy()),
+            drafter=drafter,
+            before=before,
+            times=times if self.draft_length in (None, LENGTHS[0]) else None,
+        )
+
+    def _length(self, usual: DraftLength, by_certainty: DraftLength) -> DraftLength:
+        """The law of lengths that is asked for."""
+        return {"entropy": by_certainty, "fixed": FixedLength()}.get(self.draft_length or "", usual)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from et_jax.control.draft import DraftLength
 from et_jax.decode.decoder import Decoder
+from et_jax.decode.fresh import law_numbers
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.request import Request, request
@@ -101,6 +103,10 @@ class Device:
             self._drafting = None
         self.state, outputs, ran = decode(self.weights, self.state, np.int32(num_steps), np.bool_(until_end))
         return outputs, ran
+
+    def set_draft_laws(self, laws: tuple[DraftLength, ...]) -> None:
+        """Set the numbers of the laws of how many tokens are drafted."""
+        self.state = replace(self.state, draft_laws=jax.device_put(law_numbers(laws), self._where))
 
     def compress(self, slot: int) -> None:
         """Keep of a slot's cache what the configuration says."""

@@ -87,10 +87,11 @@ def load(
     (8) of a text's next tokens from what it read so before, and verifies them in one step: the text is the one it would
     be without. "self" has the model write them, reading few blocks of a long text: those that held the mass last, a
     `draft_share` of them at most (0.08). Any other `draft` names a model that writes them, smaller and with the same
-    tokenizer: "bundled-small" for the bundled one. `draft_length` decides how many: "acceptance" (the usual), by how
-    many were accepted so far, and where the model drafts for itself by how long the text is; "entropy", by how certain
-    the model is; or "fixed". Beside a controller by which one token decides what the next reads, such as "paper" and
-    "guarded", or by which two models take turns, `draft` is refused.
+    tokenizer: "bundled-small" for the bundled one. "lookup+self", or "lookup+" and a model, has those draft where a
+    lookup has no guess. `draft_length` decides how many: "acceptance" (the usual), by how many were accepted so far and
+    what steps take by the clock, and where the model drafts for itself by how long the text is; "entropy", by how
+    certain the model is; or "fixed". Beside a controller by which one token decides what the next reads, such as
+    "paper" and "guarded", or by which two models take turns, `draft` is refused.
     `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
     "ead_guarded", and goes with no other. With `lazy_prefill` it reads prompts alone, and the model when it first
     speaks. With `audit` traces tell how many of the other's words were the likeliest to the one that catches up with

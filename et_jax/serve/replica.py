@@ -26,6 +26,7 @@ from et_jax.serve.page_pool import Compressing, PagePool
 from et_jax.serve.queue import Queue
 from et_jax.serve.records import Burst, StepRow, prompt_read
 from et_jax.serve.sequence import Sequence, Status
+from et_jax.serve.step_clock import StepClock
 from et_jax.types import replace
 
 _BURST_SECONDS = 0.05
@@ -80,6 +81,7 @@ class Replica:
         self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
         self._costs = costs(self.config.plants, weights, self.device.state.plants, self.config.by_mass_of)
+        self._clock = StepClock(self.config)
         self._rounds = 0
         self._steps = 1
         queue.join(self.slots)
@@ -350,8 +352,11 @@ class Replica:
         if not all(map(np.all, granted)) or output.refused[:ran].any():
             raise RuntimeError("a sequence was promised pages and did not get them")
         if not promises:  # a prefill's time would be counted with that of the steps
-            per_step = (time.perf_counter() - began) / max(ran, 1)
-            self._steps = int(np.clip(self.burst_seconds / per_step, 1, self.config.max_steps))
+            seconds = time.perf_counter() - began
+            self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
+            laws = None if self.device.making else self._clock.note(output, ran, seconds)  # a compiler takes its time
+            if laws is not None:
+                self.device.set_draft_laws(laws)
         self.metrics.steps += ran
         burst = Burst(self._costs, output, ran)
         for step in range(ran):

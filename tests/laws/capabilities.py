@@ -165,7 +165,17 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
-    *("paper", "adaptive", "adaptive, lookup", "certified, self", "ead", "budget", "int8", "experts by entropy"),
+    *(
+        "paper",
+        "adaptive",
+        "adaptive, lookup",
+        "certified, self",
+        "lookup, else small",
+        "ead",
+        "budget",
+        "int8",
+        "experts by entropy",
+    ),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
@@ -190,6 +200,8 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         settings={"control": by_surprisals()}, dense={"tolerance": 0.0}, prunes=True, keeps_prefixes=False
     ),
     "lookup": lambda: Capability(settings=_LOOKUP, drafts=True),
+    "lookup, else self": lambda: Capability(settings=_SELF | {"draft": "lookup+self"}, drafts=True),
+    "lookup, else small": lambda: Capability(settings={"draft": f"lookup+{_small()}"} | _DRAFTS, drafts=True),
     "small": lambda: Capability(settings={"draft": _small()} | _DRAFTS, drafts=True),
     "self": lambda: Capability(settings=_SELF, drafts=True),
     "certified, self": lambda: Capability(

@@ -183,12 +183,15 @@ FOUR = Drafting(most=4, length=FixedLength())
 NONSENSE = Drafting(most=4, length=FixedLength(), drafter=garbage)
 BY_MODEL = Drafting(most=4, length=FixedLength(), drafter=None)
 ITSELF = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.3))
+AFTER_LOOKUP = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.3), before=FOUR)
 BY_TURNS = Drafting(most=4, length=AcceptanceLength(retry=4), drafter=None)
 DRAFTERS = {
     "lookup": (FOUR, None),
     "garbage": (NONSENSE, None),
     "the same model beside it": (BY_MODEL, MODEL),
     "itself": (ITSELF, None),
+    "lookup, else itself": (AFTER_LOOKUP, None),
+    "lookup, else another model": (dataclasses.replace(AFTER_LOOKUP, drafter=None), OTHER),
     "another model": (BY_MODEL, OTHER),
     "another model by turns": (BY_TURNS, OTHER),
 }
@@ -202,6 +205,8 @@ DRAFTERS = {
         ("off", "garbage"),
         ("off", "the same model beside it"),
         ("off", "another model"),
+        ("off", "lookup, else itself"),
+        ("certified", "lookup, else another model"),
         ("certified", "another model by turns"),
     ],
 )
@@ -269,6 +274,37 @@ def test_where_there_is_no_guess_nothing_is_drafted_and_nothing_is_held_against_
     assert not drafted[:, 1].any() and after.draft is not None
     assert after.draft.acceptance[1] == 0.5 and after.draft.acceptance[0] < 0.5
     assert int(after.table.num_free) == int(plain("off")[0].table.num_free)
+
+
+def test_where_a_lookup_has_a_guess_it_is_taken_and_else_the_model_drafts():
+    """One sequence is always guessed at, wrongly; another never; a third for its first two tokens of a step.
+
+    What is asked before is charged with its own guesses alone, and the model passes for those alone that it writes.
+    """
+
+    def some(text, newest, most):
+        guesses = (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
+        return jnp.where(jnp.arange(most) < jnp.asarray([most, 0, 2])[:, None], guesses, -1)
+
+    length = AcceptanceLength(0.0, retry=1)  # drafts that cost nothing are always made
+    whole = Drafting(
+        most=4,
+        length=FixedLength(),
+        drafter=Pruned(mass=1.0, share=1.0),
+        before=Drafting(most=4, length=length, drafter=some),
+    )
+    _, expected = plain("off")
+    after, rows, output, ran = decoded(made("off", whole))
+    assert all(rows[slot]["token"].tolist() == expected[slot]["token"].tolist() for slot in PROMPTS)
+    drafted, accepted = (np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted))
+    assert drafted[0].tolist() == [4, 0, 2]  # nothing of its own yet
+    assert (drafted[1:4, 1] == 4).all() and (drafted[:, 1] == accepted[:, 1]).all()
+    own, before = after.draft, after.draft.before
+    assert before is not None
+    assert before.acceptance[1] == 0.5 and own.acceptance[1] > 0.5  # of the second only the model spoke
+    assert own.acceptance[0] == 0.5 and before.acceptance[0] < 0.2  # and never of the first
+    passes = np.asarray(output.work[0].passes)[:ran, 0].max(axis=-1)
+    assert (passes[1:4] == 5).all() and passes[0] == 1
 
 
 def test_a_small_model_that_is_the_model_is_always_right():

@@ -2,15 +2,19 @@
 
 import dataclasses
 
+import jax
 import pytest
 from reopened import SIZES, assert_balanced
 
+from et_jax.control.draft import RooflineLength, StepTimes
 from et_jax.control.presets import preset
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.completions import Completion
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.step_clock import GAIN, StepClock
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -64,6 +68,7 @@ def plain():
         ("off", {"replicas": 2, "draft_length": "entropy"}),
         ("off", {"draft": "bundled-small", "num_pages": 40, "preempt_every": 3}),
         ("certified", {"max_resident_seqs": 5, "draft_length": "acceptance", "num_pages": 40}),
+        ("off", {"draft": "lookup+self", "num_pages": 40, "preempt_every": 3}),
         ("adaptive", {"draft": "bundled-small", "draft_length": "entropy"}),
     ],
 )
@@ -121,6 +126,8 @@ def test_a_control_that_leaves_nothing_to_draft_is_refused_wherever_it_is_given(
         ),
         ({"draft": "lookup", "draft_tokens": 0}, "draft_tokens is 0"),
         ({"draft_tokens": 17}, "draft_tokens is 17"),
+        ({"draft": "lookup+lookup"}, "draft is lookup+lookup; after the plus name self or a smaller model"),
+        ({"draft": "lookup+"}, "draft is lookup+; after the plus name self or a smaller model"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
@@ -133,3 +140,34 @@ def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
     for number in (-1, 17):
         with pytest.raises(UsageError, match="draft_tokens"):
             GenerationRequest(prompt="It was", params=SamplingParams(), draft_tokens=number)
+
+
+def test_laws_told_by_the_clock_steer_how_much_is_drafted_and_no_text(monkeypatch):
+    """Told that drafts are free they are made in a short text, told that they are dear they are not."""
+    requests = asked()[:2]
+    model = opened("off", name="bundled-small", draft="self", draft_tokens=4)
+    found = {}
+    for name, cost in (("free", 0.0), ("dear", 1.0)):
+        times = StepTimes(plain=1.0, plain_cached=0.0, drafted=cost, drafted_cached=0.0, row=cost, row_cached=0.0)
+        laws = Drafting(length=RooflineLength(times, 1.0, widths=(4.0,)), drafter=Pruned(), most=4).laws
+        monkeypatch.setattr(StepClock, "note", lambda *_, laws=laws: laws)
+        model.generate("It was late in", max_tokens=150, ignore_eos=True)  # in which the laws are told
+        before = model.metrics.drafted_tokens
+        done = model.generate(requests)
+        found[name] = [all_but_costs(one) for one in done], model.metrics.drafted_tokens - before
+    assert found["free"][0] == found["dear"][0]
+    assert found["free"][1] > 20 and found["dear"][1] == 0
+    assert model.metrics.programs_compiled_late == 0
+
+
+def test_the_clock_is_read_where_a_law_asks_for_times():
+    """After some bursts the laws are others than those at the beginning, of the lookups too."""
+    model = opened("off", name="bundled-small", draft="lookup+self", draft_tokens=4)
+    [replica] = model.replicas().replicas
+    before = jax.device_get(replica.device.state.draft_laws)
+    model.generate(["It was late in", LIST], max_tokens=150, ignore_eos=True)
+    own, looked_up = jax.device_get(replica.device.state.draft_laws)
+    assert own.times != before[0].times and own.worth >= GAIN and own.times.plain > 0
+    assert looked_up.row_cost > 0 and looked_up != before[1]
+    fixed = opened("off", name="bundled-small", **DRAFTS).decoder_config.draft
+    assert fixed is not None and fixed.times is None

@@ -1,18 +1,19 @@
 """Lengths of drafts: the best by the formula, all or nothing by entropy, and what is remembered of a draft."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from et_jax.control import draft
-from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength, RooflineLength
+from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength, RooflineLength, StepTimes
 
 NO_ENTROPY, NO_TEXT = jnp.float32(0), jnp.int32(0)
 
 
 def state(most: int = 8, **changes) -> draft.DraftState:
-    fields = {"length": 0, "acceptance": 0.5, "since": 0} | changes
-    kinds = {"length": jnp.int32, "acceptance": jnp.float32, "since": jnp.int32}
+    fields = {"length": 0, "acceptance": 0.5, "since": 0, "credit": 99.0} | changes
+    kinds = {"length": jnp.int32, "acceptance": jnp.float32, "since": jnp.int32, "credit": jnp.float32}
     return draft.DraftState(most=jnp.int32(most), **{name: kinds[name](value) for name, value in fields.items()})
 
 
@@ -94,15 +95,16 @@ def test_each_token_that_was_tried_moves_the_running_share_once(drafted, accepte
 
 
 def test_what_was_not_served_is_as_it_was():
-    before = state(acceptance=0.3, since=4, length=2)
+    before = state(acceptance=0.3, since=4, length=2, credit=0.5)
     after = draft.updated(FixedLength(), before, jnp.bool_(False), jnp.int32(4), jnp.int32(4), NO_ENTROPY, NO_TEXT)
     assert after == before or all(
         np.array_equal(getattr(after, name), getattr(before, name))
-        for name in ("most", "length", "acceptance", "since")
+        for name in ("most", "length", "acceptance", "since", "credit")
     )
 
 
-ROOFLINE = RooflineLength(cached=2e-4, share=0.1, row_cost=0.05, cached_row_cost=0.1)
+TIMES = StepTimes(plain=3.0, plain_cached=6e-4, drafted=3.0, drafted_cached=6e-5, row=0.15, row_cached=6e-5)
+ROOFLINE = RooflineLength(TIMES)
 
 
 def self_speed(acceptance: float, length: int, context: int) -> float:
@@ -134,3 +136,57 @@ def test_drafts_that_fail_are_tried_again_when_that_costs_a_hundredth():
         for since in (0, 40, 41)
     ]
     assert found == [0, 0, 1]
+
+
+def test_no_draft_costs_more_than_there_is_credit_for():
+    """At 60,000 tokens a plain step takes 39; k drafted tokens 10.35 k more: 0.265 of a plain step each."""
+    for credit, most in ((-0.1, 0), (0.0, 0), (0.26, 0), (0.27, 1), (1.0, 3), (1.07, 4), (4.3, 16)):
+        found = ROOFLINE.length(state(most=16, acceptance=1.0, credit=credit), NO_ENTROPY, jnp.int32(60_000))
+        assert int(found) == most, credit
+        assert float(ROOFLINE.cost(found, jnp.int32(60_000))) == pytest.approx(most * 10.35 / 39, rel=1e-5)
+
+
+@pytest.mark.parametrize("holds", [0.0, 0.45, 0.6])
+@pytest.mark.parametrize("context", [8_000, 60_000, 300_000])
+def test_a_text_loses_a_step_and_a_hundredth_of_the_others_at_most(holds, context):
+    """Whatever holds, by the law's own times: a walk of 400 tokens, in plain steps, against its 400 plain ones."""
+    rng, at, spent = np.random.default_rng(3), 0, 0.0
+    updated = jax.jit(draft.updated)
+    known = state(most=12, acceptance=ROOFLINE.supposed, credit=draft.FIRST_CREDIT)
+    costs = [float(cost) for cost in jax.vmap(ROOFLINE.cost, (0, None))(jnp.arange(17), jnp.int32(context))]
+    steps = 0
+    while at < 400:
+        drafted = int(known.length)
+        held = next((i for i in range(drafted) if rng.random() >= holds), drafted)
+        at, spent = at + held + 1, spent + 1.0 + (drafted and costs[drafted])
+        steps += 1
+        counts = jnp.int32(drafted), jnp.int32(held)
+        known = updated(ROOFLINE, known, jnp.bool_(True), *counts, NO_ENTROPY, jnp.int32(context))
+    assert spent <= at + draft.FIRST_CREDIT + 0.01 * steps + 1e-3
+
+
+def test_what_drafts_save_is_counted_up_to_a_bound():
+    """Three of four drafted tokens held: three plain steps, less 4 x 10.35 / 39, and a hundredth."""
+    counts = jnp.int32(4), jnp.int32(3)
+    at = jnp.int32(60_000)
+    after = draft.updated(ROOFLINE, state(credit=0.5), jnp.bool_(True), *counts, NO_ENTROPY, at)
+    assert float(after.credit) == pytest.approx(0.5 + 0.01 + 3.0 - 4 * 10.35 / 39, rel=1e-5)
+    again = draft.updated(ROOFLINE, after, jnp.bool_(True), *counts, NO_ENTROPY, at)
+    assert float(again.credit) == 4.0
+
+
+def test_laws_that_are_told_times_go_by_them():
+    """A drafted token that takes 2.5 of a plain step's 5 at 1000 tokens; of a law without times nothing is other."""
+    times = StepTimes(plain=4.0, plain_cached=1e-3, drafted=1.0, drafted_cached=2e-4, row=1.0, row_cached=3e-4)
+    told = AcceptanceLength(0.1, widths=(4.0, 8.0)).told(times, 1.5, 1000.0)
+    assert told == AcceptanceLength(0.5, retry=200, widths=(4.0, 8.0))
+    assert ROOFLINE.told(times, 1.5, 1000.0) == RooflineLength(times, 1.5)
+    for law in (FixedLength(), EntropyLength()):
+        assert law.told(times, 1.5, 1000.0) == law
+
+
+def test_times_of_sequences_alike_are_those_of_one_as_often():
+    found = TIMES.alike(3.0, 5.0)
+    assert found == StepTimes(
+        plain=3.0, plain_cached=18e-4, drafted=3.0, drafted_cached=18e-5, row=0.75, row_cached=18e-5
+    )

@@ -1,0 +1,148 @@
+"""What steps take by the clock, told to the laws of drafts: no text depends on it.
+
+A burst of steps takes, as it is modelled here, the sum of what `work` counts in it times the `StepTimes`. Those are
+fitted to the last bursts, beginning with rough ones that are doubted, so that what was never done is still expected to
+take something. The spread of bursts about the fit says how well a speed is known.
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from et_jax.control.draft import SHORT, DraftLength, StepTimes
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.draft import Drafting
+from et_jax.decode.output import StepOutput
+
+REMEMBERED = 256  # bursts
+EVERY = 8  # bursts: how often times are fitted anew
+DOUBT = 0.3  # standard deviation of a rough time, over it
+LEAST_SPREAD = 0.02  # of a burst's time, over what is expected of it
+GAIN = 1.02  # speed over plain decoding's below which nothing is drafted, however well it is known
+ROUNDS = 6  # of weighing bursts by how far off they are
+FAR = 2.0  # spreads, beyond which a burst counts for less: something else ran beside it
+_NAMES = [field.name for field in dataclasses.fields(StepTimes)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """`times` in seconds, as far as they are known: `covariance` is that of each over its value, `[6, 6]`."""
+
+    times: StepTimes
+    covariance: Float[np.ndarray, "f f"]
+
+    def doubt(self, plain: Float[np.ndarray, " f"], drafting: Float[np.ndarray, " f"]) -> float:
+        """Return the standard deviation of the log of how much longer one kind of work takes than another."""
+        each = np.array([getattr(self.times, name) for name in _NAMES])
+        parts = [work * each / (work @ each) for work in (drafting, plain)]
+        return float(np.sqrt(max((parts[0] - parts[1]) @ self.covariance @ (parts[0] - parts[1]), 0.0)))
+
+
+def work(
+    drafting: Drafting,
+    batch: int,
+    drafted: Int[np.ndarray, "n b"],
+    passes: Int[np.ndarray, " n"],
+    held: Int[np.ndarray, "n b"] | Float[np.ndarray, "n b"],
+) -> Float[np.ndarray, "n f"]:
+    """Return how often each of the `StepTimes` is in every step.
+
+    A step `drafted` so many tokens of every slot in so many `passes`; the sequences that it served `held` so many
+    tokens, others 0.
+    """
+    widths = np.array(drafting.widths(batch))
+    rows = widths[np.searchsorted(widths, drafting.needed(batch, drafted))] - batch
+    cached, ahead = held.sum(axis=1), passes * (held * (drafted > 0)).sum(axis=1)
+    return np.stack([np.ones(len(rows)), cached, passes, ahead, rows, rows / batch * cached], axis=1).astype(np.float64)
+
+
+def fitted(rough: StepTimes, done: Float[np.ndarray, "n f"], seconds: Float[np.ndarray, " n"]) -> Fit:
+    """Return the times by which the work `done` in every burst takes the `seconds` that it took.
+
+    The posterior mean and covariance of a linear model whose errors are in proportion to what is expected: a priori
+    each time is the rough one, in one unit for all, give or take `DOUBT` of it. Bursts that are far off count for less
+    (Huber's weights), and no time is below 0.
+    """
+    prior = np.array([getattr(rough, name) for name in _NAMES])
+    prior *= np.median(seconds / (done @ prior))
+    parts = done * prior  # so that what is sought is each time over the rough one
+    found, free = np.ones(len(prior)), prior > 0
+    for _ in range(ROUNDS):
+        expected = parts @ found
+        relative, target = parts / expected[:, None], seconds / expected
+        off = np.abs(target - 1.0)
+        spread = max(LEAST_SPREAD, 1.4826 * float(np.median(off)))
+        weight = np.minimum(1.0, FAR * spread / np.maximum(off, 1e-12)) / spread**2
+        precision = (relative * weight[:, None]).T @ relative + np.eye(len(prior)) / DOUBT**2
+        found, free = _above_zero(precision, relative.T @ (weight * target) + 1.0 / DOUBT**2, prior > 0)
+    covariance = np.zeros_like(precision)
+    covariance[np.ix_(free, free)] = np.linalg.inv(precision[np.ix_(free, free)])
+    covariance /= np.outer(*[np.where(free, found, 1.0)] * 2)
+    return Fit(
+        times=StepTimes(**dict(zip(_NAMES, (found * prior).tolist(), strict=True))),
+        covariance=covariance,
+    )
+
+
+def _above_zero(
+    precision: Float[np.ndarray, "f f"], wanted: Float[np.ndarray, " f"], free: np.ndarray[Any, np.dtype[np.bool_]]
+) -> tuple[Float[np.ndarray, " f"], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """The solution of a least-squares problem in its `free` numbers, those that would be below 0 held there."""
+    while True:
+        found = np.zeros(len(wanted))
+        found[free] = np.linalg.solve(precision[np.ix_(free, free)], wanted[free])
+        if (found >= 0.0).all():
+            return found, free & (found > 0.0)
+        free = free & (found > 0.0)
+
+
+class StepClock:
+    """Notes what bursts take, and tells the laws of lengths; without `Drafting.times` nothing is noted."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self._config, self._drafting = config, config.draft
+        self._bursts: collections.deque[tuple[Float[np.ndarray, " f"], float]] = collections.deque(maxlen=REMEMBERED)
+        self._noted = 0
+
+    def note(self, output: StepOutput, ran: int, seconds: float) -> tuple[DraftLength, ...] | None:
+        """Note a burst of `ran` steps, and return the laws by what is known now, every few bursts; otherwise None."""
+        drafting = self._drafting
+        if drafting is None or drafting.times is None or not ran:
+            return None
+        produced, drafted, length = (
+            np.asarray(x)[:ran, 0] for x in (output.produced, output.drafted, output.signals.length)
+        )
+        served = produced.any(axis=1)
+        if not served.all():
+            return None
+        passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
+        held = np.where(produced, length, 0)
+        self._bursts.append((work(drafting, self._config.batch, drafted, passes, held).sum(axis=0), seconds))
+        self._noted += 1
+        if self._noted % EVERY:
+            return None
+        done, taken = (np.array(each) for each in zip(*self._bursts, strict=True))
+        sequences = float(produced.sum(axis=1).mean())
+        context = float(held.sum() / produced.sum())
+        return told(drafting, self._config.batch, fitted(drafting.times, done, taken), sequences, context)
+
+
+def told(drafting: Drafting, batch: int, fit: Fit, sequences: float, context: float) -> tuple[DraftLength, ...]:
+    """Return the laws of lengths by measured times, of so many sequences that hold `context` tokens each.
+
+    A speed has to be above plain decoding's by a standard deviation of what is known of it.
+    """
+    alike = np.arange(batch) < round(sequences)
+    held = np.where(alike, context, 0)[None]
+    plain, short = (
+        work(drafting, batch, count * alike[None].astype(np.int32), np.array([count]), held)[0]
+        for count in (0, min(SHORT, drafting.most))
+    )
+    worth = GAIN + fit.doubt(plain, short)
+    own = fit.times.alike(sequences, batch if drafting.pruned is not None else sequences)
+    first, *others = drafting.laws
+    before = dataclasses.replace(own, drafted=0.0, drafted_cached=0.0)
+    return first.told(own, worth, context), *(law.told(before, worth, context) for law in others)

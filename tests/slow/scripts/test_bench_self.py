@@ -1,0 +1,47 @@
+"""The benchmark of self-drafts: cases are written down as they come, and a run that was cut goes on."""
+
+import json
+import sys
+
+import pytest
+from scripts_here import script
+
+from et_jax.evidence import draft_tables
+from et_jax.evidence.shapes import SMALL
+
+CONTEXTS = ("64", "128")
+
+
+def test_a_run_that_was_cut_keeps_its_cases_and_goes_on(tmp_path, monkeypatch):
+    bench = script("bench_self")
+    monkeypatch.setattr(bench, "SMOLLM_135M", SMALL)
+    monkeypatch.setattr(bench, "TRUSTED", ("certified",))
+    output = tmp_path / "self.json"
+    small = ["--part", "filled", "--sequences", "1", "--tokens", "6", "--fewest", "6", "--rounds", "1"]
+
+    def run(*more: str) -> dict:
+        monkeypatch.setattr(sys, "argv", ["bench_self", *small, "--output", str(output), *more])
+        bench.main()
+        return json.loads(output.read_text())
+
+    written = bench.write
+
+    def cut(path, *args, **results):
+        written(path, *args, **results)
+        if len(results["cases"]) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "write", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run("--contexts", *CONTEXTS, "--rates", "0.9", "0.45", "0")
+    monkeypatch.setattr(bench, "write", written)
+    before = json.loads(output.read_text())["cases"]
+    assert [case["way"] for case in before] == ["0.9", "0.45", "0"] and before[0]["context"] == 64
+    found = run("--resume", "--contexts", *CONTEXTS, "--rates", "0.9", "0.45", "0")
+    assert found["cases"][:3] == before
+    ways = {(case["context"], case["way"]) for case in found["cases"]}
+    assert ways == {(int(context), way) for context in CONTEXTS for way in ("0.9", "0.45", "0", "certified")}
+    assert len(found["cases"]) == 8 and all(case["ratio"] > 0 and case["tokens"] == 6 for case in found["cases"])
+    assert "certified, trusted" in draft_tables.self_drafting(found["cases"])
+    left = run("--contexts", *CONTEXTS, "--rates", "0", "--gigabytes", "0.0002")
+    assert left["left_out"] and {case["context"] for case in left["cases"]} <= {64}
