@@ -15,7 +15,8 @@ from et_jax.types import pytree, replace
 
 NAMED_8_BITS = dict(zip(("int8", "fp8"), EIGHT_BITS, strict=True))
 """The dtypes of a cache in 8 bits, by the names that callers give them; "fp8" has 4 bits of exponent, 3 of mantissa."""
-_LARGEST = dict(zip(EIGHT_BITS, (127.0, 448.0), strict=True))
+LARGEST = dict(zip(EIGHT_BITS, (127.0, 448.0), strict=True))
+"""The largest number that a cache of each of these dtypes holds."""
 
 
 @pytree
@@ -37,8 +38,10 @@ class LayerCache:
     """One layer's pages: key and value of a token side by side on the last axis, then padding.
 
     In 8 bits the numbers of a token's key are multiplied by one scale and those of its value by another, which are in
-    `kv_scales`: the largest of what is stored over the largest that 8 bits have, not finite where one of it is not. So
-    what stands for a token depends on that token alone. `summary` is None where every block is read whatever it holds. `key_codes` are 8-bit copies of the keys
+    `kv_scales`: the largest of the key, or the value, over the largest number that 8 bits have, and not finite where
+    that is not. So what stands for a token depends on that token alone.
+
+    `summary` is None where every block is read whatever it holds. `key_codes` are 8-bit copies of the keys
     for certified selection, a page's tokens side by side; None unless asked for. A key is
     code * scale + offset, channel by channel, with scale = (max - min) / 255 and offset = min + 128 scale
     of the page's box, rounded to the nearest.
@@ -85,7 +88,7 @@ def token_bytes(head_dim: int, dtype: DTypeLike) -> int:
 
 def dtype_named(name: str) -> jnp.dtype:
     """Return the dtype of a cache by the name that callers give it."""
-    return NAMED_8_BITS.get(name) or jjnp.dtype(name)
+    return NAMED_8_BITS.get(name) or jnp.dtype(name)
 
 
 def name_of(dtype: DTypeLike) -> str:
@@ -98,12 +101,12 @@ def quantized(x: Float[Array, "*b d"], dtype: DTypeLike) -> tuple[Shaped[Array, 
 
     Of what is not finite the scale alone tells.
     """
-    x, largest = x.astype(jnp.float32), _LARGEST[jnp.dtype(dtype)]
+    x, largest = x.astype(jnp.float32), LARGEST[jnp.dtype(dtype)]
     scale = jnp.max(jnp.abs(x), axis=-1) / largest
     is_finite = jnp.isfinite(scale)
-    code = x / jnp.where(is_finite & (scale > 0), scale, 1.0)[..., None]
-    code = jnp.clip(jnp.where(is_finite[..., None], code, 0.0), -largest, largest)
-    return (jnp.round(code) if jnp.issubdtype(dtype, jnp.integer) else code).astype(dtype), scale
+    numbers = x / jnp.where(is_finite & (scale > 0), scale, 1.0)[..., None]
+    numbers = jnp.clip(jnp.where(is_finite[..., None], numbers, 0.0), -largest, largest)
+    return (jnp.round(numbers) if jnp.issubdtype(dtype, jnp.integer) else numbers).astype(dtype), scale
 
 
 def dequantized(
@@ -130,7 +133,8 @@ def empty(
 ) -> KVCache:
     """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for.
 
-    A `dtype` of 8 bits comes with scales, and boxes are in float32 then. The copies need `summaries`, whose boxes they lie in.
+    A `dtype` of 8 bits comes with scales, and boxes are in float32 then. The copies need `summaries`, whose boxes they
+    lie in.
 
     A multiple of 8 pages gets one more, which no table holds. A TPU lays the summaries of such a pool out in tiles of 8
     pages of one head; the kernels that score blocks read all heads of a page at once, as every other number of pages is

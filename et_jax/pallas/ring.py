@@ -46,13 +46,9 @@ class RingConfig:
         require(self.group in powers, "group", self.group, f"a power of two, at most {LANES}")
         require(self.depth >= 2, "depth", self.depth, "at least 2")
 
-    def num_bytes(self, pages: Array) -> int:
-        """Return the vector memory that the buffers of a pool take, those of its scales among them."""
-        _, _, s, e = pages.shape
-        page = s * e * pages.dtype.itemsize
-        if pages.dtype in EIGHT_BITS:  # two rows of a register's
-            page += 4 * SUBLANES * max(s, LANES)
-        return self.depth * self.group * page
+    def num_bytes(self, page_bytes: int) -> int:
+        """Return the vector memory the buffers take."""
+        return self.depth * self.group * page_bytes
 
 
 def heuristic(group_tokens: int, page_size: int, width: int, dtype: jnp.dtype) -> RingConfig:
@@ -70,6 +66,13 @@ class Footprint:
 
     scalar: int
     vector: int
+
+
+def page_bytes(pages: Array) -> int:
+    """Return the vector memory that a page of tokens takes, with its scales where it is in 8 bits."""
+    _, _, s, e = pages.shape
+    scales = 4 * SUBLANES * max(s, LANES) if pages.dtype in EIGHT_BITS else 0  # whole registers
+    return s * e * pages.dtype.itemsize + scales
 
 
 def require_pages(pages: Array) -> None:

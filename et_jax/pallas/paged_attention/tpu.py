@@ -162,7 +162,7 @@ def footprint(
         converted = 4 * config.group * s * e
     # twice: query, output and block sums; once for each page of a group: its query, scores and what becomes of them
     vector = 2 * 4 * queries * (2 * e + m) + 4 * queries * config.group * (4 * max(s, LANES) + 2 * e)
-    return ring.Footprint(scalar=scalar, vector=vector + converted + config.num_bytes(pages))
+    return ring.Footprint(scalar=scalar, vector=vector + converted + config.num_bytes(ring.page_bytes(pages)))
 
 
 def _kernel(

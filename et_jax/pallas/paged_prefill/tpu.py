@@ -173,7 +173,7 @@ def footprint(
     vector = 4 * rows * (2 * (2 * e + LANES + summed) + 2 * e + 3 * span)
     # a group of 8 bits in the dtype of the query, at most float32
     converted = 4 * span * e if pages.dtype in EIGHT_BITS else 0
-    return ring.Footprint(scalar=scalar, vector=vector + converted + config.ring.num_bytes(pages))
+    return ring.Footprint(scalar=scalar, vector=vector + converted + config.ring.num_bytes(ring.page_bytes(pages)))
 
 
 def _kernel(
