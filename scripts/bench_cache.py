@@ -49,7 +49,9 @@ STEPS = 16  # in one call of `decode`
 def configured(kind: str, rows: int, length: int, **settings: Any) -> DecoderConfig:
     """Return a decoder of the shape with a cache of a kind, each of its rows as long as that."""
     model = replace(SMOLLM_135M, max_positions=length)
-    return replace(whole_context(model, rows, "bfloat16", **settings), cache_dtype=kv.dtype_named(kind), dtype="bfloat16")
+    return replace(
+        whole_context(model, rows, "bfloat16", **settings), cache_dtype=kv.dtype_named(kind), dtype="bfloat16"
+    )
 
 
 def decoding(weights: Any, rows: int, context: int) -> Callable[[str], Callable[[], float]]:
@@ -153,10 +155,12 @@ def losses(model: Model, rows: np.ndarray) -> np.ndarray:
 
 
 def rounding(model: Model, rows: np.ndarray) -> list[dict[str, Any]]:
-    """Return how far keys and values stored in 8 bits are off, as shares of their root mean squares, by their scales."""
+    """Return how far keys and values in 8 bits are off, as shares of their root mean squares, by their scales."""
     d = model.config.head_dim
     _, state = next(read_through(model, rows[:1]))
-    pages = jnp.stack([layer.pages[:, 1 : 1 + rows.shape[1] // model.decoder_config.page_size] for layer in state.cache.layers])
+    pages = jnp.stack(
+        [layer.pages[:, 1 : 1 + rows.shape[1] // model.decoder_config.page_size] for layer in state.cache.layers]
+    )
     found = []
     for kind, dtype in kv.NAMED_8_BITS.items():
         for scales in ("float32", "bfloat16", "a page"):
@@ -185,9 +189,7 @@ def _stored(x: Float[Array, "*b s d"], dtype: Any, scales: str) -> Float[Array, 
 
 def quality(args: argparse.Namespace) -> dict[str, Any]:
     """Return bytes, perplexity and right answers of every kind, and what tells them apart."""
-    models = {
-        kind: load(args.model, dtype="bfloat16", cache_dtype=kind, num_pages=args.num_pages) for kind in KINDS
-    }
+    models = {kind: load(args.model, dtype="bfloat16", cache_dtype=kind, num_pages=args.num_pages) for kind in KINDS}
     plain = models["bfloat16"]
     rows = held_out.rows(plain, args.text, args.rows, args.length + 1)
     nats = {kind: losses(model, rows) for kind, model in models.items()}
@@ -226,7 +228,9 @@ def main() -> None:
     parser = arguments.parser(__doc__, "model", "text", "rows", "samples", results="cache.json")
     size = arguments.count()
     contexts = [2048, 8192, 16384]
-    parser.add_argument("--decode", type=size, nargs="+", default=contexts, help="tokens held (default 2048 8192 16384)")
+    parser.add_argument(
+        "--decode", type=size, nargs="+", default=contexts, help="tokens held (default 2048 8192 16384)"
+    )
     parser.add_argument("--decode-rows", type=size, default=2, help="rows of a step (default 2)")
     parser.add_argument("--prefill", type=size, nargs="+", default=[512], help="tokens of a call (default 512)")
     parser.add_argument("--rounds", type=size, default=5, help="turns of every line (default 5)")

@@ -12,7 +12,6 @@ from et_jax.pallas.checks import EIGHT_BITS, SUBLANES, padded_width
 from et_jax.sums import total
 from et_jax.types import pytree, replace
 
-
 NAMED_8_BITS = dict(zip(("int8", "fp8"), EIGHT_BITS, strict=True))
 """The dtypes of a cache in 8 bits, by the names that callers give them; "fp8" has 4 bits of exponent, 3 of mantissa."""
 LARGEST = dict(zip(EIGHT_BITS, (127.0, 448.0), strict=True))

@@ -83,7 +83,9 @@ class DecoderConfig:
             if size % getattr(self, unit):
                 raise ValueError(f"{name}: got {size}, wanted a multiple of {unit} = {getattr(self, unit)}")
         if self.dtype is None and jnp.dtype(self.cache_dtype) in EIGHT_BITS:
-            raise ValueError(f"dtype: got None beside a cache in {jnp.dtype(self.cache_dtype)}, wanted the weights' own")
+            raise ValueError(
+                f"dtype: got None beside a cache in {jnp.dtype(self.cache_dtype)}, wanted the weights' own"
+            )
         selector = self.controller.selector
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")

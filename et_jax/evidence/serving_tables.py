@@ -57,7 +57,9 @@ def cached(quality: Case, speed: Sequence[Case]) -> str:
     off = [[one["kind"], one["scales"], f"{one['keys']:.2%}", f"{one['values']:.2%}"] for one in quality["rounding"]]
     timed = [
         [
-            {"decode": f"a step over {line['size']:,} tokens", "prefill": f"a prompt of {line['size']:,}"}[line["what"]],
+            {"decode": f"a step over {line['size']:,} tokens", "prefill": f"a prompt of {line['size']:,}"}[
+                line["what"]
+            ],
             line["tokens_per_second"]["bfloat16"],
             *[
                 f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -66,7 +66,10 @@ def convert(floats_ref: Any, tile_ref: Any) -> None:
     """Store a tile of 8 bits as bfloat16, in shares that leave registers for the sums."""
     for column in range(0, tile_ref.shape[1], SHARE):
         share = pl.ds(column, SHARE)
-        store(floats_ref.at[:, share], load(tile_ref.at[:, share]).astype(jnp.bfloat16))
+        numbers = load(tile_ref.at[:, share])
+        if numbers.dtype != jnp.int8:  # from floats of 8 bits there is no way to bfloat16 but through wider ones
+            numbers = numbers.astype(jnp.float32)
+        store(floats_ref.at[:, share], numbers.astype(jnp.bfloat16))
     plgpu.commit_smem()  # wgmma must see what was stored, and the next copy to the tile's place must not overtake reads
 
 

@@ -108,7 +108,7 @@ class PageList:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Buffers "depth group ...", a semaphore for each place in the ring, and the list of this grid step and of the next.
+    """Buffers "depth group ...", a semaphore for each of the ring, and the list of this grid step and of the next.
 
     pools: what is copied of a page, pairs of an array that leads with head and page and of its buffers.
     first_ref: which buffer takes the first group of this grid step's list.

@@ -333,5 +333,11 @@ ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
         kernels=("attention", "int8 attention", "fp8 attention", "rows", "prefill", "sparse", "int8 sparse"),
     ),
     Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
-    Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64, kernels=("attention", "int8 attention", "prefill", "fp8 prefill")),
+    Attention(
+        name="bundled",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        kernels=("attention", "int8 attention", "prefill", "fp8 prefill"),
+    ),
 )

@@ -220,7 +220,7 @@ def _kernel(
     empty: list[float],
     page_size: int,
 ):
-    """Score the blocks of one row. `refs`: two pools; the outputs; each pool's buffers, their semaphores and first buffer."""
+    """Score the blocks of one row. `refs`: two pools; the outputs; buffers, semaphores and the first buffer."""
     pools, outputs, scratch = refs[:2], refs[2 : 2 + len(empty)], refs[2 + len(empty) :]
     row = pl.program_id(0)
     group = scratch[0].shape[1]

@@ -136,9 +136,7 @@ def paged_prefill(
             out_specs=[queries(width), queries(padded) if block_lse else None],
             scratch_shapes=[
                 pltpu.VMEM((config.ring.depth, config.ring.group, s, e), pages.dtype),
-                None
-                if kv_scales is None
-                else pltpu.VMEM((config.ring.depth, config.ring.group, 2, s), jnp.float32),
+                None if kv_scales is None else pltpu.VMEM((config.ring.depth, config.ring.group, 2, s), jnp.float32),
                 pltpu.SemaphoreType.DMA((config.ring.depth,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from stored_tokens import LARGEST, as_stored
 
 from et_jax.decode import cache as kv
