@@ -150,7 +150,7 @@ def test_what_is_written_over_a_token_leaves_nothing_of_it(dtype):
     """A drafted token a thousand times as large, rejected: the cache is what it would be without it."""
     rng = np.random.default_rng(6)
     k, v = (1e-3 * x for x in tokens(rng, SIZE, dtype))
-    drafted = [1e3 * x for x in tokens(rng, 2, dtype)]
+    drafted_k, drafted_v = (1e3 * x for x in tokens(rng, 2, dtype))
     once = jnp.asarray([[3, 7, 0, 0]] * 3, jnp.int32)
     start, none = jnp.zeros(3, jnp.int32), [0, 0]
 
@@ -160,7 +160,8 @@ def test_what_is_written_over_a_token_leaves_nothing_of_it(dtype):
     blank = dirty(dtype, 0.0)
     expected = written(blank, k, v, 0, SIZE)
     first = written(blank, k[:, : SIZE - 1], v[:, : SIZE - 1], 0, SIZE - 1)
-    again = written(written(first, *drafted, SIZE - 1, 1), k[:, SIZE - 1 :], v[:, SIZE - 1 :], SIZE - 1, 1)
+    drafted = written(first, drafted_k, drafted_v, SIZE - 1, 1)
+    again = written(drafted, k[:, SIZE - 1 :], v[:, SIZE - 1 :], SIZE - 1, 1)
     for got, wanted in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
 
