@@ -166,6 +166,26 @@ def test_what_is_written_over_a_token_leaves_nothing_of_it(dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
 
 
+@EIGHT_BITS
+@pytest.mark.parametrize(
+    ("width", "start", "count"),
+    [(1, [4, 3, 0], [1, 1, 0]), (8, [1, 2, 0], [8, 6, 0]), (7, [9, 0, 0], [7, 3, 0]), (3, [2, 4, 7], [2, 3, 2])],
+    ids=["a token each", "over pages", "to the end of the table", "rows of one slot"],
+)
+def test_page_by_page_is_stored_what_is_stored_token_by_token(dtype, width, start, count, monkeypatch):
+    """As for a TPU, into a layer full of other numbers."""
+    k, v = tokens(np.random.default_rng(7), width, dtype)
+    table = np.asarray([TABLE[0]] * 3) if count[2] else TABLE
+    given = [jnp.asarray(x, jnp.int32) for x in (table, start, count, [9] * 3 if count[2] else np.add(start, count))]
+    before = dirty(dtype, 3.0)
+    expected = write(before, k, v, *given)
+    monkeypatch.setattr(kv, "platform", lambda: "tpu")
+    got = kv.write(before, k, v, *given)
+    for name in ("pages", "kv_scales"):
+        one, other = (np.asarray(getattr(layer, name), np.float32) for layer in (got, expected))
+        np.testing.assert_array_equal(one, other)
+
+
 def test_names_of_dtypes_are_those_of_callers():
     for name, dtype in {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "bfloat16": jnp.bfloat16}.items():
         assert kv.dtype_named(name) == jnp.dtype(dtype) and kv.name_of(dtype) == name
