@@ -181,7 +181,7 @@ def _stored(x: Float[Array, "*b s d"], dtype: Any, scales: str) -> Float[Array, 
     numbers, scale = kv.quantized(x, dtype)
     if scales == "float32":
         return numbers.astype(jnp.float32) * scale[..., None]
-    scale, largest = scale.astype(jnp.bfloat16).astype(jnp.float32)[..., None], kv.LARGEST[dtype]
+    scale, largest = jax.lax.reduce_precision(scale, 8, 7)[..., None], kv.LARGEST[dtype]
     numbers = jnp.clip(x / jnp.where(scale > 0, scale, 1.0), -largest, largest)
     numbers = jnp.round(numbers) if dtype == jnp.int8 else numbers
     return numbers.astype(dtype).astype(jnp.float32) * scale

@@ -8,6 +8,7 @@ from flax import nnx
 from own_modules import LENGTH, Plain
 from reopened import SIZES
 
+from et_jax.control.presets import preset
 from et_jax.decode.cache import dtype_named, token_width
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.module import ModuleConfig
@@ -75,7 +76,6 @@ def test_a_cache_in_8_bits_is_charged_by_its_bytes_scales_included(cache_dtype, 
         ({"control": "adaptive"}, "fp8"),
         ({"draft": "self", "draft_tokens": 3, "draft_length": "fixed"}, "int8"),
         ({"cache_budget": 36, "control": "certified"}, "int8"),
-        ({"control": "entropyinfer"}, "int8"),
     ],
     ids=str,
 )
@@ -83,8 +83,15 @@ def test_every_way_of_reading_reads_such_a_cache(settings, cache_dtype, exact):
     model = opened("float32", cache_dtype, **settings)
     _, entropies = text_of(model)
     assert cached(model) == {dtype_named(cache_dtype)} and np.isfinite(entropies).all()
-    if "cache_budget" not in settings and settings.get("control") != "entropyinfer":
+    if "cache_budget" not in settings:
         assert abs(entropies[0] - exact[1][0]) < 0.1
+
+
+def test_a_prompt_is_read_in_8_bits_under_a_budget_too(exact):
+    model = opened("float32", "int8", control=preset("entropyinfer", prefill_budget=16))
+    _, entropies = text_of(model)
+    assert cached(model) == {jnp.dtype(jnp.int8)} and np.isfinite(entropies).all()
+    assert entropies[0] != exact[1][0]
 
 
 def test_a_module_may_have_a_cache_of_another_dtype():
