@@ -385,6 +385,7 @@ def test_selectors_see_what_is_kept(selector):
 def entries(state: DecodeState, layer: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """The numbers "k t e" and the scales "k t 2" that slot 1 holds in a layer, in the order of places."""
     cached, table = known(state).cache.layers[layer], np.asarray(state.table.pages[1])
+    assert cached.kv_scales is not None
     pages, scales = np.asarray(cached.pages[:, table]), np.asarray(cached.kv_scales[:, table]).swapaxes(2, 3)
     heads = len(pages)
     return pages.reshape(heads, -1, pages.shape[-1])[:, :num_tokens], scales.reshape(heads, -1, 2)[:, :num_tokens]
@@ -410,7 +411,7 @@ def test_entries_in_8_bits_are_moved_with_their_scales(cache_dtype):
             assert at == sorted(set(at)) and len(at) == room
             key = kept[:, : MODEL.head_dim].astype(np.float32) * kept_scales[:, :1]
             key = key.reshape(-1, PAGE, MODEL.head_dim)
-            box = np.asarray(known(state).cache.layers[layer].summary.key_box[head, table])[:, : 2 * MODEL.head_dim]
+            box = np.asarray(known(state).cache.layers[layer].summaries.key_box[head, table])[:, : 2 * MODEL.head_dim]
             np.testing.assert_array_equal(box, np.concatenate([key.min(1), key.max(1)], axis=-1))
 
 
