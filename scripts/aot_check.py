@@ -36,18 +36,25 @@ INSTRUCTION = re.compile(
 )
 
 
+# A part of a fusion whose result lies where its operand does: the layout has another name, and nothing is written.
+IN_PLACE = re.compile(r"output_to_operand_aliasing=\{\{\}: \(0, \{\}\)\}, calls=%([\w.-]+)")
+
+
 def whole_copies(text: str, pool: dict[str, Any]) -> list[str]:
     """Return the names of the arrays that a compiled program copies, transposes or converts whole.
 
-    Inside a fusion only the root is written out. An array is known by its number of elements: compilers merge axes.
+    Inside a fusion only the root is written out. An array is known by its number of elements: compilers merge axes. Of
+    several with one number the first is named.
     """
-    names = {math.prod(array.shape): name for name, array in pool.items()}
-    copied, fused = {}, False
+    names = {math.prod(array.shape): name for name, array in reversed(pool.items())}
+    copied, fused, in_place = {}, False, False
+    relabelled = set(IN_PLACE.findall(text))
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
-            fused = "fused" in line.split("(")[0]
+            computation = line.split("(")[0]
+            fused, in_place = "fused" in computation, computation.strip(" %") in relabelled
         found = INSTRUCTION.match(line)
-        if found is None or (fused and not found["root"]):
+        if found is None or in_place or (fused and not found["root"]):
             continue
         name = names.get(math.prod(int(size) for size in found["shape"].split(",") if size))
         copy = f"{found['op']} of {name} as {found['type']}[{found['shape']}]"

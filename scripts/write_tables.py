@@ -91,6 +91,7 @@ REPORTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 QUANTIZED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quantize": ("quantize.json", lambda found: serving_tables.quantized(found["quality"], found["speed"])),
     "four_bits": ("four_bits.json", lambda found: serving_tables.four_bits(found["cases"])),
+    "cache": ("cache.json", lambda found: serving_tables.cached(found["quality"], found["speed"])),
 }
 SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", serving_tables.ray)}
 DOCUMENTS = {
@@ -170,6 +171,7 @@ def main() -> int:
             ("bench_compression",),
             ("bench_quantize", "--text", args.case[0][1]),
             ("bench_four_bits",),
+            ("bench_cache", "--text", args.case[0][1]),
             ("bench_experts",),
             ("bench_report",),
             ("bench_ray",),

@@ -67,8 +67,8 @@ def add_cache(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cache-dtype",
         default="auto",
-        choices=["auto", "bfloat16", "float32"],
-        help="what keys and values are kept in (default auto: that of the weights)",
+        choices=["auto", "bfloat16", "float32", "int8", "fp8"],
+        help="what keys and values are kept in (default auto: the dtype of the weights; 8 bits: docs/quantized.md)",
     )
     group.add_argument(
         "--cache-budget",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from et_jax.decode.cache import token_width
+from et_jax.decode import cache as kv
 from et_jax.decode.selection import trace_scores
 from et_jax.models.config import ModelShape
 from et_jax.pallas.backend import NAMES, pick
@@ -58,14 +58,14 @@ def _trace_attention(
 ) -> list[Array]:
     """Both ops on one row and one page, in every kind of layer there is."""
     integers = partial(jnp.zeros, dtype=jnp.int32)
-    pages = jnp.zeros((model.num_kv_heads, 2, page_size, token_width(model.head_dim)), cache_dtype)
+    layer, *_ = kv.empty(1, model.num_kv_heads, model.head_dim, 2, page_size, cache_dtype, summaries=False).layers
     queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)
     lists = integers((1, model.num_kv_heads, 1)), integers((1, model.num_kv_heads))
-    traced = []
+    traced, stored = [], {"kv_scales": layer.kv_scales, "backend": backend}
     for softmax in dict.fromkeys(replace(model.softmax(i).without_sinks, scale=1.0) for i in range(model.num_layers)):
         decoded, _ = paged_attention(
-            queries[:, 0], pages, integers((1, 1)), *lists, integers(1), softmax=softmax, backend=backend
+            queries[:, 0], layer.pages, integers((1, 1)), *lists, integers(1), softmax=softmax, **stored
         )
-        chunk, _ = paged_prefill(queries, pages, integers((1, 1)), integers(1), softmax=softmax, backend=backend)
+        chunk, _ = paged_prefill(queries, layer.pages, integers((1, 1)), integers(1), softmax=softmax, **stored)
         traced += [decoded, chunk]
     return traced

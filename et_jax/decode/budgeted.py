@@ -118,9 +118,8 @@ class BudgetedOfLayer:
         held = (block < num_blocks[:, None]) & (chunk.count > 0)[:, None]
         own = held & (block >= (chunk.start // page_size)[:, None])
         whole = self.last | (chunk.start < budget.dense_until)
-        attend = partial(
-            paged_prefill, q, cached.pages, chunk.table, chunk.start, softmax=softmax, backend=plant.backend
-        )
+        stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
+        attend = partial(paged_prefill, q, cached.pages, chunk.table, chunk.start, softmax=softmax, **stored)
         held_by_heads = jnp.broadcast_to(held[:, None], (len(held), plant.model.num_kv_heads, held.shape[1]))
         if not self.sparse:
             return attend()[0], _read(self.kept, held_by_heads, held_by_heads, None)
@@ -201,9 +200,8 @@ def _probe(
     length = jnp.where(asked, chunk.start + chunk.count, 0)
     there = jnp.arange(opened.shape[2]) < held_blocks(length, plant.page_size)[:, None, None]
     blocks, counts = list_blocks(jnp.broadcast_to(there, opened.shape))
-    _, mass = paged_attention(
-        newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, backend=plant.backend
-    )
+    stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
+    _, mass = paged_attention(newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, **stored)
     by_head = jnp.repeat(opened, mass.shape[1] // opened.shape[1], axis=1)
     kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
     share = jnp.where(asked, total(jnp.exp(jnp.where(asked[:, None], kept, -jnp.inf))), 0.0)

@@ -5,12 +5,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8, Shaped
 
 from et_jax.decode.once import run_if
-from et_jax.pallas.checks import SUBLANES, padded_width
+from et_jax.pallas.backend import platform
+from et_jax.pallas.checks import EIGHT_BITS, SUBLANES, padded_width
 from et_jax.sums import total
 from et_jax.types import pytree, replace
+
+NAMED_8_BITS = dict(zip(("int8", "fp8"), EIGHT_BITS, strict=True))
+"""The dtypes of a cache in 8 bits, by the names that callers give them; "fp8" has 4 bits of exponent, 3 of mantissa."""
+LARGEST = dict(zip(EIGHT_BITS, (127.0, 448.0), strict=True))
+"""The largest number that a cache of each of these dtypes holds."""
 
 
 @pytree
@@ -31,15 +37,20 @@ class PageSummary:
 class LayerCache:
     """One layer's pages: key and value of a token side by side on the last axis, then padding.
 
+    In 8 bits the numbers of a token's key are multiplied by one scale and those of its value by another, which are in
+    `kv_scales`: the largest of the key, or the value, over the largest number that 8 bits have, and not finite where
+    that is not. So what stands for a token depends on that token alone.
+
     `summary` is None where every block is read whatever it holds. `key_codes` are 8-bit copies of the keys
     for certified selection, a page's tokens side by side; None unless asked for. A key is
     code * scale + offset, channel by channel, with scale = (max - min) / 255 and offset = min + 128 scale
     of the page's box, rounded to the nearest.
     """
 
-    pages: Float[Array, "k p s e"]
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"]
     summary: PageSummary | None
     key_codes: Int8[Array, "k p sd"] | None
+    kv_scales: Float[Array, "k p 2 s"] | None = None
 
     @property
     def summaries(self) -> PageSummary:
@@ -47,6 +58,10 @@ class LayerCache:
         if self.summary is None:
             raise ValueError("cache: got one that keeps no summaries, by which blocks are chosen")
         return self.summary
+
+    def tokens(self, page: Int[Array, "*p"], head_dim: int) -> Float[Array, "k *p s e"]:
+        """Return the tokens of these pages as they are read."""
+        return dequantized(self.pages[:, page], None if self.kv_scales is None else self.kv_scales[:, page], head_dim)
 
 
 @pytree
@@ -66,6 +81,46 @@ def token_width(head_dim: int) -> int:
     return padded_width(head_dim)
 
 
+def token_bytes(head_dim: int, dtype: DTypeLike) -> int:
+    """Return the bytes of one token of a KV head in a cache of this dtype, scales included."""
+    return token_width(head_dim) * jnp.dtype(dtype).itemsize + (2 * 4 if jnp.dtype(dtype) in EIGHT_BITS else 0)
+
+
+def dtype_named(name: str) -> jnp.dtype:
+    """Return the dtype of a cache by the name that callers give it."""
+    return NAMED_8_BITS.get(name) or jnp.dtype(name)
+
+
+def name_of(dtype: DTypeLike) -> str:
+    """Return the name that callers give a dtype of a cache."""
+    return {dtype: name for name, dtype in NAMED_8_BITS.items()}.get(jnp.dtype(dtype), jnp.dtype(dtype).name)
+
+
+def quantized(x: Float[Array, "*b d"], dtype: DTypeLike) -> tuple[Shaped[Array, "*b d"], Float[Array, "*b"]]:
+    """Return keys or values in 8 bits, each divided by its scale and rounded to the nearest, and the scales.
+
+    Of what is not finite the scale alone tells.
+    """
+    # said in words: a rounding to bfloat16 that is widened again XLA leaves out, in one program and not in another
+    given, largest = jnp.finfo(x.dtype), LARGEST[jnp.dtype(dtype)]
+    x = jax.lax.reduce_precision(x.astype(jnp.float32), given.nexp, given.nmant)
+    scale = jnp.max(jnp.abs(x), axis=-1) / largest
+    is_finite = jnp.isfinite(scale)
+    numbers = x / jnp.where(is_finite & (scale > 0), scale, 1.0)[..., None]
+    numbers = jnp.clip(jnp.where(is_finite[..., None], numbers, 0.0), -largest, largest)
+    return (jnp.round(numbers) if jnp.issubdtype(dtype, jnp.integer) else numbers).astype(dtype), scale
+
+
+def dequantized(
+    pages: Float[Array, "k *p s e"] | Int8[Array, "k *p s e"], kv_scales: Float[Array, "k *p 2 s"] | None, head_dim: int
+) -> Float[Array, "k *p s e"]:
+    """Return tokens as they are read: those of a cache in 8 bits in float32."""
+    if kv_scales is None:
+        return pages
+    of_key, of_value = kv_scales[..., 0, :, None], kv_scales[..., 1, :, None]
+    return pages.astype(jnp.float32) * jnp.where(jnp.arange(pages.shape[-1]) < head_dim, of_key, of_value)
+
+
 def empty(
     num_layers: int,
     num_kv_heads: int,
@@ -80,7 +135,8 @@ def empty(
 ) -> KVCache:
     """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for.
 
-    The copies need `summaries`, whose boxes they lie in.
+    A `dtype` of 8 bits comes with scales, and boxes are in float32 then. The copies need `summaries`, whose boxes they
+    lie in.
 
     A multiple of 8 pages gets one more, which no table holds. A TPU lays the summaries of such a pool out in tiles of 8
     pages of one head; the kernels that score blocks read all heads of a page at once, as every other number of pages is
@@ -89,11 +145,11 @@ def empty(
     if key_codes and not summaries:
         raise ValueError("key_codes: got True without summaries, in whose boxes the codes lie")
     num_pages += num_pages % SUBLANES == 0
-    e = token_width(head_dim)
+    e, scaled = token_width(head_dim), jnp.dtype(dtype) in EIGHT_BITS
 
     def summary() -> PageSummary:
         return PageSummary(
-            key_box=jnp.zeros((num_kv_heads, num_pages, e), dtype),
+            key_box=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32 if scaled else dtype),
             mean=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32),
             value_radius=jnp.zeros((num_kv_heads, num_pages), jnp.float32),
         )
@@ -103,6 +159,7 @@ def empty(
             pages=jnp.zeros((num_kv_heads, num_pages, page_size, e), dtype),
             summary=summary() if summaries else None,
             key_codes=jnp.zeros((num_kv_heads, num_pages, page_size * head_dim), jnp.int8) if key_codes else None,
+            kv_scales=jnp.zeros((num_kv_heads, num_pages, 2, page_size), jnp.float32) if scaled else None,
         )
 
     return KVCache(
@@ -129,27 +186,97 @@ def write(
     """
     num_pages, page_size, e = layer.pages.shape[1:]
     t, d = k.shape[1], k.shape[3]
+    scales = None
+    if layer.kv_scales is not None:
+        (k, of_key), (v, of_value) = (quantized(x, layer.pages.dtype) for x in (k, v))
+        scales = jnp.stack([of_key, of_value]).transpose(3, 1, 0, 2)
     new = jnp.concatenate([k, v], axis=-1).astype(layer.pages.dtype)
     new = jnp.pad(new, ((0, 0), (0, 0), (0, 0), (0, e - 2 * d))).transpose(2, 0, 1, 3)
-    position = start[:, None] + jnp.arange(t)
-    page = _page_of(table, position // page_size, jnp.arange(t) < count[:, None], num_pages)
-    # every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU
-    head = jnp.arange(layer.pages.shape[0])[:, None, None]
-    pages = layer.pages.at[head, page, position % page_size].set(new, mode="drop")
+    if scales is not None and platform() == "tpu":
+        layer = by_pages(layer, new, scales, table, start, count)
+    else:
+        layer = _by_tokens(layer, new, scales, table, start, count)
     if layer.summary is None:
-        return replace(layer, pages=pages)
+        return layer
 
     end = start + count if end is None else end
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
     full = (count[:, None] > 0) & (end[:, None] >= (block + 1) * page_size)
     filled = _page_of(table, block, full, num_pages)
-    return run_if(jnp.any(full), partial(_summarised, head_dim=d), replace(layer, pages=pages), filled)
+    return run_if(jnp.any(full), partial(_summarised, head_dim=d), layer, filled)
+
+
+def _by_tokens(
+    layer: LayerCache,
+    new: Shaped[Array, "k b t e"],
+    scales: Float[Array, "k b 2 t"] | None,
+    table: Int[Array, "b n"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+) -> LayerCache:
+    """The layer with new tokens stored, each by itself."""
+    num_pages, page_size, _ = layer.pages.shape[1:]
+    t = new.shape[2]
+    position = start[:, None] + jnp.arange(t)
+    page = _page_of(table, position // page_size, jnp.arange(t) < count[:, None], num_pages)
+    # every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU
+    head, token = jnp.arange(len(new))[:, None, None], position % page_size
+    layer = replace(layer, pages=layer.pages.at[head, page, token].set(new, mode="drop"))
+    if layer.kv_scales is None or scales is None:
+        return layer
+    place = head[..., None], page[:, None], jnp.arange(2)[:, None], token[:, None]
+    return replace(layer, kv_scales=layer.kv_scales.at[place].set(scales, mode="drop"))
+
+
+def by_pages(
+    layer: LayerCache,
+    new: Shaped[Array, "k b t e"],
+    scales: Float[Array, "k b 2 t"],
+    table: Int[Array, "b n"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+) -> LayerCache:
+    """Return the layer in 8 bits with new tokens stored, page after page of row after row.
+
+    To store a token of 8 bits by itself XLA lays the whole pool out anew on a TPU, where four tokens share a word.
+    """
+    heads, _, page_size, e = layer.pages.shape
+    t = new.shape[2]
+    blocks = (t + page_size - 2) // page_size + 1  # that the tokens of a row may lie in
+    block = (start // page_size)[:, None] + jnp.arange(blocks)
+    page = _page_of(table, block, block * page_size < jnp.where(count > 0, start + count, 0)[:, None], 0)
+    around = [(page_size, page_size)]
+    new = jnp.pad(new, [(0, 0), (0, 0), *around, (0, 0)])
+    scales = jnp.pad(scales, [(0, 0), (0, 0), (0, 0), *around])
+
+    def store(i: Int[Array, ""], stored: tuple[Array, Array]) -> tuple[Array, Array]:
+        row, place = i // blocks, i % blocks
+        first = block[row, place] * page_size - start[row]  # of the new tokens, the one at the page's beginning
+        token = first + jnp.arange(page_size)
+        mine = (token >= 0) & (token < count[row])
+
+        def put(pool: Array, given: Array, given_at: tuple, size: tuple[int, int], kept: Array) -> Array:
+            at = (0, page[row, place], 0, 0)
+            old = jax.lax.dynamic_slice(pool, at, (heads, 1, *size))
+            there = jax.lax.dynamic_slice(given, (0, row, *given_at), (heads, 1, *size))
+            # worked out by itself: as a part of the update it takes a fifth more cycles, by the v5e's compiler
+            page_then = jax.lax.optimization_barrier(jnp.where(kept, there, old))
+            return jax.lax.dynamic_update_slice(pool, page_then, at)
+
+        pages, kv_scales = stored
+        return (
+            put(pages, new, (first + page_size, 0), (page_size, e), mine[:, None]),
+            put(kv_scales, scales, (0, first + page_size), (2, page_size), mine),
+        )
+
+    pages, kv_scales = jax.lax.fori_loop(0, blocks * len(table), store, (layer.pages, layer.kv_scales))
+    return replace(layer, pages=pages, kv_scales=kv_scales)
 
 
 def _summarised(layer: LayerCache, page: Int[Array, "b m"], head_dim: int) -> LayerCache:
     """The layer with summaries and codes of these pages, all of whose tokens count; of those beyond the pool none."""
     old, d = layer.summaries, head_dim
-    tokens = layer.pages[:, page]
+    tokens = layer.tokens(page, d)
     fresh = summarise(tokens, jnp.full(page.shape, layer.pages.shape[2], jnp.int32), d)
     codes = layer.key_codes
     if codes is not None:

@@ -6,7 +6,7 @@ the cache is from then on its position less the slot's `shift`.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from et_jax.control import compression
 from et_jax.control.compression import Compression, Layout
@@ -99,7 +99,9 @@ def _kept(
     own = state.plants[MODEL]
     size, d, cached = config.page_size, config.model.head_dim, own.cache.layers[layer]
     k, _, _, e = cached.pages.shape
-    token = cached.pages[:, state.table.pages[slot, :num_blocks]].reshape(k, -1, e)  # in the order of places
+    held = state.table.pages[slot, :num_blocks]
+    stored = cached.pages[:, held].reshape(k, -1, e)  # in the order of places
+    scales = None if cached.kv_scales is None else cached.kv_scales[:, held].swapaxes(2, 3).reshape(k, -1, 2)
     skips = jnp.zeros(k, jnp.int32) if own.skipped is None else own.skipped[slot, layer]
     last = at = None
     if own.queries is not None:
@@ -107,7 +109,7 @@ def _kept(
         at = queries.places(state.length[slot], shift, last.shape[0])
     count = state.num_cached[slot]
     entries = Entries(
-        keys=token[..., :d],
+        keys=cached.tokens(held, d).reshape(k, -1, e)[..., :d],
         first=skips * size,
         count=count,
         queries=last,
@@ -116,12 +118,17 @@ def _kept(
         layer=layer,
     )
     place = compression.kept(entries, how, layout, size)
-    gathered = jnp.take_along_axis(token, jnp.maximum(place, 0)[..., None], axis=1)
-    region = jnp.where((place >= 0)[..., None], gathered, 0).reshape(k, layout.region, size, e)
+
+    def moved(x: Shaped[Array, "k t w"]) -> Shaped[Array, "k n s w"]:
+        gathered = jnp.take_along_axis(x, jnp.maximum(place, 0)[..., None], axis=1)
+        return jnp.where((place >= 0)[..., None], gathered, jnp.zeros((), x.dtype)).reshape(k, layout.region, size, -1)
+
+    region, scales = moved(stored), None if scales is None else moved(scales).swapaxes(2, 3)
     summary = codes = None
     if cached.summary is not None:
-        summary = kv.summarise(region, jnp.full(layout.region, size, jnp.int32), d)
+        tokens = kv.dequantized(region, scales, d)
+        summary = kv.summarise(tokens, jnp.full(layout.region, size, jnp.int32), d)
         if cached.key_codes is not None:
-            codes = kv.encode(region[..., :d], summary.key_box)
+            codes = kv.encode(tokens[..., :d], summary.key_box)
     left_out = jnp.sum(place < 0, axis=1, dtype=jnp.int32) // size
-    return kv.LayerCache(pages=region, summary=summary, key_codes=codes), left_out
+    return kv.LayerCache(pages=region, summary=summary, key_codes=codes, kv_scales=scales), left_out

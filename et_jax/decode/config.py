@@ -21,6 +21,7 @@ from et_jax.decode.fresh import law_numbers, law_steers
 from et_jax.decode.plant import Plant
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
+from et_jax.pallas.checks import EIGHT_BITS
 
 Keep = Literal["codes", "surprisals", "logits"]
 """What a state may hold beyond what selectors need: 8-bit keys, every token's surprisal, every slot's last logits."""
@@ -45,7 +46,8 @@ class DecoderConfig:
     too; and under a budget the last query of each segment says how much of its attention was on the blocks read. A
     budget's segments are chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it,
     always. With `tell_reads` outputs tell what every layer and KV head read. Keys and values are kept in
-    `cache_dtype`; `dtype` is that of the weights and of queries, None where it is the same. Matrices are held in the
+    `cache_dtype`, one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None where it is
+    the same. Matrices are held in the
     form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`.
     """
 
@@ -81,6 +83,10 @@ class DecoderConfig:
         for name, size, unit in (("chunk", self.chunk, "page_size"), ("prefill_batch", self.prefill_batch, "chunk")):
             if size % getattr(self, unit):
                 raise ValueError(f"{name}: got {size}, wanted a multiple of {unit} = {getattr(self, unit)}")
+        if self.dtype is None and jnp.dtype(self.cache_dtype) in EIGHT_BITS:
+            raise ValueError(
+                f"dtype: got None beside a cache in {jnp.dtype(self.cache_dtype)}, wanted the weights' own"
+            )
         selector = self.controller.selector
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
             raise ValueError(f"selector: got {len(selector)} selectors, wanted one per layer: {self.model.num_layers}")

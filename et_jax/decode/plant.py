@@ -93,7 +93,7 @@ def _cost(plant: Plant, weights: ModelWeights, state: PlantState, by_mass_of: in
     (num_experts, per_token), expert = expert_counts(model), expert_bytes(weights)
     return cost.Model(
         weights=num_bytes(weights) - num_experts * expert,
-        block=num_bytes(layer.pages) // num_blocks,
+        block=num_bytes((layer.pages, layer.kv_scales)) // num_blocks,
         summary=num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
         num_multiplied=num_multiplied(model) - per_token * expert_weights(model),
         heads=plant.all_kv_heads,

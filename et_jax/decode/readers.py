@@ -63,7 +63,8 @@ class Whole:
         if q.shape[1] == 1:
             out, _ = read_all(plant, softmax, q[:, 0], cached, chunk.table, chunk.lengths, None)
             return out[:, None], None
-        out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, backend=plant.backend)
+        stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
+        out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, **stored)
         return out, None
 
 

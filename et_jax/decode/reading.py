@@ -123,6 +123,7 @@ def _read(
         softmax=softmax,
         rows_per_slot=rows_per_slot,
         readers=readers,
+        kv_scales=cached.kv_scales,
         backend=plant.backend,
     )
     if at is None:

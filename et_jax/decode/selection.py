@@ -15,7 +15,7 @@ from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Selection, Selector, selection
 from et_jax.control.view import BlockView
-from et_jax.decode.cache import LayerCache, PageSummary, empty, summarise
+from et_jax.decode.cache import LayerCache, PageSummary, dequantized, empty, summarise
 from et_jax.models.config import ModelShape
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.softmax import capped
@@ -157,7 +157,8 @@ def _tail(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, sof
     page = jnp.take_along_axis(blocks.table, (last // s)[:, None], axis=1)[:, 0]
     # every axis but the last is indexed: a window over heads or tokens makes XLA lay the pool out anew on TPU
     head = jnp.arange(layer.pages.shape[0])[:, None, None]
-    token = layer.pages[head, page[:, None], jnp.arange(s)]
+    scales = None if layer.kv_scales is None else layer.kv_scales[head, page[:, None], jnp.arange(2)]
+    token = dequantized(layer.pages[head, page[:, None], jnp.arange(s)], scales, d)
     num_tokens = blocks.length - last // s * s
     summary = jax.tree.map(lambda x: x.swapaxes(0, 1).astype(jnp.float32), summarise(token, num_tokens, d))
     score = jnp.einsum(

@@ -151,5 +151,5 @@ def _compressible(config: DecoderConfig, state: PlantState) -> PlantState:
         state,
         shift=jnp.zeros(b, jnp.int32),
         skipped=jnp.zeros((b, *heads), jnp.int32) if how.policy.splits else None,
-        queries=jnp.zeros((b, *last), config.cache_dtype) if how.policy.reads_queries else None,
+        queries=jnp.zeros((b, *last), config.weights_dtype) if how.policy.reads_queries else None,
     )

@@ -1,6 +1,7 @@
 """Measurements of serving, and of what models are held in, as the tables that the docs show."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,45 @@ def quantized(quality: Case, speed: Sequence[Case]) -> str:
         f"{table(header, known)}\n\nNats a token more in 8 bits: {more['mean']:.4f} ({more['low']:.4f} to "
         f"{more['high']:.4f}, 95%).\n\n"
         + table(["", "tokens/s, bfloat16", "tokens/s, int8", "ratio", "over the turns"], timed)
+    )
+
+
+def cached(quality: Case, speed: Sequence[Case]) -> str:
+    """Return what a model with a cache in 8 bits knows and how fast it is, beside bfloat16; a star as in `right`."""
+    tasks = quality["questions"]
+    known = [
+        [
+            one["kind"],
+            f"{one['token_bytes']:,}",
+            f"{one['perplexity']:.3f}",
+            f"{more['mean']:.4f} ({more['low']:.4f} to {more['high']:.4f})",
+            *[f"{one['right'][task]}{'*' if one['p'][task] < 0.05 else ''}" for task in tasks],
+        ]
+        for one in quality["kinds"]
+        for more in [one["nats_more"]]
+    ]
+    header = ["cache", "bytes a token", "perplexity", "nats a token more (95%)"]
+    off = [[one["kind"], one["scales"], f"{one['keys']:.2%}", f"{one['values']:.2%}"] for one in quality["rounding"]]
+    timed = [
+        [
+            {"decode": f"a step over {line['size']:,} tokens", "prefill": f"a prompt of {line['size']:,}"}[
+                line["what"]
+            ],
+            line["tokens_per_second"]["bfloat16"],
+            *[
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                for kind, ratios in line["ratios"].items()
+                if kind != "bfloat16"
+            ],
+        ]
+        for line in speed
+    ]
+    return (
+        table([*header, *[f"{task} (of {count})" for task, count in tasks.items()]], known)
+        + "\n\nHow far keys and values are off, as a share of their root mean square, by the scales:\n\n"
+        + table(["cache", "scales", "keys", "values"], off)
+        + "\n\nTokens a second, and how many times those of a cache in bfloat16, over the turns:\n\n"
+        + table(["", "bfloat16", "int8", "fp8"], timed)
     )
 
 

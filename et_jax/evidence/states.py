@@ -49,21 +49,33 @@ def filled(config: DecoderConfig, context: int, temperature: float) -> DecodeSta
     return replace(state, table=table, length=jnp.full(rows, context, jnp.int32))
 
 
+def random_tokens(layer: LayerCache, key: Array, head_dim: int) -> LayerCache:
+    """Return a layer with keys and values drawn at random in every page."""
+    pages = layer.pages
+    if layer.kv_scales is None:
+        return replace(layer, pages=jax.random.normal(key, pages.shape, pages.dtype))
+    drawn = jax.random.normal(key, (2, *pages.shape[:-1], head_dim))
+    (k, of_key), (v, of_value) = (kv.quantized(x, pages.dtype) for x in drawn)
+    pages = pages.at[..., :head_dim].set(k).at[..., head_dim : 2 * head_dim].set(v)
+    return replace(layer, pages=pages, kv_scales=jnp.stack([of_key, of_value], axis=2))
+
+
 def with_random_pages(config: DecoderConfig, state: DecodeState, seed: int = 0) -> DecodeState:
     """Return the state with keys and values drawn at random in every page, each with its summary and codes."""
     d, [plant, *others] = config.model.head_dim, state.plants
 
     @partial(jax.jit, donate_argnums=0)
     def drawn(layer: LayerCache, key: Array) -> LayerCache:
-        layer = replace(layer, pages=jax.random.normal(key, layer.pages.shape, layer.pages.dtype))
+        layer = random_tokens(layer, key, d)
         if layer.summary is None:
             return layer
         num_tokens = jnp.full(layer.pages.shape[1], config.page_size, jnp.int32)
-        summary = kv.summarise(layer.pages, num_tokens, d)
+        tokens = kv.dequantized(layer.pages, layer.kv_scales, d)
+        summary = kv.summarise(tokens, num_tokens, d)
         layer = replace(layer, summary=jax.tree.map(lambda new, old: new.astype(old.dtype), summary, layer.summary))
         if layer.key_codes is None:
             return layer
-        return replace(layer, key_codes=kv.encode(layer.pages[..., :d], summary.key_box))
+        return replace(layer, key_codes=kv.encode(tokens[..., :d], summary.key_box))
 
     keys = jax.random.split(jax.random.key(seed), len(plant.cache.layers))
     layers = tuple(drawn(layer, key) for layer, key in zip(plant.cache.layers, keys, strict=True))

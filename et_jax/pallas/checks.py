@@ -8,6 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 FLOATS = (jnp.float32, jnp.bfloat16)
+# What a pool may hold whose tokens have scales; both are exact in bfloat16.
+EIGHT_BITS = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 # A register of a TPU holds so many columns, and so many rows of them.
 LANES = 128
 SUBLANES = 8
@@ -46,14 +48,16 @@ def require_integers(argument: str, array: Array) -> None:
 
 
 def require_pool(q: Array, pages: Array, head_axis: int, kv_scales: Array | None = None) -> None:
-    """Raise ValueError unless queries and pages agree in dtype, head count and token width; int8 pages need scales."""
+    """Raise ValueError unless queries and pages agree in dtype, head count and token width; 8-bit pages need scales."""
     require(q.dtype in FLOATS, "q", q.dtype, "float32 or bfloat16")
     if kv_scales is None:
-        require(pages.dtype in FLOATS, "pages", pages.dtype, "float32 or bfloat16, or int8 with kv_scales")
+        require(pages.dtype in FLOATS, "pages", pages.dtype, "float32 or bfloat16, or 8 bits with kv_scales")
     else:
-        require(pages.dtype == jnp.int8, "pages", pages.dtype, "int8, because kv_scales are given")
-        require_shape("kv_scales", kv_scales, (*pages.shape[:2], 2), "k p 2")
+        require(pages.dtype in EIGHT_BITS, "pages", pages.dtype, "int8 or float8_e4m3fn, because kv_scales are given")
     require_shape("pages", pages, (None, None, None, None), "k p s e")
+    if kv_scales is not None:
+        require_shape("kv_scales", kv_scales, (*pages.shape[:2], 2, pages.shape[2]), "k p 2 s")
+        require(kv_scales.dtype == jnp.float32, "kv_scales", kv_scales.dtype, "float32")
     num_heads, d = q.shape[head_axis], q.shape[-1]
     k, _, _, e = pages.shape
     require(num_heads % k == 0, "q", f"{num_heads} query heads", f"a multiple of the {k} KV heads of pages")

@@ -14,20 +14,13 @@ def page_rows(page_table: Int[Array, "b n"], blocks: Int[Array, "b k m"], num_pa
     return (pages + heads).reshape(b * k, m)
 
 
-def listed_scales(
-    kv_scales: Float[Array, "k p 2"],
-    page_table: Int[Array, "b n"],
-    blocks: Int[Array, "b k m"],
-    counts: Int[Array, "b k"],
-) -> Float[Array, "b k 2 m"]:
-    """Return the scales of each listed page's keys and values; 0 past the end of a list, where a page may hold NaN."""
-    p = kv_scales.shape[1]
-    b, k, m = blocks.shape
-    listed = jnp.arange(blocks.shape[2], dtype=jnp.int32) < counts[..., None]
-    rows = page_rows(page_table, jnp.where(listed, blocks, 0), p)
-    # one flat array each: XLA would pad pairs to whole lanes and copy them so
-    scales = jnp.stack([kv_scales[..., i].reshape(-1)[rows].reshape(b, k, m) for i in range(2)], axis=2)
-    return jnp.where(listed[:, :, None], scales, 0.0)
+def token_scales(
+    kv_scales: Float[Array, "k p 2 s"], rows: Int[Array, "x m"]
+) -> tuple[Float[Array, "x m s"], Float[Array, "x m s"]]:
+    """Return the scales of the keys and of the values of every token of the listed pages."""
+    k, p, _, s = kv_scales.shape
+    scales = kv_scales.reshape(k * p, 2, s).at[rows].get(mode="clip")
+    return scales[:, :, 0], scales[:, :, 1]
 
 
 def tokens(

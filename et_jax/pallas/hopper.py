@@ -9,19 +9,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from et_jax.pallas.checks import EIGHT_BITS
+
 LOG2_E = math.log2(math.e)  # the hardware's exponential has base 2
 # How wgmma reads bfloat16 from shared memory without bank conflicts.
 LAYOUT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-# The same width of memory in 8-bit integers; they are turned into bfloat16 before they are multiplied.
-LAYOUT_INT8 = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+# The same width of memory in 8 bits, which are turned into bfloat16 before they are multiplied.
+LAYOUT_8_BITS = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 TILE = 64  # tokens of a bulk copy: the rows of one wgmma
+SHARE = 128  # columns: what LAYOUT_8_BITS lays side by side
 HEAD_DIMS = (64, 128, 256)  # multiples of what LAYOUT lays side by side, so that keys end where values begin
 SHARED = 227 * 1024  # bytes of shared memory a multiprocessor can give
 
 
 def tile_bytes(width: int, dtype: DTypeLike = jnp.bfloat16) -> int:
-    """Return the bytes of the keys and values of one tile."""
-    return TILE * width * jnp.dtype(dtype).itemsize
+    """Return the bytes of the keys and values of one tile, and of their scales in 8 bits."""
+    scales = 4 * 2 * TILE if jnp.dtype(dtype) in EIGHT_BITS else 0
+    return TILE * width * jnp.dtype(dtype).itemsize + scales
 
 
 def product(rows: Any, transposed: Any, simulated: bool) -> Float[Array, "x y"]:
@@ -52,19 +56,30 @@ def store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
-def load(ref: Any) -> Array:
+def load(ref: Any, layout: Any = plgpu.Layout.WGMMA) -> Array:
     """Load in the layout of a product's rows, one element at a time where there is no wider way."""
     index = () if hasattr(plgpu, "store") else ((),)  # JAX 0.11 asks for one
-    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def refuse_unserved(q: Float[Array, "*b d"], pages: Array, int8: bool = False) -> None:
-    """Raise NotImplementedError for queries and pages that the kernel does not serve. int8: it reads such pages too."""
+def convert(floats_ref: Any, tile_ref: Any) -> None:
+    """Store a tile of 8 bits as bfloat16, in shares that leave registers for the sums."""
+    for column in range(0, tile_ref.shape[1], SHARE):
+        share = pl.ds(column, SHARE)
+        numbers = load(tile_ref.at[:, share])
+        if numbers.dtype != jnp.int8:  # from floats of 8 bits there is no way to bfloat16 but through wider ones
+            numbers = numbers.astype(jnp.float32)
+        store(floats_ref.at[:, share], numbers.astype(jnp.bfloat16))
+    plgpu.commit_smem()  # wgmma must see what was stored, and the next copy to the tile's place must not overtake reads
+
+
+def refuse_unserved(q: Float[Array, "*b d"], pages: Array) -> None:
+    """Raise NotImplementedError for queries and pages that the kernels do not serve."""
     d = q.shape[-1]
     _, _, s, e = pages.shape
     reasons = {
         f"multiplies bfloat16, not {q.dtype} queries with {pages.dtype} pages": not (
-            q.dtype == jnp.bfloat16 and (pages.dtype == jnp.bfloat16 or (int8 and pages.dtype == jnp.int8))
+            q.dtype == jnp.bfloat16 and (pages.dtype == jnp.bfloat16 or pages.dtype in EIGHT_BITS)
         ),
         f"reads pages of whole tiles of {TILE} tokens, not of {s}": s % TILE != 0,
         f"is laid out for head dims of {_listed(HEAD_DIMS)}, not {d}": d not in HEAD_DIMS,

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from et_jax.pallas.checks import LANES, require
+from et_jax.pallas.checks import EIGHT_BITS, LANES, SUBLANES, require
 
 # Each page of a group is some lines of the compiled step.
 MOST_PAGES = 32
@@ -68,9 +68,16 @@ class Footprint:
     vector: int
 
 
+def page_bytes(pages: Array) -> int:
+    """Return the vector memory that a page of tokens takes, with its scales where it is in 8 bits."""
+    _, _, s, e = pages.shape
+    scales = 4 * SUBLANES * max(s, LANES) if pages.dtype in EIGHT_BITS else 0  # whole registers
+    return s * e * pages.dtype.itemsize + scales
+
+
 def require_pages(pages: Array) -> None:
     """Raise NotImplementedError unless a page is whole tiles, which alone can be copied by itself."""
-    rows = 32 // pages.dtype.itemsize  # of a tile: 8 in float32, 16 in bfloat16
+    rows = 32 // pages.dtype.itemsize  # of a tile: 8 in float32, 16 in bfloat16, 32 in 8 bits
     if pages.shape[2] % rows:
         raise NotImplementedError(
             f'backend "tpu" reads {pages.dtype} pages of a multiple of {rows} tokens, not {pages.shape[2]}: use "xla"'
@@ -101,13 +108,13 @@ class PageList:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Buffers "depth group s e", one semaphore each, and the list of this grid step and of the next.
+    """Buffers "depth group ...", a semaphore for each of the ring, and the list of this grid step and of the next.
 
+    pools: what is copied of a page, pairs of an array that leads with head and page and of its buffers.
     first_ref: which buffer takes the first group of this grid step's list.
     """
 
-    pages_ref: Any
-    buffers_ref: Any
+    pools: tuple[tuple[Any, Any], ...]
     arrived: Any
     first_ref: Any
     own: PageList
@@ -116,7 +123,7 @@ class Ring:
     @property
     def depth(self) -> int:
         """Buffers in the ring."""
-        return self.buffers_ref.shape[0]
+        return self.arrived.shape[0]
 
     def buffer(self, i: Any) -> Int[Array, ""]:
         """Return the buffer of group i, counted from this list's first."""
@@ -137,16 +144,22 @@ class Ring:
         """Return the buffer of group i, arrived; set off the group that is depth - 1 further on."""
         self._fetch(i + self.depth - 1)  # into the buffer of group i - 1, which is done with
         buffer, count = self.buffer(i), self.own.count(i)
-        whole = self.buffers_ref.at[buffer]
+        group = self.pools[0][1].shape[1]
 
         # a wait asks how much arrived, not from where: one serves a group that is full
-        @pl.when(count == whole.shape[0])
+        @pl.when(count == group)
         def _():
-            pltpu.make_async_copy(whole, whole, self.arrived.at[buffer]).wait()
+            for _, buffers_ref in self.pools:
+                whole = buffers_ref.at[buffer]
+                pltpu.make_async_copy(whole, whole, self.arrived.at[buffer]).wait()
 
-        @pl.when(count < whole.shape[0])
+        @pl.when(count < group)
         def _():
-            lax.fori_loop(0, count, lambda j, _: self._copy(0, 0, buffer, j).wait(), None)
+            def wait_for_page(j: Any, _: None) -> None:
+                for copy in self._copies(0, 0, buffer, j):
+                    copy.wait()
+
+            lax.fori_loop(0, count, wait_for_page, None)
 
         return buffer
 
@@ -160,7 +173,8 @@ class Ring:
 
         def start(pages: PageList, group: Any) -> None:
             def start_page(j: Any, _: None) -> None:
-                self._copy(pages.head, pages.page(group, j), buffer, j).start()
+                for copy in self._copies(pages.head, pages.page(group, j), buffer, j):
+                    copy.start()
 
             lax.fori_loop(0, pages.count(group), start_page, None)
 
@@ -168,7 +182,8 @@ class Ring:
         pl.when(i < num_groups)(partial(start, self.own, i))
         pl.when(i >= num_groups)(partial(start, self.following, i - num_groups))
 
-    def _copy(self, head: Any, page: Any, buffer: Any, j: Any) -> Any:
-        return pltpu.make_async_copy(
-            self.pages_ref.at[head, page], self.buffers_ref.at[buffer, j], self.arrived.at[buffer]
-        )
+    def _copies(self, head: Any, page: Any, buffer: Any, j: Any) -> list[Any]:
+        return [
+            pltpu.make_async_copy(pool_ref.at[head, page], buffers_ref.at[buffer, j], self.arrived.at[buffer])
+            for pool_ref, buffers_ref in self.pools
+        ]

@@ -18,6 +18,7 @@ from et_jax.control.experts import RULES, SHARES, ExpertRule
 from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
+from et_jax.decode.cache import NAMED_8_BITS
 from et_jax.decode.draft import (
     Drafting,
     Pruned,
@@ -42,7 +43,7 @@ LOOKUP_BEFORE = "lookup+"  # before another drafter: that one drafts where a loo
 LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the usual one
 USUAL_POLICY = "latent"
 AUTO = "auto"
-CACHE_DTYPES = (AUTO, "bfloat16", "float32")  # the first is the dtype of the weights
+CACHE_DTYPES = (AUTO, "bfloat16", "float32", *NAMED_8_BITS)  # the first is the dtype of the weights
 PROGRAMS = "auto"  # compiled programs are kept in the user's cache unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 

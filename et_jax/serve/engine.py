@@ -64,8 +64,9 @@ def load(
     that it has. That this gives what the module computes by itself is checked here, on at most 128 tokens.
 
     `dtype` is "auto", "bfloat16" or "float32", and so is `cache_dtype`, in which keys and values are kept: "auto" is
-    what the weights are stored in, and for the cache what they have here. `page_size` tokens share a page (16 on CPU,
-    64 on GPU, 128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
+    what the weights are stored in, and for the cache what they have here. A cache may be kept in 8 bits too, "int8" or
+    "fp8" (e4m3), with a scale for the key and for the value of each token and head. `page_size` tokens share a page (16
+    on CPU, 64 on GPU, 128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
     `max_num_seqs` sequences are decoded together, always as that many rows: the same number gives the
     same text, alone or in company. `max_resident_seqs` of them, as many by default, are in the cache at
     once; with more, every step serves those of highest priority under the controller's rule. `num_pages`

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from et_jax.decode.cache import token_width
+from et_jax.decode.cache import token_bytes
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models.model import token_numbers, weight_bytes
 from et_jax.models.module import ModuleModel
-from et_jax.pallas.checks import wider
+from et_jax.pallas.checks import EIGHT_BITS, wider
 from et_jax.pallas.paged_attention import api as paged_attention
 from et_jax.pallas.paged_prefill import api as paged_prefill
 from et_jax.types import replace
@@ -140,7 +140,7 @@ def _compression_bytes(config: DecoderConfig) -> int:
     if how is None or layout is None:
         return 0
     tokens, kept = config.blocks_per_slot * config.page_size, c.num_layers * layout.region * config.page_size
-    token = c.num_kv_heads * token_width(c.head_dim) * jnp.dtype(config.cache_dtype).itemsize
+    token = c.num_kv_heads * token_bytes(c.head_dim, config.cache_dtype)
     return token * (2 * tokens + kept) + 4 * 3 * how.window * c.group_size * tokens
 
 
@@ -198,6 +198,10 @@ def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list
         remedies.append("take cache_dtype bfloat16")
     if not of_one_dtype and config.quantize is None and fits(replace(config, quantize="int8")):
         remedies.append("take quantize int8")
+    if jnp.dtype(config.cache_dtype) not in EIGHT_BITS and fits(
+        replace(config, dtype=config.weights_dtype, cache_dtype=jnp.int8)
+    ):
+        remedies.append("take cache_dtype int8")
     if fits(with_slots(2)):
         remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")
     if num_pages is None and fits(with_length(config.prefill_batch)):

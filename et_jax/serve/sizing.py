@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from et_jax.control.budget import Budget
@@ -12,7 +11,7 @@ from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
 from et_jax.decode import compat
 from et_jax.decode.backends import serving_backend
-from et_jax.decode.cache import token_width
+from et_jax.decode.cache import dtype_named, token_bytes
 from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.draft import ReadSizes
 from et_jax.errors import UsageError
@@ -65,7 +64,7 @@ def decoder_config(
         )
     chunk, prefill_batch = _prefill_sizes(settings, length, page_size, None)
     everything = num_slots * -(-length // page_size) + 1
-    cache_dtype = dtype if settings.cache_dtype == AUTO else jnp.dtype(settings.cache_dtype)
+    cache_dtype = dtype if settings.cache_dtype == AUTO else dtype_named(settings.cache_dtype)
     plain = DecoderConfig(
         model=model.reading(length),
         num_slots=num_slots,
@@ -127,7 +126,7 @@ def read_sizes(config: DecoderConfig) -> ReadSizes:
     layers = [(model.softmax(index), not one.reads_all) for index, one in enumerate(config.selectors)]
     return ReadSizes(
         weights=weight_bytes(model, config.weights_dtype, config.quantize),
-        token=plant.all_kv_heads * token_width(model.head_dim) * jnp.dtype(config.cache_dtype).itemsize,
+        token=plant.all_kv_heads * token_bytes(model.head_dim, config.cache_dtype),
         together=all(plant.reads_together(softmax, chosen=chosen) for softmax, chosen in layers),
     )
 

@@ -35,6 +35,7 @@ class Decoding:
 
     num_layers: of the model, and of the small one.
     quantize: the form of its matrices besides bfloat16.
+    cache_dtype: what keys and values are kept in, by the names of `load`.
     control: the preset it reads by; with "off" no page has a summary.
     relaid: bytes of weights that a TPU's compiler lays out anew in every step, a part of its temporaries: XLA lays an
         embedding out by columns whose width is no multiple of 128, where its height is one.
@@ -55,6 +56,7 @@ class Decoding:
     num_layers: int = 2
     quantize: str | None = None
     relaid: int = 0
+    cache_dtype: str = "bfloat16"
     control: str = "off"
     small: dict[str, Any] | None = None
     drafts: int = 0
@@ -68,8 +70,8 @@ class Decoding:
 class Attention:
     """A model as its attention kernels see it, and which of them to compile.
 
-    kernels: "attention" is a decode step, "int8" one over an 8-bit pool, "rows" one of several rows a slot, each
-        with blocks of its own, "prefill" a chunk of a prompt, "sparse" a chunk over lists, with block sums.
+    kernels: "attention" is a decode step, "rows" one of several rows a slot, each with blocks of its own, "prefill" a
+        chunk of a prompt, "sparse" a chunk over lists, with block sums; after "int8" or "fp8" over a pool in 8 bits.
     """
 
     name: str
@@ -284,6 +286,21 @@ DECODINGS = (
         by_xla=False,
         seldom=("TPU v6e",),
     ),
+    *(
+        Decoding(
+            name=f"{cache_dtype} cache",
+            model=LLAMA3_8B,
+            num_slots=16,
+            max_length=32768,
+            prefill_batch=512,
+            cache_dtype=cache_dtype,
+            control="certified",
+            functions=("decode", "prefill"),
+            by_xla=False,
+            seldom=seldom,
+        )
+        for cache_dtype, seldom in (("int8", ("TPU v6e",)), ("fp8", ("TPU v5e", "TPU v6e", "H200")))
+    ),
     Decoding(
         name="self",
         model=LLAMA3_8B,
@@ -384,8 +401,14 @@ ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
-        kernels=("attention", "int8", "rows", "prefill", "sparse"),
+        kernels=("attention", "int8 attention", "fp8 attention", "rows", "prefill", "sparse", "int8 sparse"),
     ),
     Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
-    Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64, kernels=("attention", "int8", "prefill")),
+    Attention(
+        name="bundled",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        kernels=("attention", "int8 attention", "prefill", "fp8 prefill"),
+    ),
 )

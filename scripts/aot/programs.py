@@ -18,6 +18,7 @@ KERNEL_SHARE = 0.01  # of the pool, in a kernel by itself
 LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
 SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",)}  # two KV heads fill no tile of codes
 KERNEL_CHUNK = 512
+DECODING = ("attention", "rows")  # the kernels of a decode step
 ROWS = 5  # of a slot: its newest token and four drafted ones
 PART = 128  # tokens of a prompt in one row of a decoder's prefill
 NOTEBOOK_CHIP = "TPU v5e"  # that Colab lends
@@ -116,6 +117,7 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     import jax
     import jax.numpy as jnp
 
+    from et_jax.decode.cache import dtype_named
     from et_jax.pallas.checks import LANES
     from et_jax.pallas.paged_attention import paged_attention
     from et_jax.pallas.paged_prefill import paged_prefill
@@ -123,7 +125,9 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
 
     device = device_of(chip)
     h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
-    decoding = kernel in ("attention", "int8", "rows")
+    *bits, kernel = kernel.split()
+    dtype = dtype_named(bits[0]) if bits else jnp.bfloat16
+    decoding = kernel in DECODING
     b, n, rows = (slots if decoding else 1), length // s, ROWS if kernel == "rows" else 1
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -133,11 +137,11 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
         return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
 
     num_pages = slots * n + 1
-    pages = floats(k, num_pages, s, -(-2 * d // LANES) * LANES, dtype=jnp.int8 if kernel == "int8" else jnp.bfloat16)
+    pages = floats(k, num_pages, s, -(-2 * d // LANES) * LANES, dtype=dtype)
+    scales = {"kv_scales": floats(k, num_pages, 2, s, dtype=jnp.float32)} if bits else {}
     settings = {"softmax": Softmax(scale=d**-0.5, window=attention.window), "backend": chip.backend}
     if decoding:
-        more = {"kv_scales": floats(k, num_pages, 2, dtype=jnp.float32)} if kernel == "int8" else {}
-        more |= {"readers": integers(b, k, n)} if kernel == "rows" else {}
+        more = scales | ({"readers": integers(b, k, n)} if kernel == "rows" else {})
         lists = (integers(b, n), integers(b, k, n), integers(b, k))
         arguments = (floats(b * rows, h, d), pages, *lists, integers(b * rows), more)
 
@@ -147,10 +151,10 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
         function = decode
     else:
         lists = {"blocks": integers(b, k, n // SPARSITY), "counts": integers(b, k)} if kernel == "sparse" else {}
-        arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b), lists)
+        arguments = (floats(b, KERNEL_CHUNK, h, d), pages, integers(b, n), integers(b), lists, scales)
 
-        def chunk(q, pages, table, starts, lists):
-            return paged_prefill(q, pages, table, starts, **lists, block_lse=bool(lists), **settings)
+        def chunk(q, pages, table, starts, lists, scales):
+            return paged_prefill(q, pages, table, starts, **lists, **scales, block_lse=bool(lists), **settings)
 
         function = chunk
 
@@ -158,7 +162,7 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     return Lowering(
         lower=lambda: lower_for(device, jax.jit(function), *arguments),
         pool_bytes=pool_bytes,
-        pool={"pages": pages},
+        pool={"pages": pages} | scales,
         temporary_bound=KERNEL_SHARE * pool_bytes,
         in_place=False,
         on_chip=(on_hopper if chip.backend == "gpu" else on_tpu)(kernel, pages, b, h, n),
@@ -208,7 +212,7 @@ def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
     from et_jax.pallas.paged_attention import tpu as decode
     from et_jax.pallas.paged_prefill import tpu as prefill
 
-    if kernel in ("attention", "int8", "rows"):
+    if kernel in DECODING:
         rows = ROWS if kernel == "rows" else 1
         taken = decode.footprint(decode.heuristic(pages), pages, b, h, n, n, rows, read_apart=rows > 1)
     else:
@@ -237,7 +241,7 @@ def on_hopper(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
 
     k, _, s, e = pages.shape
     queries = h // k * (ROWS if kernel == "rows" else 1)
-    config = prefill.heuristic(e) if kernel in ("prefill", "sparse") else decode.heuristic(s, queries, e, pages.dtype)
+    config = decode.heuristic(s, queries, e, pages.dtype) if kernel in DECODING else prefill.heuristic(e, pages.dtype)
     taken = config.stages * hopper.tile_bytes(e, pages.dtype)
     return f"tiles {taken / 2**10:.0f} of {hopper.SHARED / 2**10:.0f} KiB shared"
 
@@ -250,6 +254,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
     from et_jax.control.compression import named
     from et_jax.control.presets import preset
+    from et_jax.decode.cache import dtype_named
     from et_jax.decode.config import DecoderConfig
     from et_jax.decode.draft import Drafting, Pruned
     from et_jax.models.calibration import Calibration
@@ -283,7 +288,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         prefill_batch=decoding.prefill_batch,
         chunk=part,
         max_steps=32,
-        cache_dtype=jnp.bfloat16,
+        cache_dtype=dtype_named(decoding.cache_dtype),
+        dtype=jnp.bfloat16,
         quantize=decoding.quantize,
         backend=backend,
         controller=controller,

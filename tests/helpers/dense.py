@@ -4,15 +4,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from stored_tokens import as_stored
 
 from et_jax.models.transformer import forward
 
 
-def dense_attend(config):
-    """Causal attention over the sequence itself, in a layer's window: softmax(cap(scale q k)) v, sinks in the sum."""
+def dense_attend(config, cache_dtype=jnp.float32):
+    """Causal attention over the sequence itself, in a layer's window: softmax(cap(scale q k)) v, sinks in the sum.
+
+    k and v are what a cache of this dtype holds.
+    """
 
     def attend(layer, q, k, v, memory, softmax):
         b, t, h, d = q.shape
+        k, v = (as_stored(x, cache_dtype).astype(x.dtype) for x in (k, v))
         q = q.reshape(b, t, config.num_kv_heads, config.group_size, d)
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k) * softmax.scale
         if softmax.soft_cap is not None:
@@ -30,14 +35,14 @@ def dense_attend(config):
     return attend
 
 
-def dense_logits(config, params, tokens):
+def dense_logits(config, params, tokens, cache_dtype=jnp.float32):
     """Logits at every position of `tokens` "b t", multiplied at the highest precision."""
-    return dense_pass(config, params, tokens, None)[0]
+    return dense_pass(config, params, tokens, None, None, cache_dtype)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def dense_pass(config, params, tokens, memory, mix=None):
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def dense_pass(config, params, tokens, memory, mix=None, cache_dtype=jnp.float32):
     """The same, and the memory that `mix` leaves."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     with jax.default_matmul_precision("highest"):
-        return forward(params, config, tokens, positions, dense_attend(config), memory, mix)
+        return forward(params, config, tokens, positions, dense_attend(config, cache_dtype), memory, mix)

@@ -44,6 +44,21 @@ def as_bytes(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), tree)
 
 
+def with_nan_unseen(arguments: dict[str, Any], seen: Any, width: int) -> dict[str, Any]:
+    """The same pool with NaN in all tokens but those `seen` "k p s", and in their columns from `width` on.
+
+    8 bits have their least there, and NaN in the scales of tokens that are not seen.
+    """
+    pages, scales = np.array(arguments["pages"]), arguments["kv_scales"]
+    poison = np.nan
+    if scales is not None:
+        poison = np.asarray(-128 if pages.dtype == np.int8 else -448.0).astype(pages.dtype)
+        scales = np.where(seen[:, :, None], scales, np.float32(np.nan))
+    pages[~seen] = poison
+    pages[..., width:] = poison
+    return arguments | {"pages": pages, "kv_scales": scales}
+
+
 def assert_attention_close(got: Any, expected: Any, dtype: str) -> None:
     """Compare attention, and block sums where there are any; nothing is NaN."""
     for one, other, tolerance in zip(got, expected, (TOLERANCE[dtype], LSE_TOLERANCE), strict=True):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
-from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results
+from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results, with_nan_unseen
 
 from et_jax.evidence.kernel_shapes.paged_attention import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_attention import paged_attention, xla
@@ -53,7 +53,7 @@ def dense_float64(arguments, shape: Shape):
             seen = (behind >= 0) & (behind < (shape.window or length))
             token = arrays["pages"][kv_head, page, seen]
             if arrays["kv_scales"] is not None:
-                token = token * np.repeat(arrays["kv_scales"][kv_head, page], [d, shape.width - d])
+                token = token * np.repeat(arrays["kv_scales"][kv_head, page][:, seen].T, [d, shape.width - d], axis=1)
             z = d**-0.5 * (token[:, :d] @ arrays["q"][row, head])
             if shape.soft_cap is not None:
                 z = shape.soft_cap * np.tanh(z / shape.soft_cap)
@@ -86,7 +86,7 @@ def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(dtypes):
 
 
 def test_reference_equals_the_formula(rung):
-    rung("paged_attention reference = formula", PLAIN, 40, reference_is_right)
+    rung("paged_attention reference = formula", PLAIN, 41, reference_is_right)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def xla_is_right(shape: Shape):
 
 
 def test_xla_equals_reference(rung):
-    rung("paged_attention xla = reference", PLAIN, 40, xla_is_right)
+    rung("paged_attention xla = reference", PLAIN, 41, xla_is_right)
 
 
 @pytest.mark.slow
@@ -109,12 +109,8 @@ def test_xla_equals_reference_in_the_shapes_for_hopper(rung):
 
 
 def poisoned(arguments, shape: Shape):
-    """The same pool with NaN out of every query's sight: null page, unlisted pages, tails, padding columns.
-
-    Integers have no NaN: they are their least there, and the scales of pages of which nothing is seen are NaN.
-    """
-    pages = np.array(arguments["pages"])
-    seen = np.zeros(pages.shape[:3], bool)
+    """The same pool with NaN out of every query's sight: null page, unlisted pages, tails, padding columns."""
+    seen = np.zeros(arguments["pages"].shape[:3], bool)
     table, blocks, counts = (np.asarray(arguments[name]) for name in ("page_table", "blocks", "counts"))
     for row, length in enumerate(shape.row_lengths):
         slot = row // shape.rows
@@ -123,13 +119,7 @@ def poisoned(arguments, shape: Shape):
                 position = block * shape.page_size + np.arange(shape.page_size)
                 first = 0 if shape.window is None else length - shape.window
                 seen[head, table[slot, block]] |= (position < length) & (position >= first)
-    poison = np.iinfo(np.int8).min if shape.int8 else np.nan
-    pages[~seen] = poison
-    pages[..., 2 * shape.head_dim :] = poison
-    if not shape.int8:
-        return arguments | {"pages": pages}
-    scales = np.where(seen.any(-1)[..., None], arguments["kv_scales"], np.nan)
-    return arguments | {"pages": pages, "kv_scales": scales}
+    return with_nan_unseen(arguments, seen, 2 * shape.head_dim)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -144,6 +134,7 @@ def poisoned(arguments, shape: Shape):
         "all_of_them",
         "sparse_bfloat16",
         "int8",
+        "fp8_page_64",
         "rows_5",
         "rows_all_of_them",
         "rows_int8",
@@ -352,13 +343,13 @@ def test_a_wrong_dtype_is_named(name, dtype):
     assert str(caught.value).startswith(f"{name}: got {jnp.dtype(dtype)}, wanted")
 
 
-def test_an_int8_pool_needs_scales_and_scales_an_int8_pool():
+def test_a_pool_in_8_bits_needs_scales_and_scales_a_pool_in_8_bits():
     arguments = zeros(RIGHT)
     integers = arguments["pages"].astype(jnp.int8)
     for wrong, words in (
         ({"pages": integers}, "pages: got int8"),
-        ({"kv_scales": jnp.ones((2, 5, 2))}, "pages: got float32, wanted int8"),
-        ({"pages": integers, "kv_scales": jnp.ones((2, 4, 2))}, "kv_scales: got shape"),
+        ({"kv_scales": jnp.ones((2, 5, 2, 16))}, "pages: got float32, wanted int8 or float8_e4m3fn"),
+        ({"pages": integers, "kv_scales": jnp.ones((2, 4, 2, 16))}, "kv_scales: got shape"),
     ):
         with pytest.raises((ValueError, TypeCheckError)) as caught:
             paged_attention(**(arguments | wrong), softmax=SOFTMAX)

@@ -15,10 +15,10 @@ from et_jax.pallas import hopper
 from et_jax.pallas.paged_attention import gpu
 
 KERNEL = gpu.paged_attention
-OTHERS = ("dim_128_bfloat16", "page_64", "int8_page_64")
+OTHERS = ("dim_128_bfloat16", "page_64", "int8_page_64", "fp8_page_64")
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper") or shape.name in OTHERS]
 # A shape for each path, raced and poisoned: one tile a page and two, eight columns and sixteen, each head dim, several
-# parts, empty slots, what changes the scores, an 8-bit pool; several rows a slot.
+# parts, empty slots, what changes the scores, a pool in 8 bits; several rows a slot.
 PATHS = [
     NAMED[name]
     for name in (
@@ -48,13 +48,13 @@ def test_simulated_equals_reference(rung):
 
 @pytest.mark.slow
 def test_simulated_equals_reference_in_any_shape(rung):
-    rung("paged_attention gpu, simulated = reference", SERVED, 22, is_right)
+    rung("paged_attention gpu, simulated = reference", SERVED, 23, is_right)
 
 
 @pytest.mark.slow
 def test_lowers_for_cuda(rung):
     rung(
-        "paged_attention gpu lowers for cuda", SERVED, 22, lambda shape: lower(KERNEL, example(shape), **shape.settings)
+        "paged_attention gpu lowers for cuda", SERVED, 23, lambda shape: lower(KERNEL, example(shape), **shape.settings)
     )
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_page_is_found(broken_gpu):
 
 UNSERVED = {
     "multiplies bfloat16, not float32": {"dtype": "float32"},
-    "multiplies bfloat16, not float32 queries with int8 pages": {"dtype": "float32", "int8": True},
+    "multiplies bfloat16, not float32 queries with int8 pages": {"dtype": "float32", "in_8_bits": "int8"},
     "reads pages of whole tiles of 64 tokens, not of 16": {"page_size": 16},
     "is laid out for head dims of 64, 128 and 256, not 96": {"head_dim": 96},
     "has columns for 16 query heads a KV head, not 17": {"num_heads": 17, "num_kv_heads": 1},
@@ -131,7 +131,7 @@ def test_what_is_not_served_is_refused_with_the_reason(reason):
 @pytest.mark.parametrize("page_size", [64, 128])
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 8, 9, 16, 20, 32])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
 def test_partial_results_take_a_hundredth_and_stages_fit(page_size, head_dim, group, dtype):
     config = gpu.heuristic(page_size, group, 2 * head_dim, dtype)
     tokens = config.part * page_size
@@ -140,5 +140,5 @@ def test_partial_results_take_a_hundredth_and_stages_fit(page_size, head_dim, gr
     most = 0.01 if group <= gpu.MOST_QUERIES else 0.014  # of several rows together
     assert 4 * sums_a_column * gpu.columns(group) < most * in_bfloat16
     assert config.stages >= gpu.DEEP
-    converted = hopper.tile_bytes(2 * head_dim) if dtype == jnp.int8 else 0
+    converted = hopper.tile_bytes(2 * head_dim) if dtype != jnp.bfloat16 else 0
     assert config.stages * hopper.tile_bytes(2 * head_dim, dtype) + converted + gpu.SMALL <= hopper.SHARED

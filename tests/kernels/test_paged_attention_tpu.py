@@ -16,11 +16,11 @@ from et_jax.pallas.paged_attention import tpu
 from et_jax.pallas.ring import RingConfig
 
 KERNEL = tpu.paged_attention
-SERVED = [shape for shape in TESTED if not (shape.int8 and shape.page_size % 32)]
+SERVED = [shape for shape in TESTED if not (shape.in_8_bits and shape.page_size % 32)]
 # few buffers of few pages: lists go round the ring several times
 SMALL = RingConfig(group=4, depth=3)
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; lists in order
-# and with gaps, empty ones; what changes the scores; both dtypes; an 8-bit pool; several rows a slot.
+# and with gaps, empty ones; what changes the scores; both dtypes; a pool in 8 bits; several rows a slot.
 PATHS = [
     NAMED[name]
     for name in (
@@ -31,6 +31,7 @@ PATHS = [
         "window",
         "all_of_them",
         "int8_bfloat16",
+        "fp8_dim_96",
         "rows_5",
         "rows_all_of_them",
         "rows_int8",
@@ -170,8 +171,8 @@ def shapes_of(shape: Shape):
     pool = (k, 1 + b * n, shape.page_size, shape.width)
     return {
         "q": jax.ShapeDtypeStruct((b * shape.rows, shape.num_heads, shape.head_dim), shape.dtype),
-        "pages": jax.ShapeDtypeStruct(pool, np.int8 if shape.int8 else shape.dtype),
-        "kv_scales": jax.ShapeDtypeStruct((*pool[:2], 2), np.float32) if shape.int8 else None,
+        "pages": jax.ShapeDtypeStruct(pool, shape.in_8_bits or shape.dtype),
+        "kv_scales": jax.ShapeDtypeStruct((*pool[:2], 2, pool[2]), np.float32) if shape.in_8_bits else None,
         "page_table": jax.ShapeDtypeStruct((b, n), np.int32),
         "blocks": listed,
         "counts": jax.ShapeDtypeStruct(listed.shape[:2], np.int32),
@@ -190,7 +191,7 @@ def test_lowers_for_a_tpu(rung):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"page_size": 16, "int8": True}, 'reads int8 pages of a multiple of 32 tokens, not 16: use "xla"'),
+        ({"page_size": 16, "in_8_bits": "int8"}, 'reads int8 pages of a multiple of 32 tokens, not 16: use "xla"'),
         ({"page_size": 4}, 'reads float32 pages of a multiple of 8 tokens, not 4: use "xla"'),
         ({"lengths": (2_000_000,)}, 'bytes of scalar memory: use "xla", or pages of more than 16 tokens'),
         ({"page_size": 16384, "lengths": (16384,)}, 'bytes of vector memory: use "xla", or smaller pages'),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
-from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results
+from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results, with_nan_unseen
 
 from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_attention import paged_attention
@@ -57,6 +57,9 @@ def dense_float64(arguments, shape: Shape):
         for entry, block in enumerate(blocks[row, kv_head, : counts[row, kv_head]]):
             inside = slice(max(0, first - block * s), max(0, position + 1 - block * s))
             seen = arrays["pages"][kv_head, table[row, block]][inside]
+            if arrays["kv_scales"] is not None:
+                scales = arrays["kv_scales"][kv_head, table[row, block]][:, inside].T
+                seen = seen * np.repeat(scales, [d, shape.width - d], axis=1)
             z = d**-0.5 * (seen[:, :d] @ arrays["q"][row, i, head])
             if shape.soft_cap is not None:
                 z = shape.soft_cap * np.tanh(z / shape.soft_cap)
@@ -88,7 +91,7 @@ def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(dtypes):
 
 
 def test_reference_equals_the_formula(rung):
-    rung("paged_prefill reference = formula", PLAIN, 23, reference_is_right)
+    rung("paged_prefill reference = formula", PLAIN, 26, reference_is_right)
 
 
 @pytest.mark.slow
@@ -102,7 +105,7 @@ def xla_is_right(shape: Shape):
 
 
 def test_xla_equals_reference(rung):
-    rung("paged_prefill xla = reference", PLAIN, 23, xla_is_right)
+    rung("paged_prefill xla = reference", PLAIN, 26, xla_is_right)
 
 
 @pytest.mark.slow
@@ -110,21 +113,24 @@ def test_xla_equals_reference_in_the_shapes_for_hopper(rung):
     rung("paged_prefill xla = reference, for Hopper", HOPPER, 13, xla_is_right)
 
 
+def written(arguments, shape: Shape, real: int):
+    """Which tokens of the pool "k p s" are those before the chunk, or among the first `real` of it."""
+    found = np.zeros(arguments["pages"].shape[:3], bool)
+    for row, start in enumerate(shape.starts):
+        place = np.arange(start + real)
+        found[:, np.asarray(arguments["page_table"])[row, place // shape.page_size], place % shape.page_size] = True
+    return found
+
+
 @pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize("name", ["group_3", "dim_96", "window", "group_4_bfloat16"])
+@pytest.mark.parametrize("name", ["group_3", "dim_96", "window", "group_4_bfloat16", "int8", "fp8_dim_96"])
 def test_keys_past_a_query_may_be_nan(name, backend):
     """With half the chunk real, the other half's keys and the null page NaN, real rows keep their bits."""
     shape = NAMED[name]
     arguments = example(shape)
     real = shape.chunk // 2
-    pages = np.array(arguments["pages"])
-    unused = np.ones(pages.shape[1:3], bool)
-    for row, start in enumerate(shape.starts):
-        place = np.arange(start + real)
-        unused[np.asarray(arguments["page_table"])[row, place // shape.page_size], place % shape.page_size] = False
-    pages[:, unused] = np.nan
-    pages[..., 2 * shape.head_dim :] = np.nan
-    clean, dirty = run(arguments, shape, backend), run(arguments | {"pages": pages}, shape, backend)
+    dirty = with_nan_unseen(arguments, written(arguments, shape, real), 2 * shape.head_dim)
+    clean, dirty = run(arguments, shape, backend), run(dirty, shape, backend)
     np.testing.assert_array_equal(dirty[:, :real], clean[:, :real])
 
 
@@ -139,6 +145,29 @@ def test_a_fault_that_is_seen_shows(column, backend):
     out = run(arguments | {"pages": pages}, shape, backend)[0]
     assert np.isnan(out[5:, :2]).any(axis=-1).all()
     assert not np.isnan(out[:5]).any() and not np.isnan(out[:, 2:]).any()
+
+
+def with_a_fault(arguments, shape: Shape, of_value: bool):
+    """The same pool in 8 bits, in which a number of the first head's key, or value, at place 5 of the chunk is NaN."""
+    scales, place = np.array(arguments["kv_scales"]), shape.starts[0] + 5
+    page = np.asarray(arguments["page_table"])[0, place // shape.page_size]
+    scales[0, page, int(of_value), place % shape.page_size] = np.nan
+    return arguments | {"kv_scales": scales}
+
+
+def assert_fault_shows(out, shape: Shape):
+    """Queries of the first head from place 5 on are NaN, and no others."""
+    group = shape.num_heads // shape.num_kv_heads
+    out = np.asarray(out, np.float64)[0]
+    assert np.isnan(out[5:, :group]).any(axis=-1).all()
+    assert not np.isnan(out[:5]).any() and not np.isnan(out[:, group:]).any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("of_value", [False, True])
+def test_a_fault_in_8_bits_that_is_seen_shows(of_value, backend):
+    shape = NAMED["int8"]
+    assert_fault_shows(run(with_a_fault(example(shape), shape, of_value), shape, backend), shape)
 
 
 def listing_every_block(arguments, shape: Shape):
@@ -174,15 +203,13 @@ def test_dense_is_listing_every_block(name, backend):
 
 def with_nan_beyond_the_lists(arguments, shape: Shape):
     """The same pool with NaN in the pages that a KV head does not list, and in the null page."""
-    pages, table = np.array(arguments["pages"]), np.asarray(arguments["page_table"])
-    unread = np.ones(pages.shape[:2], bool)
+    table, read = np.asarray(arguments["page_table"]), np.zeros(arguments["pages"].shape[:3], bool)
     for row, head in np.ndindex(*arguments["counts"].shape):
-        unread[head, table[row, arguments["blocks"][row, head, : arguments["counts"][row, head]]]] = False
-    pages[unread] = np.nan
-    return arguments | {"pages": pages}
+        read[head, table[row, arguments["blocks"][row, head, : arguments["counts"][row, head]]]] = True
+    return with_nan_unseen(arguments, read, shape.width)
 
 
-SPARSE = ("listed", "sparse", "sparse_bfloat16", "sparse_all_of_them")
+SPARSE = ("int8_all_of_them", "listed", "sparse", "sparse_bfloat16", "sparse_all_of_them")
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])

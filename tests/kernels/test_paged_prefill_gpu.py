@@ -2,13 +2,23 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_gpu import finds_the_race, lower, races_raise
 from absent_gpu import simulate as simulated
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from ladder import as_bytes, assert_attention_close
-from test_paged_prefill import NAMED, assert_equals_reference, both, listing_every_block, with_nan_beyond_the_lists
+from ladder import as_bytes, assert_attention_close, with_nan_unseen
+from test_paged_prefill import (
+    NAMED,
+    assert_equals_reference,
+    assert_fault_shows,
+    both,
+    listing_every_block,
+    with_a_fault,
+    with_nan_beyond_the_lists,
+    written,
+)
 
 from et_jax.evidence.kernel_shapes.paged_prefill import TESTED, Shape, example
 from et_jax.pallas import hopper
@@ -17,7 +27,7 @@ from et_jax.pallas.paged_prefill import gpu
 KERNEL = gpu.paged_prefill
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper")]
 # A shape for each path, raced: one tile a page and two, each head dim, rows far apart, several blocks of queries, a
-# window, block sums, lists with all that changes the scores.
+# window, block sums, lists with all that changes the scores, a pool in 8 bits.
 PATHS = [
     NAMED[name]
     for name in (
@@ -28,6 +38,7 @@ PATHS = [
         "hopper_window",
         "hopper_block_sums",
         "hopper_sparse_all_of_them",
+        "hopper_int8",
     )
 ]
 
@@ -48,7 +59,7 @@ def test_simulated_equals_reference(rung):
 
 @pytest.mark.slow
 def test_simulated_equals_reference_in_any_shape(rung):
-    rung("paged_prefill gpu, simulated = reference", SERVED, 13, is_right)
+    rung("paged_prefill gpu, simulated = reference", SERVED, 15, is_right)
 
 
 @pytest.mark.slow
@@ -56,26 +67,21 @@ def test_lowers_for_cuda(rung):
     def check(shape: Shape):
         lower(KERNEL, example(shape), **shape.settings)
 
-    rung("paged_prefill gpu lowers for cuda", SERVED, 13, check)
+    rung("paged_prefill gpu lowers for cuda", SERVED, 15, check)
 
 
-@pytest.mark.parametrize("name", ["hopper_group_3", "hopper_window"])
+@pytest.mark.parametrize("name", ["hopper_group_3", "hopper_window", "hopper_fp8"])
 def test_tokens_past_a_query_may_be_nan(name):
     """With half the chunk real, the other half's keys and values and the null page NaN, real rows are right."""
     shape = NAMED[name]
     arguments = example(shape)
     real = shape.chunk // 2
-    pages = np.array(arguments["pages"])
-    unused = np.ones(pages.shape[1:3], bool)
-    for row, start in enumerate(shape.starts):
-        place = np.arange(start + real)
-        unused[np.asarray(arguments["page_table"])[row, place // shape.page_size], place % shape.page_size] = False
-    pages[:, unused] = np.nan
-    (dirty, _), (expected, _) = simulate(arguments | {"pages": pages}, shape), both(arguments, shape, "reference")
+    dirty = with_nan_unseen(arguments, written(arguments, shape, real), shape.width)
+    (dirty, _), (expected, _) = simulate(dirty, shape), both(arguments, shape, "reference")
     assert_attention_close((dirty[:, :real], None), (expected[:, :real], None), shape.dtype)
 
 
-@pytest.mark.parametrize("name", ["hopper_sparse", "hopper_sparse_all_of_them"])
+@pytest.mark.parametrize("name", ["hopper_sparse", "hopper_sparse_all_of_them", "hopper_int8"])
 def test_pages_that_are_not_listed_may_be_nan(name):
     shape = NAMED[name]
     arguments = example(shape)
@@ -110,6 +116,12 @@ def test_a_fault_that_is_seen_shows(column, token):
     assert not np.isnan(out[:first]).any() and not np.isnan(out[:, 1:]).any()
 
 
+@pytest.mark.parametrize("of_value", [False, True])
+def test_a_fault_in_8_bits_that_is_seen_shows(of_value):
+    shape = NAMED["hopper_fp8"]
+    assert_fault_shows(simulate(with_a_fault(example(shape), shape, of_value), shape)[0], shape)
+
+
 @races_raise
 @pytest.mark.parametrize("primitive", ["barrier_wait", "commit_smem"])
 def test_a_missing_wait_or_fence_is_found(broken_gpu, primitive):
@@ -133,7 +145,10 @@ def test_a_wrong_page_is_found(broken_gpu):
 
 
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
-def test_stages_fit(head_dim):
-    width = 2 * head_dim
-    taken = gpu.CONSUMERS * gpu.ROWS * head_dim * 2 + gpu.heuristic(width).stages * hopper.tile_bytes(width) + gpu.SMALL
-    assert gpu.heuristic(width).stages >= 2 and taken <= hopper.SHARED
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_stages_fit(head_dim, dtype):
+    width, stages = 2 * head_dim, gpu.heuristic(2 * head_dim, dtype).stages
+    queries = gpu.CONSUMERS * gpu.ROWS * head_dim * 2
+    converted = hopper.tile_bytes(width) if dtype == jnp.int8 else 0
+    assert stages >= 2
+    assert queries + stages * hopper.tile_bytes(width, dtype) + converted + gpu.SMALL <= hopper.SHARED

@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
-from ladder import as_bytes, results
+from ladder import as_bytes, results, with_nan_unseen
 from test_paged_prefill import (
     MIXED,
     NAMED,
     assert_equals_reference,
+    assert_fault_shows,
     listing_every_block,
     of_two_dtypes,
+    with_a_fault,
     with_nan_beyond_the_lists,
+    written,
 )
 
 from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
@@ -27,12 +30,22 @@ KERNEL = tpu.paged_prefill
 # several tiles a chunk, few buffers of few pages: the keys go round the ring several times
 SMALL = Config(tile=16, ring=RingConfig(group=4, depth=3))
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; what changes
-# the scores; rows far apart; lists and block sums; both dtypes.
+# the scores; rows far apart; lists and block sums; both dtypes; pools in 8 bits.
 PATHS = [
-    NAMED[name] for name in ("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them", "sparse_all_of_them")
+    NAMED[name]
+    for name in (
+        "dim_128",
+        "group_4_bfloat16",
+        "dim_96",
+        "ragged",
+        "all_of_them",
+        "sparse_all_of_them",
+        "int8_all_of_them",
+        "fp8_dim_96",
+    )
 ]
 # Interpreted without a detector of races: a few shapes, and all that are served by the slow test.
-BREADTH = [NAMED[name] for name in ("group_16", "one_query", "sinks")]
+BREADTH = [NAMED[name] for name in ("group_16", "one_query", "sinks", "int8")]
 
 
 def plain(arguments, shape: Shape):
@@ -44,14 +57,7 @@ def poisoned(arguments, shape: Shape):
     """The same pool with NaN in all that no query sees: null page, what follows the chunk, padding columns."""
     if arguments["counts"] is not None:
         arguments = with_nan_beyond_the_lists(arguments, shape)
-    pages = np.array(arguments["pages"])
-    seen = np.zeros(pages.shape[1:3], bool)
-    for row, start in enumerate(shape.starts):
-        place = np.arange(start + shape.chunk)
-        seen[np.asarray(arguments["page_table"])[row, place // shape.page_size], place % shape.page_size] = True
-    pages[:, ~seen] = np.nan
-    pages[..., 2 * shape.head_dim :] = np.nan
-    return arguments | {"pages": pages}
+    return with_nan_unseen(arguments, written(arguments, shape, shape.chunk), 2 * shape.head_dim)
 
 
 @pytest.mark.parametrize("dtypes", MIXED)
@@ -66,7 +72,7 @@ def test_equals_reference(rung):
         arguments = example(shape)
         assert_equals_reference(plain(arguments, shape), arguments, shape)
 
-    rung("paged_prefill tpu = reference", BREADTH, 3, check)
+    rung("paged_prefill tpu = reference", BREADTH, 4, check)
 
 
 def has_no_race(shape: Shape, config: Config | None = SMALL):
@@ -103,6 +109,12 @@ def test_a_fault_that_is_seen_shows(name, column):
     out, group = plain(arguments | {"pages": pages}, shape)[0][0], shape.num_heads // shape.num_kv_heads
     assert np.isnan(out[5:, :group]).any(axis=-1).all()
     assert not np.isnan(out[:5]).any() and not np.isnan(out[:, group:]).any()
+
+
+@pytest.mark.parametrize("of_value", [False, True])
+def test_a_fault_in_8_bits_that_is_seen_shows(of_value):
+    shape = NAMED["int8"]
+    assert_fault_shows(plain(with_a_fault(example(shape), shape, of_value), shape)[0], shape)
 
 
 @pytest.mark.parametrize("name", ["group_3", "window"])

@@ -164,7 +164,7 @@ def _small() -> str:
 
 
 SLOW = {
-    *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
+    *("bfloat16", "cache in bfloat16", "cache in int8", "window", "module", "own", "surprisals", "small"),
     *(
         "paper",
         "adaptive",
@@ -184,6 +184,13 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "bfloat16": lambda: Capability(settings={"dtype": "bfloat16"}),
     "int8": lambda: Capability(settings={"quantize": "int8"} | _LOOKUP, drafts=True),
     "cache in bfloat16": lambda: Capability(settings={"cache_dtype": "bfloat16"}),
+    "cache in int8": lambda: Capability(
+        settings={"cache_dtype": "int8", "control": pruned("certified", tolerance=0.5)} | _LOOKUP,
+        dense={"tolerance": 0.0},
+        prunes=True,
+        drafts=True,
+        certifies=0.5,
+    ),
     "window": lambda: Capability(load=functools.partial(tiny, SLIDING)),
     "module": lambda: Capability(load=of_module),
     "own": lambda: Capability(settings={"control": own_controller()}, dense=None, prunes=True),

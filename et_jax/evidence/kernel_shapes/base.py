@@ -34,8 +34,13 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape(Shape):
-    """A case of attention, with what changes its scores."""
+    """A case of attention, with what changes its scores.
 
+    in_8_bits: the dtype of 8 bits that the pool has, with a scale for the key and the value of each token; None for
+        that of the queries.
+    """
+
+    in_8_bits: str | None = None
     soft_cap: float | None = None
     window: int | None = None
     sinks: bool = False
@@ -76,6 +81,15 @@ def normal(shape: Shape, rng: np.random.Generator) -> Callable[..., jax.Array]:
 def pool(shape: Shape, num_pages: int, rng: np.random.Generator) -> jax.Array:
     """Return random pages "k p s e"; of a large pool those that `repeated` repeats."""
     return normal(shape, rng)(shape.num_kv_heads, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
+
+
+def scaled(shape: AttentionShape, pages: Any, num_pages: int, rng: np.random.Generator) -> tuple[Any, Any]:
+    """Return the pages in the dtype that the shape has them in and, of 8 bits, scales of so many pages."""
+    if shape.in_8_bits is None:
+        return pages, None
+    pages = jnp.clip(40 * pages.astype(jnp.float32), -127, 127)
+    pages = (jnp.round(pages) if shape.in_8_bits == "int8" else pages).astype(shape.in_8_bits)
+    return pages, jnp.asarray(rng.uniform(0.01, 0.04, (pages.shape[0], num_pages, 2, shape.page_size)), jnp.float32)
 
 
 def repeated(pages: Any, num_pages: int) -> Any:

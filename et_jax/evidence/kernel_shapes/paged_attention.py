@@ -17,12 +17,10 @@ class Shape(base.AttentionShape):
     rows: of a slot, the last at its end, each before it a token earlier; of three and more the second sees nothing.
     read_apart: a listed block is read by some rows of its slot.
     open_share: the chance that a KV head lists a block; the last block is always listed.
-    int8: the pool holds 8-bit integers with a scale for each page's keys and values.
     """
 
     lengths: tuple[int, ...]
     open_share: float = 1.0
-    int8: bool = False
     rows: int = 1
     read_apart: bool = False
 
@@ -46,14 +44,11 @@ class Shape(base.AttentionShape):
 def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     """Return random arguments of this shape: pages scattered over the pool, a list for each KV head."""
     rng = np.random.default_rng(seed)
-    b, k, n = len(shape.lengths), shape.num_kv_heads, shape.num_blocks
+    b, n = len(shape.lengths), shape.num_blocks
     num_pages = 1 + b * n
     blocks, counts = base.listed(shape, n, list(shape.lengths), rng, shape.open_share)
     normal = base.normal(shape, rng)
-    pages, kv_scales = base.pool(shape, num_pages, rng), None
-    if shape.int8:
-        pages = jnp.clip(jnp.round(40 * pages.astype(jnp.float32)), -127, 127).astype(jnp.int8)
-        kv_scales = jnp.asarray(rng.uniform(0.01, 0.04, (k, num_pages, 2)), jnp.float32)
+    pages, kv_scales = base.scaled(shape, base.pool(shape, num_pages, rng), num_pages, rng)
     readers = None
     if shape.read_apart:
         readers = jnp.asarray(rng.integers(1, 1 << shape.rows, blocks.shape), jnp.int32)
@@ -112,12 +107,13 @@ SHAPES = (
     _shape("sinks", (4, 2), 64, 16, (90, 0, 33), sinks=True),
     _shape("all_of_them", (8, 2), 64, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, open_share=0.5),
     _shape("all_of_them_bfloat16", (8, 2), 96, 16, (500, 9), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"),
-    # 8-bit pools
-    _shape("int8", (6, 2), 64, 16, (300, 0, 77), open_share=0.6, int8=True),
-    _shape("int8_bfloat16", (8, 2), 128, 32, (200, 90), dtype="bfloat16", int8=True),
-    _shape("int8_all_of_them", (8, 2), 96, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, int8=True),
-    _shape("int8_page_64", (4, 2), 128, 64, (130, 64), dtype="bfloat16", int8=True),
-    _shape("int8_dim_96", (4, 2), 96, 32, (61, 300), open_share=0.5, sinks=True, int8=True),
+    # pools in 8 bits
+    _shape("int8", (6, 2), 64, 16, (300, 0, 77), open_share=0.6, in_8_bits="int8"),
+    _shape("int8_bfloat16", (8, 2), 128, 32, (200, 90), dtype="bfloat16", in_8_bits="int8"),
+    _shape("int8_all_of_them", (8, 2), 96, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, in_8_bits="int8"),
+    _shape("int8_page_64", (4, 2), 128, 64, (130, 64), dtype="bfloat16", in_8_bits="int8"),
+    _shape("fp8_dim_96", (4, 2), 96, 32, (61, 300), open_share=0.5, sinks=True, in_8_bits="float8_e4m3fn"),
+    _shape("fp8_page_64", (4, 2), 128, 64, (130, 64), dtype="bfloat16", in_8_bits="float8_e4m3fn"),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several parts, edges
     _shape("hopper_group_1", (2, 2), 128, 64, (65, 200), dtype="bfloat16"),
     _shape("hopper_group_3", (6, 2), 64, 128, (129, 250), dtype="bfloat16"),
@@ -155,7 +151,7 @@ SHAPES = (
         soft_cap=5.0,
         sinks=True,
         open_share=0.9,
-        int8=True,
+        in_8_bits="int8",
     ),
     # several rows a slot, over one list or over the union of theirs
     _shape("rows_3", (4, 2), 64, 16, (100, 3), dtype="bfloat16", rows=3),
@@ -175,7 +171,7 @@ SHAPES = (
         rows=3,
         read_apart=True,
     ),
-    _shape("rows_int8", (8, 2), 128, 32, (200, 90), dtype="bfloat16", int8=True, rows=5, read_apart=True),
+    _shape("rows_int8", (8, 2), 128, 32, (200, 90), dtype="bfloat16", in_8_bits="int8", rows=5, read_apart=True),
     _shape("hopper_rows", (8, 2), 128, 64, (300, 70), dtype="bfloat16", rows=5),
     _shape("hopper_rows_split", (8, 1), 128, 128, (300, 20), dtype="bfloat16", rows=6, read_apart=True),
     _shape(
@@ -192,7 +188,7 @@ SHAPES = (
         rows=3,
         read_apart=True,
     ),
-    _shape("hopper_rows_int8", (4, 2), 128, 64, (400, 0), dtype="bfloat16", int8=True, rows=2, read_apart=True),
+    _shape("hopper_rows_int8", (4, 2), 128, 64, (400, 0), dtype="bfloat16", in_8_bits="int8", rows=2, read_apart=True),
     # what is run, on a CPU
     _shape("decode_2_at_16k", (32, 8), 128, 64, (16384,) * 2, tested=False),
     _shape("decode_2_at_16k_page_16", (32, 8), 128, 16, (16384,) * 2, tested=False),

@@ -41,7 +41,8 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     b, n = len(shape.starts), shape.num_blocks
     num_pages = 1 + b * n
 
-    normal, pages = base.normal(shape, rng), base.pool(shape, num_pages, rng)
+    normal = base.normal(shape, rng)
+    pages, kv_scales = base.scaled(shape, base.pool(shape, num_pages, rng), num_pages, rng)
     blocks, counts = (None, None) if shape.open_share is None else lists(shape, rng, shape.open_share)
     return {
         "q": normal(b, shape.chunk, shape.num_heads, shape.head_dim),
@@ -51,6 +52,7 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
         "blocks": blocks,
         "counts": counts,
         "softmax": shape.softmax(rng),
+        "kv_scales": kv_scales,
     }
 
 
@@ -107,6 +109,24 @@ SHAPES = (
         soft_cap=5.0,
         sinks=True,
     ),
+    # pools in 8 bits
+    _shape("int8", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True, in_8_bits="int8"),
+    _shape(
+        "int8_all_of_them",
+        (8, 2),
+        128,
+        32,
+        60,
+        starts=(600, 290),
+        open_share=0.5,
+        block_lse=True,
+        dtype="bfloat16",
+        window=300,
+        soft_cap=5.0,
+        sinks=True,
+        in_8_bits="int8",
+    ),
+    _shape("fp8_dim_96", (4, 2), 96, 32, 24, starts=(17,), in_8_bits="float8_e4m3fn"),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several blocks, edges
     _shape("hopper_group_1", (2, 2), 128, 64, 40, starts=(30,), dtype="bfloat16"),
     _shape("hopper_group_3", (6, 2), 64, 128, 70, starts=(500,), dtype="bfloat16"),
@@ -145,6 +165,19 @@ SHAPES = (
         soft_cap=5.0,
         sinks=True,
     ),
+    _shape(
+        "hopper_int8",
+        (8, 2),
+        64,
+        64,
+        40,
+        starts=(700, 90),
+        open_share=0.4,
+        block_lse=True,
+        dtype="bfloat16",
+        in_8_bits="int8",
+    ),
+    _shape("hopper_fp8", (4, 1), 128, 128, 90, starts=(110,), dtype="bfloat16", in_8_bits="float8_e4m3fn"),
     # what is run, on a device
     _shape("smollm_135m", (9, 3), 64, 16, 256, starts=(1024,), dtype="bfloat16", tested=False),
     _shape("llama3_8b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", tested=False),

@@ -183,8 +183,8 @@ def _pass_over(
             out_specs=[pl.BlockSpec((1, h, padded), lambda i, *_: (i, 0, 0))] * len(empty),
             scratch_shapes=[
                 *[pltpu.VMEM((config.depth, config.group, k, pool.shape[2]), pool.dtype) for pool in pools],
-                *[pltpu.SemaphoreType.DMA((config.depth,))] * len(pools),
-                *[pltpu.SMEM((1,), jnp.int32)] * len(pools),
+                pltpu.SemaphoreType.DMA((config.depth,)),
+                pltpu.SMEM((1,), jnp.int32),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((b, h, padded), jnp.float32)] * len(empty),
@@ -220,7 +220,7 @@ def _kernel(
     empty: list[float],
     page_size: int,
 ):
-    """Score the blocks of one row. `refs`: two pools; the outputs; each pool's buffers, semaphores and first buffer."""
+    """Score the blocks of one row. `refs`: two pools; the outputs; buffers, semaphores and the first buffer."""
     pools, outputs, scratch = refs[:2], refs[2 : 2 + len(empty)], refs[2 + len(empty) :]
     row = pl.program_id(0)
     group = scratch[0].shape[1]
@@ -234,30 +234,22 @@ def _kernel(
         )
 
     own, following = listed(row, table_ref), listed(row + 1, next_table_ref)
-    arrivals = [
-        ring.Ring(
-            pages_ref=pool,
-            buffers_ref=buffers,
-            arrived=arrived,
-            first_ref=first,
-            own=own,
-            following=following,
-        )
-        for pool, buffers, arrived, first in zip(pools, scratch[:2], scratch[2:4], scratch[4:], strict=True)
-    ]
-    for each in arrivals:
-        each.open(row == 0)
+    *buffers, arrived, first = scratch
+    arrivals = ring.Ring(
+        pools=tuple(zip(pools, buffers, strict=True)), arrived=arrived, first_ref=first, own=own, following=following
+    )
+    arrivals.open(row == 0)
     for output, value in zip(outputs, empty, strict=True):
         output[...] = jnp.full(output.shape, value, jnp.float32)
     query, length = query_ref[0], lengths_ref[row]
 
     def step(i, _):
-        buffer, _ = [each.next(i) for each in arrivals]  # all rings turn alike
+        buffer = arrivals.next(i)
         chunk = pl.ds(pl.multiple_of(i * group // LANES * LANES, LANES), LANES)
         place = lax.broadcasted_iota(jnp.int32, (query.shape[0], LANES), 1) - lax.rem(i * group, LANES)
 
         def score_page(j, results):
-            parts = [each.buffers_ref[buffer, j].astype(jnp.float32) for each in arrivals]
+            parts = [each[buffer, j].astype(jnp.float32) for each in buffers]
             end = jnp.minimum(length - (i * group + j) * page_size, page_size)
             found = score(query, end, *parts)
             return [jnp.where(place == j, new, old) for new, old in zip(found, results, strict=True)]
@@ -267,5 +259,4 @@ def _kernel(
             output[0, :, chunk] = result
 
     lax.fori_loop(0, own.num_groups, step, None)
-    for each in arrivals:
-        each.close()
+    arrivals.close()

@@ -41,7 +41,7 @@ def paged_attention(
     softmax: Softmax,
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
-    kv_scales: Float[Array, "k p 2"] | None = None,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return attention of one query a row over the blocks listed for its slot, and each block's log-sum-exp.
@@ -62,7 +62,8 @@ def paged_attention(
         the slot, by its length and the window, must be finite for all.
     readers: of every listed block, the rows of the slot that read it, row j by bit j; None is all of them. So the list
         is the union of the rows' own. A row that does not read a block sees nothing of it.
-    kv_scales: of an int8 pool, by which a page's keys and its values are multiplied.
+    kv_scales: of a pool in 8 bits (int8, or float8_e4m3fn), whose codes are finite: what the keys and what the values
+        of each token are multiplied by.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
     0 and block_lse -inf, never NaN. A row's bits depend on its slot's list and contents alone, and not on how

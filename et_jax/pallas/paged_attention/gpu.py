@@ -7,7 +7,8 @@ consumer meets each tile with the queries that share the head, those of every ro
     scores "s g" = keys "s d" @ queries "g d" transposed       tokens on the 64 rows that a wgmma has,
     update "d g" = values "s d" transposed @ weights "s g"     the few queries on its columns
 
-A tile of 8-bit integers is first turned into bfloat16 in shared memory, which leaves its stage free at once.
+A tile of 8 bits is first turned into bfloat16 in shared memory, which leaves its stage free at once; the scales of its
+tokens, copied beside it, multiply logits and weights.
 
 A part is a fixed number of list entries, and what the parts found is added up in a fixed order, so a row's bits
 depend on its own list alone. A program past the end of its list copies nothing.
@@ -31,10 +32,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import hopper, tuned
-from et_jax.pallas.checks import require_counts
+from et_jax.pallas.checks import EIGHT_BITS, require_counts
 from et_jax.pallas.folding import by_head, by_row, most_together, split
-from et_jax.pallas.gather import listed_scales
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, load, product, store
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, convert, load, product, store
 from et_jax.softmax import Softmax, finite
 
 COLUMNS = 8  # the columns of a wgmma come in eights
@@ -66,12 +66,13 @@ def heuristic(page_size: int, group: int, width: int, dtype: DTypeLike = jnp.bfl
     """Return the settings for a page size in tokens, a query group, a token's width in columns and the pool's dtype.
 
     A part ends in 8 float32 sums for each column of values: 1536 tokens of bfloat16 keep these under 1% of what
-    is read (of 8-bit integers twice the tokens; for 32 queries 1.4%), and still cut one list of 32k tokens into 21
+    is read (in 8 bits twice the tokens; for 32 queries 1.4%), and still cut one list of 32k tokens into 21
     programs. Two programs share a multiprocessor, so that one copies while the other begins or ends, unless that left
     either with a shallow pipeline, or their registers would not be enough.
     """
     bytes_per_tile = hopper.tile_bytes(width, dtype)
-    taken = SMALL + (hopper.tile_bytes(width) if dtype == jnp.int8 else 0)  # one tile is turned into bfloat16
+    # one tile of 8 bits is turned into bfloat16
+    taken = SMALL + (hopper.tile_bytes(width) if jnp.dtype(dtype) in EIGHT_BITS else 0)
     stages = (hopper.SHARED // 2 - taken) // bytes_per_tile
     if stages < DEEP or columns(group) > MOST_COLUMNS_OF_TWO:
         stages = (hopper.SHARED - taken) // bytes_per_tile
@@ -95,7 +96,7 @@ def paged_attention(
     softmax: Softmax,
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
-    kv_scales: Float[Array, "k p 2"] | None = None,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
@@ -107,7 +108,7 @@ def paged_attention(
     _, h, d = q.shape
     k, _, s, e = pages.shape
     m, tiles = blocks.shape[2], s // TILE
-    hopper.refuse_unserved(q, pages, int8=True)
+    hopper.refuse_unserved(q, pages)
     if h // k > MOST_QUERIES:
         raise hopper.unserved(f"has columns for {MOST_QUERIES} query heads a KV head, not {h // k}")
     rows = most_together(rows_per_slot, lambda rows: columns(rows * h // k) * d <= MOST_VALUES)
@@ -142,9 +143,11 @@ def paged_attention(
         "stage_free": plgpu.Barrier(num_barriers=config.stages),
     }
     if kv_scales is not None:
-        inputs["scales_ref"] = listed_scales(kv_scales, page_table, blocks, counts)
-        scratch["stages_ref"] = plgpu.SMEM((config.stages, TILE, e), jnp.int8, transforms=hopper.LAYOUT_INT8)
+        inputs["scales_ref"] = kv_scales
+        scratch["stages_ref"] = plgpu.SMEM((config.stages, TILE, e), pages.dtype, transforms=hopper.LAYOUT_8_BITS)
+        scratch["scale_stages_ref"] = plgpu.SMEM((config.stages, 2, TILE), jnp.float32)
         scratch["converted_ref"] = plgpu.SMEM((TILE, e), jnp.bfloat16, transforms=LAYOUT)
+        scratch["tile_arrived"] = plgpu.Barrier(num_barriers=config.stages, num_arrivals=2)
     if readers is not None:
         inputs["readers_ref"] = readers
     settings = {"config": config, "softmax": softmax.without_sinks, "rows": rows, "queries": h // k}
@@ -194,7 +197,7 @@ def _attend_part(
     blocks_ref: Any,
     counts_ref: Any,
     lengths_ref: Any,
-    scales_ref: Any = None,  # of an 8-bit pool
+    scales_ref: Any = None,  # of a pool in 8 bits
     readers_ref: Any = None,  # where some rows read more of the list than others
     # outputs, in global memory
     maximum_ref: Any,
@@ -208,7 +211,8 @@ def _attend_part(
     query_arrived: Any,
     tile_arrived: Any,
     stage_free: Any,
-    converted_ref: Any = None,  # a tile of an 8-bit pool in bfloat16
+    scale_stages_ref: Any = None,  # these two of a pool in 8 bits: a tile's scales, and it in bfloat16
+    converted_ref: Any = None,
     # settings
     config: Config,
     softmax: Softmax,
@@ -240,6 +244,9 @@ def _attend_part(
 
             tokens = pages_ref.at[head, page, pl.ds(tile * TILE, TILE)]
             plgpu.copy_gmem_to_smem(tokens, stages_ref.at[stage], tile_arrived.at[stage])
+            if scales_ref is not None:
+                scales = scales_ref.at[head, page, :, pl.ds(tile * TILE, TILE)]
+                plgpu.copy_gmem_to_smem(scales, scale_stages_ref.at[stage], tile_arrived.at[stage])
 
         lax.fori_loop(0, count * tiles, fetch, None)
 
@@ -260,16 +267,17 @@ def _attend_part(
             more = i + config.stages < count * tiles  # a tile waits for this one's stage
             plgpu.barrier_wait(tile_arrived.at[stage])
             floats_ref = stages_ref.at[stage]
-            key_scale, value_scale = softmax.scale, None
-            if scales_ref is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
-                floats_ref, entry = converted_ref, first + lax.div(i, tiles)
-                store(floats_ref, load(stages_ref.at[stage]).astype(jnp.bfloat16))
-                plgpu.commit_smem()
+            key_scale = value_scale = None
+            if scales_ref is not None:  # 8 bits are exact in bfloat16: scores and weights are scaled, not the tokens
+                floats_ref, by_token = converted_ref, plgpu.Layout.WGMMA.reduce(1)
+                key_scale, value_scale = (load(scale_stages_ref.at[stage, row], by_token) for row in (0, 1))
+                convert(floats_ref, stages_ref.at[stage])
                 pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
-                key_scale = softmax.scale * scales_ref[slot, head, 0, entry]
-                value_scale = scales_ref[slot, head, 1, entry]
             keys, values = (floats_ref.at[:, pl.ds(start, d)] for start in (0, d))
-            logits = softmax.capped(product(keys, query_ref, simulated) * key_scale)
+            logits = product(keys, query_ref, simulated) * softmax.scale
+            if key_scale is not None:
+                logits *= _beside(key_scale, logits.shape)
+            logits = softmax.capped(logits)
             seen = _seen(logits.shape, begin, end, lag)
             if readers_ref is not None:
                 readers = lax.broadcast(readers_ref[slot, head, first + lax.div(i, tiles)], logits.shape)
@@ -281,6 +289,8 @@ def _attend_part(
             lse = (finite(tile_maximum) + jnp.log2(tile_total)) / LOG2_E
             store(lse_ref.at[slot, head, part, i], lse)
 
+            if value_scale is not None:
+                weights = jnp.where(seen, weights * _beside(value_scale, weights.shape), 0.0)  # 0 * NaN is NaN
             store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16))
             if scales_ref is None:
                 _zero_unseen(values, begin, end, [end - each for each in behind], softmax.window)
@@ -292,8 +302,7 @@ def _attend_part(
             new_maximum = jnp.maximum(maximum, tile_maximum)
             decay = jnp.exp2(maximum - finite(new_maximum))
             tile_weight = jnp.exp2(tile_maximum - finite(new_maximum))
-            update_weight = tile_weight if value_scale is None else tile_weight * value_scale
-            mixed = mixed * _below(decay, mixed.shape) + update * _below(update_weight, mixed.shape)
+            mixed = mixed * _below(decay, mixed.shape) + update * _below(tile_weight, mixed.shape)
             return new_maximum, total * decay + tile_total * tile_weight, mixed
 
         start = (
@@ -341,6 +350,11 @@ def _zero_unseen(values, begin, end, ends: list, window: int | None) -> None:
 def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g"]:
     """Return the row repeated below itself."""
     return lax.broadcast_in_dim(row, shape, [1])
+
+
+def _beside(column: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "s x"]:
+    """Return the column repeated beside itself."""
+    return lax.broadcast_in_dim(column, shape, [0])
 
 
 def _combine(

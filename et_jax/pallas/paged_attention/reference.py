@@ -19,7 +19,7 @@ def paged_attention(
     softmax: Softmax,
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
-    kv_scales: Float[Array, "k p 2"] | None = None,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents."""
     page_table, blocks, counts, readers = split(rows_per_slot, 1, page_table, blocks, counts, readers)
@@ -43,7 +43,7 @@ def paged_attention(
         seen_mask &= position > length - 1 - softmax.window
     key, value = token[..., :d], token[..., d : 2 * d]
     if kv_scales is not None:
-        key, value = (x * kv_scales[head, page, i, None, None] for i, x in enumerate((key, value)))
+        key, value = (x * kv_scales[head, page, i][..., None] for i, x in enumerate((key, value)))
     # 0 * NaN is NaN: what is masked must not be read
     key, value = (jnp.where(seen_mask[..., None], x, 0.0) for x in (key, value))
 

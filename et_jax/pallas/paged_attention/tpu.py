@@ -14,9 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import ring, tuned
-from et_jax.pallas.checks import LANES, SUBLANES, wider
+from et_jax.pallas.checks import EIGHT_BITS, LANES, SUBLANES, wider
 from et_jax.pallas.folding import by_head, by_row, most_together, split
-from et_jax.pallas.gather import listed_scales
 from et_jax.pallas.ring import PageList, RingConfig
 from et_jax.softmax import Softmax, finite
 
@@ -42,7 +41,7 @@ def paged_attention(
     softmax: Softmax,
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
-    kv_scales: Float[Array, "k p 2"] | None = None,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
@@ -77,7 +76,6 @@ def paged_attention(
     sinks = jnp.full(h, -jnp.inf) if softmax.sink_logits is None else softmax.sink_logits
     sinks = jnp.tile(sinks.astype(jnp.float32).reshape(k, -1), (1, rows))
     lists, readers = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, 0), (0, padded - m))), (blocks, readers))
-    scales = None if kv_scales is None else listed_scales(kv_scales, page_table, lists, counts).reshape(x, 2, padded)
     lists, readers = jax.tree.map(lambda ids: ids.reshape(x, 1, padded), (lists, readers))
     table = page_table[:, None]
 
@@ -102,11 +100,9 @@ def paged_attention(
                 scalars(padded, following),
                 scalars(n, lambda i: i // k),
                 scalars(n, lambda i: following(i) // k),
-                None
-                if scales is None
-                else pl.BlockSpec((1, 2, padded), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM),
                 None if readers is None else scalars(padded, lambda i: i),
                 pl.BlockSpec(memory_space=pl.ANY),
+                None if kv_scales is None else pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
                 pl.BlockSpec((1, queries, width), lambda i, *_: (i, 0, 0)),
@@ -114,6 +110,7 @@ def paged_attention(
             ],
             scratch_shapes=[
                 pltpu.VMEM((config.depth, group, s, e), pages.dtype),
+                None if kv_scales is None else pltpu.VMEM((config.depth, group, 2, s), jnp.float32),
                 pltpu.SemaphoreType.DMA((config.depth,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -136,9 +133,9 @@ def paged_attention(
         lists,
         table,
         table,
-        scales,
         readers,
         pages,
+        kv_scales,
     )
     out = mixed[..., d : 2 * d] if joint else mixed
     out, block_lse = (each.reshape(b, k, queries, -1) for each in (out, block_lse[..., :m]))
@@ -161,14 +158,11 @@ def footprint(
     if read_apart:
         scalar += 4 * 2 * m
     converted = 0
-    if (
-        pages.dtype == jnp.int8
-    ):  # this step's scales, twice likewise; a group in the dtype of the query, at most float32
-        scalar += 4 * 2 * 2 * m
+    if pages.dtype in EIGHT_BITS:  # a group in the dtype of the query, at most float32
         converted = 4 * config.group * s * e
     # twice: query, output and block sums; once for each page of a group: its query, scores and what becomes of them
     vector = 2 * 4 * queries * (2 * e + m) + 4 * queries * config.group * (4 * max(s, LANES) + 2 * e)
-    return ring.Footprint(scalar=scalar, vector=vector + converted + config.num_bytes(s * e * pages.dtype.itemsize))
+    return ring.Footprint(scalar=scalar, vector=vector + converted + config.num_bytes(ring.page_bytes(pages)))
 
 
 def _kernel(
@@ -182,14 +176,15 @@ def _kernel(
     next_blocks_ref,
     table_ref,
     next_table_ref,
-    scales_ref,  # None but for an int8 pool
     readers_ref,  # None where every row reads every block
     pages_ref,
+    scales_ref,  # None but for a pool in 8 bits
     # outputs
     out_ref,
     lse_ref,
     # scratch
     buffers_ref,
+    scale_buffers_ref,  # likewise
     arrived,
     first_ref,
     *,
@@ -218,9 +213,9 @@ def _kernel(
         )
 
     own, following = listed(this, blocks_ref, table_ref), listed(this + 1, next_blocks_ref, next_table_ref)
+    pools = ((pages_ref, buffers_ref),)
     arrivals = ring.Ring(
-        pages_ref=pages_ref,
-        buffers_ref=buffers_ref,
+        pools=pools if scales_ref is None else (*pools, (scales_ref, scale_buffers_ref)),
         arrived=arrived,
         first_ref=first_ref,
         own=own,
@@ -275,13 +270,15 @@ def _kernel(
         if scales_ref is None:
             clean(i, buffer)
         token = buffers_ref[buffer].astype(query.dtype)
+        if buffers_ref.dtype == jnp.float8_e4m3fn:  # what was never copied may be anything
+            token = jnp.where(jnp.abs(token) < jnp.inf, token, 0.0)
         key, value = (token, token) if joint else (token[..., :head_dim], token[..., head_dim : 2 * head_dim])
 
         scores = (
             dot(query, key, (((2,), (2,)), ((0,), (0,)))) * softmax.scale
         )  # "p q s", a page's tokens along the lanes
-        if scales_ref is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
-            scores *= by_page(i, lambda entry: scales_ref[0, 0, entry])
+        if scales_ref is not None:  # 8 bits are exact in bfloat16: scores and weights are scaled, not the tokens
+            scores *= scale_buffers_ref[buffer, :, pl.ds(0, 1), :]
         scores = softmax.capped(scores)
         ends = jnp.concatenate([jnp.full((1, queries, s), page_end(i, j), jnp.int32) for j in range(group)])
         seen_mask = seen(lax.broadcasted_iota(jnp.int32, scores.shape, 2) + lag, ends)
@@ -301,7 +298,7 @@ def _kernel(
         total = total * decay + jnp.sum(block_total * block_weight, axis=0)
         weights *= block_weight
         if scales_ref is not None:
-            weights *= by_page(i, lambda entry: scales_ref[0, 1, entry])
+            weights = jnp.where(seen_mask, weights * scale_buffers_ref[buffer, :, pl.ds(1, 1), :], 0.0)  # 0 * NaN
         update = dot(weights.astype(value.dtype), value, (((2,), (1,)), ((0,), (0,))))
         return new_maximum, total, mixed * decay + jnp.sum(update, axis=0)
 

@@ -23,7 +23,7 @@ from et_jax.pallas import tuned
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.folding import split
-from et_jax.pallas.gather import page_rows, tokens
+from et_jax.pallas.gather import page_rows, token_scales, tokens
 from et_jax.pallas.workspace import Workspace
 from et_jax.softmax import Softmax, finite
 
@@ -88,7 +88,7 @@ def paged_attention(
     softmax: Softmax,
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
-    kv_scales: Float[Array, "k p 2"] | None = None,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents."""
@@ -154,7 +154,7 @@ def _walk(
     config: Config,
     dtype: jnp.dtype,
     softmax: Softmax,
-    kv_scales: Float[Array, "k p 2"] | None,
+    kv_scales: Float[Array, "k p 2 s"] | None,
 ) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
     """Attention of slots that are walked together, products in `dtype`."""
     b, r, h, d = q.shape
@@ -191,15 +191,25 @@ def _walk(
 
     def read(rows, seen_mask):
         """Keys and values of a group; what no row of a slot sees is 0 in the values, for 0 * NaN is NaN."""
-        kept = jnp.any(seen_mask.reshape(b * k, r, group * s, 1), axis=1)
-        if config.joint:
-            if e > 2 * d:
+
+        def clean(token, of_padding=False):
+            if kv_scales is not None:  # 8 bits are finite
+                return token
+            kept = jnp.any(seen_mask.reshape(b * k, r, group * s, 1), axis=1)
+            if of_padding:
                 kept = kept & (jnp.arange(e, dtype=jnp.int32) < 2 * d)
-            token = tokens(pages, rows, 0, e).astype(dtype)
-            token = lax.optimization_barrier(jnp.where(kept, token, jnp.zeros((), dtype)))
+            return jnp.where(kept, token, jnp.zeros((), dtype))
+
+        if config.joint:
+            token = clean(tokens(pages, rows, 0, e).astype(dtype), of_padding=e > 2 * d)
+            token = lax.optimization_barrier(token)
             return (token, token) if whole else tuple(lax.optimization_barrier((token[..., :d], token[..., d : 2 * d])))
         key, value = (tokens(pages, rows, start, d).astype(dtype) for start in (0, d))
-        return key, jnp.where(kept, value, jnp.zeros((), dtype))
+        return key, clean(value)
+
+    def for_each_row(scale):
+        """The scales "b*k m s" of the tokens of a slot, for each of its rows: "x m s"."""
+        return jnp.broadcast_to(scale.reshape(b, k, 1, group, s), (b, k, r, group, s)).reshape(x, group, s)
 
     def by_slot(product, rows):
         """The product "y q n" of every row's "x g n", done for `together` rows of a slot at once."""
@@ -224,11 +234,9 @@ def _walk(
         rows, seen_mask = listed_tokens(i)
         key, value = read(rows, seen_mask)
         scores = by_slot(partial(scored, key), query) * softmax.scale
-        if kv_scales is not None:  # 8-bit integers are exact in bfloat16: the sums are scaled, not the tokens
-            scales = kv_scales.reshape(k * p, 2)[rows].reshape(b, k, 1, group, 2)
-            scales = jnp.broadcast_to(scales, (b, k, r, group, 2)).reshape(x, group, 2)
-            scales = jnp.where(jnp.any(seen_mask, axis=-1, keepdims=True), scales, 0.0)
-            scores = (scores.reshape(x, g, group, s) * scales[:, None, :, :1]).reshape(x, g, group * s)
+        if kv_scales is not None:  # 8 bits are exact in bfloat16: scores and weights are scaled, not the tokens
+            key_scale, value_scale = map(for_each_row, token_scales(kv_scales, rows))
+            scores = scores * key_scale.reshape(x, 1, group * s)
         scores = softmax.capped(scores)
         scores = jnp.where(seen_mask[:, None], scores.reshape(x, g, group, s), -jnp.inf)
 
@@ -246,9 +254,10 @@ def _walk(
         below = (block_maximum - finite(new_maximum)[..., None], maximum - finite(new_maximum))
         block_weight, decay = (jnp.exp(each) for each in lax.optimization_barrier(below))
         total = total * decay + sums.total(block_total * block_weight)
+        weights = weights * block_weight[..., None]
         if kv_scales is not None:
-            block_weight = block_weight * scales[:, None, :, 1]
-        weights = (weights * block_weight[..., None]).reshape(x, g, group * s).astype(dtype)
+            weights = jnp.where(seen_mask[:, None], weights * value_scale[:, None], 0.0)  # 0 * NaN is NaN
+        weights = weights.reshape(x, g, group * s).astype(dtype)
         update = by_slot(partial(mixture, value), weights)
         return new_maximum, total, mixed * decay[..., None] + update, block_lse
 

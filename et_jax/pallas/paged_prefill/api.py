@@ -1,7 +1,7 @@
 """Prefill attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.backend import NAMES, kernel, resolve
 from et_jax.pallas.checks import require, require_integers, require_pool, require_shape
@@ -14,7 +14,7 @@ BACKENDS = {name: kernel("paged_prefill", name) for name in NAMES}
 
 def paged_prefill(
     q: Float[Array, "b t h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
@@ -22,6 +22,7 @@ def paged_prefill(
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
     softmax: Softmax,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
     """Return causal attention of t new queries a row, at positions starts .. starts + t - 1, and block sums if asked.
@@ -38,6 +39,7 @@ def paged_prefill(
         first counts[b, k] hold. Every query of the chunk reads these blocks and no other, so those that hold
         the chunk itself belong in the list. None: every block that is not in the future, as if each block of
         the row were listed; with the same bits but on `xla`.
+    kv_scales: of a pool in 8 bits, as in `paged_attention`.
     block_lse: return lse too, where m counts the entries of a list or, with none, of the page table; else None.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is 0
@@ -46,7 +48,7 @@ def paged_prefill(
     """
     b, _, h, _ = q.shape
     k = pages.shape[0]
-    require_pool(q, pages, head_axis=2)
+    require_pool(q, pages, head_axis=2, kv_scales=kv_scales)
     require_shape("page_table", page_table, (b, None), "b n")
     require_shape("starts", starts, (b,), "b")
     require_integers("page_table", page_table)
@@ -71,6 +73,7 @@ def paged_prefill(
             counts=counts,
             block_lse=block_lse,
             softmax=softmax,
+            kv_scales=kv_scales,
         )
 
 

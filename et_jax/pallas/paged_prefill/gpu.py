@@ -8,6 +8,9 @@ meets every tile with 64 query rows:
     scores "r s" = queries "r d" @ keys "s d" transposed        from shared memory
     mixed "r d" += weights "r s" @ values "s d"                 weights from registers
 
+A tile of 8 bits is first turned into bfloat16 in shared memory, by the consumers in turn, which leaves its stage free;
+the scales of its tokens, copied beside it, multiply logits and weights.
+
 On a GPU the products are wgmma instructions; interpret mode has plain products in their place. Source:
 FlashAttention-3 (Shah et al. 2024), here without its overlap of one tile's softmax with the next tile's product.
 """
@@ -21,11 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from et_jax.pallas import hopper, tuned
-from et_jax.pallas.checks import require_counts
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, product, store
+from et_jax.pallas.checks import EIGHT_BITS, require_counts
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, convert, load, product, store
 from et_jax.softmax import Softmax, finite
 
 ROWS = 64  # query rows of a consumer: the rows of one wgmma
@@ -48,15 +52,20 @@ class Config:
         require_counts(self)
 
 
-def heuristic(width: int) -> Config:
-    """Return the settings for a token's width in columns: what fits beside the queries, as far as it is of use."""
+def heuristic(width: int, dtype: DTypeLike = jnp.bfloat16) -> Config:
+    """Return the settings for a token's width in columns and the pool's dtype: what fits, as far as it is of use.
+
+    Beside the stages stand the queries, and a tile of 8 bits in bfloat16.
+    """
     queries = CONSUMERS * hopper.tile_bytes(width) // 2
-    return Config(stages=min(ENOUGH, (hopper.SHARED - queries - SMALL) // hopper.tile_bytes(width)))
+    converted = hopper.tile_bytes(width) if jnp.dtype(dtype) in EIGHT_BITS else 0
+    left = hopper.SHARED - queries - converted - SMALL
+    return Config(stages=min(ENOUGH, left // hopper.tile_bytes(width, dtype)))
 
 
 def paged_prefill(
     q: Float[Array, "b t h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
@@ -64,6 +73,7 @@ def paged_prefill(
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
     softmax: Softmax,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
@@ -79,7 +89,7 @@ def paged_prefill(
     hopper.refuse_unserved(q, pages)
     if config is None:
         facts = {"page_size": s, "head_dim": d, "queries": group, "chunk": t, "dtype": pages.dtype}
-        config = tuned.settings(heuristic(e), "paged_prefill/gpu", **facts)
+        config = tuned.settings(heuristic(e, pages.dtype), "paged_prefill/gpu", **facts)
     # row r of a KV head is query r % group at position start + r // group
     num_blocks = -(-t * group // (CONSUMERS * ROWS))
     num_rows = num_blocks * CONSUMERS * ROWS
@@ -94,14 +104,18 @@ def paged_prefill(
         counts = jnp.minimum(counts, m)
     tile_sums = jax.ShapeDtypeStruct((b, k, m * (s // TILE), num_rows), jnp.float32) if block_lse else None
     settings = {"config": config, "softmax": softmax.without_sinks}
+    scaled = kv_scales is not None
+    layout = hopper.LAYOUT_8_BITS if scaled else LAYOUT
     out, tile_lse = plgpu.kernel(
         functools.partial(_attend_block, group=group, num_queries=t, simulated=interpret is not None, **settings),
         out_type=(jax.ShapeDtypeStruct(query.shape, jnp.bfloat16), tile_sums),
         scratch_types=(
             plgpu.SMEM((CONSUMERS, ROWS, d), jnp.bfloat16, transforms=LAYOUT),
-            plgpu.SMEM((config.stages, TILE, e), jnp.bfloat16, transforms=LAYOUT),
+            plgpu.SMEM((config.stages, TILE, e), pages.dtype, transforms=layout),
+            plgpu.SMEM((config.stages, 2, TILE), jnp.float32) if scaled else None,
+            plgpu.SMEM((TILE, e), jnp.bfloat16, transforms=LAYOUT) if scaled else None,
             plgpu.Barrier(num_barriers=CONSUMERS),
-            plgpu.Barrier(num_barriers=config.stages),
+            plgpu.Barrier(num_barriers=config.stages, num_arrivals=2 if scaled else 1),
             plgpu.Barrier(num_barriers=config.stages, num_arrivals=CONSUMERS),
             plgpu.Barrier(num_arrivals=CONSUMERS),
         ),
@@ -111,7 +125,7 @@ def paged_prefill(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
-    )(query, pages, page_table, starts, sinks, blocks, counts)
+    )(query, pages, page_table, starts, sinks, blocks, counts, kv_scales)
     out = out[:, :, : t * group].reshape(b, k, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
     if tile_lse is None:
         return out, None
@@ -157,12 +171,15 @@ def _attend_block(
     sinks_ref,
     blocks_ref,  # these two are None without lists
     counts_ref,
+    scales_ref,  # None but for a pool in 8 bits
     # outputs, in global memory
     out_ref,
     lse_ref,  # None where no block sums are asked for
     # scratch, in shared memory
     query_ref,
     stages_ref,
+    scale_stages_ref,  # these two likewise: a tile's scales, and it in bfloat16
+    converted_ref,
     query_arrived,
     tile_arrived,
     stage_free,
@@ -205,8 +222,11 @@ def _attend_block(
             def _():
                 plgpu.barrier_wait(stage_free.at[stage])
 
-            tokens = pages_ref.at[head, table_ref[row, block], pl.ds(tile * TILE, TILE)]
-            plgpu.copy_gmem_to_smem(tokens, stages_ref.at[stage], tile_arrived.at[stage])
+            page, share = table_ref[row, block], pl.ds(tile * TILE, TILE)
+            plgpu.copy_gmem_to_smem(pages_ref.at[head, page, share], stages_ref.at[stage], tile_arrived.at[stage])
+            if scales_ref is not None:
+                scales = scales_ref.at[head, page, :, share]
+                plgpu.copy_gmem_to_smem(scales, scale_stages_ref.at[stage], tile_arrived.at[stage])
 
         lax.fori_loop(0, end - begin, fetch, None)
 
@@ -229,21 +249,37 @@ def _attend_block(
             stage = lax.rem(i, config.stages)
             block, tile = place(i)
             start = (block * tiles + tile) * TILE
-            keys, values = (stages_ref.at[stage, :, pl.ds(column, d)] for column in (0, d))
-
+            more = i + config.stages < end - begin  # a tile waits for this one's stage
             plgpu.barrier_wait(tile_arrived.at[stage])
-            logits = softmax.capped(product(own_query, keys, simulated) * softmax.scale)
+            floats_ref, key_scale, value_scale = stages_ref.at[stage], None, None
+            if scales_ref is not None:  # 8 bits are exact in bfloat16: scores and weights are scaled, not the tokens
+                floats_ref, by_token = converted_ref, plgpu.Layout.WGMMA.reduce(0)
+                key_scale, value_scale = (load(scale_stages_ref.at[stage, row], by_token) for row in (0, 1))
+                is_finite = jnp.abs(value_scale) < jnp.inf
+                key_scale = jnp.where(is_finite, key_scale, jnp.nan)  # a faulty value shows in its scale
+                value_scale = jnp.where(is_finite, value_scale, 0.0)
+                wait_for_each_other()  # until both are done with the tile before
+                own_turn = warpgroup == lax.rem(i, CONSUMERS)
+                pl.when(own_turn)(functools.partial(convert, floats_ref, stages_ref.at[stage]))
+                wait_for_each_other()
+                pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
+            keys, values = (floats_ref.at[:, pl.ds(column, d)] for column in (0, d))
+            logits = product(own_query, keys, simulated) * softmax.scale
+            if key_scale is not None:
+                logits *= _below(key_scale, logits.shape)
+            logits = softmax.capped(logits)
 
             def mask(logits):
-                fault = _fault(values, simulated)
-                wait_for_each_other()
-                pl.when(warpgroup == 0)(functools.partial(_zero_faults, values))
-                wait_for_each_other()
+                if scales_ref is None:
+                    logits += _fault(values, simulated)
+                    wait_for_each_other()
+                    pl.when(warpgroup == 0)(functools.partial(_zero_faults, values))
+                    wait_for_each_other()
                 token = start + plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 1, layout=plgpu.Layout.WGMMA)
                 seen_mask = token <= position
                 if window is not None:
                     seen_mask &= position - token < window
-                return jnp.where(seen_mask, logits + fault, -jnp.inf)
+                return jnp.where(seen_mask, logits, -jnp.inf)
 
             is_edge = start + TILE - 1 > first_query
             if window is not None:
@@ -259,8 +295,11 @@ def _attend_block(
             decay = jnp.exp2(maximum - finite(new_maximum))
             weights = jnp.exp2(logits - _beside(finite(new_maximum), logits.shape))
             total = total * decay + jnp.sum(weights, axis=1)
+            if value_scale is not None:
+                weights *= _below(value_scale, weights.shape)
             mixed = _accumulate(mixed * _beside(decay, mixed.shape), weights.astype(jnp.bfloat16), values, simulated)
-            pl.when(i + config.stages < end - begin)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
+            if scales_ref is None:
+                pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
             return new_maximum, total, mixed
 
         # a sink is one more logit that mixes nothing in: the softmax starts from it
@@ -308,6 +347,11 @@ def _zero_faults(values: Any) -> None:
         is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
         store(share, jnp.where(is_finite, value, jnp.zeros((), value.dtype)))
     plgpu.commit_smem()
+
+
+def _below(row: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "x s"]:
+    """Return the row repeated below itself."""
+    return lax.broadcast_in_dim(row, shape, [1])
 
 
 def _beside(column: Float[Array, " r"], shape: tuple[int, int]) -> Float[Array, "r x"]:

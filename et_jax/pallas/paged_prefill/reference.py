@@ -2,14 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.softmax import Softmax
 
 
 def paged_prefill(
     q: Float[Array, "b t h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
@@ -17,6 +17,7 @@ def paged_prefill(
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
     softmax: Softmax,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
     """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
     b, t, h, d = q.shape
@@ -48,7 +49,11 @@ def paged_prefill(
         lse = jnp.take_along_axis(lse, jnp.where(listed, block, 0)[:, None], axis=2)
         return out, jnp.where(listed[:, None], lse, -jnp.inf).reshape(h, -1)
 
-    token = pages[:, page_table].swapaxes(0, 1).reshape(b, k, n * s, e).astype(jnp.float32)
+    token = pages[:, page_table].astype(jnp.float32)
+    if kv_scales is not None:
+        key_scale, value_scale = (kv_scales[:, page_table, i, :, None] for i in range(2))
+        token *= jnp.where(jnp.arange(e) < d, key_scale, value_scale)
+    token = token.swapaxes(0, 1).reshape(b, k, n * s, e)
     position = starts[:, None] + jnp.arange(t, dtype=jnp.int32)
     each_query = jax.vmap(one_query, in_axes=(0, None, None, None, 0))
     out, lse = jax.vmap(each_query)(q, token, blocks, listed, position)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import ring, tuned
-from et_jax.pallas.checks import LANES, require, wider
+from et_jax.pallas.checks import EIGHT_BITS, LANES, require, wider
 from et_jax.softmax import Softmax, finite
 
 # Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
@@ -49,7 +49,7 @@ def heuristic(chunk: int, group: int, pages: Array) -> Config:
 
 def paged_prefill(
     q: Float[Array, "b t h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
@@ -57,6 +57,7 @@ def paged_prefill(
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
     softmax: Softmax,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: Config | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
@@ -130,10 +131,12 @@ def paged_prefill(
                 scalars(n, k * tiles, 0),
                 scalars(n, k * tiles, 1),
                 pl.BlockSpec(memory_space=pl.ANY),
+                None if kv_scales is None else pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[queries(width), queries(padded) if block_lse else None],
             scratch_shapes=[
                 pltpu.VMEM((config.ring.depth, config.ring.group, s, e), pages.dtype),
+                None if kv_scales is None else pltpu.VMEM((config.ring.depth, config.ring.group, 2, s), jnp.float32),
                 pltpu.SemaphoreType.DMA((config.ring.depth,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -143,7 +146,7 @@ def paged_prefill(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_prefill",
-    )(jnp.pad(starts, (0, 1)), entries, query, sinks, lists, lists, table, table, pages)
+    )(jnp.pad(starts, (0, 1)), entries, query, sinks, lists, lists, table, table, pages, kv_scales)
 
     def by_query(tiled):
         return tiled[:, :, :t].reshape(b, k, g, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
@@ -159,14 +162,16 @@ def footprint(
 
     listed: entries of a list, 0 without lists. summed: entries whose sums are returned, 0 for none.
     """
-    k, _, s, e = pages.shape
+    k, _, _, e = pages.shape
     listed, summed = listed + -listed % LANES, summed + -summed % LANES
-    rows, span = g * config.tile, config.ring.group * s
+    rows, span = g * config.tile, config.ring.group * pages.shape[2]
     # starts and counts; twice, for the copy that runs ahead: list and table of this row and of the next
     scalar = 4 * (b + 1 + b * k + 1 + 2 * 2 * (listed + n))
     # twice: query, output, sinks and block sums; once: what is mixed, and a group's scores, mask and weights
     vector = 4 * rows * (2 * (2 * e + LANES + summed) + 2 * e + 3 * span)
-    return ring.Footprint(scalar=scalar, vector=vector + config.ring.num_bytes(s * e * pages.dtype.itemsize))
+    # a group of 8 bits in the dtype of the query, at most float32
+    converted = 4 * span * e if pages.dtype in EIGHT_BITS else 0
+    return ring.Footprint(scalar=scalar, vector=vector + converted + config.ring.num_bytes(ring.page_bytes(pages)))
 
 
 def _kernel(
@@ -181,11 +186,13 @@ def _kernel(
     table_ref,
     next_table_ref,
     pages_ref,
+    scales_ref,  # None but for a pool in 8 bits
     # outputs
     out_ref,
     lse_ref,  # None where no block sums are asked for
     # scratch
     buffers_ref,
+    scale_buffers_ref,  # likewise
     arrived,
     first_ref,
     *,
@@ -234,9 +241,9 @@ def _kernel(
         )
 
     own = pages_to_read(index, blocks_ref, table_ref)
+    pools = ((pages_ref, buffers_ref),)
     arrivals = ring.Ring(
-        pages_ref=pages_ref,
-        buffers_ref=buffers_ref,
+        pools=pools if scales_ref is None else (*pools, (scales_ref, scale_buffers_ref)),
         arrived=arrived,
         first_ref=first_ref,
         own=own,
@@ -259,6 +266,8 @@ def _kernel(
         in its place, keeps the fault from hiding from the queries that do see it.
         """
         token = buffers_ref[buffer].reshape(group * s, e).astype(query.dtype)
+        if buffers_ref.dtype == jnp.int8:  # which is finite; so are floats of 8 bits, but for what was never copied
+            return (token, token) if joint else (token[:, :head_dim], token[:, head_dim : 2 * head_dim])
         if joint and e > 2 * head_dim:
             token = jnp.where(lax.broadcasted_iota(jnp.int32, token.shape, 1) < 2 * head_dim, token, 0.0)
         if joint:  # zeros beside the query stand against the value, and 0 * NaN is NaN
@@ -266,6 +275,10 @@ def _kernel(
         key, value = token[:, :head_dim], token[:, head_dim : 2 * head_dim]
         is_finite = _is_finite(value)
         return jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0.0)
+
+    def scales(buffer, row):
+        """The scales "1 tokens" of a group's keys, row 0, or of its values."""
+        return jnp.concatenate([scale_buffers_ref[buffer, j, pl.ds(row, 1), :] for j in range(group)], axis=1)
 
     # how far each query stands from the first token of the sequence, less the token's place in its group
     rows = (g, tile, group * s)
@@ -286,8 +299,12 @@ def _kernel(
 
     def step(i, carry):
         maximum, total, mixed = carry
-        key, value = read(arrivals.next(i))
+        buffer = arrivals.next(i)
+        key, value = read(buffer)
         scores = dot(query, key, (((1,), (1,)), ((), ()))) * softmax.scale
+        if scales_ref is not None:  # 8 bits are exact in bfloat16: scores and weights are scaled, not the tokens
+            key_scale, value_scale = scales(buffer, 0), scales(buffer, 1)
+            scores *= jnp.where(_is_finite(value_scale), key_scale, jnp.nan)  # a faulty value shows in its scale
         scores = softmax.capped(scores)
         behind = ahead - origin(i)
         seen_mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
@@ -299,6 +316,8 @@ def _kernel(
         decay = jnp.exp(maximum - finite(new_maximum))
         weights = jnp.exp(scores - finite(new_maximum))
         total = total * decay + jnp.sum(weights, axis=1, keepdims=True)
+        if scales_ref is not None:
+            weights *= jnp.where(_is_finite(value_scale), value_scale, 0.0)
         update = dot(weights.astype(value.dtype), value, (((1,), (0,)), ((), ())))
         return new_maximum, total, mixed * decay + update
 

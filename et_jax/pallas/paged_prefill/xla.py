@@ -10,11 +10,11 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import tuned
 from et_jax.pallas.checks import padded_width, require_counts, wider
-from et_jax.pallas.gather import page_rows, tokens
+from et_jax.pallas.gather import page_rows, token_scales, tokens
 from et_jax.pallas.workspace import Workspace
 from et_jax.softmax import Softmax, finite
 from et_jax.types import replace
@@ -48,7 +48,7 @@ def workspace(*, rows: int, chunk: int, num_heads: int, num_kv_heads: int, head_
 
 def paged_prefill(
     q: Float[Array, "b t h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
@@ -56,6 +56,7 @@ def paged_prefill(
     counts: Int[Array, "b k"] | None = None,
     block_lse: bool = False,
     softmax: Softmax,
+    kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
     """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
@@ -64,7 +65,7 @@ def paged_prefill(
     x, g, n = b * k, h // k, page_table.shape[1]
     if blocks is not None and counts is not None and x > 1:
         lists = {"blocks": blocks, "counts": counts, "block_lse": block_lse, "softmax": softmax, "config": config}
-        return _list_by_list(q, pages, page_table, starts, **lists)
+        return _list_by_list(q, pages, page_table, starts, **lists, kv_scales=kv_scales)
     if config is None:
         facts = {"page_size": s, "head_dim": d, "queries": h // k, "chunk": t, "dtype": pages.dtype}
         config = tuned.settings(heuristic(s), "paged_prefill/xla", **facts)
@@ -92,27 +93,35 @@ def paged_prefill(
         return lax.optimization_barrier((page_rows(page_table, jnp.where(listed, ids, 0), p), place))
 
     def read(rows):
-        """Keys and values of a group, and a term "x t" that is NaN for a value that is not finite.
+        """Keys and values of a group, a term "x t" that is NaN for a value that is not finite, and scales "x t".
 
         A value some query must not see may be anything, and 0 * NaN is NaN: it is read as 0. The term,
-        added to the scores, keeps the fault from hiding from the queries that do see it.
+        added to the scores, keeps the fault from hiding from the queries that do see it. The scales, of a pool in 8
+        bits, multiply scores and weights, for 8 bits are exact in bfloat16; a fault is in them alone.
         """
         # whole tokens: a gather of some columns makes XLA copy the pool on TPU
         token = tokens(pages, rows, 0, pages.shape[-1]).astype(dtype)
         key, value = token[..., :d], token[..., d : 2 * d]
-        is_finite = jnp.isfinite(value)
-        fault = jnp.where(jnp.all(is_finite, axis=-1), 0.0, jnp.nan)
-        return key, jnp.where(is_finite, value, jnp.zeros((), dtype)), fault
+        if kv_scales is None:
+            is_finite = jnp.isfinite(value)
+            fault = jnp.where(jnp.all(is_finite, axis=-1), 0.0, jnp.nan)
+            return key, jnp.where(is_finite, value, jnp.zeros((), dtype)), fault, None
+        key_scale, value_scale = (scale.reshape(x, span) for scale in token_scales(kv_scales, rows))
+        is_finite = jnp.isfinite(value_scale)
+        fault = jnp.where(is_finite, 0.0, jnp.nan)
+        return key, value, fault, (key_scale, jnp.where(is_finite, value_scale, 0.0))
 
     def step(i, carry):
         maximum, total, mixed, lse = carry
         rows, place = listed_tokens(i)
-        key, value, fault = read(rows)
+        key, value, fault, scales = read(rows)
         seen_mask = place <= position[:, None, :, None]
         if window is not None:
             seen_mask &= position[:, None, :, None] - place < window
 
         scores = jnp.einsum("xqd,xtd->xqt", query, key, preferred_element_type=jnp.float32) * softmax.scale
+        if scales is not None:
+            scores = scores * scales[0][:, None]
         scores = (softmax.capped(scores) + fault[:, None]).reshape(b, k, g, t, span)
         scores = jnp.where(seen_mask[:, :, None], scores, -jnp.inf).reshape(x, g * t, span)
         if lse is not None:
@@ -122,6 +131,8 @@ def paged_prefill(
         decay = jnp.exp(maximum - finite(new_maximum))
         weights = jnp.exp(scores - finite(new_maximum)[..., None])
         total = total * decay + jnp.sum(weights, axis=-1)
+        if scales is not None:
+            weights = weights * scales[1][:, None]
         update = jnp.einsum("xqt,xtd->xqd", weights.astype(dtype), value, preferred_element_type=jnp.float32)
         return new_maximum, total, mixed * decay[..., None] + update, lse
 
@@ -147,7 +158,7 @@ def paged_prefill(
 
 def _list_by_list(
     q: Float[Array, "b t h d"],
-    pages: Float[Array, "k p s e"],
+    pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     starts: Int[Array, " b"],
     *,
@@ -155,11 +166,13 @@ def _list_by_list(
     counts: Int[Array, "b k"],
     block_lse: bool,
     softmax: Softmax,
+    kv_scales: Float[Array, "k p 2 s"] | None,
     config: Config | None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
     """Walk the list of each row and KV head alone, the pool seen as that of one head."""
     (b, t, h, d), (k, p, s, e) = q.shape, pages.shape
     g, pool, sinks = h // k, pages.reshape(1, k * p, s, e), softmax.sink_logits
+    scales = None if kv_scales is None else kv_scales.reshape(1, k * p, 2, s)
 
     def one(pair: Int[Array, ""]) -> tuple[Float[Array, "t g d"], Float[Array, "t g m"] | None]:
         row, head = pair // k, pair % k
@@ -171,6 +184,7 @@ def _list_by_list(
             blocks=blocks[row, head][None, None],
             counts=counts[row, head][None, None],
             block_lse=block_lse,
+            kv_scales=scales,
             softmax=softmax if sinks is None else replace(softmax, sink_logits=sinks.reshape(k, g)[head]),
             config=config,
         )

@@ -382,6 +382,39 @@ def test_selectors_see_what_is_kept(selector):
             )
 
 
+def entries(state: DecodeState, layer: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers "k t e" and the scales "k t 2" that slot 1 holds in a layer, in the order of places."""
+    cached, table = known(state).cache.layers[layer], np.asarray(state.table.pages[1])
+    assert cached.kv_scales is not None
+    pages, scales = np.asarray(cached.pages[:, table]), np.asarray(cached.kv_scales[:, table]).swapaxes(2, 3)
+    heads = len(pages)
+    return pages.reshape(heads, -1, pages.shape[-1])[:, :num_tokens], scales.reshape(heads, -1, 2)[:, :num_tokens]
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_entries_in_8_bits_are_moved_with_their_scales(cache_dtype):
+    """Each head holds tokens that it had, bit for bit and in their order; boxes are of what they are read as."""
+    selector = Controller(selector=Quest(64))
+    d, params = compressing("latent", cache_dtype=cache_dtype, dtype=jnp.float32, controller=selector), weights()
+    state = start(d, params, d.empty(), 1, TOKENS, temperature=0.0, limit=20)
+    while int(state.length[1]) < points(d, len(TOKENS))[0]:
+        state, _ = d.step((params,), state)
+    length, room = int(state.length[1]), room_of(d)
+    before = [entries(state, layer, length) for layer in range(MODEL.num_layers)]
+    state, granted = d.compress(state, 1)
+    assert granted and room < length
+    table = np.asarray(state.table.pages[1, : room // PAGE])
+    for layer, (numbers, scales) in enumerate(before):
+        for head, kept, kept_scales in zip(range(MODEL.num_kv_heads), *entries(state, layer, room), strict=True):
+            had = [(one.tobytes(), scale.tobytes()) for one, scale in zip(numbers[head], scales[head], strict=True)]
+            at = [had.index((one.tobytes(), scale.tobytes())) for one, scale in zip(kept, kept_scales, strict=True)]
+            assert at == sorted(set(at)) and len(at) == room
+            key = kept[:, : MODEL.head_dim].astype(np.float32) * kept_scales[:, :1]
+            key = key.reshape(-1, PAGE, MODEL.head_dim)
+            box = np.asarray(known(state).cache.layers[layer].summaries.key_box[head, table])[:, : 2 * MODEL.head_dim]
+            np.testing.assert_array_equal(box, np.concatenate([key.min(1), key.max(1)], axis=-1))
+
+
 def test_reads_are_counted_as_they_are():
     """Heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets."""
     d, params = compressing("adakv"), weights()

@@ -48,7 +48,7 @@ MANY = (2, 3, 18, 144)  # over borders at which XLA multiplies and adds in anoth
 
 
 @functools.cache
-def full(model, dtype, control: str, rows: int, quantize: str | None = None):
+def full(model, dtype, control: str, rows: int, quantize: str | None = None, cache_dtype=None):
     """A decoder of so many rows, weights, and a state in which every slot has a prompt and settings of its own."""
     sensitivity = np.linspace(0.1, 2.0, model.num_layers * model.num_heads, dtype=np.float32)
     sensitivity = sensitivity.reshape(model.num_layers, model.num_kv_heads, model.group_size)
@@ -57,7 +57,8 @@ def full(model, dtype, control: str, rows: int, quantize: str | None = None):
         num_slots=rows,
         batch=rows,
         num_pages=16 * rows + 7,
-        cache_dtype=dtype,
+        cache_dtype=cache_dtype or dtype,
+        dtype=dtype,
         penalties=True,
         controller=LAWS[control],
         calibration=Calibration(sensitivity=Table(sensitivity)),
@@ -105,9 +106,9 @@ def of_first(state, output, rows: int):
     return of_rows, jax.tree.map(lambda x: x[:, pages], state.plants[0].cache.layers)
 
 
-def check(model, dtype, control: str, counts: tuple[int, ...], quantize: str | None = None) -> None:
+def check(model, dtype, control: str, counts: tuple[int, ...], quantize: str | None = None, cache_dtype=None) -> None:
     """The first rows among the most have the bits that they have among fewer."""
-    config, params, state = full(model, dtype, control, counts[-1], quantize)
+    config, params, state = full(model, dtype, control, counts[-1], quantize, cache_dtype)
     most = after_steps(config, params, state)
     for rows in counts[:-1]:
         few, own = first_rows(config, state, rows)
@@ -135,6 +136,10 @@ def test_a_row_has_the_same_bits_among_any_number_by_products_in_8_bits(model, d
     check(model, dtype, "off", (2, 17, 144), "int8")
 
 
+def test_a_row_has_the_same_bits_among_any_number_over_a_cache_in_8_bits():
+    check(SLIDING, jnp.float32, "certified", (2, 18, 144), cache_dtype=jnp.int8)
+
+
 def folded(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, page_size: int = 16, **rest) -> Shape:
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
     return Shape(name="", page_size=page_size, lengths=(), **shape, **rest)
@@ -146,7 +151,8 @@ FOLDED = {
     "two queries": (folded(4, 2, 64, "float32"), 5),
     "three queries": (folded(9, 3, 64, "float32"), 5),
     "window": (folded(4, 2, 64, "bfloat16", window=140, soft_cap=4.0, sinks=True), 3),
-    "int8": (folded(4, 2, 128, "bfloat16", int8=True), 5),
+    "int8": (folded(4, 2, 128, "bfloat16", in_8_bits="int8"), 5),
+    "fp8": (folded(9, 3, 64, "float32", in_8_bits="float8_e4m3fn"), 5),
 }
 
 
@@ -163,7 +169,7 @@ def test_rows_of_a_slot_have_the_bits_of_rows_that_stand_alone(name):
     lengths[-1] = 0
     longest = lengths.max(axis=1)
     slots = example(dataclasses.replace(shape, lengths=tuple(longest.tolist())))
-    if not shape.int8:
+    if not shape.in_8_bits:
         pages = np.array(slots["pages"])
         pages[:, 0] = np.nan
         for length, own in zip(longest, np.asarray(slots["page_table"]), strict=True):

@@ -20,6 +20,19 @@ TEXT = """
   ROOT %transpose.1 = f32[9,2,128]{2,1,0:T(8,128)} transpose(%param_0.2), dimensions={1,0,2}
 }
 
+%copy_fusion (input: s8[2,9,16,128]) -> s8[2,9,16,128] {
+  ROOT %copy.6 = s8[2,9,16,128]{3,2,1,0:T(8,128)(4,1)} copy(%input)
+}
+
+%fused_computation.3 (param_0.3: s8[2,9,16,128]) -> s8[2,9,16,128] {
+  %fusion.1 = s8[2,9,16,128]{3,2,1,0} fusion(%param_0.3), output_to_operand_aliasing={{}: (0, {})}, calls=%copy_fusion
+  ROOT %dynamic_update_slice.1 = s8[2,9,16,128]{3,2,1,0} dynamic-update-slice(%fusion.1, %new, %at)
+}
+
+%moved (input.1: s8[2,9,16,128]) -> s8[2,9,16,128] {
+  ROOT %copy.7 = s8[2,9,16,128]{2,3,1,0} copy(%input.1)
+}
+
 ENTRY %main (pages: bf16[2,9,16,128]) -> f32[4] {
   %copy.3 = f32[2,9]{1,0} copy(%radius)
   %copy-start.2 = (bf16[2,9,64]{2,1,0:S(1)}, bf16[2,9,64]{2,1,0}, u32[]) copy-start(%boxes)
@@ -35,6 +48,7 @@ def test_a_copy_of_a_whole_array_is_found_and_named():
     """Merged axes hide none. What a fusion only passes through is not written, and `ALLOWED` is let through."""
     assert script("aot_check").whole_copies(TEXT, POOL) == [
         "transpose of .mean as f32[9,2,128]",
+        "copy of pages as s8[2,9,16,128]",
         "copy of .summary.key_box as bf16[2,9,64]",
         "copy-start of pages as bf16[18,16,128]",
     ]

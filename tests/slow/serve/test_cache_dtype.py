@@ -8,7 +8,8 @@ from flax import nnx
 from own_modules import LENGTH, Plain
 from reopened import SIZES
 
-from et_jax.decode.cache import token_width
+from et_jax.control.presets import preset
+from et_jax.decode.cache import dtype_named, token_width
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.module import ModuleConfig
 from et_jax.serve import engine
@@ -53,21 +54,44 @@ def test_a_float32_model_serves_from_a_bfloat16_cache_at_half_its_bytes(exact):
     assert any("pages of 4 tokens in bfloat16" in line for line in model.describe())
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+def test_a_cache_in_8_bits_is_charged_by_its_bytes_scales_included(cache_dtype, exact):
+    model = opened("float32", cache_dtype)
+    done, entropies = text_of(model)
+    assert entropies[0] != exact[1][0] and abs(entropies[0] - exact[1][0]) < 0.1
+    rows = [(one.blocks_read, other.blocks_read) for one, other in zip(done.trace, exact[0].trace, strict=True)]
+    assert all(one == other for one, other in rows)
+    width = token_width(model.config.head_dim)
+    saved = sum(one for one, _ in rows) * 4 * (4 * width - width - 2 * 4)
+    assert exact[0].cost - done.cost == pytest.approx(saved, rel=1e-9)
+    assert any(f"pages of 4 tokens in {cache_dtype}" in line for line in model.describe())
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "cache_dtype"),
     [
-        {"control": "certified"},
-        {"draft": "lookup"},
-        {"cache_budget": 36},
+        ({"control": "certified"}, "bfloat16"),
+        ({"draft": "lookup"}, "bfloat16"),
+        ({"cache_budget": 36}, "bfloat16"),
+        ({"control": "adaptive"}, "fp8"),
+        ({"draft": "self", "draft_tokens": 3, "draft_length": "fixed"}, "int8"),
+        ({"cache_budget": 36, "control": "certified"}, "int8"),
     ],
     ids=str,
 )
-def test_every_way_of_reading_reads_such_a_cache(settings, exact):
-    model = opened("float32", "bfloat16", **settings)
+def test_every_way_of_reading_reads_such_a_cache(settings, cache_dtype, exact):
+    model = opened("float32", cache_dtype, **settings)
     _, entropies = text_of(model)
-    assert cached(model) == {jnp.dtype(jnp.bfloat16)} and np.isfinite(entropies).all()
+    assert cached(model) == {dtype_named(cache_dtype)} and np.isfinite(entropies).all()
     if "cache_budget" not in settings:
         assert abs(entropies[0] - exact[1][0]) < 0.1
+
+
+def test_a_prompt_is_read_in_8_bits_under_a_budget_too(exact):
+    model = opened("float32", "int8", control=preset("entropyinfer", prefill_budget=16))
+    _, entropies = text_of(model)
+    assert cached(model) == {jnp.dtype(jnp.int8)} and np.isfinite(entropies).all()
+    assert entropies[0] != exact[1][0]
 
 
 def test_a_module_may_have_a_cache_of_another_dtype():

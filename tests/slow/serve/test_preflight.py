@@ -61,13 +61,15 @@ def test_weights_have_the_published_size(tmp_path: Path, values: dict, count: in
     assert (weight_bytes(found, jnp.bfloat16), weight_bytes(found, jnp.float32)) == (2 * count, 4 * count)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int8])
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_page_is_what_its_parts_are(dtype, kept: bool) -> None:
     """Per layer and KV head: tokens in the cache's dtype; where kept also their box, mean and radius, and codes."""
-    config = configuration(cache_dtype=dtype, keep=frozenset({"codes", "surprisals"} if kept else ()))
+    keep = frozenset({"codes", "surprisals"} if kept else ())
+    config = configuration(cache_dtype=dtype, dtype=jnp.float32, keep=keep)
     c, s, e, size = config.model, config.page_size, 128, jnp.dtype(dtype).itemsize
-    head = s * e * size + kept * (e * size + e * 4 + 4 + s * c.head_dim)
+    scales, box = (s * 2 * 4, 4) if size == 1 else (0, size)
+    head = s * e * size + scales + kept * (e * box + e * 4 + 4 + s * c.head_dim)
     table = 4 + 4  # its reference count, its place among the free pages
     assert decoder_bytes(config)[0] == c.num_layers * c.num_kv_heads * head + table + kept * s * 4
 

@@ -74,6 +74,16 @@ def test_queries_and_pages_of_two_dtypes_are_served_by_kernels_that_take_both(dt
     assert serving("TPU v5 lite", "tpu", 128, 128, *dtypes) == ("tpu", ())
 
 
+@pytest.mark.parametrize("cached", [jnp.int8, jnp.float8_e4m3fn])
+def test_a_cache_in_8_bits_is_served_by_each_device_s_own_kernels_or_the_reason_is_told(cached):
+    assert serving("NVIDIA H200", "cuda", 64, 64, jnp.bfloat16, cached) == ("gpu", ())
+    assert serving("TPU v6 lite", "tpu", 128, 128, jnp.bfloat16, cached) == ("tpu", ())
+    backend, [refusal] = serving("TPU v5 lite", "tpu", 16, 128, jnp.bfloat16, cached)
+    assert backend == "xla" and f"{jnp.dtype(cached)} pages of a multiple of 32 tokens, not 16" in refusal
+    backend, [refusal] = serving("NVIDIA H200", "cuda", 64, 64, jnp.float32, cached)
+    assert backend == "xla" and f"float32 queries with {jnp.dtype(cached)} pages" in refusal
+
+
 def test_each_device_is_served_by_its_own_kernels_where_they_serve():
     assert serving("NVIDIA H200", "cuda", 64, 64, jnp.bfloat16) == ("gpu", ())
     assert serving("NVIDIA A100", "cuda", 64, 64, jnp.bfloat16) == ("xla", ())

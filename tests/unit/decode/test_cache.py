@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stored_tokens import LARGEST, as_stored
 
 from et_jax.decode import cache as kv
 
@@ -12,29 +13,43 @@ HEADS, PAGES, SIZE, DIM = 2, 9, 4, 5
 TABLE = np.asarray([[3, 7, 1, 5], [8, 2, 0, 0], [0, 0, 0, 0]], np.int32)
 
 write = jax.jit(kv.write)
-DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+EIGHT_BITS = pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn], ids=["float32", "bfloat16", "int8", "fp8"]
+)
 
 
 def dirty(dtype, junk: float = np.nan) -> kv.LayerCache:
     """A layer whose every number, summaries included, is junk."""
     layer = kv.empty(1, HEADS, DIM, PAGES, SIZE, dtype, key_codes=True).layers[0]
-    return jax.tree.map(lambda x: jnp.full_like(x, 77 if x.dtype == jnp.int8 else junk), layer)
+    return jax.tree.map(lambda x: jnp.full_like(x, 77 if x.dtype.itemsize == 1 else junk), layer)
 
 
 def tokens(rng, t: int, dtype) -> tuple[jax.Array, jax.Array]:
-    """Keys and values "b t k d" as the cache holds them: rounded to its dtype."""
-    k, v = (jnp.asarray(rng.normal(size=(3, t, HEADS, DIM)), dtype) for _ in range(2))
+    """Keys and values "b t k d" of the dtype of a cache, or those that one in 8 bits rounds."""
+    in_8_bits = jnp.dtype(dtype).itemsize == 1
+    k, v = (jnp.asarray(rng.normal(size=(3, t, HEADS, DIM)), jnp.float32 if in_8_bits else dtype) for _ in range(2))
     return k, v
+
+
+def read(layer: kv.LayerCache) -> np.ndarray:
+    """Every token of a layer as it is read."""
+    pages = np.asarray(layer.pages.astype(jnp.float32))
+    if layer.kv_scales is None:
+        return pages
+    return pages * np.repeat(np.asarray(layer.kv_scales), [DIM, pages.shape[-1] - DIM], axis=2).swapaxes(2, 3)
 
 
 class Plain:
     """The cache as lists: what was stored, by slot and position."""
 
-    def __init__(self):
+    def __init__(self, dtype):
+        self.dtype = dtype
         self.keys = [[] for _ in TABLE]
         self.values = [[] for _ in TABLE]
 
     def write(self, k, v, start, count):
+        k, v = (as_stored(x, self.dtype) for x in (k, v))
         for b in range(len(TABLE)):
             for i in range(count[b]):
                 assert start[b] + i == len(self.keys[b])
@@ -43,8 +58,7 @@ class Plain:
 
     def check(self, layer: kv.LayerCache, untouched: kv.LayerCache, tolerance: float):
         """Every stored token is in its page, every full page has its summary, everything else is as it was."""
-        pages = np.asarray(layer.pages.astype(jnp.float32))
-        expected = np.asarray(untouched.pages.astype(jnp.float32)).copy()
+        pages, expected = read(layer), read(untouched).copy()
         full = set()
         for b, row in enumerate(TABLE):
             for position, (key, value) in enumerate(zip(self.keys[b], self.values[b], strict=True)):
@@ -90,7 +104,7 @@ def run(dtype, calls, junk=np.nan):
     """Write chunks of (start, count) for the three slots into a cache full of junk, checking after each."""
     rng = np.random.default_rng(0)
     layer = untouched = dirty(dtype, junk)
-    plain = Plain()
+    plain = Plain(dtype)
     for width, start, count in calls:
         k, v = tokens(rng, width, dtype)
         integers = [jnp.asarray(x, jnp.int32) for x in (TABLE, start, count)]
@@ -107,6 +121,74 @@ def test_chunks_and_appended_tokens_are_stored_and_summarised_page_by_page(dtype
     chunks = [(8, [0, 0, 0], [3, 0, 0]), (8, [3, 0, 0], [8, 0, 0]), (8, [11, 0, 0], [0, 7, 0])]
     steps = [(1, [11 + i, 7 + min(i, 1), 0], [1, i == 0, 0]) for i in range(5)]
     run(dtype, chunks + steps, junk)
+
+
+@EIGHT_BITS
+def test_a_key_or_value_in_8_bits_is_near_by_the_steps_of_its_own_scale(dtype):
+    """Whole numbers lie a half apart at most; floats of 3 bits of mantissa a sixteenth, or half their least."""
+    x = np.random.default_rng(5).normal(size=(500, 64)) * np.exp(np.linspace(-20, 20, 500))[:, None]
+    numbers, scales = kv.quantized(jnp.asarray(x, jnp.float32), dtype)
+    numbers, scales = np.asarray(numbers.astype(jnp.float32)), np.asarray(scales)[:, None]
+    np.testing.assert_allclose(scales[:, 0], np.abs(x).max(1) / LARGEST[jnp.dtype(dtype).name], rtol=1e-6)
+    off = np.abs(numbers * scales - x)
+    allowed = scales / 2 if dtype == jnp.int8 else np.maximum(np.abs(x) / 16, scales * 2.0**-10)
+    assert (off <= 1.00001 * allowed).all() and off.max() > 0
+    nothing, scale = kv.quantized(jnp.zeros((1, 4)), dtype)
+    assert not np.asarray(nothing.astype(jnp.float32)).any() and not np.asarray(scale).any()
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize("fault", [np.nan, np.inf])
+def test_a_fault_in_8_bits_is_in_the_scale_alone(dtype, fault):
+    numbers, scale = kv.quantized(jnp.asarray([[1.0, fault, 2.0], [1.0, 0.0, 2.0]]), dtype)
+    assert np.isfinite(np.asarray(numbers.astype(jnp.float32))).all()
+    assert not np.isfinite(scale[0]) and np.isfinite(scale[1])
+
+
+@EIGHT_BITS
+def test_what_is_written_over_a_token_leaves_nothing_of_it(dtype):
+    """A drafted token a thousand times as large, rejected: the cache is what it would be without it."""
+    rng = np.random.default_rng(6)
+    k, v = (1e-3 * x for x in tokens(rng, SIZE, dtype))
+    drafted_k, drafted_v = (1e3 * x for x in tokens(rng, 2, dtype))
+    once = jnp.asarray([[3, 7, 0, 0]] * 3, jnp.int32)
+    start, none = jnp.zeros(3, jnp.int32), [0, 0]
+
+    def written(layer, x, y, at, count):
+        return write(layer, x, y, once, start + at, jnp.asarray([count, *none], jnp.int32))
+
+    blank = dirty(dtype, 0.0)
+    expected = written(blank, k, v, 0, SIZE)
+    first = written(blank, k[:, : SIZE - 1], v[:, : SIZE - 1], 0, SIZE - 1)
+    drafted = written(first, drafted_k, drafted_v, SIZE - 1, 1)
+    again = written(drafted, k[:, SIZE - 1 :], v[:, SIZE - 1 :], SIZE - 1, 1)
+    for got, wanted in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize(
+    ("width", "start", "count"),
+    [(1, [4, 3, 0], [1, 1, 0]), (8, [1, 2, 0], [8, 6, 0]), (7, [9, 0, 0], [7, 3, 0]), (3, [2, 4, 7], [2, 3, 2])],
+    ids=["a token each", "over pages", "to the end of the table", "rows of one slot"],
+)
+def test_page_by_page_is_stored_what_is_stored_token_by_token(dtype, width, start, count, monkeypatch):
+    """As for a TPU, into a layer full of other numbers."""
+    k, v = tokens(np.random.default_rng(7), width, dtype)
+    table = np.asarray([TABLE[0]] * 3) if count[2] else TABLE
+    given = [jnp.asarray(x, jnp.int32) for x in (table, start, count, [9] * 3 if count[2] else np.add(start, count))]
+    before = dirty(dtype, 3.0)
+    expected = write(before, k, v, *given)
+    monkeypatch.setattr(kv, "platform", lambda: "tpu")
+    got = kv.write(before, k, v, *given)
+    for name in ("pages", "kv_scales"):
+        one, other = (np.asarray(getattr(layer, name), np.float32) for layer in (got, expected))
+        np.testing.assert_array_equal(one, other)
+
+
+def test_names_of_dtypes_are_those_of_callers():
+    for name, dtype in {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "bfloat16": jnp.bfloat16}.items():
+        assert kv.dtype_named(name) == jnp.dtype(dtype) and kv.name_of(dtype) == name
 
 
 def test_a_reused_page_forgets_its_last_owner():
@@ -170,7 +252,7 @@ def test_pages_that_are_moved_take_their_summaries_along_and_leave_the_rest(dtyp
     np.testing.assert_array_equal(
         after.surprisal, cache.surprisal.at[6].set(cache.surprisal[4]).at[0].set(cache.surprisal[1])
     )
-    assert len(jax.tree.leaves(after.layers)) == 10
+    assert len(jax.tree.leaves(after.layers)) == (12 if jnp.dtype(dtype).itemsize == 1 else 10)
     for old, new in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True):
         expected = np.asarray(old).copy()
         expected[:, 6], expected[:, 0] = expected[:, 4], expected[:, 1]

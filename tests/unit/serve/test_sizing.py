@@ -46,15 +46,16 @@ def test_pages_that_fit_count_more_than_those_asked_for():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "int8", "fp8"])
 def test_the_cache_has_the_dtype_asked_for_or_that_of_the_weights(dtype, asked):
     sized = decoder_config(EngineConfig(cache_dtype=asked, backend="xla"), MODEL, dtype)
-    cached = jnp.dtype(dtype if asked == "auto" else asked)
+    cached = jnp.dtype({"auto": dtype, "fp8": jnp.float8_e4m3fn}.get(asked, asked))
     assert jnp.dtype(sized.cache_dtype) == cached and jnp.dtype(sized.weights_dtype) == dtype
     state = jax.eval_shape(lambda: empty(sized)).plants[0]
     assert {layer.pages.dtype for layer in state.cache.layers} == {cached}
     weights = transformer.abstract(MODEL, dtype)
-    block = sized.page_size * token_width(MODEL.head_dim) * cached.itemsize
+    scales = 2 * 4 if cached.itemsize == 1 else 0  # of a key and of a value, in float32
+    block = sized.page_size * (token_width(MODEL.head_dim) * cached.itemsize + scales)
     [model] = costs(sized.plants, (weights,), (state,), sized.by_mass_of)
     assert model.block == block
     planned = plan(sized, 10**9)
