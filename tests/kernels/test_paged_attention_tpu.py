@@ -68,7 +68,7 @@ def has_no_race(shape: Shape, config: RingConfig | None = SMALL):
 
 @pytest.mark.slow
 def test_has_no_race_in_any_shape(rung):
-    rung("paged_attention tpu without races", SERVED, 57, has_no_race)
+    rung("paged_attention tpu without races", SERVED, 58, has_no_race)
 
 
 @pytest.mark.slow
@@ -76,11 +76,11 @@ def test_has_no_race_in_the_ring_that_is_served(rung):
     """In a shape for each path, and in all whose lists may fill several of its groups."""
 
     def several_groups(shape: Shape) -> bool:
-        dtype = np.dtype(np.int8) if shape.int8 else jnp.dtype(shape.dtype)
+        dtype = jnp.dtype(shape.in_8_bits or shape.dtype)
         return shape.num_blocks > ring.heuristic(tpu.GROUP_TOKENS, shape.page_size, shape.width, dtype).group
 
     shapes = [shape for shape in SERVED if shape in PATHS or several_groups(shape)]
-    rung("paged_attention tpu without races, its own ring", shapes, 18, lambda shape: has_no_race(shape, None))
+    rung("paged_attention tpu without races, its own ring", shapes, 19, lambda shape: has_no_race(shape, None))
 
 
 def test_nothing_listed_gives_zero_and_minus_infinity():

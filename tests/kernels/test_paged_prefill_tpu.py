@@ -83,7 +83,7 @@ def has_no_race(shape: Shape, config: Config | None = SMALL):
 
 @pytest.mark.slow
 def test_has_no_race_in_any_shape(rung):
-    rung("paged_prefill tpu without races", TESTED, 36, has_no_race)
+    rung("paged_prefill tpu without races", TESTED, 41, has_no_race)
 
 
 @pytest.mark.slow
@@ -91,11 +91,11 @@ def test_has_no_race_in_the_cut_that_is_served(rung):
     """In a shape for each path, and in all whose keys may fill several groups of its ring."""
 
     def several_groups(shape: Shape) -> bool:
-        dtype = jnp.dtype(shape.dtype)
+        dtype = jnp.dtype(shape.in_8_bits or shape.dtype)
         return shape.num_blocks > ring.heuristic(tpu.GROUP_TOKENS, shape.page_size, shape.width, dtype).group
 
     shapes = [shape for shape in TESTED if shape in PATHS or several_groups(shape)]
-    rung("paged_prefill tpu without races, its own cut", shapes, 16, lambda shape: has_no_race(shape, None))
+    rung("paged_prefill tpu without races, its own cut", shapes, 19, lambda shape: has_no_race(shape, None))
 
 
 @pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 3), ("dim_128", 200)])
