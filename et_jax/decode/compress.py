@@ -4,6 +4,8 @@ Keys are rotated by their positions before they are cached, so a kept entry is m
 the cache is from then on its position less the slot's `shift`.
 """
 
+from operator import itemgetter
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -16,6 +18,7 @@ from et_jax.decode import cache as kv
 from et_jax.decode import pages, queries
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.state import DecodeState
+from et_jax.models.stacks import Layer, by_layer, by_place, depths_of, parts, stacks_of, through
 from et_jax.types import replace
 
 
@@ -39,17 +42,17 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     table, granted = pages.reserve(pages.release(state.table, slot), wanted, layout.region)
     done = granted[slot] & grown
 
-    layers, skipped = _kept_of_all(config, how, layout, state, slot, own.shift[slot])
-    num_pages = own.cache.layers[0].pages.shape[1]
+    kept, skipped = _kept_of_all(config, how, layout, state, slot, own.shift[slot])
+    num_pages = own.cache.layers[0].num_pages
     into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool where nothing is done
     shift = jnp.where(done, state.length[slot] - room, own.shift[slot])
     own = replace(
         own,
-        cache=kv.put_pages(own.cache, into, kv.KVCache(layers=layers, surprisal=None)),
+        cache=kv.put_pages(own.cache, into, kept),
         shift=own.shift.at[slot].set(shift),
     )
     if own.skipped is not None:
-        first = jnp.where(done, jnp.stack(skipped), own.skipped[slot])
+        first = jnp.where(done, skipped, own.skipped[slot])
         own = replace(own, skipped=own.skipped.at[slot].set(first))
     return replace(
         state.with_plant(MODEL, own),
@@ -64,17 +67,22 @@ def _kept_of_all(
     state: DecodeState,
     slot: Int[Array, ""],
     shift: Int[Array, ""],
-) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
-    """What `_kept` says of every layer, looking through no more blocks than a sequence holds.
+) -> tuple[kv.KVCache, Int[Array, "l k"]]:
+    """What `_kept` says of every layer, as a cache of one region, looking through no more blocks than a sequence holds.
 
     One that is compressed again and again holds few, however long it may be: the longest are for the first time.
     """
 
-    def among(num_blocks: int) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
-        every = range(config.model.num_layers)
-        kept = (_kept(config, how, layout, state, slot, shift, layer, num_blocks) for layer in every)
-        layers, skipped = zip(*kept, strict=True)
-        return layers, skipped
+    stacks = stacks_of(config.model, config.stacked)
+
+    def among(num_blocks: int) -> tuple[kv.KVCache, Int[Array, "l k"]]:
+        def run(layer: Layer, _: None) -> tuple[None, tuple[kv.LayerCache, Int[Array, " k"]]]:
+            return None, _kept(config, how, layout, state, slot, shift, layer, num_blocks)
+
+        _, told = through(stacks, layout.layers, run, None)
+        regions = by_place(stacks, parts(told, itemgetter(0)), axis=1)
+        layers = tuple(replace(one, depth=depth) for one, depth in zip(regions, depths_of(stacks), strict=True))
+        return kv.KVCache(layers=layers, surprisal=None), by_layer(told, itemgetter(1), axis=0)
 
     most, few = config.blocks_per_slot, layout.region - -how.every // config.page_size
     if not layout.region < few < most:
@@ -89,7 +97,7 @@ def _kept(
     state: DecodeState,
     slot: Int[Array, ""],
     shift: Int[Array, ""],
-    layer: int,
+    layer: Layer,
     num_blocks: int,
 ) -> tuple[kv.LayerCache, Int[Array, " k"]]:
     """The pages of a region with what a layer keeps, and how many blocks at its beginning each KV head leaves out.
@@ -97,13 +105,14 @@ def _kept(
     All that is cached of the slot stands in its first `num_blocks`.
     """
     own = state.plants[MODEL]
-    size, d, cached = config.page_size, config.model.head_dim, own.cache.layers[layer]
+    size, d, cached = config.page_size, config.model.head_dim, own.cache.layers[layer.place]
     k, _, _, e = cached.pages.shape
-    token = cached.pages[:, state.table.pages[slot, :num_blocks]].reshape(k, -1, e)  # in the order of places
-    skips = jnp.zeros(k, jnp.int32) if own.skipped is None else own.skipped[slot, layer]
+    held = cached.numbers(state.table.pages[slot, :num_blocks], layer.turn)
+    token = cached.pages[:, held].reshape(k, -1, e)  # in the order of places
+    skips = jnp.zeros(k, jnp.int32) if own.skipped is None else layer.of(own.skipped[slot], axis=0)
     last = at = None
     if own.queries is not None:
-        last = own.queries[slot, layer]
+        last = layer.of(own.queries[slot], axis=0)
         at = queries.places(state.length[slot], shift, last.shape[0])
     count = state.num_cached[slot]
     entries = Entries(
@@ -112,8 +121,9 @@ def _kept(
         count=count,
         queries=last,
         at=at,
-        softmax=config.model.softmax(layer),
-        layer=layer,
+        softmax=config.model.softmax(layer.like),
+        layer=layer.like,
+        number=None if isinstance(layer.number, int) else layer.number,
     )
     place = compression.kept(entries, how, layout, size)
     gathered = jnp.take_along_axis(token, jnp.maximum(place, 0)[..., None], axis=1)

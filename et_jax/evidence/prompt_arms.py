@@ -167,7 +167,8 @@ def logits_of(
     """
     (r, u), c = tokens.shape, plant.model
     blocks = u // plant.page_size
-    cache = kv.empty(c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, plant.page_size, params.embedding.dtype)
+    sizes = c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, plant.page_size, params.embedding.dtype
+    cache = kv.empty(*sizes, depths=depths_of(arrangement(params, c)))
     table = 1 + jnp.arange(r * blocks, dtype=jnp.int32).reshape(r, blocks)
     fresh = begun(budget, c.num_layers, c.num_kv_heads, probed=False)
     notes = jax.tree.map(lambda x: jnp.broadcast_to(x, (r, *x.shape)), fresh)

@@ -7,6 +7,7 @@ beside it. The axis letter `e` is experts, `c` the choices of a token.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax
@@ -15,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.models.config import ExpertConfig
 from et_jax.models.layers import feed_forward, gated
+from et_jax.models.stacks import entry
 from et_jax.models.weights import Weight
 from et_jax.sums import rounded, softmax, total
-from et_jax.types import pytree
+from et_jax.types import pytree, replace
 
 Form = Literal["loop", "ragged"]
 """How experts are multiplied with: those touched one after another, or by ragged products, which have a gradient.
@@ -42,13 +44,31 @@ class SharedExpert:
 
 @pytree
 class Experts:
-    """Weights of a layer's experts: `gate` and `up` are "e f w", `down` is "e w f", [expert, out, in]."""
+    """Weights of a layer's experts: `gate` and `up` are "e f w", `down` is "e w f", [expert, out, in].
+
+    Where `turn` is given the three are those of all layers of a stack, led by the layer, and this one is the one there:
+    a loop over experts that are touched would begin with a copy of all of them, were they cut out of the stack.
+    """
 
     router: Float[Array, "e w"]
     gate: Weight
     up: Weight
     down: Weight
     shared: SharedExpert | None
+    turn: Int[Array, ""] | None = None
+
+    def of_turn(self, turn: int | Int[Array, ""]) -> "Experts":
+        """Return the experts of one layer, of those of a stack."""
+        router, shared = jax.tree.map(partial(entry, number=turn), (self.router, self.shared))
+        return replace(self, router=router, shared=shared, turn=jnp.asarray(turn, jnp.int32))
+
+    def one(self, weight: Weight, number: Int[Array, ""]) -> Weight:
+        """Return the matrix that an expert has of `gate`, `up` or `down`."""
+        return weight.one_of(number) if self.turn is None else weight.one_of(self.turn, number)
+
+    def all(self, weight: Weight) -> Weight:
+        """Return the matrices that the experts of the layer have of `gate`, `up` or `down`."""
+        return weight if self.turn is None else weight.one_of(self.turn)
 
 
 @pytree
@@ -116,7 +136,7 @@ def _in_order(expert: Int[Array, "n c"], num_experts: int) -> tuple[Int[Array, "
 
 def _by_loop(experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"]) -> Float[Array, "nc w"]:
     """What each choice's expert makes of its token: a turn for every so many tokens of an expert that is touched."""
-    (num_tokens, num_choices), num_experts = expert.shape, experts.gate.shape[0]
+    (num_tokens, num_choices), num_experts = expert.shape, experts.router.shape[0]
     size = rows_per_turn(num_tokens, num_choices, num_experts)
     order, counts = _in_order(expert, num_experts)
     turns = -(-counts // size)
@@ -132,8 +152,8 @@ def _by_loop(experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"]
         ahead = done + jnp.arange(size, dtype=jnp.int32)
         place = order[jnp.minimum(first[number] + ahead, order.shape[0] - 1)]
         rows = x[place // num_choices]
-        hidden = gated(experts.gate.one_of(number).matmul(rows), experts.up.one_of(number).matmul(rows), x.dtype)
-        made = experts.down.one_of(number).matmul(hidden)
+        gate, up, down = (experts.one(weight, number) for weight in (experts.gate, experts.up, experts.down))
+        made = down.matmul(gated(gate.matmul(rows), up.matmul(rows), x.dtype))
         return i + 1, out.at[jnp.where(ahead < counts[number], place, order.shape[0])].set(made, mode="drop")
 
     out = jnp.zeros((num_tokens * num_choices, x.shape[1]), jnp.float32)
@@ -148,8 +168,8 @@ def rows_per_turn(num_tokens: int, num_choices: int, num_experts: int) -> int:
 
 def _by_ragged_products(experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"]) -> Float[Array, "nc w"]:
     """What each choice's expert makes of its token: products of all tokens, which are sorted by expert."""
-    order, counts = _in_order(expert, experts.gate.shape[0])
+    order, counts = _in_order(expert, experts.router.shape[0])
     rows = x[order // expert.shape[1]]
-    hidden = gated(experts.gate.matmul_by(rows, counts), experts.up.matmul_by(rows, counts), x.dtype)
-    made = experts.down.matmul_by(hidden, counts)
+    gate, up, down = (experts.all(weight) for weight in (experts.gate, experts.up, experts.down))
+    made = down.matmul_by(gated(gate.matmul_by(rows, counts), up.matmul_by(rows, counts), x.dtype), counts)
     return jnp.zeros_like(made).at[order].set(made, unique_indices=True)
