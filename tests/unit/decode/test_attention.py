@@ -16,6 +16,7 @@ from et_jax.decode.extend import attend
 from et_jax.decode.readers import Selected
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import empty
+from et_jax.models.stacks import located, stacks_of
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
