@@ -250,16 +250,23 @@ def with_place(cache: KVCache, place: int, cached: LayerCache) -> KVCache:
 
 def take_pages(cache: KVCache, pages: Int[Array, " m"]) -> KVCache:
     """Return a cache of the listed pages alone, summaries and codes included."""
-    layers = tuple(jax.tree.map(lambda x, at=one.of_all(pages): x[:, at], one) for one in cache.layers)
+
+    def taken(place: LayerCache) -> LayerCache:
+        at = place.of_all(pages)
+        return jax.tree.map(lambda x: x[:, at], place)
+
+    layers = tuple(map(taken, cache.layers))
     return KVCache(layers=layers, surprisal=None if cache.surprisal is None else cache.surprisal[pages])
 
 
 def put_pages(cache: KVCache, pages: Int[Array, " m"], taken: KVCache) -> KVCache:
     """Return the cache with the pages of `taken` over the listed ones; those beyond the pool are left out."""
-    layers = tuple(
-        jax.tree.map(lambda x, y, at=one.of_all(pages): x.at[:, at].set(y, mode="drop"), one, other)
-        for one, other in zip(cache.layers, taken.layers, strict=True)
-    )
+
+    def put(place: LayerCache, one: LayerCache) -> LayerCache:
+        at = place.of_all(pages)
+        return jax.tree.map(lambda x, y: x.at[:, at].set(y, mode="drop"), place, one)
+
+    layers = tuple(map(put, cache.layers, taken.layers))
     surprisal = cache.surprisal
     if surprisal is not None:
         surprisal = surprisal.at[pages].set(taken.surprisal, mode="drop")

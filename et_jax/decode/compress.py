@@ -72,7 +72,6 @@ def _kept_of_all(
 
     One that is compressed again and again holds few, however long it may be: the longest are for the first time.
     """
-
     stacks = stacks_of(config.model, config.stacked)
 
     def among(num_blocks: int) -> tuple[kv.KVCache, Int[Array, "l k"]]:

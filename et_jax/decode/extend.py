@@ -95,9 +95,7 @@ def extend(
         cache, took = memory.carried
         place = cache.layers[layer.place]
         own = replace(chunk, table=place.numbers(chunk.table, layer.turn))
-        out, place, noted = attend(
-            plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal
-        )
+        out, place, noted = attend(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
         told = noted, None if watch is None else watch.seen(q)
         carried = with_place(cache, layer.place, place), took
         return out, Threaded(carried=carried, told=(*memory.told, told))

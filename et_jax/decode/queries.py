@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.decode.chunk import Chunk
 from et_jax.types import pytree
 
+
 @pytree
 class Watch:
     """The tokens of a forward pass whose queries are stored: `token[r, i]` of row r, which stands at `position[r, i]`.
@@ -22,9 +23,7 @@ class Watch:
         """Return a layer's queries of these tokens."""
         return jnp.take_along_axis(q, self.token[:, :, None, None], axis=1)
 
-    def store(
-        self, queries: Float[Array, "b l w h d"], seen: Float[Array, "r i l h d"]
-    ) -> Float[Array, "b l w h d"]:
+    def store(self, queries: Float[Array, "b l w h d"], seen: Float[Array, "r i l h d"]) -> Float[Array, "b l w h d"]:
         """Return the queries of every slot with those seen of every layer; the one at position p stands at p mod w."""
         num_slots, _, window = queries.shape[:3]
         slot = jnp.arange(len(self.token)) if self.slot is None else self.slot

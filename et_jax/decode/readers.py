@@ -5,6 +5,7 @@ This is where the cache, the selectors and the kernels meet.
 
 from collections.abc import Hashable
 from operator import attrgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ class Whole:
         """Return the reader of a layer."""
         return self
 
-    def noted(self, chunk: Chunk, notes: tuple[None, ...]) -> None:
+    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> None:
         """Return no notes."""
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
@@ -133,7 +134,7 @@ class Selected:
             noting=self.noting,
         )
 
-    def noted(self, chunk: Chunk, notes: tuple[LayerReads, ...]) -> ReadStats:
+    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
         """Return what was read of all layers."""
         stats = replace(
             folded(notes, lambda stats, one: one.added_to(stats), no_reads(len(chunk.token))),

@@ -205,9 +205,7 @@ def restore_converted(path: str | Path) -> tuple[ModelConfig, Params]:
     return config, _restore(path, config, "auto")
 
 
-def _restore(
-    path: Path, config: ModelConfig, dtype: str, quantize: str | None = None, stacked: bool = False
-) -> Params:
+def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None = None, stacked: bool = False) -> Params:
     """Return converted weights, cast to `dtype` or quantised, checked as those of a Hugging Face folder are."""
     import orbax.checkpoint
 

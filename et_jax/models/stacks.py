@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from et_jax.models.config import ModelShape
@@ -87,11 +88,11 @@ class Layer:
         return jax.tree.map(partial(entry, number=self.number, axis=axis), tree)
 
 
-def entry(x: Array, number: int | Int[Array, ""], axis: int = 0) -> Array:
+def entry(x: Array | np.ndarray, number: int | Int[Array, ""], axis: int = 0) -> Array | np.ndarray:
     """Return one entry of an array along an axis."""
     if isinstance(number, int):
         return x[(slice(None),) * axis + (number,)]
-    return jax.lax.dynamic_index_in_dim(x, number, axis, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(jnp.asarray(x), number, axis, keepdims=False)
 
 
 def stacks_of(model: ModelShape, stacked: bool) -> tuple[Stack, ...]:

@@ -125,7 +125,6 @@ class Int8:
         return (self.array[ids].astype(jnp.float32) * self.scale[ids][..., None]).astype(self.dtype)
 
 
-
 def _at(x: Array, numbers: tuple[int | Int[Array, ""], ...]) -> Array:
     """What stands at these places of the first axes."""
     rest = x.shape[len(numbers) :]

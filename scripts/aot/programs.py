@@ -295,9 +295,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         ),
         stacked=stacked_on(chip.topology["platform"]),
     )
-    weights = tuple(
-        abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in (model, *others)
-    )
+    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     return function_program(function, config, params, device)
 

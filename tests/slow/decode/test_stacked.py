@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import CHUNK, LENGTH, MODEL, OTHER, PAGE, PROMPTS, configuration, fill, request, run, start, weights
+from small_model import MODEL, OTHER, PAGE, PROMPTS, configuration, request, run, start, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
@@ -18,6 +18,7 @@ from et_jax.models.calibration import Calibration
 from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.stacks import stacks_of
 from et_jax.models.transformer import Params, in_stacks
+from et_jax.serve.chunks import pack
 from et_jax.types import Table
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -64,7 +65,7 @@ def of(model: ModelConfig, stacked: bool, **changes) -> tuple[Decoder, tuple[Par
     """A decoder of layers that are stacked or apart, and the weights of its models."""
     heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
     measured = Calibration(sensitivity=Table(heads))
-    changes = {"keep": frozenset({"logits"}), "calibration": measured} | changes
+    changes = {"keep": frozenset({"logits"}), "calibration": measured, "num_pages": 49} | changes
     chunk = changes.get("controller", Controller()).budget
     if chunk is not None:
         size = -(-chunk.segment // PAGE) * PAGE
@@ -166,7 +167,7 @@ def test_pages_are_shared_forked_and_swapped_as_those_of_layers_apart():
         state, granted = d.fork(state, jnp.int32(0), jnp.int32(1))
         assert granted
         state = d.share(state, jnp.int32(2), held, jnp.int32(2))
-        rest = tokens[: 2 * PAGE] + [90, 91, 92, 93]
+        rest = [*tokens[: 2 * PAGE], 90, 91, 92, 93]
         state = fill_on(d, params, state, 2, rest, 2 * PAGE)
         state = d.insert(state, jnp.int32(2), request(rest[-1], control=d.config.controller, temperature=0.0, limit=20))
         for _ in range(4):
@@ -186,8 +187,6 @@ def test_pages_are_shared_forked_and_swapped_as_those_of_layers_apart():
 
 def fill_on(d, params, state, slot: int, tokens: list[int], begin: int):
     """Write what follows in a slot that holds `begin` tokens, but for the last one."""
-    from et_jax.serve.chunks import pack
-
     state, granted = d.prefill(params, state, *pack(d.config, [(slot, tokens[begin:-1])]))
     assert granted.all()
     return state

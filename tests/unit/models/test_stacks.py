@@ -1,6 +1,7 @@
 """Which layers are alike and how they lie in stacks, and that what runs through them meets each in order."""
 
 import dataclasses
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from et_jax.models.stacks import (
     depths_of,
     folded,
     located,
+    parts,
     stacked_on,
     stacks_of,
     through,
@@ -95,15 +97,16 @@ def test_what_runs_through_stacks_meets_every_layer_in_order(alike):
     np.testing.assert_array_equal(squares, np.stack([numbers, numbers**2]))
     in_order = folded(told, lambda sofar, one: sofar * 2 % 1009 + one["number"], jnp.int32(1))
     assert int(in_order) == expected
-    places = by_place(STACKS, told, axis=0)
+    places = by_place(STACKS, parts(told, itemgetter("squares")), axis=0)
     of_place = [[0, 3, 6], [1, 4, 7], [2, 5, 8], [9, 10]]
     for place, layers in zip(places, of_place, strict=True):
-        np.testing.assert_array_equal(place["squares"], [x for i in layers for x in (i, i * i)])
+        np.testing.assert_array_equal(place, [x for i in layers for x in (i, i * i)])
 
 
 def test_a_layer_takes_its_entry_of_arrays():
     x = np.arange(24.0).reshape(2, 4, 3)
     layer = located(stacks_of(model((None,) * 4), stacked=True), 2)
     np.testing.assert_array_equal(layer.of(x, axis=1), x[:, 2])
-    traced = jax.jit(lambda turn: stacks_of(model((None,) * 4), stacked=True)[0].layer(0, 0, turn).of(jnp.asarray(x), 1))
+    [stack] = stacks_of(model((None,) * 4), stacked=True)
+    traced = jax.jit(lambda turn: stack.layer(0, 0, turn).of(jnp.asarray(x), axis=1))
     np.testing.assert_array_equal(traced(2), x[:, 2])
