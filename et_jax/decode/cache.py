@@ -248,6 +248,20 @@ def with_place(cache: KVCache, place: int, cached: LayerCache) -> KVCache:
     return replace(cache, layers=(*cache.layers[:place], cached, *cache.layers[place + 1 :]))
 
 
+def put_layer(place: LayerCache, pages: Int[Array, " m"], taken: LayerCache) -> LayerCache:
+    """Return the arrays of a place with the pages of `taken`, of one layer, over these, whose numbers are its own.
+
+    Every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU.
+    """
+
+    def over(x: Array, y: Array) -> Array:
+        index = [jnp.arange(size) for size in x.shape[: max(x.ndim - 1, 2)]]
+        index[1] = pages
+        return x.at[jnp.ix_(*index)].set(y, mode="drop")
+
+    return jax.tree.map(over, place, replace(taken, depth=place.depth))
+
+
 def take_pages(cache: KVCache, pages: Int[Array, " m"]) -> KVCache:
     """Return a cache of the listed pages alone, summaries and codes included."""
 
@@ -262,11 +276,11 @@ def take_pages(cache: KVCache, pages: Int[Array, " m"]) -> KVCache:
 def put_pages(cache: KVCache, pages: Int[Array, " m"], taken: KVCache) -> KVCache:
     """Return the cache with the pages of `taken` over the listed ones; those beyond the pool are left out."""
 
-    def put(place: LayerCache, one: LayerCache) -> LayerCache:
+    def put_all(place: LayerCache, one: LayerCache) -> LayerCache:
         at = place.of_all(pages)
         return jax.tree.map(lambda x, y: x.at[:, at].set(y, mode="drop"), place, one)
 
-    layers = tuple(map(put, cache.layers, taken.layers))
+    layers = tuple(map(put_all, cache.layers, taken.layers))
     surprisal = cache.surprisal
     if surprisal is not None:
         surprisal = surprisal.at[pages].set(taken.surprisal, mode="drop")

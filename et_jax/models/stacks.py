@@ -209,31 +209,6 @@ def by_layer(told: Sequence[Any], read: Callable[[Any], T], axis: int) -> T:
     return jax.tree.map(lambda *each: jnp.concatenate(each, axis=axis), *found)
 
 
-def by_place(stacks: Sequence[Stack], told: Sequence[T], axis: int) -> list[T]:
-    """Return the arrays that each layer told place by place, those of one place end to end along an axis."""
-
-    def end_to_end(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-    found, rest = [], iter(told)
-    for stack in stacks:
-        of_stack: list[list[Any]] = [[] for _ in range(stack.period)]
-        left = stack.depth
-        while left:
-            one = next(rest)
-            if isinstance(one, Turns):
-                left -= len(jax.tree.leaves(one)[0])
-                of_period = [jax.tree.map(end_to_end, each) for each in one.of_period]
-            else:
-                left -= 1
-                of_period = [one, *(next(rest) for _ in range(stack.period - 1))]
-            for place, each in zip(of_stack, of_period, strict=True):
-                place.append(each)
-        found += [jax.tree.map(lambda *each: jnp.concatenate(each, axis=axis), *place) for place in of_stack]
-    return found
-
-
 def folded(told: Sequence[Any], add: Callable[[T, Any], T], sofar: T) -> T:
     """Return `sofar` after what each layer told was added to it, one layer after the other."""
 

@@ -239,12 +239,12 @@ DECODINGS = (
         seldom=("TPU v6e", "H200"),
     ),
     *(
-        Decoding(
-            name=f"{name}, 32 and 16 layers",
+        Decoding(  # 32 and 16 layers; two on a v5e, whose memory holds no more of both
+            name=name,
             small=LLAMA3_1B,
             functions=("decode",),
             seldom=("TPU v6e",),
-            **WHOLE | {"on": {"TPU v5e": FITTING["TPU v5e"] | {"max_length": 4096}}} | of_two,
+            **WHOLE | {"on": FITTING | {"TPU v5e": {"num_layers": 2, "small": LLAMA3_1B | {"num_layers": 2}}}} | of_two,
         )
         for name, of_two in (("drafts", {"drafts": 4}), ("turns", {"control": "ead_guarded"}))
     ),

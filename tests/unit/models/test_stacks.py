@@ -1,7 +1,6 @@
 """Which layers are alike and how they lie in stacks, and that what runs through them meets each in order."""
 
 import dataclasses
-from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,9 @@ from et_jax.models.stacks import (
     Stack,
     Turns,
     by_layer,
-    by_place,
     depths_of,
     folded,
     located,
-    parts,
     stacked_on,
     stacks_of,
     through,
@@ -97,10 +94,6 @@ def test_what_runs_through_stacks_meets_every_layer_in_order(alike):
     np.testing.assert_array_equal(squares, np.stack([numbers, numbers**2]))
     in_order = folded(told, lambda sofar, one: sofar * 2 % 1009 + one["number"], jnp.int32(1))
     assert int(in_order) == expected
-    places = by_place(STACKS, parts(told, itemgetter("squares")), axis=0)
-    of_place = [[0, 3, 6], [1, 4, 7], [2, 5, 8], [9, 10]]
-    for place, layers in zip(places, of_place, strict=True):
-        np.testing.assert_array_equal(place, [x for i in layers for x in (i, i * i)])
 
 
 def test_a_layer_takes_its_entry_of_arrays():
