@@ -178,6 +178,7 @@ def describe(config: ModelConfig) -> Params:
             router=spec("experts", "width"),
             **matrices("experts", width="expert_ffn"),
             shared=None if c.experts.shared_width is None else shared,
+            turn=None,
         )
         mixture = layer(experts=experts)
     return _unchecked(
