@@ -304,13 +304,11 @@ def forward(
         [told] = held.told
         return (x, held.carried), told
 
-    if alike is None:
-        (x, memory), _ = through(stacks, None, run, (x, memory))
-    else:
-        assert isinstance(memory, Threaded)
-        (x, carried), told = through(stacks, alike, run, (x, memory.carried))
-        memory = Threaded(carried=carried, told=told)
-    return logits(params, config, x), memory
+    before: Any = memory
+    (x, after), told = through(stacks, alike, run, (x, before if alike is None else before.carried))
+    if alike is not None:
+        after = Threaded(carried=after, told=told)
+    return logits(params, config, x), after
 
 
 def of_turn(layers: LayerParams, turn: int | Int[Array, ""]) -> LayerParams:

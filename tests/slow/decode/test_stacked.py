@@ -151,6 +151,7 @@ def test_what_a_compression_keeps_is_what_it_keeps_of_layers_apart(name, policy)
         state, granted = d.compress(state, jnp.int32(1))
         assert granted and int(state.num_cached[1]) < int(state.length[1])
         state, rows = run(d, params, state)
+        assert state.logits is not None
         found.append((rows[1].token.tolist(), np.asarray(state.logits[1])))
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-4 * np.abs(found[1][1]).max())
