@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, OTHER, PAGE, PROMPTS, configuration, request, run, start, weights
+from small_model import MODEL, OTHER, PAGE, PROMPTS, configuration, request, run, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
@@ -18,7 +18,7 @@ from et_jax.models.calibration import Calibration
 from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.stacks import stacks_of
 from et_jax.models.transformer import Params, in_stacks
-from et_jax.serve.chunks import pack
+from et_jax.serve.chunks import calls
 from et_jax.types import Table
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -69,7 +69,7 @@ def of(model: ModelConfig, stacked: bool, **changes) -> tuple[Decoder, tuple[Par
     chunk = changes.get("controller", Controller()).budget
     if chunk is not None:
         size = -(-chunk.segment // PAGE) * PAGE
-        changes |= {"chunk": size, "prefill_batch": size}
+        changes |= {"chunk": size, "prefill_batch": 2 * size}
     d = decoder(configuration(model=model, stacked=stacked, **changes))
     return d, tuple(as_stacked(one) if stacked else weights(model=one) for one in d.config.models)
 
@@ -77,6 +77,14 @@ def of(model: ModelConfig, stacked: bool, **changes) -> tuple[Decoder, tuple[Par
 @functools.cache
 def as_stacked(model: ModelConfig) -> Params:
     return in_stacks(weights(model=model), model, lambda *leaves: jnp.stack(leaves))
+
+
+def start(d: Decoder, params: tuple[Params, ...], state, slot: int, tokens: list[int], begin: int = 0, **asked):
+    """Start a sequence in a slot that holds the first `begin` tokens of its prompt."""
+    for rows in calls(d.config, slot, tokens[begin:-1]):
+        state, granted = d.prefill(params, state, *rows)
+        assert granted.all()
+    return d.insert(state, slot, request(tokens[-1], control=d.config.controller, **asked))
 
 
 def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]], np.ndarray]:
@@ -134,7 +142,7 @@ COMPRESSION = named("latent", 16, window=6, gap=3)
     ],
 )
 def test_a_program_is_as_long_whatever_its_layers(function, changes):
-    assert lines_of(6, function, **changes) == lines_of(10, function, **changes)
+    assert lines_of(14, function, **changes) == lines_of(22, function, **changes)
 
 
 @pytest.mark.parametrize("policy", ["latent", "snapkv", "pyramidkv", "random"])
@@ -169,8 +177,7 @@ def test_pages_are_shared_forked_and_swapped_as_those_of_layers_apart():
         assert granted
         state = d.share(state, jnp.int32(2), held, jnp.int32(2))
         rest = [*tokens[: 2 * PAGE], 90, 91, 92, 93]
-        state = fill_on(d, params, state, 2, rest, 2 * PAGE)
-        state = d.insert(state, jnp.int32(2), request(rest[-1], control=d.config.controller, temperature=0.0, limit=20))
+        state = start(d, params, state, 2, rest, begin=2 * PAGE, temperature=0.0, limit=20)
         for _ in range(4):
             state, _ = d.step(params, state)
         row = d.read_row(state, jnp.int32(1))
@@ -184,13 +191,6 @@ def test_pages_are_shared_forked_and_swapped_as_those_of_layers_apart():
         state, rows = run(d, params, state)
         found.append({slot: row.token.tolist() for slot, row in rows.items()})
     assert found[0] == found[1] and found[0][0] == found[0][1] != found[0][2]
-
-
-def fill_on(d, params, state, slot: int, tokens: list[int], begin: int):
-    """Write what follows in a slot that holds `begin` tokens, but for the last one."""
-    state, granted = d.prefill(params, state, *pack(d.config, [(slot, tokens[begin:-1])]))
-    assert granted.all()
-    return state
 
 
 def test_weights_that_lie_otherwise_than_the_cache_are_refused():
