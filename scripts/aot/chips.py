@@ -33,7 +33,7 @@ class Chip:
 class Decoding:
     """A decoder to compile: a model's shape, and how many sequences of how many tokens it holds.
 
-    num_layers: of the model.
+    num_layers: of the model, and of the small one.
     quantize: the form of its matrices besides bfloat16.
     control: the preset it reads by; with "off" no page has a summary.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
@@ -110,7 +110,7 @@ LLAMA3_8B = {  # all but its 32 layers
     "head_dim": 128,
 }
 QWEN3_8B = LLAMA3_8B | {"architecture": "qwen3", "qk_norm": True, "vocab_size": 151936, "intermediate_size": 12288}
-LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "num_layers": 16}
+LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 GEMMA2_2B = {
     "architecture": "gemma2",
     "vocab_size": 256000,
@@ -166,15 +166,19 @@ QWEN3_30B_A3B = QWEN3_8B | {
     "experts": {"num_experts": 128, "num_per_token": 8, "width": 768, "normalised": True},
 }
 LARGE = {"num_slots": 16, "max_length": 32768, "prefill_batch": 512, "by_xla": False}  # by XLA as the small one
-FITTING = {  # a Llama-3-8B with a cache for which the chip has memory beside the weights; that of a H200 holds `LARGE`
+FITTING = {  # a Llama-3-8B with a cache for which the chip has memory beside the weights
     "TPU v5e": {"quantize": "int8", "num_slots": 4, "max_length": 8192},
     "TPU v6e": {"num_slots": 4, "max_length": 8192},
+    "H200": {"num_layers": 2},  # for which every layer is compiled by itself: ten times as long for all 32
 }
 WHOLE = {"model": LLAMA3_8B, "num_layers": 32, "on": FITTING} | LARGE
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     Decoding(name="llama3_8b, 2 layers", model=LLAMA3_8B, seldom=("TPU v5e", "TPU v6e", "H200"), **LARGE),
-    Decoding(name="llama3_8b, 32 layers", **WHOLE),
+    Decoding(
+        name="llama3_8b, 32 layers",
+        **WHOLE | {"on": FITTING | {"H200": {"num_slots": 4, "max_length": 8192}}},
+    ),
     *(
         Decoding(
             name=name,
@@ -194,10 +198,10 @@ DECODINGS = (
             ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "TPU v6e", "H200")),
         )
     ),
-    Decoding(name="adaptive, 32 layers", control="adaptive", **WHOLE),
+    Decoding(name="adaptive", control="adaptive", **WHOLE),
     *(
         Decoding(
-            name=f"entropyinfer {name}, {num_layers} layers",
+            name=f"entropyinfer {name}",
             control="entropyinfer",
             functions=("prefill",),
             seldom=("TPU v6e",),
@@ -205,18 +209,16 @@ DECODINGS = (
         )
         for name, model, num_layers in (("llama3_8b", LLAMA3_8B, 32), ("qwen3_8b", QWEN3_8B, 36))
     ),
+    Decoding(name="last masses", control="paper", functions=("decode",), seldom=("TPU v6e", "H200"), **WHOLE),
     Decoding(
-        name="last masses, 32 layers", control="paper", functions=("decode",), seldom=("TPU v6e", "H200"), **WHOLE
-    ),
-    Decoding(
-        name="compressed, 32 layers",
+        name="compressed",
         control="certified",
         cache_budget=1024,
         functions=("decode", "compress"),
         seldom=("TPU v6e",),
         **WHOLE,
     ),
-    Decoding(name="self, 32 layers", drafts=8, functions=("decode",), seldom=("TPU v5e", "TPU v6e"), **WHOLE),
+    Decoding(name="self", drafts=8, functions=("decode",), seldom=("TPU v5e", "TPU v6e"), **WHOLE),
     Decoding(
         name="qwen3_30b_a3b, 48 layers",
         model=QWEN3_30B_A3B,
@@ -239,12 +241,13 @@ DECODINGS = (
         seldom=("TPU v6e", "H200"),
     ),
     *(
-        Decoding(  # 32 and 16 layers; two on a v5e, whose memory holds no more of both
+        Decoding(
             name=name,
+            model=LLAMA3_8B,
             small=LLAMA3_1B,
             functions=("decode",),
             seldom=("TPU v6e",),
-            **WHOLE | {"on": FITTING | {"TPU v5e": {"num_layers": 2, "small": LLAMA3_1B | {"num_layers": 2}}}} | of_two,
+            **LARGE | of_two,
         )
         for name, of_two in (("drafts", {"drafts": 4}), ("turns", {"control": "ead_guarded"}))
     ),

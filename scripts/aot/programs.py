@@ -258,17 +258,18 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.types import Table
 
     device = device_of(chip)
-    shapes = [{"num_layers": decoding.num_layers} | shape for shape in (decoding.model, decoding.small) if shape]
     model, *others = (
         ModelConfig(
+            num_layers=decoding.num_layers,
             max_positions=decoding.max_length,
             norm_eps=1e-5,
             rope_theta=500000.0,
-            **{"architecture": "llama", "windows": (None,) * shape["num_layers"]}
+            **{"architecture": "llama", "windows": (None,) * decoding.num_layers}
             | shape
-            | _mixture(shape, shape["num_layers"]),
+            | _mixture(shape, decoding.num_layers),
         )
-        for shape in shapes
+        for shape in (decoding.model, decoding.small)
+        if shape is not None
     )
     controller, budget = preset(decoding.control), decoding.cache_budget
     part = PART if controller.budget is None else controller.budget.segment
