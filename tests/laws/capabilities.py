@@ -174,7 +174,7 @@ def _small() -> str:
 SLOW = {
     *("bfloat16", "cache in bfloat16", "window", "module", "own", "surprisals", "small"),
     *("paper", "adaptive", "adaptive, lookup", "certified, self", "ead", "budget", "int8", "experts by entropy"),
-    *("stacked, certified, lookup", "stacked, experts by mass", "stacked, compressed"),
+    *("stacked", "stacked, certified, lookup", "stacked, experts by mass", "stacked, compressed"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
