@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -305,10 +305,9 @@ def forward(
         return (x, held.carried), told
 
     before: Any = memory
-    (x, after), told = through(stacks, alike, run, (x, before if alike is None else before.carried))
-    if alike is not None:
-        after = Threaded(carried=after, told=told)
-    return logits(params, config, x), after
+    (x, carried), told = through(stacks, alike, run, (x, before if alike is None else before.carried))
+    after = carried if alike is None else Threaded(carried=carried, told=told)
+    return logits(params, config, x), cast(Memory, after)
 
 
 def of_turn(layers: LayerParams, turn: int | Int[Array, ""]) -> LayerParams:
