@@ -24,11 +24,12 @@ from et_jax.control.segment import Segment
 from et_jax.decode import cache as kv
 from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
-from et_jax.decode.extend import attend, extend, with_layer
+from et_jax.decode.extend import attend, extend
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.evidence import arguments, prompt_tables
 from et_jax.evidence.results import write
 from et_jax.evidence.shapes import LLAMA_3_8B
+from et_jax.models.stacks import located, stacks_of
 from et_jax.models.transformer import Params, initialise
 from et_jax.pallas.backend import pick
 from et_jax.types import replace, static, value
@@ -87,9 +88,10 @@ def attended(
     state, notes = carry
     reader = Budgeted(budget=budget, last=jnp.zeros(1, bool), notes=notes)
     chunk = _chunk(plant, jnp.zeros(qkv[0].shape[:2], jnp.int32), start)
-    cached, of_layer = state.cache.layers[0], reader.of_layer(plant, 0)
+    first = located(stacks_of(plant.model, stacked=False), 0)
+    cached, of_layer = state.cache.layers[0], reader.of_layer(plant, first)
     out, cached, read = attend(plant, plant.model.softmax(0), chunk, of_layer, *qkv, cached, None)
-    return (replace(state, cache=with_layer(state.cache, 0, cached)), reader.noted(chunk, (read,))), out
+    return (replace(state, cache=kv.with_place(state.cache, 0, cached)), reader.noted(chunk, (read,))), out
 
 
 def _chunk(plant: Plant, tokens: Array, start: Array) -> Chunk:

@@ -27,7 +27,6 @@ from jaxtyping import Array
 from et_jax.decode import cache as kv
 from et_jax.decode.cache import KVCache
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.extend import with_layer
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecodeState
 from et_jax.decode.step import extend_rows, step
@@ -49,7 +48,7 @@ def without_attention(write: bool, table: Array, length: Array, run: Array) -> A
     def attend(layer: int, q: Array, k: Array, v: Array, memory: KVCache, softmax: Softmax) -> tuple[Array, KVCache]:
         if write:
             cached = kv.write(memory.layers[layer], k, v, table, length, run.astype(jnp.int32))
-            memory = with_layer(memory, layer, cached)
+            memory = kv.with_place(memory, layer, cached)
         return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), memory
 
     return attend
@@ -65,8 +64,7 @@ def advance(kind: str, config: DecoderConfig, params: Params, state: DecodeState
     if kind == "+ attention":
         rows = Rows(slot=None, token=state.token, position=length, run=run)
         after, logits, stats = extend_rows(config, (params,), state, rows, length + 1)
-        masks = jnp.stack(stats.block_masks, axis=1)
-        after = replace(after, control=replace(after.control, block_mask=masks))
+        after = replace(after, control=replace(after.control, block_mask=stats.block_masks))
         return replace(after, token=some_token(logits), length=length + 1)
     own, asked = state.plants[0], (state.token[:, None], length[:, None])
     attend = without_attention(kind == "+ cache write", state.table.pages, length, run)

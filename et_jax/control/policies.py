@@ -22,7 +22,8 @@ class Entries:
 
     `keys` are rotated. `queries` are the sequence's last, rotated likewise; query i is that of the token whose entry
     stands at place `at[i]`. Both are None where the policy reads none. `softmax` is that of the layer, `layer`
-    its number.
+    its number; or, where layers that are alike are compressed by one program, that of the first of them, and `number`
+    its own.
     """
 
     keys: Float[Array, "k n d"]
@@ -32,6 +33,7 @@ class Entries:
     at: Int[Array, " w"] | None
     softmax: Softmax
     layer: int = static()
+    number: Int[Array, ""] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,8 @@ class Random(Policy):
     def score(self, entries: Entries, window: int, pooling: int) -> Float[Array, "k n"]:
         """Return numbers from 0 to 1."""
         key = jax.random.key(self.seed, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, entries.layer), entries.count)
+        layer = entries.layer if entries.number is None else entries.number
+        key = jax.random.fold_in(jax.random.fold_in(key, layer), entries.count)
         return jax.random.uniform(key, entries.keys.shape[:2])
 
 

@@ -4,7 +4,9 @@ A segment is a row of prefill, whatever stands beside it. What a budget keeps of
 layer, and from call to call in `ControlState.prompt`.
 """
 
+from collections.abc import Hashable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import list_blocks
 from et_jax.decode.selection import held_blocks
+from et_jax.models.stacks import Layer, by_layer, folded
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.softmax import Softmax
@@ -36,52 +39,53 @@ class Budgeted:
     last: Bool[Array, " r"]
     notes: PromptNotes
 
-    def of_layer(self, plant: Plant, layer: int) -> "BudgetedOfLayer":
+    def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
+        """Return of every layer whether it is read sparsely."""
+        layers = range(plant.model.num_layers)
+        return tuple(i >= self.budget.dense_layers and plant.model.windows[i] is None for i in layers)
+
+    def of_layer(self, plant: Plant, layer: Layer) -> "BudgetedOfLayer":
         """Return the reader of a layer."""
-        sparse = layer >= self.budget.dense_layers and plant.model.windows[layer] is None
+        sparse = bool(self.kinds(plant)[layer.like])
         return BudgetedOfLayer(
             budget=self.budget,
             last=self.last,
-            kept=jax.tree.map(lambda x: x[:, layer], self.notes.kept),
-            layer=jnp.int32(layer),
+            kept=layer.of(self.notes.kept, axis=1),
+            layer=jnp.asarray(layer.number, jnp.int32),
             sparse=sparse,
             probed=sparse and self.notes.mass is not None,
         )
 
-    def noted(self, chunk: Chunk, notes: tuple["SegmentsRead", ...]) -> PromptNotes:
+    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> PromptNotes:
         """Return the notes of every slot with what the rows read."""
-        every = self.notes
-        read, held = every.blocks_read, every.blocks_held
-        for one in notes:
-            read, held = read.at[chunk.slot].add(one.blocks_read), held.at[chunk.slot].add(one.blocks_held)
-        after = replace(
-            every,
-            kept=jax.tree.map(lambda *layers: jnp.stack(layers, axis=1), *(one.kept for one in notes)),
-            blocks_read=read,
-            blocks_held=held,
-        )
-        if every.mass is None or every.num_probes is None:
-            return after
-        mass, num = every.mass, every.num_probes
-        for layer, one in enumerate(notes):
-            if one.probe is not None:
-                share, probes = one.probe
-                mass, num = mass.at[chunk.slot, layer].add(share), num.at[chunk.slot].add(probes)
-        return replace(after, mass=mass, num_probes=num)
+
+        def add(sofar: PromptNotes, one: SegmentsRead) -> PromptNotes:
+            read = sofar.blocks_read.at[chunk.slot].add(one.blocks_read)
+            sofar = replace(sofar, blocks_read=read, blocks_held=sofar.blocks_held.at[chunk.slot].add(one.blocks_held))
+            if one.probe is None or sofar.mass is None or sofar.num_probes is None:
+                return sofar
+            layer, share, num_probes = one.probe
+            return replace(
+                sofar,
+                mass=sofar.mass.at[chunk.slot, layer].add(share),
+                num_probes=sofar.num_probes.at[chunk.slot].add(num_probes),
+            )
+
+        return replace(folded(notes, add, self.notes), kept=by_layer(notes, attrgetter("kept"), axis=1))
 
 
 @pytree
 class SegmentsRead:
     """What the rows read of one layer: blocks, of those there were, over KV heads, and what the budget `kept` of slots.
 
-    `probe` is the share of its attention that the last query of each row had on the blocks read, summed over query
-    heads, and how many heads these are; None where nothing was left out, or no one asks.
+    `probe` is the layer, the share of its attention that the last query of each row had on the blocks read, summed over
+    query heads, and how many heads these are; None where nothing was left out, or no one asks.
     """
 
     kept: Any
     blocks_read: Float[Array, " r"]
     blocks_held: Float[Array, " r"]
-    probe: tuple[Float[Array, " r"], Float[Array, " r"]] | None
+    probe: tuple[Int[Array, ""], Float[Array, " r"], Float[Array, " r"]] | None
 
 
 @pytree
@@ -128,7 +132,7 @@ class BudgetedOfLayer:
         blocks, counts = list_blocks(opened)
         probe = None
         if self.probed:
-            probe = _probe(plant, softmax, chunk, q, cached, opened, ~whole & (chunk.count > 0))
+            probe = self.layer, *_probe(plant, softmax, chunk, q, cached, opened, ~whole & (chunk.count > 0))
         return attend(blocks=blocks, counts=counts)[0], _read(kept, opened, held_by_heads, probe)
 
     def _choose(
@@ -179,7 +183,7 @@ def _read(
     kept: Any,
     opened: Bool[Array, "r k n"],
     held: Bool[Array, "r k n"],
-    probe: tuple[Float[Array, " r"], Float[Array, " r"]] | None,
+    probe: tuple[Int[Array, ""], Float[Array, " r"], Float[Array, " r"]] | None,
 ) -> SegmentsRead:
     """The notes of a layer in which these blocks were read."""
     read, there = (jnp.sum(x, axis=(1, 2), dtype=jnp.int32).astype(jnp.float32) for x in (opened, held))
@@ -195,7 +199,7 @@ def _probe(
     opened: Bool[Array, "r k n"],
     asked: Bool[Array, " r"],
 ) -> tuple[Float[Array, " r"], Float[Array, " r"]]:
-    """What the last query of the rows `asked` has of its attention on the blocks opened: `SegmentsRead.probe`."""
+    """What the last query of the rows `asked` has of its attention on the blocks opened, as `SegmentsRead.probe`."""
     newest = jnp.take_along_axis(q, jnp.maximum(chunk.count - 1, 0)[:, None, None, None], axis=1)[:, 0]
     length = jnp.where(asked, chunk.start + chunk.count, 0)
     there = jnp.arange(opened.shape[2]) < held_blocks(length, plant.page_size)[:, None, None]

@@ -11,7 +11,7 @@ from et_jax.decode.once import run_if
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import EIGHT_BITS, SUBLANES, padded_width
 from et_jax.sums import total
-from et_jax.types import pytree, replace
+from et_jax.types import pytree, replace, static
 
 NAMED_8_BITS = dict(zip(("int8", "fp8"), EIGHT_BITS, strict=True))
 """The dtypes of a cache in 8 bits, by the names that callers give them; "fp8" has 4 bits of exponent, 3 of mantissa."""
@@ -35,7 +35,10 @@ class PageSummary:
 
 @pytree
 class LayerCache:
-    """One layer's pages: key and value of a token side by side on the last axis, then padding.
+    """Pages of a layer, or of `depth` layers in turn: key and value of a token side by side, then padding.
+
+    Every array has one axis of pages, the second. A page of the page table is that number of the first layer, and so
+    many further on of the next (`num_pages`), so that what reads and writes pages knows no layers.
 
     In 8 bits the numbers of a token's key are multiplied by one scale and those of its value by another, which are in
     `kv_scales`: the largest of the key, or the value, over the largest number that 8 bits have, and not finite where
@@ -51,6 +54,27 @@ class LayerCache:
     summary: PageSummary | None
     key_codes: Int8[Array, "k p sd"] | None
     kv_scales: Float[Array, "k p 2 s"] | None = None
+    depth: int = static(default=1)
+
+    @property
+    def num_pages(self) -> int:
+        """The pages of each layer."""
+        return self.pages.shape[1] // self.depth
+
+    def numbers(self, pages: Int[Array, "..."], turn: int | Int[Array, "..."] | None) -> Int[Array, "..."]:
+        """Return which pages of these arrays the numbers of a page table are, of the layer at a turn.
+
+        Numbers past the last page stay past the end. None is the turn of a layer that has the arrays for itself.
+        """
+        if turn is None:
+            return pages
+        return jnp.where(pages < self.num_pages, pages + turn * self.num_pages, self.pages.shape[1])
+
+    def of_all(self, pages: Int[Array, " m"]) -> Int[Array, " lm"]:
+        """Return which pages of these arrays the numbers of a page table are, of one layer after the other."""
+        if self.depth == 1:
+            return pages
+        return self.numbers(pages, jnp.arange(self.depth, dtype=pages.dtype)[:, None]).reshape(-1)
 
     @property
     def summaries(self) -> PageSummary:
@@ -66,7 +90,7 @@ class LayerCache:
 
 @pytree
 class KVCache:
-    """The pages of every layer.
+    """The pages of every layer in order; where layers are stacked, of those at every place (`models.stacks.Stack`).
 
     `surprisal` holds -log p of every cached token given those before it, in nats, page by page; None
     unless asked for.
@@ -132,11 +156,12 @@ def empty(
     summaries: bool = True,
     key_codes: bool = False,
     surprisals: bool = False,
+    depths: tuple[int, ...] | None = None,
 ) -> KVCache:
     """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for.
 
     A `dtype` of 8 bits comes with scales, and boxes are in float32 then. The copies need `summaries`, whose boxes they
-    lie in.
+    lie in. `depths` says how many layers lie at each place, None that each has one of its own.
 
     A multiple of 8 pages gets one more, which no table holds. A TPU lays the summaries of such a pool out in tiles of 8
     pages of one head; the kernels that score blocks read all heads of a page at once, as every other number of pages is
@@ -147,23 +172,26 @@ def empty(
     num_pages += num_pages % SUBLANES == 0
     e, scaled = token_width(head_dim), jnp.dtype(dtype) in EIGHT_BITS
 
-    def summary() -> PageSummary:
+    def summary(num_pages: int) -> PageSummary:
         return PageSummary(
             key_box=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32 if scaled else dtype),
             mean=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32),
             value_radius=jnp.zeros((num_kv_heads, num_pages), jnp.float32),
         )
 
-    def layer() -> LayerCache:
+    def place(depth: int) -> LayerCache:
+        p = depth * num_pages
+        p += p % SUBLANES == 0
         return LayerCache(
-            pages=jnp.zeros((num_kv_heads, num_pages, page_size, e), dtype),
-            summary=summary() if summaries else None,
-            key_codes=jnp.zeros((num_kv_heads, num_pages, page_size * head_dim), jnp.int8) if key_codes else None,
-            kv_scales=jnp.zeros((num_kv_heads, num_pages, 2, page_size), jnp.float32) if scaled else None,
+            pages=jnp.zeros((num_kv_heads, p, page_size, e), dtype),
+            summary=summary(p) if summaries else None,
+            key_codes=jnp.zeros((num_kv_heads, p, page_size * head_dim), jnp.int8) if key_codes else None,
+            kv_scales=jnp.zeros((num_kv_heads, p, 2, page_size), jnp.float32) if scaled else None,
+            depth=depth,
         )
 
     return KVCache(
-        layers=tuple(layer() for _ in range(num_layers)),
+        layers=tuple(map(place, (1,) * num_layers if depths is None else depths)),
         surprisal=jnp.zeros((num_pages, page_size), jnp.float32) if surprisals else None,
     )
 
@@ -341,15 +369,44 @@ def encode(key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"]) -> In
     return code.astype(jnp.int8).reshape(*key.shape[:-2], -1)
 
 
+def with_place(cache: KVCache, place: int, cached: LayerCache) -> KVCache:
+    """Return the cache with other pages at a place."""
+    return replace(cache, layers=(*cache.layers[:place], cached, *cache.layers[place + 1 :]))
+
+
+def put_layer(place: LayerCache, pages: Int[Array, " m"], taken: LayerCache) -> LayerCache:
+    """Return the arrays of a place with the pages of `taken`, of one layer, over these, whose numbers are its own.
+
+    Every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU.
+    """
+
+    def over(x: Array, y: Array) -> Array:
+        index = [jnp.arange(size) for size in x.shape[: max(x.ndim - 1, 2)]]
+        index[1] = pages
+        return x.at[jnp.ix_(*index)].set(y, mode="drop")
+
+    return jax.tree.map(over, place, replace(taken, depth=place.depth))
+
+
 def take_pages(cache: KVCache, pages: Int[Array, " m"]) -> KVCache:
     """Return a cache of the listed pages alone, summaries and codes included."""
-    layers = jax.tree.map(lambda x: x[:, pages], cache.layers)
+
+    def taken(place: LayerCache) -> LayerCache:
+        at = place.of_all(pages)
+        return jax.tree.map(lambda x: x[:, at], place)
+
+    layers = tuple(map(taken, cache.layers))
     return KVCache(layers=layers, surprisal=None if cache.surprisal is None else cache.surprisal[pages])
 
 
 def put_pages(cache: KVCache, pages: Int[Array, " m"], taken: KVCache) -> KVCache:
     """Return the cache with the pages of `taken` over the listed ones; those beyond the pool are left out."""
-    layers = jax.tree.map(lambda x, y: x.at[:, pages].set(y, mode="drop"), cache.layers, taken.layers)
+
+    def put_all(place: LayerCache, one: LayerCache) -> LayerCache:
+        at = place.of_all(pages)
+        return jax.tree.map(lambda x, y: x.at[:, at].set(y, mode="drop"), place, one)
+
+    layers = tuple(map(put_all, cache.layers, taken.layers))
     surprisal = cache.surprisal
     if surprisal is not None:
         surprisal = surprisal.at[pages].set(taken.surprisal, mode="drop")

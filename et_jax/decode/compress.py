@@ -4,6 +4,8 @@ Keys are rotated by their positions before they are cached, so a kept entry is m
 the cache is from then on its position less the slot's `shift`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
@@ -15,7 +17,9 @@ from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, queries
 from et_jax.decode.config import DecoderConfig
+from et_jax.decode.once import run_if
 from et_jax.decode.state import DecodeState
+from et_jax.models.stacks import Layer, by_layer, stacks_of, through
 from et_jax.types import replace
 
 
@@ -39,17 +43,13 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     table, granted = pages.reserve(pages.release(state.table, slot), wanted, layout.region)
     done = granted[slot] & grown
 
-    layers, skipped = _kept_of_all(config, how, layout, state, slot, own.shift[slot])
-    num_pages = own.cache.layers[0].pages.shape[1]
+    num_pages = own.cache.layers[0].num_pages
     into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool where nothing is done
+    cache, skipped = _gathered(config, how, layout, state, slot, into)
     shift = jnp.where(done, state.length[slot] - room, own.shift[slot])
-    own = replace(
-        own,
-        cache=kv.put_pages(own.cache, into, kv.KVCache(layers=layers, surprisal=None)),
-        shift=own.shift.at[slot].set(shift),
-    )
+    own = replace(own, cache=cache, shift=own.shift.at[slot].set(shift))
     if own.skipped is not None:
-        first = jnp.where(done, jnp.stack(skipped), own.skipped[slot])
+        first = jnp.where(done, skipped, own.skipped[slot])
         own = replace(own, skipped=own.skipped.at[slot].set(first))
     return replace(
         state.with_plant(MODEL, own),
@@ -57,29 +57,39 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     ), granted[slot] | ~grown
 
 
-def _kept_of_all(
+def _gathered(
     config: DecoderConfig,
     how: Compression,
     layout: Layout,
     state: DecodeState,
     slot: Int[Array, ""],
-    shift: Int[Array, ""],
-) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
-    """What `_kept` says of every layer, looking through no more blocks than a sequence holds.
+    into: Int[Array, " m"],
+) -> tuple[kv.KVCache, Int[Array, "l k"]]:
+    """The cache with what `_kept` says of every layer in the pages `into`, and the blocks that each head leaves out.
 
-    One that is compressed again and again holds few, however long it may be: the longest are for the first time.
+    It looks through no more blocks than the sequence holds. One that is compressed again and again holds few, however
+    long it may be: the longest are for the first time.
     """
+    own, stacks = state.plants[MODEL], stacks_of(config.model, config.stacked)
 
-    def among(num_blocks: int) -> tuple[tuple[kv.LayerCache, ...], tuple[Int[Array, " k"], ...]]:
-        every = range(config.model.num_layers)
-        kept = (_kept(config, how, layout, state, slot, shift, layer, num_blocks) for layer in every)
-        layers, skipped = zip(*kept, strict=True)
-        return layers, skipped
+    def among(num_blocks: int, carry: tuple, given: tuple) -> tuple:
+        def run(layer: Layer, cache: kv.KVCache) -> tuple[kv.KVCache, Int[Array, " k"]]:
+            place = cache.layers[layer.place]
+            kept, left_out = _kept(config, how, layout, state, slot, place, layer, num_blocks)
+            place = kv.put_layer(place, place.numbers(into, layer.turn), kept)
+            return kv.with_place(cache, layer.place, place), left_out
+
+        slot, into = given
+        cache, told = through(stacks, layout.layers, run, carry[0])
+        return cache, by_layer(told, lambda left_out: left_out, axis=0)
 
     most, few = config.blocks_per_slot, layout.region - -how.every // config.page_size
+    carry, given = (own.cache, jnp.zeros((config.model.num_layers, config.model.num_kv_heads), jnp.int32)), (slot, into)
     if not layout.region < few < most:
-        return among(most)
-    return jax.lax.cond(state.num_cached[slot] <= few * config.page_size, lambda: among(few), lambda: among(most))
+        return among(most, carry, given)
+    holds_few = own.num_cached[slot] <= few * config.page_size
+    carry = run_if(holds_few, partial(among, few), carry, given)
+    return run_if(~holds_few, partial(among, most), carry, given)
 
 
 def _kept(
@@ -88,8 +98,8 @@ def _kept(
     layout: Layout,
     state: DecodeState,
     slot: Int[Array, ""],
-    shift: Int[Array, ""],
-    layer: int,
+    cached: kv.LayerCache,
+    layer: Layer,
     num_blocks: int,
 ) -> tuple[kv.LayerCache, Int[Array, " k"]]:
     """The pages of a region with what a layer keeps, and how many blocks at its beginning each KV head leaves out.
@@ -97,16 +107,16 @@ def _kept(
     All that is cached of the slot stands in its first `num_blocks`.
     """
     own = state.plants[MODEL]
-    size, d, cached = config.page_size, config.model.head_dim, own.cache.layers[layer]
-    k, _, _, e = cached.pages.shape
-    held = state.table.pages[slot, :num_blocks]
+    assert own.shift is not None
+    size, d, (k, _, _, e) = config.page_size, config.model.head_dim, cached.pages.shape
+    held = cached.numbers(state.table.pages[slot, :num_blocks], layer.turn)
     stored = cached.pages[:, held].reshape(k, -1, e)  # in the order of places
     scales = None if cached.kv_scales is None else cached.kv_scales[:, held].swapaxes(2, 3).reshape(k, -1, 2)
-    skips = jnp.zeros(k, jnp.int32) if own.skipped is None else own.skipped[slot, layer]
+    skips = jnp.zeros(k, jnp.int32) if own.skipped is None else layer.of(own.skipped[slot], axis=0)
     last = at = None
     if own.queries is not None:
-        last = own.queries[slot, layer]
-        at = queries.places(state.length[slot], shift, last.shape[0])
+        last = layer.of(own.queries[slot], axis=0)
+        at = queries.places(state.length[slot], own.shift[slot], last.shape[0])
     count = state.num_cached[slot]
     entries = Entries(
         keys=cached.tokens(held, d).reshape(k, -1, e)[..., :d],
@@ -114,8 +124,9 @@ def _kept(
         count=count,
         queries=last,
         at=at,
-        softmax=config.model.softmax(layer),
-        layer=layer,
+        softmax=config.model.softmax(layer.like),
+        layer=layer.like,
+        number=None if isinstance(layer.number, int) else layer.number,
     )
     place = compression.kept(entries, how, layout, size)
 

@@ -47,8 +47,8 @@ class DecoderConfig:
     budget's segments are chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it,
     always. With `tell_reads` outputs tell what every layer and KV head read. Keys and values are kept in
     `cache_dtype`, one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None where it is
-    the same. Matrices are held in the
-    form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`.
+    the same. Matrices are held in the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. Layers
+    that are alike may be `stacked`, in weights and caches (`models.stacks`).
     """
 
     model: ModelShape
@@ -76,6 +76,7 @@ class DecoderConfig:
     audit: bool = False
     compression: Compression | None = None
     tell_reads: bool = False
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:

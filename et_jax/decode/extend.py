@@ -1,10 +1,13 @@
 """One way to run a model over tokens: write their keys and values, read the cache, note what was read.
 
 Decoding is a chunk of one token a row, prefill, catching up and verification are chunks of several. How the cache is
-read is a `Reader`, a value, and so is how one layer of it is read: layers that are alike share one trace of `attend`.
+read is a `Reader`, a value, and so is how one layer of it is read: layers that are alike share one trace of `attend`,
+and where they are stacked they are run by a scan.
 """
 
+from collections.abc import Hashable
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.decode import queries, work
-from et_jax.decode.cache import KVCache, LayerCache, write
+from et_jax.decode.cache import LayerCache, with_place, write
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads, RowRules, mix, no_experts
 from et_jax.decode.plant import Plant, PlantState
@@ -20,7 +23,8 @@ from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
 from et_jax.decode.work import Work
 from et_jax.models.experts import Experts
-from et_jax.models.model import ModelWeights, forward
+from et_jax.models.model import ModelWeights, arrangement, forward
+from et_jax.models.stacks import Layer, Threaded, by_layer, depths_of, located, parts
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 
@@ -53,12 +57,16 @@ class LayerReader(Protocol):
 class Reader(Protocol):
     """How a chunk reads the cache: a reader of every layer, and what their notes come to."""
 
-    def of_layer(self, plant: Plant, layer: int) -> LayerReader:
+    def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
+        """Return a value for every layer: of those that are of one kind and stacked, the readers have one structure."""
+        ...
+
+    def of_layer(self, plant: Plant, layer: Layer) -> LayerReader:
         """Return the reader of a layer."""
         ...
 
     def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> Any:
-        """Return what was read, from the notes of all layers in order."""
+        """Return what was read, from the notes of all layers in order, as `models.stacks.through` gives them."""
         ...
 
 
@@ -76,29 +84,36 @@ def extend(
     never computed.
     """
     watch = None if state.queries is None else queries.of_chunk(chunk, state.queries.shape[2])
+    stacks = arrangement(weights, plant.model)
+    if depths_of(stacks) != tuple(place.depth for place in state.cache.layers):
+        raise ValueError("weights: got layers that lie in other stacks than those of the cache, wanted the same")
 
-    def attending(layer: int, q: Array, k: Array, v: Array, memory: tuple, softmax: Softmax) -> tuple[Array, tuple]:
-        cache, notes, seen, took = memory
-        of_layer = reader.of_layer(plant, layer)
-        out, cached, noted = attend(plant, softmax, chunk, of_layer, q, k, v, cache.layers[layer], cache.surprisal)
-        return out, (
-            with_layer(cache, layer, cached),
-            (*notes, noted),
-            seen if watch is None else (*seen, watch.seen(q)),
-            took,
-        )
+    def attending(
+        layer: int | Layer, q: Array, k: Array, v: Array, memory: Threaded, softmax: Softmax
+    ) -> tuple[Array, Threaded]:
+        layer = located(stacks, layer) if isinstance(layer, int) else layer
+        cache, took = memory.carried
+        place = cache.layers[layer.place]
+        own = replace(chunk, table=place.numbers(chunk.table, layer.turn))
+        out, place, noted = attend(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
+        told = noted, None if watch is None else watch.seen(q)
+        carried = with_place(cache, layer.place, place), took
+        return out, Threaded(carried=carried, told=(*memory.told, told))
 
-    def mixing(layer: int, experts: Experts, x: Array, memory: tuple) -> tuple[Array, tuple]:
-        *rest, took = memory
+    def mixing(layer: int | Layer, experts: Experts, x: Array, memory: Threaded) -> tuple[Array, Threaded]:
+        cache, took = memory.carried
         out, took = mix(plant, experts, x, chunk, rules, took)
-        return out, (*rest, took)
+        return out, replace(memory, carried=(cache, took))
 
-    begun = state.cache, (), (), no_experts(plant, chunk.token.shape[0])
-    read = forward(weights, plant.model, chunk.token, chunk.positions, attending, begun, mixing)
-    logits, (cache, notes, seen, took) = read
+    begun = Threaded(carried=(state.cache, no_experts(plant, chunk.token.shape[0])))
+    logits, memory = forward(
+        weights, plant.model, chunk.token, chunk.positions, attending, begun, mixing, reader.kinds(plant)
+    )
+    cache, took = memory.carried
     stored = state.queries
     if watch is not None and stored is not None:
-        stored = watch.store(stored, seen)
+        stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
+    notes = parts(memory.told, itemgetter(0))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
     return logits, after, reader.noted(chunk, notes), took
 
@@ -175,11 +190,6 @@ def catch_up(
         return state, done.plus(work.of_chunks(plant, part.count, end, took)), agreed
 
     return jax.lax.while_loop(behind, read, (state, work.no_work(plant, len(wanted)), jnp.zeros(text.shape, bool)))
-
-
-def with_layer(cache: KVCache, layer: int, cached: LayerCache) -> KVCache:
-    """Return the cache with another layer in the place of one."""
-    return replace(cache, layers=(*cache.layers[:layer], cached, *cache.layers[layer + 1 :]))
 
 
 def _num_cached(state: PlantState, chunk: Chunk) -> Int[Array, " b"]:

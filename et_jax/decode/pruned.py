@@ -4,6 +4,9 @@ Nothing is scored: attention tells the log-sum-exp of every block that it reads,
 where it mostly lies at the next few.
 """
 
+from collections.abc import Hashable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -14,6 +17,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.draft import Pruned
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import list_blocks, read_all, read_listed
+from et_jax.models.stacks import Layer, by_layer
 from et_jax.softmax import Softmax, finite
 from et_jax.sums import log_sum_exp, total
 from et_jax.types import pytree
@@ -70,13 +74,17 @@ class Heavy:
     listed: Int[Array, "r l k m"]
     counts: Int[Array, "r l k"]
 
-    def of_layer(self, plant: Plant, layer: int) -> "HeavyOfLayer":
-        """Return the reader of a layer."""
-        return HeavyOfLayer(listed=self.listed[:, layer], counts=self.counts[:, layer])
+    def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
+        """Return that all layers are read alike."""
+        return (None,) * plant.model.num_layers
 
-    def noted(self, chunk: Chunk, notes: tuple[Int[Array, " r"], ...]) -> Int[Array, " r"]:
+    def of_layer(self, plant: Plant, layer: Layer) -> "HeavyOfLayer":
+        """Return the reader of a layer."""
+        return HeavyOfLayer(listed=layer.of(self.listed, axis=1), counts=layer.of(self.counts, axis=1))
+
+    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> Int[Array, " r"]:
         """Return the blocks that were read, over layers and KV heads."""
-        return sum(notes, jnp.zeros(len(chunk.token), jnp.int32))
+        return jnp.sum(by_layer(notes, lambda read: read, axis=0), axis=0, dtype=jnp.int32)
 
 
 @pytree

@@ -6,9 +6,6 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.decode.chunk import Chunk
 from et_jax.types import pytree
 
-Seen = tuple[Float[Array, "r i h d"], ...]
-"""Queries of every layer so far, of the tokens that a `Watch` names."""
-
 
 @pytree
 class Watch:
@@ -26,13 +23,12 @@ class Watch:
         """Return a layer's queries of these tokens."""
         return jnp.take_along_axis(q, self.token[:, :, None, None], axis=1)
 
-    def store(self, queries: Float[Array, "b l w h d"], seen: Seen) -> Float[Array, "b l w h d"]:
-        """Return the queries of every slot with those that were seen; the one at position p stands at p mod w."""
+    def store(self, queries: Float[Array, "b l w h d"], seen: Float[Array, "r i l h d"]) -> Float[Array, "b l w h d"]:
+        """Return the queries of every slot with those seen of every layer; the one at position p stands at p mod w."""
         num_slots, _, window = queries.shape[:3]
         slot = jnp.arange(len(self.token)) if self.slot is None else self.slot
         row = jnp.where(self.stored, slot[:, None], num_slots)
-        new = jnp.stack(seen, axis=2).astype(queries.dtype)
-        return queries.at[row, :, self.position % window].set(new, mode="drop")
+        return queries.at[row, :, self.position % window].set(seen.astype(queries.dtype), mode="drop")
 
 
 def of_chunk(chunk: Chunk, window: int) -> Watch:

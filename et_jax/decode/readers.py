@@ -3,8 +3,13 @@
 This is where the cache, the selectors and the kernels meet.
 """
 
+from collections.abc import Hashable
+from operator import attrgetter
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import unpack_blocks
@@ -29,6 +34,7 @@ from et_jax.decode.selection import (
     view_of,
     with_residual,
 )
+from et_jax.models.stacks import Layer, by_layer, folded
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.softmax import Softmax
 from et_jax.sums import total
@@ -39,11 +45,15 @@ from et_jax.types import Table, pytree, replace, static
 class Whole:
     """Reads everything, of chunks of any length, and notes nothing; every layer is read alike."""
 
-    def of_layer(self, plant: Plant, layer: int) -> "Whole":
+    def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
+        """Return that all layers are read alike."""
+        return (None,) * plant.model.num_layers
+
+    def of_layer(self, plant: Plant, layer: Layer) -> "Whole":
         """Return the reader of a layer."""
         return self
 
-    def noted(self, chunk: Chunk, notes: tuple[None, ...]) -> None:
+    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> None:
         """Return no notes."""
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
@@ -97,20 +107,24 @@ class Selected:
     pruned: Pruned | None = static(default=None)
     page_size: int = static(default=0)
 
-    def of_layer(self, plant: Plant, layer: int) -> "AllOfLayer | SelectedOfLayer":
+    def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
+        """Return what the selector of every layer is told by: its structure, and the very numbers that it has."""
+        return tuple((jax.tree.structure(one), *map(id, jax.tree.leaves(one))) for one in self.selectors)
+
+    def of_layer(self, plant: Plant, layer: Layer) -> "AllOfLayer | SelectedOfLayer":
         """Return the reader of a layer."""
-        selector, mass = self.selectors[layer], None if self.block_mass is None else self.block_mass[:, layer]
+        selector, mass = self.selectors[layer.like], layer.of(self.block_mass, axis=1)
         if selector.reads_all:
-            skipped = None if self.skipped is None else self.skipped[:, layer]
-            return AllOfLayer(skipped=skipped, mass=mass, noting=self.noting)
+            return AllOfLayer(skipped=layer.of(self.skipped, axis=1), mass=mass, noting=self.noting)
         sensitivity = None
         if self.sensitivity is not None:
-            of_layer = self.sensitivity.array[layer] * self.sensitivity.array.size
-            sensitivity = jnp.broadcast_to(jnp.asarray(of_layer, jnp.float32), (len(self.fresh), *of_layer.shape))
+            of_layers = (self.sensitivity.array * self.sensitivity.array.size).astype(np.float32)
+            sensitivity = jnp.asarray(layer.of(of_layers, axis=0))
+            sensitivity = jnp.broadcast_to(sensitivity, (len(self.fresh), *sensitivity.shape))
         return SelectedOfLayer(
             tolerance=self.tolerance,
             fresh=self.fresh,
-            last=self.block_mask[:, layer],
+            last=layer.of(self.block_mask, axis=1),
             kept_mass=self.kept_mass,
             selector=selector,
             min_context=self.min_context,
@@ -121,15 +135,17 @@ class Selected:
             noting=self.noting,
         )
 
-    def noted(self, chunk: Chunk, notes: tuple[LayerReads, ...]) -> ReadStats:
+    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
         """Return what was read of all layers."""
-        stats = no_reads(len(chunk.token))
-        for one in notes:
-            stats = one.added_to(stats)
+        stats = replace(
+            folded(notes, lambda stats, one: one.added_to(stats), no_reads(len(chunk.token))),
+            block_masks=by_layer(notes, attrgetter("block_mask"), axis=1),
+            block_masses=by_layer(notes, attrgetter("block_mass"), axis=1),
+        )
         if self.pruned is None or self.noting is None:
             return stats
         held = held_blocks(chunk.lengths[self.noting], self.page_size)
-        log_share = jnp.stack([one.log_share for one in notes if one.log_share is not None], axis=1)
+        log_share = by_layer(notes, attrgetter("log_share"), axis=1)
         return replace(stats, heavy_blocks=heavy_blocks(self.pruned, log_share, held))
 
 

@@ -11,7 +11,7 @@ from et_jax.types import pytree, replace
 
 @pytree
 class ReadStats:
-    """What attention read, gathered over the layers run so far.
+    """What attention read, gathered over layers.
 
     `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
     looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
@@ -29,20 +29,20 @@ class ReadStats:
     entropies: Float[Array, " b"]
     num_entropies: Float[Array, " b"]
     least_entropy: Float[Array, " b"]
-    block_masks: tuple[UInt32[Array, "b k n32"], ...]
-    block_masses: tuple[Float[Array, "b h n"] | None, ...] = ()
+    block_masks: UInt32[Array, "b l k n32"]
+    block_masses: Float[Array, "b l h n"] | None = None
     heavy_blocks: UInt32[Array, "s l k n32"] | None = None
     experts: ExpertReads | None = None
 
     @property
     def reads(self) -> Int[Array, "b l k"]:
         """The blocks that each layer and KV head read."""
-        words = jax.lax.population_count(jnp.stack(self.block_masks, axis=1))
+        words = jax.lax.population_count(self.block_masks)
         return jnp.sum(words.astype(jnp.int32), axis=-1, dtype=jnp.int32)
 
 
 def no_reads(batch: int) -> ReadStats:
-    """Return stats of nothing read."""
+    """Return stats of nothing read, of no layers."""
     zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.float32)
     return ReadStats(
         blocks_read=zeros,
@@ -51,7 +51,7 @@ def no_reads(batch: int) -> ReadStats:
         entropies=0.0 * ones,
         num_entropies=0.0 * ones,
         least_entropy=jnp.inf * ones,
-        block_masks=(),
+        block_masks=jnp.zeros((batch, 0, 0, 0), jnp.uint32),
     )
 
 
@@ -69,13 +69,8 @@ class LayerReads:
     log_share: Float[Array, "s k n"] | None = None
 
     def added_to(self, stats: ReadStats) -> ReadStats:
-        """Return the stats with this layer as the next one."""
-        stats = replace(
-            stats,
-            blocks_read=stats.blocks_read + self.blocks_read,
-            block_masks=(*stats.block_masks, self.block_mask),
-            block_masses=(*stats.block_masses, self.block_mass),
-        )
+        """Return the stats with what was read of this layer added up; masks and masses are as they were."""
+        stats = replace(stats, blocks_read=stats.blocks_read + self.blocks_read)
         if self.looked is None:
             return stats
         return replace(

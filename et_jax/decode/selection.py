@@ -210,7 +210,7 @@ def _scores(
 
 
 def _mean_surprisal(surprisal: Float[Array, "p s"], blocks: Blocks) -> Float[Array, "b n"]:
-    each = surprisal[blocks.table]
+    each = surprisal[blocks.table % len(surprisal)]  # pages of later layers of a stack are further on, by whole pools
     counts = jnp.arange(each.shape[-1]) < blocks.num_tokens[..., None]
     return total(jnp.where(counts, each, 0.0)) / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
 

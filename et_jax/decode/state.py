@@ -17,6 +17,7 @@ from et_jax.decode.fresh import blank_signals, fresh, law_numbers
 from et_jax.decode.plant import PlantState
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
 from et_jax.models.config import ModelShape
+from et_jax.models.stacks import depths_of, stacks_of
 from et_jax.types import pytree, replace
 
 
@@ -136,6 +137,7 @@ def _plant(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> P
         summaries="summaries" in keeps,
         key_codes="codes" in keeps,
         surprisals="surprisals" in keeps,
+        depths=depths_of(stacks_of(model, config.stacked)),
     )
     return PlantState(cache=cache, num_cached=jnp.zeros(config.num_slots, jnp.int32))
 

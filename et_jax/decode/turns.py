@@ -119,14 +119,13 @@ def turn(
 def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
     """What the small model reads: all there is. Of the model's own blocks, what was read last stands."""
     plant, control = config.plants[SMALL], rows.take(state.control)
-    layers = range(config.model.num_layers)
     blocks = (rows.position // config.page_size + 1) * plant.all_kv_heads
     return replace(
         no_reads(rows.token.shape[0]),
         blocks_read=jnp.where(rows.run, blocks, 0),
         experts=no_experts(config.plants[MODEL], rows.token.shape[0]),
-        block_masks=tuple(control.block_mask[:, i] for i in layers),
-        block_masses=tuple(None if control.block_mass is None else control.block_mass[:, i] for i in layers),
+        block_masks=control.block_mask,
+        block_masses=control.block_mass,
     )
 
 

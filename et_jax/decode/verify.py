@@ -193,8 +193,8 @@ def measure(
 def control(state: DecodeState, rows: Rows, sampled: Sampled, raw: entropy.Moments, stats: ReadStats) -> Verdict:
     """Run the laws on every row, and judge it; greedy requests stay greedy under every law."""
     before, settings, signals = rows.take(state.control), rows.take(state.sampling), sampled.signals
-    mass = None if before.block_mass is None else jnp.stack(stats.block_masses, axis=1)
-    mask, total = jnp.stack(stats.block_masks, axis=1), before.total_cost + signals.cost
+    mass = None if before.block_mass is None else stats.block_masses
+    mask, total = stats.block_masks, before.total_cost + signals.cost
     read = replace(before, block_mask=mask, block_mass=mass, total_cost=total)
     decided = _cold(settings, jax.vmap(_after_token)(rows.take(state.laws), signals, read))
     found = faults.fault(raw.s0, sampled.temperature, sampled.moments, _cold(settings, before), decided)

@@ -1,6 +1,7 @@
 """Models as they stand in files and as functions.
 
     hub -> checkpoint -> transformer -> experts -> layers -> weights, config
+                                     -> stacks -> config
                       -> families -> sources, config
                       -> encodings
            module_reading -> module -> calls, config

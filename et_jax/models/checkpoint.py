@@ -11,7 +11,8 @@ layer) would change the text; only the ones in `INERT` are passed over, and besi
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -30,7 +31,7 @@ from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import FLOATS, WEIGHT, Encoding, Mxfp4, Part, Scaled, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
-from et_jax.models.transformer import Params, describe
+from et_jax.models.transformer import Params, describe, in_stacks
 from et_jax.models.weights import QUANTIZED, Dense, Int8, is_weight, nodes, path_of_weight, quantized, to_int8
 
 INERT = re.compile(r"rotary_emb\.inv_freq$")
@@ -108,8 +109,12 @@ def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
     return _dtype(dtype, STORED_NAMES.get(said, said), _encoding(folder))
 
 
-def load(folder: str | Path, dtype: str = "auto", quantize: str | None = None) -> tuple[ModelConfig, Params]:
+def load(
+    folder: str | Path, dtype: str = "auto", quantize: str | None = None, *, stacked: bool = False
+) -> tuple[ModelConfig, Params]:
     """Return the configuration and the weights in `folder`, cast once to `dtype`, on the default device.
+
+    Layers that are alike may be `stacked` (`models.stacks`): each array is put where it belongs as it is read.
 
     `auto` keeps the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32); of weights
     that are stored quantised it is bfloat16. With `quantize` "int8" matrices are `Int8`: those that are stored so, by
@@ -124,7 +129,7 @@ def load(folder: str | Path, dtype: str = "auto", quantize: str | None = None) -
         raise UsageError(f"quantize {quantize} is not supported; use {' or '.join(QUANTIZED)}, or leave it out.")
     config = read_config(folder)
     if (folder / CONVERTED).is_dir():
-        return config, _restore(folder, config, dtype, quantize)
+        return config, _restore(folder, config, dtype, quantize, stacked)
     sources, encoding = sources_of(config), _encoding(folder)
     tensors = _check(config, sources, _headers(folder), encoding)
     target = _dtype(dtype, _stored_as(tensors[_embedding(sources)]), encoding)
@@ -138,11 +143,35 @@ def load(folder: str | Path, dtype: str = "auto", quantize: str | None = None) -
         return _read(tensors[piece.tensor], piece)
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
-    found = [
-        jax.block_until_ready(jax.device_put(node(kind, source)))
-        for kind, source in zip(kinds, sources.values(), strict=True)
-    ]
-    return config, structure.unflatten(found)
+    nodes = [partial(node, kind, source) for kind, source in zip(kinds, sources.values(), strict=True)]
+    return config, _put_in_place(config, structure.unflatten(nodes), stacked)
+
+
+def _put_in_place(config: ModelConfig, nodes: Params, stacked: bool) -> Params:
+    """Return the weights that functions give, one of them asked at a time, on the default device."""
+
+    def put(node: Callable[[], Any]) -> Any:
+        return jax.block_until_ready(jax.device_put(node()))
+
+    def joined(*nodes: Callable[[], Any]) -> Callable[[], Any]:
+        def stack() -> Any:
+            one = put(nodes[0])
+            held = jax.tree.map(lambda x: jnp.zeros((len(nodes), *x.shape), x.dtype), one)
+            for turn, node in enumerate(nodes):
+                held = jax.block_until_ready(_put_at(held, put(node) if turn else one, turn))
+            return held
+
+        return stack
+
+    if not stacked:
+        return jax.tree.map(put, nodes)
+    return jax.tree.map(put, in_stacks(nodes, config, joined))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_at(stack: Any, one: Any, turn: Int[Array, ""]) -> Any:
+    """The arrays of a stack with one layer's at its turn."""
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, turn, 0), stack, one)
 
 
 def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) -> None:
@@ -177,7 +206,7 @@ def restore_converted(path: str | Path) -> tuple[ModelConfig, Params]:
     return config, _restore(path, config, "auto")
 
 
-def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None = None) -> Params:
+def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None = None, stacked: bool = False) -> Params:
     """Return converted weights, cast to `dtype` or quantised, checked as those of a Hugging Face folder are."""
     import orbax.checkpoint
 
@@ -208,7 +237,14 @@ def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None =
             params = assemble(config, checkpointer.restore(folder, wanted))
         except (OSError, ValueError) as error:
             raise UsageError(f"{folder} is damaged; convert the model again.") from error
-    return params if quantize is None else quantized(params, target)
+    if quantize is not None:
+        params = quantized(params, target)
+    if not stacked:
+        return params
+    found, structure = jax.tree.flatten(params, is_leaf=is_weight)
+    held = dict(enumerate(found))
+    del params, found  # so that each array is let go once it is in its stack
+    return _put_in_place(config, structure.unflatten([partial(held.pop, number) for number in sorted(held)]), True)
 
 
 def _encoding(folder: Path) -> Encoding | None:

@@ -1,6 +1,7 @@
 """What the decoder must know of a model, and what a Hugging Face `config.json` says of one, whatever its family."""
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, Literal
 
 from et_jax.errors import UsageError
@@ -104,6 +105,11 @@ class ModelShape:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """The kind of every layer: those of one kind differ in their weights alone. Here no two are known to."""
+        return tuple(range(self.num_layers))
+
     def softmax(self, layer: int) -> Softmax:
         """Return the softmax of a layer's attention."""
         return Softmax(scale=self.head_dim**-0.5, window=self.windows[layer])
@@ -161,6 +167,12 @@ class ModelConfig(ModelShape):
     tie_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """The kind of every layer: those of one kind differ in their weights alone."""
+        mixes = (False,) * self.num_layers if self.experts is None else self.experts.layers
+        return tuple((self.softmax(layer), self.rope(layer), mixes[layer]) for layer in range(self.num_layers))
 
     def softmax(self, layer: int) -> Softmax:
         """Return the softmax of a layer's attention, without its sinks, which are weights."""

@@ -7,6 +7,7 @@ beside it. The axis letter `e` is experts, `c` the choices of a token.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax
@@ -15,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.models.config import Activation, ExpertConfig
 from et_jax.models.layers import feed_forward, gated
+from et_jax.models.stacks import entry
 from et_jax.models.weights import Dense, Weight
 from et_jax.sums import rounded, softmax, total
-from et_jax.types import pytree
+from et_jax.types import pytree, replace
 
 Form = Literal["loop", "ragged", "every"]
 """How experts are multiplied with: those touched one after another, by ragged products, or every one with every token.
@@ -46,7 +48,9 @@ class SharedExpert:
 class Experts:
     """Weights of a layer's experts: `gate` and `up` are "e f w", `down` is "e w f", [expert, out, in].
 
-    Biases are None where a family has none.
+    Biases are None where a family has none. Where `turn` is given the three are those of all layers of a stack, led by
+    the layer, and this one is the one there: a loop over experts that are touched would begin with a copy of all of
+    them, were they cut out of the stack.
     """
 
     router: Float[Array, "e w"]
@@ -58,6 +62,21 @@ class Experts:
     gate_bias: Float[Array, "e f"] | None = None
     up_bias: Float[Array, "e f"] | None = None
     down_bias: Float[Array, "e w"] | None = None
+    turn: Int[Array, ""] | None = None
+
+    def of_turn(self, turn: int | Int[Array, ""]) -> "Experts":
+        """Return the experts of one layer, of those of a stack."""
+        small = ("router", "shared", "router_bias", "gate_bias", "up_bias", "down_bias")
+        taken = jax.tree.map(partial(entry, number=turn), {name: getattr(self, name) for name in small})
+        return replace(self, **taken, turn=jnp.asarray(turn, jnp.int32))
+
+    def one(self, weight: Weight, number: Int[Array, ""]) -> Weight:
+        """Return the matrix that an expert has of `gate`, `up` or `down`."""
+        return weight.one_of(number) if self.turn is None else weight.one_of(self.turn, number)
+
+    def all(self, weight: Weight) -> Weight:
+        """Return the matrices that the experts of the layer have of `gate`, `up` or `down`."""
+        return weight if self.turn is None else weight.one_of(self.turn)
 
 
 @pytree
@@ -147,7 +166,7 @@ def _by_loop(
     experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"], activation: Activation
 ) -> Float[Array, "nc w"]:
     """What each choice's expert makes of its token: a turn for every so many tokens of an expert that is touched."""
-    (num_tokens, num_choices), num_experts = expert.shape, experts.gate.shape[0]
+    (num_tokens, num_choices), num_experts = expert.shape, experts.router.shape[0]
     size = rows_per_turn(num_tokens, num_choices, num_experts)
     order, counts = _in_order(expert, num_experts)
     turns = -(-counts // size)
@@ -165,7 +184,7 @@ def _by_loop(
         rows = x[place // num_choices]
 
         def product(weight: Weight, biases: Float[Array, "e o"] | None, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
-            return _plus(weight.one_of(number).matmul(x), None if biases is None else biases[number])
+            return _plus(experts.one(weight, number).matmul(x), None if biases is None else biases[number])
 
         opening, beside = product(experts.gate, experts.gate_bias, rows), product(experts.up, experts.up_bias, rows)
         made = product(experts.down, experts.down_bias, gated(opening, beside, x.dtype, activation))
@@ -185,11 +204,12 @@ def _by_ragged_products(
     experts: Experts, x: Float[Array, "n w"], expert: Int[Array, "n c"], activation: Activation
 ) -> Float[Array, "nc w"]:
     """What each choice's expert makes of its token: products of all tokens, which are sorted by expert."""
-    order, counts = _in_order(expert, experts.gate.shape[0])
+    order, counts = _in_order(expert, experts.router.shape[0])
     rows, of_row = x[order // expert.shape[1]], expert.reshape(-1)[order]
 
     def product(weight: Weight, biases: Float[Array, "e o"] | None, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
-        return _plus(weight.matmul_by(x, counts), None if biases is None else biases.at[of_row].get(mode="clip"))
+        added = None if biases is None else biases.at[of_row].get(mode="clip")
+        return _plus(experts.all(weight).matmul_by(x, counts), added)
 
     opening, beside = product(experts.gate, experts.gate_bias, rows), product(experts.up, experts.up_bias, rows)
     made = product(experts.down, experts.down_bias, gated(opening, beside, x.dtype, activation))
@@ -198,7 +218,7 @@ def _by_ragged_products(
 
 def _by_every(experts: Experts, x: Float[Array, "n w"], choice: Choice, activation: Activation) -> Float[Array, "n w"]:
     """The weighed sum of what the chosen experts make of each token, by products of every expert with every token."""
-    gate, up, down = (_floats(matrix) for matrix in (experts.gate, experts.up, experts.down))
+    gate, up, down = (_floats(experts.all(matrix)) for matrix in (experts.gate, experts.up, experts.down))
     weight = jnp.sum(choice.weight[..., None] * jax.nn.one_hot(choice.expert, gate.shape[0]), axis=1)
 
     def opened(matrix: Float[Array, "e f w"], bias: Float[Array, "e f"] | None) -> Float[Array, "n e f"]:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from et_jax.models import module, transformer
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.module import ModuleModel, ModuleWeights
+from et_jax.models.stacks import Stack, stacks_of
 from et_jax.models.transformer import Attend, Mix, Params
 from et_jax.models.weights import nodes, num_bytes
 
@@ -29,10 +31,11 @@ def forward(
     attend: Attend,
     memory: Memory,
     mix: Mix | None = None,
+    alike: Sequence[Hashable] | None = None,
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
 
-    Experts are mixed as trained unless `mix` does it.
+    Experts are mixed as trained unless `mix` does it. `alike` as in `transformer.forward`.
 
     Under jit, logits the caller ignores are never computed.
     """
@@ -40,7 +43,12 @@ def forward(
         assert isinstance(weights, ModuleWeights)
         return module.forward(weights, model, tokens, positions, attend, memory)
     assert isinstance(model, ModelConfig) and isinstance(weights, Params)
-    return transformer.forward(weights, model, tokens, positions, attend, memory, mix)
+    return transformer.forward(weights, model, tokens, positions, attend, memory, mix, alike)
+
+
+def arrangement(weights: ModelWeights, model: ModelShape) -> tuple[Stack, ...]:
+    """Return the stacks that a model's weights lie in."""
+    return stacks_of(model, isinstance(weights, Params) and transformer.is_stacked(weights, model))
 
 
 def num_weights(model: ModelShape) -> int:
@@ -82,7 +90,8 @@ def expert_bytes(weights: ModelWeights) -> int:
     if not mixtures:
         return 0
     one = mixtures[0]
-    return num_bytes((one.gate, one.up, one.down, one.gate_bias, one.up_bias, one.down_bias)) // one.gate.shape[0]
+    held = one.gate, one.up, one.down, one.gate_bias, one.up_bias, one.down_bias
+    return num_bytes(held) // math.prod(one.gate.shape[:-2])
 
 
 def token_numbers(model: ModelShape) -> int:

@@ -1,8 +1,9 @@
 """The transformer: weights as a pytree, and `forward`, which knows no cache, page, mask or kernel."""
 
 import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from et_jax.models.config import ExpertConfig, ModelConfig
+from et_jax.models.config import ExpertConfig, ModelConfig, ModelShape
 from et_jax.models.experts import Experts, SharedExpert, choose, gate, mixed
 from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
+from et_jax.models.stacks import Layer, Threaded, entry, stacks_of, through
 from et_jax.models.weights import Dense, Int8, Weight, is_weight, num_bytes, num_numbers
 from et_jax.softmax import Softmax
 from et_jax.types import pytree, replace
@@ -26,12 +28,12 @@ class Attend(Protocol):
     """Attention as the model sees it: new queries, keys and values in; mixed values out.
 
     `memory` is whatever the caller threads through the layers (a KV cache, a mask, nothing at all), `softmax` what
-    turns the layer's scores into weights.
+    turns the layer's scores into weights. `layer` is a number, a `stacks.Layer` where the caller reads several alike.
     """
 
     def __call__(
         self,
-        layer: int,
+        layer: Any,
         q: Float[Array, "b t h d"],
         k: Float[Array, "b t k d"],
         v: Float[Array, "b t k d"],
@@ -48,7 +50,7 @@ class Mix(Protocol):
     """
 
     def __call__(
-        self, layer: int, experts: Experts, x: Float[Array, "b t w"], memory: Any
+        self, layer: Any, experts: Experts, x: Float[Array, "b t w"], memory: Any
     ) -> tuple[Float[Array, "b t w"], Any]: ...
 
 
@@ -86,7 +88,11 @@ class LayerParams:
 
 @pytree
 class Params:
-    """Weights of a model. `embedding` is "v w", and `head`, which is None where the embedding serves as it too."""
+    """Weights of a model. `embedding` is "v w", and `head`, which is None where the embedding serves as it too.
+
+    `layers` holds the weights of every layer in order. Where layers that are alike are stacked, it holds those of every
+    place (`stacks.Stack`), of the layers at one in one array, which leads with their turns.
+    """
 
     embedding: Weight
     layers: tuple[LayerParams, ...]
@@ -180,6 +186,7 @@ def describe(config: ModelConfig) -> Params:
             router=spec("experts", "width"),
             **matrices("experts", width="expert_ffn"),
             shared=None if c.experts.shared_width is None else shared,
+            turn=None,
             **{
                 f"{name}_bias": spec(*axes, deviation=0.0) if c.experts.biases else None
                 for name, axes in biases.items()
@@ -200,10 +207,10 @@ def _mixtures(config: ModelConfig) -> tuple[bool, ...]:
     return (False,) * config.num_layers if config.experts is None else config.experts.layers
 
 
-def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None) -> Params:
+def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None, *, stacked: bool = False) -> Params:
     """Return the shapes of a model's weights in `dtype`, as a tree of `jax.ShapeDtypeStruct`.
 
-    With `quantize` its matrices are in that form.
+    With `quantize` its matrices are in that form, and layers that are alike may be `stacked`.
     """
 
     def shape(node: Dense | WeightSpec) -> Any:
@@ -215,7 +222,26 @@ def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None)
         )
         return _unchecked(Int8, array=array, scale=scale, dtype=np.dtype(dtype))
 
-    return jax.tree.map(shape, describe(config), is_leaf=is_weight)
+    def joined(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
+
+    found = jax.tree.map(shape, describe(config), is_leaf=is_weight)
+    return in_stacks(found, config, joined) if stacked else found
+
+
+def in_stacks(params: Params, config: ModelConfig, joined: Callable[..., Any]) -> Params:
+    """Return a tree of weights with those of layers that are alike in one, `joined` of the leaves of each, in order."""
+    layers = []
+    for stack in stacks_of(config, stacked=True):
+        for offset in range(stack.period):
+            of_place = params.layers[stack.first : stack.first + stack.num_layers][offset :: stack.period]
+            layers.append(of_place[0] if stack.depth == 1 else jax.tree.map(joined, *of_place))
+    return _unchecked(Params, **vars(params) | {"layers": tuple(layers)})
+
+
+def is_stacked(params: Params, config: ModelShape) -> bool:
+    """Return whether there are layers of a model that lie in one array."""
+    return len(params.layers) < config.num_layers
 
 
 def num_weights(config: ModelConfig) -> int:
@@ -268,18 +294,44 @@ def forward(
     attend: Attend,
     memory: Memory,
     mix: Mix | None = None,
+    alike: Sequence[Hashable] | None = None,
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
 
-    Experts are mixed as trained unless `mix` does it.
+    Experts are mixed as trained unless `mix` does it. `alike` says, by a value for every layer, which ones `attend` and
+    `mix` serve by one program; they are given the `stacks.Layer` then, and a `stacks.Threaded` memory, to whose `told`
+    every layer adds one entry. Of these, layers in one stack are run by a scan. None is that every layer is by itself.
 
     Under jit, logits the caller ignores are never computed.
     """
+    stacks = stacks_of(config, is_stacked(params, config))
     angles, x = angles_of_layers(config, positions), embed(params, config, tokens)
-    for index, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer_{index}"):
-            x, memory = block(layer, config, index, x, angles[index], attend, memory, mix)
-    return logits(params, config, x), memory
+
+    def run(layer: Layer, carried: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
+        (x, before), weights = carried, params.layers[layer.place]
+        if layer.turn is not None:
+            weights = of_turn(weights, layer.turn)
+        with jax.named_scope(f"layer_{layer.like}"):
+            if alike is None:
+                return block(weights, config, layer.like, x, angles[layer.like], attend, before, mix), None
+            held = Threaded(carried=before)
+            x, held = block(weights, config, layer, x, angles[layer.like], attend, held, mix)
+        [told] = held.told
+        return (x, held.carried), told
+
+    before: Any = memory
+    (x, carried), told = through(stacks, alike, run, (x, before if alike is None else before.carried))
+    after = carried if alike is None else Threaded(carried=carried, told=told)
+    return logits(params, config, x), cast(Memory, after)
+
+
+def of_turn(layers: LayerParams, turn: int | Int[Array, ""]) -> LayerParams:
+    """Return the weights of one layer of those that lie at a place, its experts where they lie."""
+
+    def taken(node: Any) -> Any:
+        return node.of_turn(turn) if isinstance(node, Experts) else entry(node, turn)
+
+    return jax.tree.map(taken, layers, is_leaf=lambda node: isinstance(node, Experts))
 
 
 def angles_of_layers(
@@ -301,7 +353,7 @@ def embed(params: Params, config: ModelConfig, tokens: Int[Array, "b t"]) -> Flo
 def block(
     layer: LayerParams,
     config: ModelConfig,
-    index: int,
+    index: int | Layer,
     x: Float[Array, "b t w"],
     angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
     attend: Attend,
@@ -309,9 +361,10 @@ def block(
     mix: Mix | None = None,
 ) -> tuple[Float[Array, "b t w"], Memory]:
     """Return the residual stream after layer `index`, and the memory its attention left."""
+    like = index.like if isinstance(index, Layer) else index
     q, k, v = _before_attention(layer, config, x, angles)
     with jax.named_scope("attend"):
-        out, memory = attend(index, q, k, v, memory, replace(config.softmax(index), sink_logits=layer.sinks))
+        out, memory = attend(index, q, k, v, memory, replace(config.softmax(like), sink_logits=layer.sinks))
     if layer.experts is None or config.experts is None:
         return _after_attention(layer, config, x, out), memory
     x, y = _before_experts(layer, config, x, out)

@@ -28,8 +28,8 @@ _ROWS = 1024  # of a matrix that are rounded at a time: float32 copies of a whol
 class Dense:
     """A weight matrix as an array of floats, stored [out, in].
 
-    In training the matrices of all layers are one array, which leads with the layer axis; the matrices of a layer's
-    experts are one, [expert, out, in].
+    The matrices of layers in a stack are one array, which leads with the layer axis; the matrices of a layer's experts
+    are one, [expert, out, in].
     """
 
     array: Float[Array | np.ndarray, "*l o i"]
@@ -57,9 +57,9 @@ class Dense:
         """
         return jnp.einsum("...i,oi->...o", x, self.array, preferred_element_type=jnp.float32)
 
-    def one_of(self, number: Int[Array, ""]) -> "Dense":
-        """Return one matrix of several."""
-        return Dense(array=jax.lax.dynamic_index_in_dim(self.array, number, keepdims=False))
+    def one_of(self, *numbers: int | Int[Array, ""]) -> "Dense":
+        """Return one matrix of several, or with fewer numbers than axes that lead, those of it."""
+        return Dense(array=_at(self.array, numbers))
 
     def matmul_by(self, x: Float[Array, "n i"], counts: Int[Array, " e"]) -> Float[Array, "n o"]:
         """Return `x @ weight.T` by several matrices, the first `counts[0]` rows by the first of them, and so on.
@@ -109,10 +109,9 @@ class Int8:
             sums = sums[0].reshape(*x.shape[:-1], -1)
         return sums.astype(jnp.float32) * scale[..., None] * self.scale
 
-    def one_of(self, number: Int[Array, ""]) -> "Int8":
-        """Return one matrix of several."""
-        array, scale = (jax.lax.dynamic_index_in_dim(x, number, keepdims=False) for x in (self.array, self.scale))
-        return Int8(array=array, scale=scale, dtype=self.dtype)
+    def one_of(self, *numbers: int | Int[Array, ""]) -> "Int8":
+        """Return one matrix of several, as `Dense.one_of`."""
+        return Int8(array=_at(self.array, numbers), scale=_at(self.scale, numbers), dtype=self.dtype)
 
     def matmul_by(self, x: Float[Array, "n i"], counts: Int[Array, " e"]) -> Float[Array, "n o"]:
         """Return `x @ weight.T` by several matrices, as `Dense.matmul_by`, in whole numbers as `matmul`."""
@@ -124,6 +123,13 @@ class Int8:
     def rows(self, ids: Int[Array, "*b"]) -> Float[Array, "*b i"]:
         """Return the rows of these outputs in `dtype`: of an embedding, those of tokens."""
         return (self.array[ids].astype(jnp.float32) * self.scale[ids][..., None]).astype(self.dtype)
+
+
+def _at(x: Array, numbers: tuple[int | Int[Array, ""], ...]) -> Array:
+    """What stands at these places of the first axes."""
+    rest = x.shape[len(numbers) :]
+    start = (*numbers, *[0] * len(rest))
+    return jax.lax.dynamic_slice(x, start, (*[1] * len(numbers), *rest)).reshape(rest)
 
 
 _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(

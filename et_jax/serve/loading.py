@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -13,6 +14,7 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
+from et_jax.models import stacks
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
@@ -64,7 +66,7 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     check_weights(folder, read_config(folder))
     fitting, tokenizer = fit(folder), load_tokenizer(folder)
     _check_others(settings, beside, read_config(folder), tokenizer, tell)
-    model, params = load_checkpoint(folder, settings.dtype, settings.quantize)
+    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked())
     dtype, calibration = dtype_of(params), read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, others=others)
     check_measured(settings.name, config)
@@ -117,8 +119,13 @@ def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tel
     weights = []
     for name, folder in beside.items():
         tell(f"loading {name}, the small model")
-        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize)[1])
+        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize, stacked=_stacked())[1])
     return tuple(weights)
+
+
+def _stacked() -> bool:
+    """Whether the layers of what is loaded are stacked, as `decoder_config` has it."""
+    return stacks.stacked_on(jax.default_backend())
 
 
 def _check_others(

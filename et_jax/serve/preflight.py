@@ -106,8 +106,9 @@ def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas
 
 def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:
     """Return what one more page adds to a decoder's state, and what the state holds besides its pages."""
-    two, three = (_state_bytes(replace(config, num_pages=number)) for number in (2, 3))
-    return three - two, two - 2 * (three - two)
+    three, five = (_state_bytes(replace(config, num_pages=number)) for number in (3, 5))  # odd: padded alike, if at all
+    page = (five - three) // 2
+    return page, three - 3 * page
 
 
 def _state_bytes(config: DecoderConfig) -> int:

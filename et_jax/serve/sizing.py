@@ -16,6 +16,7 @@ from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.draft import ReadSizes
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
+from et_jax.models import stacks
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
 from et_jax.models.model import num_weights, weight_bytes
@@ -85,6 +86,7 @@ def decoder_config(
         calibration=calibration or Calibration(),
         compression=_compression(settings, model, page_size),
         tell_reads=settings.tell_reads,
+        stacked=stacks.stacked_on(platform),
     )
     return beside(settings, plain, settings.laws, others, for_one_call=False)
 

@@ -46,6 +46,7 @@ class Decoding:
     by_xla: whether it is compiled by XLA's attention too, or by the chip's own kernels alone.
     seldom: chips for which it is compiled only where all programs are asked for: a TPU v6e takes the paths of a v5e,
         and its compiler minutes.
+    on: fields that are others on a chip, by its name.
     """
 
     name: str
@@ -64,6 +65,11 @@ class Decoding:
     functions: tuple[str, ...] = ("step", "decode", "prefill")
     by_xla: bool = True
     seldom: tuple[str, ...] = ()
+    on: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def for_chip(self, chip: Chip) -> "Decoding":
+        """Return the decoder as it is compiled for a chip."""
+        return dataclasses.replace(self, **self.on.get(chip.name, {}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +106,7 @@ SMALL = {
     "num_kv_heads": 2,
     "head_dim": 64,
 }
-LLAMA3_8B = {  # all but its 32 layers: they are alike, and each is compiled
+LLAMA3_8B = {  # all but its 32 layers
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -186,28 +192,19 @@ GPT_OSS_20B = {
 }
 GPT_OSS_RELAID = 201088 * 2944  # numbers of its embedding, 2880 wide and so padded
 
+LARGE = {"num_slots": 16, "max_length": 32768, "prefill_batch": 512, "by_xla": False}  # by XLA as the small one
+FITTING = {  # a Llama-3-8B with a cache for which the chip has memory beside the weights
+    "TPU v5e": {"quantize": "int8", "num_slots": 4, "max_length": 8192},
+    "TPU v6e": {"num_slots": 4, "max_length": 8192},
+    "H200": {"num_layers": 2},  # for which every layer is compiled by itself: ten times as long for all 32
+}
+WHOLE = {"model": LLAMA3_8B, "num_layers": 32, "on": FITTING} | LARGE
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
-    # by XLA the small one takes the same path
-    Decoding(
-        name="llama3_8b",
-        model=LLAMA3_8B,
-        num_slots=16,
-        max_length=32768,
-        prefill_batch=512,
-        by_xla=False,
-        seldom=("TPU v6e", "H200"),  # which take its full depth
-    ),
+    Decoding(name="llama3_8b, 2 layers", model=LLAMA3_8B, seldom=("TPU v5e", "TPU v6e", "H200"), **LARGE),
     Decoding(
         name="llama3_8b, 32 layers",
-        model=LLAMA3_8B,
-        num_slots=4,
-        max_length=8192,
-        prefill_batch=512,
-        num_layers=32,
-        functions=("decode", "prefill"),
-        by_xla=False,
-        seldom=("TPU v5e",),  # whose memory does not hold its weights
+        **WHOLE | {"on": FITTING | {"H200": {"num_slots": 4, "max_length": 8192}}},
     ),
     *(
         Decoding(
@@ -223,95 +220,44 @@ DECODINGS = (
         )
         for name, model, num_layers, max_length, seldom in (
             ("gemma2_2b, 26 layers", GEMMA2_2B, 26, 16384, ("TPU v5e", "H200")),
-            ("gemma3_4b, 34 layers", GEMMA3_4B, 34, 16384, ("TPU v5e", "TPU v6e", "H200")),
+            ("gemma3_4b, 34 layers", GEMMA3_4B, 34, 16384, ("TPU v5e", "H200")),
             ("phi_4, 40 layers", PHI_4, 40, 8192, ("TPU v5e", "TPU v6e")),  # whose memories do not hold its weights
             ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "TPU v6e", "H200")),
         )
     ),
-    Decoding(
-        name="llama3_8b W8A8, 32 layers",
-        model=LLAMA3_8B,
-        num_slots=4,
-        max_length=8192,
-        prefill_batch=512,
-        num_layers=32,
-        quantize="int8",
-        functions=("decode",),
-        by_xla=False,
-        seldom=("TPU v6e", "H200"),  # which hold it in bfloat16
-    ),
-    Decoding(
-        name="adaptive",
-        model=LLAMA3_8B,
-        num_slots=16,
-        max_length=32768,
-        prefill_batch=512,
-        control="adaptive",
-        by_xla=False,
-    ),
+    Decoding(name="adaptive", control="adaptive", **WHOLE),
     *(
         Decoding(
             name=f"entropyinfer {name}",
-            model=model,
-            num_slots=16,
-            max_length=32768,
-            prefill_batch=512,
             control="entropyinfer",
             functions=("prefill",),
-            by_xla=False,
             seldom=("TPU v6e",),
+            **WHOLE | {"model": model, "num_layers": num_layers},
         )
-        for name, model in (("llama3_8b", LLAMA3_8B), ("qwen3_8b", QWEN3_8B))
+        for name, model, num_layers in (("llama3_8b", LLAMA3_8B, 32), ("qwen3_8b", QWEN3_8B, 36))
     ),
-    Decoding(
-        name="last masses",
-        model=LLAMA3_8B,
-        num_slots=16,
-        max_length=32768,
-        prefill_batch=512,
-        control="paper",
-        functions=("decode",),
-        by_xla=False,
-        seldom=("TPU v6e", "H200"),
-    ),
+    Decoding(name="last masses", control="paper", functions=("decode",), seldom=("TPU v6e", "H200"), **WHOLE),
     Decoding(
         name="compressed",
-        model=LLAMA3_8B,
-        num_slots=16,
-        max_length=32768,
-        prefill_batch=512,
         control="certified",
         cache_budget=1024,
         functions=("decode", "compress"),
-        by_xla=False,
         seldom=("TPU v6e",),
+        **WHOLE,
     ),
     *(
         Decoding(
             name=f"{cache_dtype} cache",
             model=LLAMA3_8B,
-            num_slots=16,
-            max_length=32768,
-            prefill_batch=512,
             cache_dtype=cache_dtype,
             control="certified",
             functions=("decode", "prefill"),
-            by_xla=False,
             seldom=seldom,
+            **LARGE,
         )
         for cache_dtype, seldom in (("int8", ("TPU v6e",)), ("fp8", ("TPU v5e", "TPU v6e", "H200")))
     ),
-    Decoding(
-        name="self",
-        model=LLAMA3_8B,
-        num_slots=16,
-        max_length=32768,
-        prefill_batch=512,
-        drafts=8,
-        functions=("decode",),
-        by_xla=False,
-        seldom=("TPU v5e", "TPU v6e"),
-    ),
+    Decoding(name="self", drafts=8, functions=("decode",), seldom=("TPU v5e", "TPU v6e"), **WHOLE),
     Decoding(
         name="qwen3_30b_a3b, 48 layers",
         model=QWEN3_30B_A3B,
@@ -384,13 +330,9 @@ DECODINGS = (
             name=name,
             model=LLAMA3_8B,
             small=LLAMA3_1B,
-            num_slots=64,
-            max_length=8192,
-            prefill_batch=512,
             functions=("decode",),
-            by_xla=False,
             seldom=("TPU v6e",),
-            **of_two,
+            **LARGE | of_two,
         )
         for name, of_two in (("drafts", {"drafts": 4}), ("turns", {"control": "ead_guarded"}))
     ),

@@ -65,6 +65,7 @@ def configured(run: Run, backend: str) -> tuple[Any, Any]:
     """Return the configuration of a run's decoder on a TPU, and the shapes of its weights, of one model."""
     from et_jax.models.bundled import bundled_folder
     from et_jax.models.checkpoint import read_config, stored_dtype
+    from et_jax.models.stacks import stacked_on
     from et_jax.models.transformer import abstract
     from et_jax.serve.config import EngineConfig
     from et_jax.serve.sizing import decoder_config
@@ -75,10 +76,10 @@ def configured(run: Run, backend: str) -> tuple[Any, Any]:
     else:
         folder = bundled_folder("bundled")
         model, dtype = read_config(folder), stored_dtype(folder, "auto")
-        weights = abstract(model, dtype)
+        weights = abstract(model, dtype, stacked=stacked_on("tpu"))
     sizes = {"page_size": PAGE_SIZE, "prefill_batch": min(PREFILL_BATCH, run.settings.get("max_model_len", 512))}
     settings = EngineConfig(**run.settings | sizes | {"backend": backend})
-    return decoder_config(settings, model, dtype), (weights,)
+    return replace(decoder_config(settings, model, dtype), stacked=stacked_on("tpu")), (weights,)
 
 
 def own_module() -> tuple[Any, Any]:

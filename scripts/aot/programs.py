@@ -87,7 +87,7 @@ def programs() -> list[Program]:
         Program(
             name=f"{decoding.name} {function} ({backend})",
             chip=chip.name,
-            build=partial(decoder_program, decoding, chip, function, backend),
+            build=partial(decoder_program, decoding.for_chip(chip), chip, function, backend),
             usual=chip.name not in decoding.seldom,
         )
         for chip in CHIPS
@@ -259,6 +259,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.decode.draft import Drafting, Pruned
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
+    from et_jax.models.stacks import stacked_on
     from et_jax.models.transformer import abstract
     from et_jax.types import Table
 
@@ -299,8 +300,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         calibration=Calibration(
             sensitivity=Table(np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32))
         ),
+        stacked=stacked_on(chip.topology["platform"]),
     )
-    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize) for one in (model, *others))
+    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in (model, *others))
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     lowering = function_program(function, config, params, device)
     bound = lowering.temporary_bound + (decoding.relaid if device.platform == "tpu" else 0)
@@ -377,12 +379,13 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
     program, arguments = functions[function]
     jitted = jax.jit(partial(program, config), donate_argnums=0 if arguments[0] is state else 1)
     pools = tuple(plant.cache for plant in state.plants)
-    layers = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for cache in pools for one in cache.layers]
+    places = [one for cache in pools for one in cache.layers]
+    sizes = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for one in places]
     return Lowering(
         lower=lambda: lower_for(device, jitted, *arguments),
-        pool_bytes=sum(layers),
+        pool_bytes=sum(sizes),
         pool={jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(pools)},
-        temporary_bound=TEMPORARY_SHARE * layers[0],
+        temporary_bound=TEMPORARY_SHARE * sizes[0] / places[0].depth,
         in_place=True,
     )
 

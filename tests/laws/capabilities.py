@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from et_jax.control.experts import Entropy
 from et_jax.control.presets import preset
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import mass
+from et_jax.models import stacks
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.models.checkpoint import write_hugging_face
@@ -96,6 +98,12 @@ def module() -> nnx.Module:
     return Plain(TINY.vocab_size, rngs=nnx.Rngs(3))
 
 
+def stacked(config: ModelConfig = TINY, **settings: Any) -> Model:
+    """A model whose layers are stacked, as on a chip."""
+    with mock.patch.object(stacks, "stacked_on", lambda _: True):
+        return tiny(config, **settings)
+
+
 def of_module(**settings: Any) -> Model:
     tokenizer = load_tokenizer(bundled_folder())
     return et_jax.load(module(), config=ModuleConfig(max_positions=LENGTH), tokenizer=tokenizer, **SIZES | settings)
@@ -165,17 +173,8 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "cache in int8", "window", "module", "own", "surprisals", "small"),
-    *(
-        "paper",
-        "adaptive",
-        "adaptive, lookup",
-        "certified, self",
-        "lookup, else small",
-        "ead",
-        "budget",
-        "int8",
-        "experts by entropy",
-    ),
+    *("paper", "adaptive", "adaptive, lookup", "certified, self", "lookup, else small", "ead", "budget", "int8"),
+    *("experts by entropy", "stacked", "stacked, certified, lookup", "stacked, experts by mass", "stacked, compressed"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
@@ -240,4 +239,20 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         load=functools.partial(tiny, MIXTURE), settings={"experts": Entropy(least=0.3)}, dense={"least": 1.0}
     ),
     "compressed": lambda: Capability(settings={"cache_budget": 40}, dense=None),
+    "stacked": lambda: Capability(load=stacked),
+    "stacked, certified, lookup": lambda: Capability(
+        load=stacked,
+        settings={"control": pruned("certified", tolerance=0.5)} | _LOOKUP,
+        dense={"tolerance": 0.0},
+        prunes=True,
+        drafts=True,
+        certifies=0.5,
+    ),
+    "stacked, experts by mass": lambda: Capability(
+        load=functools.partial(stacked, MIXTURE),
+        settings={"experts": "mass", "expert_share": 0.6} | _LOOKUP,
+        dense={"share": 1.0},
+        drafts=True,
+    ),
+    "stacked, compressed": lambda: Capability(load=stacked, settings={"cache_budget": 40}, dense=None),
 }

@@ -16,6 +16,7 @@ from et_jax.decode.extend import attend
 from et_jax.decode.readers import Selected
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import empty
+from et_jax.models.stacks import located, stacks_of
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -38,7 +39,7 @@ def test_rows_that_do_not_run_read_and_write_nothing():
     q = jnp.asarray(rng.normal(size=(3, 1, MODEL.num_heads, MODEL.head_dim)), jnp.float32)
     kv = q[:, :, : MODEL.num_kv_heads]
     before = state.plants[0].cache
-    plant, of_layer = config.plants[0], reader.of_layer(config.plants[0], 0)
+    plant, of_layer = config.plants[0], reader.of_layer(config.plants[0], located(stacks_of(MODEL, stacked=False), 0))
     out, cached, notes = attend(plant, plant.model.softmax(0), chunk, of_layer, q, kv, kv, before.layers[0], None)
     stats = reader.noted(chunk, (notes,))
     assert not out.any() and not stats.blocks_read.any()

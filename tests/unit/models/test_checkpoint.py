@@ -18,7 +18,7 @@ from et_jax.models import checkpoint
 from et_jax.models.checkpoint import load, restore_converted, save_converted, sources_of, write_hugging_face
 from et_jax.models.config import ExpertConfig
 from et_jax.models.sources import tensor_shapes
-from et_jax.models.transformer import initialise, num_weights
+from et_jax.models.transformer import abstract, in_stacks, initialise, num_weights
 
 CONFIG = dataclasses.replace(
     SMALL, architecture="qwen2", vocab_size=24, hidden_size=16, intermediate_size=20, head_dim=4, qkv_bias=True
@@ -302,10 +302,12 @@ def peak():  # of this program alone: getrusage's figure starts at that of the p
 
 jax.block_until_ready(jax.numpy.ones(8) + 1)
 before = peak()
-_, params = load(sys.argv[1], sys.argv[2], sys.argv[3] or None)
+stacked = sys.argv[4] == "stacked"
+_, params = load(sys.argv[1], sys.argv[2], sys.argv[3] or None, stacked=stacked)
 leaves = jax.tree.leaves(params)
-print(peak() - before, sum(leaf.nbytes for leaf in leaves), max(leaf.size * 4 for leaf in leaves))
+print(peak() - before, sum(leaf.nbytes for leaf in leaves), len(params.layers))
 """
+LARGEST = 4 * 2048 * 1024  # bytes of the largest tensor of the folder
 
 
 @pytest.fixture(scope="module")
@@ -319,11 +321,43 @@ def large_folder(tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
-@pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
-def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize):
-    command = [sys.executable, "-c", MEASURE, str(large_folder), dtype, quantize]
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "layers"),
+    [
+        ("float32", "", "apart"),
+        ("bfloat16", "", "apart"),
+        ("bfloat16", "int8", "apart"),
+        ("float32", "", "stacked"),
+        ("bfloat16", "int8", "stacked"),
+    ],
+)
+def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize, layers):
+    command = [sys.executable, "-c", MEASURE, str(large_folder), dtype, quantize, layers]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    grown, held, largest = (int(figure) for figure in output.split())
-    assert held > (5e7 if quantize else 1e8)
+    grown, held, places = (int(figure) for figure in output.split())
+    assert held > (5e7 if quantize else 1e8) and places == {"apart": 6, "stacked": 1}[layers]
     # A tensor passes through as mapped pages, a copy and a cast; the rest is room for the allocator.
-    assert grown < held + 6 * largest + 16e6, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
+    assert grown < held + 6 * LARGEST + 16e6, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
+
+
+MIXED = dataclasses.replace(
+    CONFIG,
+    architecture="qwen3_moe",
+    qkv_bias=False,
+    qk_norm=True,
+    num_layers=5,
+    windows=(None,) * 5,
+    experts=ExpertConfig(num_experts=4, num_per_token=2, width=8, normalised=True, layers=(False, *(True,) * 4)),
+)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("written", [write_hugging_face, save_converted])
+@pytest.mark.parametrize("config", [dataclasses.replace(TIED, num_layers=3, windows=(None,) * 3), MIXED])
+def test_layers_are_stacked_as_they_are_read(tmp_path, config, written, quantize):
+    written(tmp_path, config, random_params(config))
+    apart, stacked = (load(tmp_path, quantize=quantize, stacked=stacked)[1] for stacked in (False, True))
+    assert len(stacked.layers) == (1 if config.experts is None else 2)
+    assert_same_bits(stacked, in_stacks(apart, config, lambda *leaves: jnp.stack(leaves)))
+    shapes = abstract(config, jnp.float32, quantize, stacked=True)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), stacked) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)

@@ -1,0 +1,223 @@
+"""Layers that are alike, in stacks: how they lie in a model's weights and cache, and how a program runs through them.
+
+Layers of one kind differ in their numbers alone, so a program may hold the kind once and loop over the layers: what is
+traced, lowered and compiled does not grow with them. A pattern of kinds that comes again and again, such as a window, a
+window and none, is looped over by its period.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from et_jax.models.config import ModelShape
+from et_jax.types import pytree
+
+T = TypeVar("T")
+Carried = TypeVar("Carried")
+
+
+def stacked_on(platform: str) -> bool:
+    """Return whether layers that are alike are stacked on a platform, as JAX names it.
+
+    A TPU's compiler reads a layer's weights where they lie in the stack. XLA on a CPU copies them out first, so that
+    products take 1.3 to 1.6 times as long, and compiled for an H200 it copies them too, all of them in every step:
+    there every layer stays by itself.
+    """
+    return platform == "tpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """`depth` turns of a pattern of `period` layers, from layer `first` on.
+
+    Each layer of the pattern has a place, the first of them `place`: in a model's weights and its cache, what the turns
+    hold at a place is one array. A stack of one turn is layers by themselves.
+    """
+
+    first: int
+    period: int
+    depth: int
+    place: int
+
+    @property
+    def num_layers(self) -> int:
+        """The layers of all turns."""
+        return self.period * self.depth
+
+    def layer(self, like: int, offset: int, turn: int | Int[Array, ""]) -> "Layer":
+        """Return the layer at an offset of the pattern in a turn, which is of the kind that it has in turn `like`."""
+        return Layer(
+            like=self.first + like * self.period + offset,
+            number=self.first + turn * self.period + offset,
+            place=self.place + offset,
+            turn=None if self.depth == 1 else turn,
+        )
+
+    def runs(self, alike: Sequence[Hashable] | None) -> list[range]:
+        """Return the turns in order, together those that follow on each other and are `alike` layer by layer.
+
+        `alike` holds a value for every layer of the model; None says that each turn is run by itself.
+        """
+        if alike is None:
+            return [range(turn, turn + 1) for turn in range(self.depth)]
+        begins = [self.first + turn * self.period for turn in range(self.depth)]
+        groups = groupby(range(self.depth), lambda turn: tuple(alike[begins[turn] : begins[turn] + self.period]))
+        return [range(turns[0], turns[-1] + 1) for turns in (list(group) for _, group in groups)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer as a program runs it: at a `turn` of its `place`, None where no other layer lies there.
+
+    Where a scan runs several layers, `number` and `turn` are arrays, and `like` is the number of the first of them.
+    """
+
+    like: int
+    number: int | Int[Array, ""]
+    place: int
+    turn: int | Int[Array, ""] | None
+
+    def of(self, tree: T, axis: int) -> T:
+        """Return what arrays with an entry for every layer, along an axis, hold of this one."""
+        return jax.tree.map(partial(entry, number=self.number, axis=axis), tree)
+
+
+def entry(x: Array | np.ndarray, number: int | Int[Array, ""], axis: int = 0) -> Array | np.ndarray:
+    """Return one entry of an array along an axis."""
+    if isinstance(number, int):
+        return x[(slice(None),) * axis + (number,)]
+    return jax.lax.dynamic_index_in_dim(jnp.asarray(x), number, axis, keepdims=False)
+
+
+def stacks_of(model: ModelShape, stacked: bool) -> tuple[Stack, ...]:
+    """Return the layers of a model in stacks, every layer in one of its own unless they are `stacked`."""
+    kinds = model.kinds if stacked else tuple(range(model.num_layers))
+    found: list[Stack] = []
+    first = place = 0
+    while first < len(kinds):
+        period, depth = _repeated(kinds[first:])
+        found.append(Stack(first=first, period=period, depth=depth, place=place))
+        first, place = first + period * depth, place + period
+    return tuple(found)
+
+
+def _repeated(kinds: Sequence[Hashable]) -> tuple[int, int]:
+    """The period that the kinds begin with, and how often it is repeated: the one that covers most, the shortest."""
+    best = 1, 1
+    for period in range(1, len(kinds) // 2 + 1):
+        depth = 1
+        while kinds[depth * period : (depth + 1) * period] == kinds[:period]:
+            depth += 1
+        if depth > 1 and period * depth > best[0] * best[1]:
+            best = period, depth
+    return best
+
+
+def depths_of(stacks: Sequence[Stack]) -> tuple[int, ...]:
+    """Return how many layers lie at each place."""
+    return tuple(stack.depth for stack in stacks for _ in range(stack.period))
+
+
+def located(stacks: Sequence[Stack], number: int) -> Layer:
+    """Return the layer of this number, run by itself."""
+    stack = next(stack for stack in stacks if number < stack.first + stack.num_layers)
+    turn, offset = divmod(number - stack.first, stack.period)
+    return stack.layer(turn, offset, turn)
+
+
+@pytree
+class Threaded:
+    """A memory of two parts: what is `carried` from layer to layer, and what each layer `told`, in order."""
+
+    carried: Any
+    told: tuple[Any, ...] = ()
+
+
+@pytree
+class Turns:
+    """What the layers told that one scan ran: of each layer of its pattern, arrays that lead with the turns."""
+
+    of_period: tuple[Any, ...]
+
+
+def through(
+    stacks: Sequence[Stack],
+    alike: Sequence[Hashable] | None,
+    run: Callable[[Layer, Carried], tuple[Carried, Any]],
+    carried: Carried,
+) -> tuple[Carried, tuple[Any, ...]]:
+    """Run every layer in order, those of a stack that are `alike` in a scan, as `Stack.runs` has it.
+
+    `run` takes what is carried and returns it anew, and what the layer tells. Returns what all tell, of those that one
+    scan ran as `Turns`.
+    """
+    told: list[Any] = []
+    for stack in stacks:
+        for turns in stack.runs(alike):
+            one = partial(_turn, stack, turns[0], run)
+            if len(turns) == 1:
+                carried, of_period = one(carried, turns[0])
+                told += of_period
+            else:
+                numbers = jnp.arange(turns.start, turns.stop, dtype=jnp.int32)
+                carried, of_period = jax.lax.scan(one, carried, numbers)
+                told.append(Turns(of_period=of_period))
+    return carried, tuple(told)
+
+
+def _turn(
+    stack: Stack,
+    like: int,
+    run: Callable[[Layer, Carried], tuple[Carried, Any]],
+    carried: Carried,
+    turn: int | Int[Array, ""],
+) -> tuple[Carried, tuple[Any, ...]]:
+    """Run the layers of one turn."""
+    told = []
+    for offset in range(stack.period):
+        carried, said = run(stack.layer(like, offset, turn), carried)
+        told.append(said)
+    return carried, tuple(told)
+
+
+def parts(told: Sequence[Any], part: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return a part of what each layer told, in the form that all of it has."""
+    return tuple(
+        Turns(of_period=tuple(map(part, one.of_period))) if isinstance(one, Turns) else part(one) for one in told
+    )
+
+
+def by_layer(told: Sequence[Any], read: Callable[[Any], T], axis: int) -> T:
+    """Return arrays that `read` takes of what each layer told, an entry for every layer in order along an axis."""
+
+    def of_turns(*of_period: Array) -> Array:
+        both = jnp.stack(of_period, axis=1)
+        return jnp.moveaxis(both.reshape(-1, *both.shape[2:]), 0, axis)
+
+    found = [
+        jax.tree.map(of_turns, *map(read, one.of_period))
+        if isinstance(one, Turns)
+        else jax.tree.map(partial(jnp.expand_dims, axis=axis), read(one))
+        for one in told
+    ]
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=axis), *found)
+
+
+def folded(told: Sequence[Any], add: Callable[[T, Any], T], sofar: T) -> T:
+    """Return `sofar` after what each layer told was added to it, one layer after the other."""
+
+    def turn(sofar: T, of_period: tuple[Any, ...]) -> tuple[T, None]:
+        for one in of_period:
+            sofar = add(sofar, one)
+        return sofar, None
+
+    for one in told:
+        sofar = jax.lax.scan(turn, sofar, one.of_period)[0] if isinstance(one, Turns) else add(sofar, one)
+    return sofar

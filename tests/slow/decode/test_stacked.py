@@ -1,0 +1,199 @@
+"""Layers that are alike, stacked and run by a scan: the text and the bits of layers apart, and programs that stay."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import MODEL, OTHER, PAGE, PROMPTS, configuration, request, run, weights
+
+from et_jax.control.compression import named
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.decode.decoder import Decoder, decoder
+from et_jax.decode.draft import Drafting, Pruned
+from et_jax.models.calibration import Calibration
+from et_jax.models.config import ExpertConfig, ModelConfig
+from et_jax.models.stacks import stacks_of
+from et_jax.models.transformer import Params, in_stacks
+from et_jax.serve.chunks import calls
+from et_jax.types import Table
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+
+def deep(windows: tuple[int | None, ...], **changes) -> ModelConfig:
+    return dataclasses.replace(MODEL, num_layers=len(windows), windows=windows, **changes)
+
+
+def mixture(layers: tuple[bool, ...]) -> ModelConfig:
+    experts = ExpertConfig(num_experts=6, num_per_token=3, width=20, normalised=True, layers=layers, shared_width=16)
+    return deep((None,) * len(layers), experts=experts)
+
+
+MODELS = {
+    "llama": deep((None,) * 4),
+    "gemma": deep((6, 6, None) * 2 + (6,), norms="around", score_cap=20.0, window_rope_theta=100.0),
+    "mixture": mixture((True,) * 3),
+    "mixture, every other layer": mixture((False, True) * 2),
+}
+PRUNED = {"min_blocks": 1, "window": 4, "target_entropy": 2.0}
+CONTROLS = {
+    "off": Controller(),
+    "certified": preset("certified", tolerance=0.5, **PRUNED),
+    "adaptive": preset("adaptive", tolerance=0.3, **PRUNED),
+    "paper": preset("paper", tolerance=0.5, **PRUNED),
+    "entropyinfer": preset("entropyinfer", prefill_budget=16),
+}
+WAYS = {
+    **{name: {"controller": control} for name, control in CONTROLS.items()},
+    "lookup": {"draft": Drafting(most=3)},
+    "certified, lookup": {"draft": Drafting(most=3), "controller": CONTROLS["certified"]},
+    "self": {"draft": Drafting(most=3, drafter=Pruned(share=0.2))},
+    "small": {"draft": Drafting(most=3, drafter=None), "others": (OTHER,)},
+}
+PAIRS = [
+    *(("llama", way) for way in WAYS),
+    *(("gemma", way) for way in ("off", "certified", "entropyinfer", "self")),
+    *((name, way) for name in MODELS if "mixture" in name for way in ("off", "certified, lookup")),
+]
+
+
+def of(model: ModelConfig, stacked: bool, **changes) -> tuple[Decoder, tuple[Params, ...]]:
+    """A decoder of layers that are stacked or apart, and the weights of its models."""
+    heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
+    measured = Calibration(sensitivity=Table(heads))
+    changes = {"keep": frozenset({"logits"}), "calibration": measured, "num_pages": 49} | changes
+    chunk = changes.get("controller", Controller()).budget
+    if chunk is not None:
+        size = -(-chunk.segment // PAGE) * PAGE
+        changes |= {"chunk": size, "prefill_batch": 2 * size}
+    d = decoder(configuration(model=model, stacked=stacked, **changes))
+    return d, tuple(as_stacked(one) if stacked else weights(model=one) for one in d.config.models)
+
+
+@functools.cache
+def as_stacked(model: ModelConfig) -> Params:
+    return in_stacks(weights(model=model), model, lambda *leaves: jnp.stack(leaves))
+
+
+def start(d: Decoder, params: tuple[Params, ...], state, slot: int, tokens: list[int], begin: int = 0, **asked):
+    """Start a sequence in a slot that holds the first `begin` tokens of its prompt."""
+    for rows in calls(d.config, slot, tokens[begin:-1]):
+        state, granted = d.prefill(params, state, *rows)
+        assert granted.all()
+    return d.insert(state, slot, request(tokens[-1], control=d.config.controller, **asked))
+
+
+def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]], np.ndarray]:
+    """The texts of three sequences, one of them greedy, and the last logits of each."""
+    state = d.empty()
+    for slot, tokens in PROMPTS.items():
+        state = start(d, params, state, slot, tokens, seed=slot, temperature=float(slot), limit=24)
+    written: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
+    while np.asarray(state.active).any():
+        state, output = d.step(params, state)
+        for position, slot in zip(*np.nonzero(np.asarray(output.produced)), strict=True):
+            written[int(slot)].append(int(output.token[position, slot]))
+    assert state.logits is not None
+    return written, np.asarray(state.logits)
+
+
+@pytest.mark.parametrize(("name", "way"), PAIRS)
+def test_a_text_is_that_of_layers_apart(name, way):
+    """Its logits too, but for what XLA rounds otherwise where a loop is around it."""
+    model = MODELS[name]
+    assert len(stacks_of(model, stacked=True)) < model.num_layers
+    (texts, logits), (apart, expected) = (decoded(*of(model, stacked, **WAYS[way])) for stacked in (True, False))
+    assert texts == apart and all(len(text) == 24 for text in texts.values())
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def lines_of(depth: int, function: str, **changes) -> int:
+    """How many lines of StableHLO a function of a decoder of so many layers has."""
+    d, params = of(deep((None, 6) * (depth // 2)), True, **changes)
+    given = {"step": (params, d.empty())}.get(function)
+    if function == "prefill":
+        count = d.config.prefill_batch // d.config.chunk
+        rows = jnp.zeros(count, jnp.int32)
+        given = params, d.empty(), rows, jnp.zeros((count, d.config.chunk), jnp.int32), rows, jnp.zeros(count, bool)
+    if function == "compress":
+        given = d.empty(), jnp.int32(0)
+    assert given is not None
+    return len(getattr(d, function).lower(*given).as_text().splitlines())
+
+
+COMPRESSION = named("latent", 16, window=6, gap=3)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes"),
+    [
+        ("step", {}),
+        ("step", {"controller": CONTROLS["certified"], "draft": Drafting(most=3)}),
+        ("step", {"controller": CONTROLS["adaptive"]}),
+        ("step", {"controller": CONTROLS["paper"]}),
+        ("step", WAYS["self"]),
+        ("prefill", {}),
+        ("prefill", {"controller": CONTROLS["entropyinfer"]}),
+        ("compress", {"compression": COMPRESSION}),
+    ],
+)
+def test_a_program_is_as_long_whatever_its_layers(function, changes):
+    assert lines_of(14, function, **changes) == lines_of(22, function, **changes)
+
+
+@pytest.mark.parametrize("policy", ["latent", "snapkv", "pyramidkv", "random"])
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_what_a_compression_keeps_is_what_it_keeps_of_layers_apart(name, policy):
+    model, tokens = MODELS[name], list(range(1, 42))
+    how = named(policy, 16, window=6, gap=3)
+    found = []
+    for stacked in (True, False):
+        d, params = of(model, stacked, compression=how)
+        state = start(d, params, d.empty(), 1, tokens, temperature=0.0, limit=16)
+        for _ in range(3):
+            state, _ = d.step(params, state)
+        state, granted = d.compress(state, jnp.int32(1))
+        assert granted and int(state.num_cached[1]) < int(state.length[1])
+        state, rows = run(d, params, state)
+        assert state.logits is not None
+        found.append((rows[1].token.tolist(), np.asarray(state.logits[1])))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-4 * np.abs(found[1][1]).max())
+
+
+def test_pages_are_shared_forked_and_swapped_as_those_of_layers_apart():
+    """A fork of a prompt amid a page, one that takes its full pages, and one that has been to the host and back."""
+    model, tokens = MODELS["gemma"], list(range(1, 15))
+    found = []
+    for stacked in (True, False):
+        d, params = of(model, stacked, controller=CONTROLS["certified"])
+        state = start(d, params, d.empty(), 0, tokens, temperature=0.0, limit=20)
+        held = state.table.pages[0]
+        state, granted = d.fork(state, jnp.int32(0), jnp.int32(1))
+        assert granted
+        state = d.share(state, jnp.int32(2), held, jnp.int32(2))
+        rest = [*tokens[: 2 * PAGE], 90, 91, 92, 93]
+        state = start(d, params, state, 2, rest, begin=2 * PAGE, temperature=0.0, limit=20)
+        for _ in range(4):
+            state, _ = d.step(params, state)
+        row = d.read_row(state, jnp.int32(1))
+        blocks, most = int(state.table.num_blocks[1]), d.config.pages_per_swap
+        taken = [(at, d.read_pages(state, jnp.int32(1), jnp.int32(at))) for at in range(0, blocks, most)]
+        state = d.release(state, jnp.int32(1))
+        state, granted = d.write_row(state, jnp.int32(1), row)
+        assert granted
+        for at, pages in taken:
+            state = d.write_pages(state, jnp.int32(1), jnp.int32(at), pages)
+        state, rows = run(d, params, state)
+        found.append({slot: row.token.tolist() for slot, row in rows.items()})
+    assert found[0] == found[1] and found[0][0] == found[0][1] != found[0][2]
+
+
+def test_weights_that_lie_otherwise_than_the_cache_are_refused():
+    d, _ = of(MODELS["llama"], True)
+    with pytest.raises(ValueError, match="other stacks than those of the cache"):
+        jax.eval_shape(d.step, (weights(model=MODELS["llama"]),), d.empty())

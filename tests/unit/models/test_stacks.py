@@ -1,0 +1,105 @@
+"""Which layers are alike and how they lie in stacks, and that what runs through them meets each in order."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.evidence.shapes import SMALL
+from et_jax.models.config import ExpertConfig
+from et_jax.models.stacks import (
+    Stack,
+    Turns,
+    by_layer,
+    depths_of,
+    folded,
+    located,
+    stacked_on,
+    stacks_of,
+    through,
+)
+
+
+def model(windows: tuple[int | None, ...], **changes):
+    return dataclasses.replace(SMALL, num_layers=len(windows), windows=windows, **changes)
+
+
+def shapes(stacks: tuple[Stack, ...]) -> list[tuple[int, int, int, int]]:
+    return [(one.first, one.period, one.depth, one.place) for one in stacks]
+
+
+def experts(*layers: bool) -> ExpertConfig:
+    return ExpertConfig(num_experts=4, num_per_token=2, width=8, normalised=True, layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (model((None,) * 5), [(0, 1, 5, 0)]),
+        (model((6, None) * 3), [(0, 2, 3, 0)]),
+        (model((6, 6, None) * 3 + (6, 6)), [(0, 3, 3, 0), (9, 1, 2, 3)]),
+        (model((6, 6, 6, None)), [(0, 1, 3, 0), (3, 1, 1, 1)]),
+        (model((None,) * 4, unrotated=(1, 3)), [(0, 2, 2, 0)]),
+        (model((None,) * 4, experts=experts(False, True, True, True)), [(0, 1, 1, 0), (1, 1, 3, 1)]),
+        (model((None,)), [(0, 1, 1, 0)]),
+    ],
+)
+def test_the_period_that_covers_most_layers_is_stacked(of, expected):
+    assert shapes(stacks_of(of, stacked=True)) == expected
+
+
+def test_layers_apart_have_a_stack_each():
+    assert shapes(stacks_of(model((None,) * 3), stacked=False)) == [(0, 1, 1, 0), (1, 1, 1, 1), (2, 1, 1, 2)]
+
+
+def test_layers_are_stacked_on_a_tpu_alone():
+    assert [platform for platform in ("cpu", "tpu", "gpu", "cuda") if stacked_on(platform)] == ["tpu"]
+
+
+STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)
+
+
+def test_every_layer_has_a_place_of_its_own():
+    found = [located(STACKS, number) for number in range(11)]
+    assert [layer.number for layer in found] == [layer.like for layer in found] == [*range(11)]
+    assert [(layer.place, layer.turn) for layer in found] == [
+        *((place, turn) for turn in range(3) for place in range(3)),
+        (3, 0),
+        (3, 1),
+    ]
+    assert depths_of(STACKS) == (3, 3, 3, 2)
+    assert all(layer.turn is None for layer in (located(stacks_of(SMALL, False), i) for i in range(SMALL.num_layers)))
+
+
+@pytest.mark.parametrize("alike", [None, (0,) * 11, (0, 0, 0, *(1,) * 8), (0,) * 10 + (1,)])
+def test_what_runs_through_stacks_meets_every_layer_in_order(alike):
+    """What it carries is folded in that order, and what each tells stands in it."""
+    scanned = []
+
+    def run(layer, carried):
+        scanned.append(not isinstance(layer.number, int))
+        number = jnp.asarray(layer.number, jnp.int32)
+        return carried * 2 % 1009 + number, {"number": number, "squares": jnp.stack([number, number**2])}
+
+    carried, told = through(STACKS, alike, run, jnp.int32(1))
+    expected = 1
+    for number in range(11):
+        expected = expected * 2 % 1009 + number
+    assert int(carried) == expected
+    assert any(scanned) == (alike is not None) == any(isinstance(one, Turns) for one in told)
+    numbers = np.arange(11)
+    squares = by_layer(told, lambda one: one["squares"], axis=1)
+    np.testing.assert_array_equal(squares, np.stack([numbers, numbers**2]))
+    in_order = folded(told, lambda sofar, one: sofar * 2 % 1009 + one["number"], jnp.int32(1))
+    assert int(in_order) == expected
+
+
+def test_a_layer_takes_its_entry_of_arrays():
+    x = np.arange(24.0).reshape(2, 4, 3)
+    layer = located(stacks_of(model((None,) * 4), stacked=True), 2)
+    np.testing.assert_array_equal(layer.of(x, axis=1), x[:, 2])
+    [stack] = stacks_of(model((None,) * 4), stacked=True)
+    traced = jax.jit(lambda turn: stack.layer(0, 0, turn).of(jnp.asarray(x), axis=1))
+    np.testing.assert_array_equal(traced(2), x[:, 2])
