@@ -346,7 +346,8 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
     device = device_of(chip)
     plain, _ = configured(run, "xla")
     assert chip.backend is not None
-    backend, _ = serving_backend(plain.model, chip.page_size, plain.weights_dtype, plain.cache_dtype, chip.backend)
+    with traced_for(device):
+        backend, _ = serving_backend(plain.model, chip.page_size, plain.weights_dtype, plain.cache_dtype, chip.backend)
     config, weights = configured(run, backend)
     params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
     lowering = function_program(function, config, params, device)

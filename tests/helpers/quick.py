@@ -17,7 +17,7 @@ def busy():  # in a library, where no handler runs
 
 class Model:
     metrics = SimpleNamespace(write=lambda path: None)
-    def warm_up(self): pass
+    def warm_up(self, drafts=True): pass
     def sequences(self, index, request):
         return [SimpleNamespace(prompt=request.prompt, prompt_ids=[1], laws=SimpleNamespace(min_context=None))]
     def stream(self, prompts, params, cancelled):
