@@ -154,7 +154,8 @@ def test_a_model_too_large_is_refused_from_its_configuration_alone(tmp_path: Pat
         (
             {},
             17 * GB,
-            "the cache of one sequence of 8192 tokens, .*; take quantize int8, or take max_model_len ",
+            "the cache of one sequence of 8192 tokens, .*; take quantize int8, or take cache_dtype int8, "
+            "or take max_model_len ",
             ["max_length"],
         ),
     ],
