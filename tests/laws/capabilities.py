@@ -174,7 +174,7 @@ def _small() -> str:
 SLOW = {
     *("bfloat16", "cache in bfloat16", "cache in int8", "window", "module", "own", "surprisals", "small"),
     *("paper", "adaptive", "adaptive, lookup", "certified, self", "lookup, else small", "ead", "budget", "int8"),
-    *("experts by entropy", "stacked", "stacked, certified, lookup", "stacked, experts by mass", "stacked, compressed"),
+    *("experts by entropy", "stacked", "stacked, experts by mass"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
@@ -240,19 +240,10 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
     "compressed": lambda: Capability(settings={"cache_budget": 40}, dense=None),
     "stacked": lambda: Capability(load=stacked),
-    "stacked, certified, lookup": lambda: Capability(
-        load=stacked,
-        settings={"control": pruned("certified", tolerance=0.5)} | _LOOKUP,
-        dense={"tolerance": 0.0},
-        prunes=True,
-        drafts=True,
-        certifies=0.5,
-    ),
     "stacked, experts by mass": lambda: Capability(
         load=functools.partial(stacked, MIXTURE),
         settings={"experts": "mass", "expert_share": 0.6} | _LOOKUP,
         dense={"share": 1.0},
         drafts=True,
     ),
-    "stacked, compressed": lambda: Capability(load=stacked, settings={"cache_budget": 40}, dense=None),
 }

@@ -191,7 +191,6 @@ DRAFTERS = {
     "the same model beside it": (BY_MODEL, MODEL),
     "itself": (ITSELF, None),
     "lookup, else itself": (AFTER_LOOKUP, None),
-    "lookup, else another model": (dataclasses.replace(AFTER_LOOKUP, drafter=None), OTHER),
     "another model": (BY_MODEL, OTHER),
     "another model by turns": (BY_TURNS, OTHER),
 }
@@ -201,12 +200,12 @@ DRAFTERS = {
     ("control", "drafter"),
     [
         *((control, "lookup") for control in CONTROLS),
-        *((control, "itself") for control in CONTROLS),
+        ("off", "itself"),
+        ("certified", "itself"),
         ("off", "garbage"),
         ("off", "the same model beside it"),
         ("off", "another model"),
         ("off", "lookup, else itself"),
-        ("certified", "lookup, else another model"),
         ("certified", "another model by turns"),
     ],
 )
