@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, OTHER, PAGE, PROMPTS, configuration, request, run, weights
+from small_model import MODEL, PAGE, PROMPTS, configuration, request, run, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
