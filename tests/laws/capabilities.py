@@ -173,7 +173,7 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16", "cache in bfloat16", "cache in int8", "window", "module", "own", "surprisals", "small"),
-    *("paper", "adaptive", "adaptive, lookup", "certified, self", "lookup, else small", "ead", "budget", "int8"),
+    *("paper", "adaptive", "adaptive, lookup", "certified, self", "lookup, else self", "ead", "budget", "int8"),
     *("experts by entropy", "stacked", "stacked, experts by mass"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
@@ -207,7 +207,6 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
     "lookup": lambda: Capability(settings=_LOOKUP, drafts=True),
     "lookup, else self": lambda: Capability(settings=_SELF | {"draft": "lookup+self"}, drafts=True),
-    "lookup, else small": lambda: Capability(settings={"draft": f"lookup+{_small()}"} | _DRAFTS, drafts=True),
     "small": lambda: Capability(settings={"draft": _small()} | _DRAFTS, drafts=True),
     "self": lambda: Capability(settings=_SELF, drafts=True),
     "certified, self": lambda: Capability(
