@@ -183,14 +183,14 @@ FOUR = Drafting(most=4, length=FixedLength())
 NONSENSE = Drafting(most=4, length=FixedLength(), drafter=garbage)
 BY_MODEL = Drafting(most=4, length=FixedLength(), drafter=None)
 ITSELF = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.3))
-AFTER_LOOKUP = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.3), before=FOUR)
+AFTER_LOOKUP = Drafting(most=4, length=FixedLength(), drafter=None, before=FOUR)
 BY_TURNS = Drafting(most=4, length=AcceptanceLength(retry=4), drafter=None)
 DRAFTERS = {
     "lookup": (FOUR, None),
     "garbage": (NONSENSE, None),
     "the same model beside it": (BY_MODEL, MODEL),
     "itself": (ITSELF, None),
-    "lookup, else itself": (AFTER_LOOKUP, None),
+    "lookup, else another model": (AFTER_LOOKUP, OTHER),
     "another model": (BY_MODEL, OTHER),
     "another model by turns": (BY_TURNS, OTHER),
 }
@@ -205,7 +205,7 @@ DRAFTERS = {
         ("off", "garbage"),
         ("off", "the same model beside it"),
         ("off", "another model"),
-        ("off", "lookup, else itself"),
+        ("off", "lookup, else another model"),
         ("certified", "another model by turns"),
     ],
 )
