@@ -125,11 +125,11 @@ class Int8:
         return (self.array[ids].astype(jnp.float32) * self.scale[ids][..., None]).astype(self.dtype)
 
 
-def _at(x: Array, numbers: tuple[int | Int[Array, ""], ...]) -> Array:
+def _at(x: Array | np.ndarray, numbers: tuple[int | Int[Array, ""], ...]) -> Array:
     """What stands at these places of the first axes."""
     rest = x.shape[len(numbers) :]
     start = (*numbers, *[0] * len(rest))
-    return jax.lax.dynamic_slice(x, start, (*[1] * len(numbers), *rest)).reshape(rest)
+    return jax.lax.dynamic_slice(jnp.asarray(x), start, (*[1] * len(numbers), *rest)).reshape(rest)
 
 
 _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
