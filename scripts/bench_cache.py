@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from et_jax.decode import cache as kv
+from et_jax.decode import eight_bits
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decode
@@ -42,7 +43,7 @@ from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
 
-KINDS = ("bfloat16", *kv.NAMED_8_BITS)
+KINDS = ("bfloat16", *eight_bits.NAMED_8_BITS)
 STEPS = 16  # in one call of `decode`
 
 
@@ -50,7 +51,7 @@ def configured(kind: str, rows: int, length: int, **settings: Any) -> DecoderCon
     """Return a decoder of the shape with a cache of a kind, each of its rows as long as that."""
     model = replace(SMOLLM_135M, max_positions=length)
     return replace(
-        whole_context(model, rows, "bfloat16", **settings), cache_dtype=kv.dtype_named(kind), dtype="bfloat16"
+        whole_context(model, rows, "bfloat16", **settings), cache_dtype=eight_bits.dtype_named(kind), dtype="bfloat16"
     )
 
 
@@ -162,7 +163,7 @@ def rounding(model: Model, rows: np.ndarray) -> list[dict[str, Any]]:
         [layer.pages[:, 1 : 1 + rows.shape[1] // model.decoder_config.page_size] for layer in state.cache.layers]
     )
     found = []
-    for kind, dtype in kv.NAMED_8_BITS.items():
+    for kind, dtype in eight_bits.NAMED_8_BITS.items():
         for scales in ("float32", "bfloat16", "a page"):
             line: dict[str, Any] = {"kind": kind, "scales": scales}
             for name, x in (("keys", pages[..., :d]), ("values", pages[..., d : 2 * d])):
@@ -176,12 +177,12 @@ def rounding(model: Model, rows: np.ndarray) -> list[dict[str, Any]]:
 def _stored(x: Float[Array, "*b s d"], dtype: Any, scales: str) -> Float[Array, "*b s d"]:
     """What is read of keys or values, under scales of tokens in a dtype, or of pages."""
     if scales == "a page":
-        numbers, scale = kv.quantized(x.reshape(*x.shape[:-2], -1), dtype)
+        numbers, scale = eight_bits.quantized(x.reshape(*x.shape[:-2], -1), dtype)
         return (numbers.astype(jnp.float32) * scale[..., None]).reshape(x.shape)
-    numbers, scale = kv.quantized(x, dtype)
+    numbers, scale = eight_bits.quantized(x, dtype)
     if scales == "float32":
         return numbers.astype(jnp.float32) * scale[..., None]
-    scale, largest = jax.lax.reduce_precision(scale, 8, 7)[..., None], kv.LARGEST[dtype]
+    scale, largest = jax.lax.reduce_precision(scale, 8, 7)[..., None], eight_bits.LARGEST[dtype]
     numbers = jnp.clip(x / jnp.where(scale > 0, scale, 1.0), -largest, largest)
     numbers = jnp.round(numbers) if dtype == jnp.int8 else numbers
     return numbers.astype(dtype).astype(jnp.float32) * scale
@@ -234,10 +235,7 @@ def main() -> None:
     parser.add_argument("--decode-rows", type=size, default=2, help="rows of a step (default 2)")
     parser.add_argument("--prefill", type=size, nargs="+", default=[512], help="tokens of a call (default 512)")
     parser.add_argument("--rounds", type=size, default=5, help="turns of every line (default 5)")
-    parser.add_argument("--length", type=size, default=512, help="tokens of a row of text (default 512)")
-    parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: all)")
-    parser.add_argument("--task-length", type=size, default=512, help="tokens of a question (default 512)")
-    parser.add_argument("--num-pages", type=size, default=2000, help="enough to keep the prompts of a task")
+    arguments.add_quality(parser)
     args = parser.parse_args()
     with arguments.refusals("bench_cache"):
         known, timed = quality(args), speed(args)

@@ -136,10 +136,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=size, nargs="+", default=[512], help="tokens of a call (default 512)")
     parser.add_argument("--context", type=size, default=64, help="tokens held at the start (default 64)")
     parser.add_argument("--rounds", type=size, default=9, help="turns of every line (default 9)")
-    parser.add_argument("--length", type=size, default=512, help="tokens of a row of text (default 512)")
-    parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: all)")
-    parser.add_argument("--task-length", type=size, default=512, help="tokens of a question (default 512)")
-    parser.add_argument("--num-pages", type=size, default=2000, help="enough to keep the prompts of a task")
+    arguments.add_quality(parser)
     args = parser.parse_args()
     with arguments.refusals("bench_quantize"):
         known, timed = quality(args), speed(args)

@@ -1,7 +1,7 @@
 """The machine, pure: a state in, a state out.
 
     decoder -> prefill, step, slots, compress -> drafter, turns, verify -> extend -> readers, budgeted
-        -> pruned, selection, reading, sample, sampling, queries -> cache, pages, noise
+        -> pruned, selection, reading, sample, sampling, queries -> cache, eight_bits, pages, noise
 
 `extend` runs a model over a `chunk` of tokens, a `plant` is one model with its cache; `readers` and `budgeted` say how
 the cache is read, `backends` by which kernels, `reads` what was read; `mixing` says how experts are mixed. `step` is

@@ -17,6 +17,7 @@ from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
 from et_jax.decode import pages, queries
 from et_jax.decode.config import DecoderConfig
+from et_jax.decode.eight_bits import dequantized
 from et_jax.decode.once import run_if
 from et_jax.decode.state import DecodeState
 from et_jax.models.stacks import Layer, by_layer, stacks_of, through
@@ -137,7 +138,7 @@ def _kept(
     region, scales = moved(stored), None if scales is None else moved(scales).swapaxes(2, 3)
     summary = codes = None
     if cached.summary is not None:
-        tokens = kv.dequantized(region, scales, d)
+        tokens = dequantized(region, scales, d)
         summary = kv.summarise(tokens, jnp.full(layout.region, size, jnp.int32), d)
         if cached.key_codes is not None:
             codes = kv.encode(tokens[..., :d], summary.key_box)

@@ -15,7 +15,8 @@ from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Selection, Selector, selection
 from et_jax.control.view import BlockView
-from et_jax.decode.cache import LayerCache, PageSummary, dequantized, empty, summarise
+from et_jax.decode.cache import LayerCache, PageSummary, empty, summarise
+from et_jax.decode.eight_bits import dequantized
 from et_jax.models.config import ModelShape
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.softmax import capped

@@ -11,6 +11,7 @@ from typing import Any
 from et_jax.errors import UsageError
 from et_jax.evidence.results import RESULTS
 from et_jax.io.files import check_writable
+from et_jax.tasks.generators import TASKS
 
 _MOST = 2**31 - 1
 
@@ -79,6 +80,15 @@ def parser(description: str | None, *common: str, results: str | None = None) ->
     if results is not None:
         made.add_argument("--output", type=output, default=RESULTS / results)
     return made
+
+
+def add_quality(parser: argparse.ArgumentParser) -> None:
+    """Add what scripts ask that compare what a model still knows: rows of text, and the questions of tasks."""
+    size = count()
+    parser.add_argument("--length", type=size, default=512, help="tokens of a row of text (default 512)")
+    parser.add_argument("--task", action="append", choices=sorted(TASKS), help="repeatable (default: all)")
+    parser.add_argument("--task-length", type=size, default=512, help="tokens of a question (default 512)")
+    parser.add_argument("--num-pages", type=size, default=2000, help="enough to keep the prompts of a task")
 
 
 @contextlib.contextmanager

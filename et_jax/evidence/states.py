@@ -11,6 +11,7 @@ from et_jax.decode import cache as kv
 from et_jax.decode import pages, slots
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.config import DecoderConfig
+from et_jax.decode.eight_bits import dequantized, quantized
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty
 from et_jax.models.config import ModelConfig
@@ -55,7 +56,7 @@ def random_tokens(layer: LayerCache, key: Array, head_dim: int) -> LayerCache:
     if layer.kv_scales is None:
         return replace(layer, pages=jax.random.normal(key, pages.shape, pages.dtype))
     drawn = jax.random.normal(key, (2, *pages.shape[:-1], head_dim))
-    (k, of_key), (v, of_value) = (kv.quantized(x, pages.dtype) for x in drawn)
+    (k, of_key), (v, of_value) = (quantized(x, pages.dtype) for x in drawn)
     pages = pages.at[..., :head_dim].set(k).at[..., head_dim : 2 * head_dim].set(v)
     return replace(layer, pages=pages, kv_scales=jnp.stack([of_key, of_value], axis=2))
 
@@ -70,7 +71,7 @@ def with_random_pages(config: DecoderConfig, state: DecodeState, seed: int = 0) 
         if layer.summary is None:
             return layer
         num_tokens = jnp.full(layer.pages.shape[1], config.page_size, jnp.int32)
-        tokens = kv.dequantized(layer.pages, layer.kv_scales, d)
+        tokens = dequantized(layer.pages, layer.kv_scales, d)
         summary = kv.summarise(tokens, num_tokens, d)
         layer = replace(layer, summary=jax.tree.map(lambda new, old: new.astype(old.dtype), summary, layer.summary))
         if layer.key_codes is None:

@@ -18,7 +18,6 @@ from et_jax.control.experts import RULES, SHARES, ExpertRule
 from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
-from et_jax.decode.cache import NAMED_8_BITS
 from et_jax.decode.draft import (
     Drafting,
     Pruned,
@@ -28,6 +27,7 @@ from et_jax.decode.draft import (
     lookup,
     rough_times,
 )
+from et_jax.decode.eight_bits import NAMED_8_BITS
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from et_jax.decode.backends import serving_backend
-from et_jax.decode.cache import name_of
 from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.decoder import Decoder, decoder
+from et_jax.decode.eight_bits import dtype_name
 from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io import values
@@ -254,7 +254,7 @@ class Model:
             f"device {jax.devices()[0].device_kind}, attention backend {d.backend}",
             *(f"not chosen: {refusal}" for refusal in refusals),
             *self._scoring(),
-            f"cache {d.num_pages} pages of {d.page_size} tokens in {name_of(d.cache_dtype)}, "
+            f"cache {d.num_pages} pages of {d.page_size} tokens in {dtype_name(d.cache_dtype)}, "
             f"{d.num_slots} slots of {d.max_length} tokens, {d.batch} served in a step"
             + ("" if self.settings.replicas == 1 else f", {self.settings.replicas} times over"),
             *self._drafting(),

@@ -11,9 +11,10 @@ from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
 from et_jax.decode import compat
 from et_jax.decode.backends import serving_backend
-from et_jax.decode.cache import dtype_named, token_bytes
+from et_jax.decode.cache import token_bytes
 from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.draft import ReadSizes
+from et_jax.decode.eight_bits import dtype_named
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
 from et_jax.models import stacks

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from et_jax.decode.backends import serving_backend
-from et_jax.decode.cache import name_of
+from et_jax.decode.eight_bits import dtype_name
 from et_jax.errors import UsageError
 from et_jax.models.checkpoint import read_config, stored_dtype
 from et_jax.models.hub import resolve
@@ -40,7 +40,7 @@ def verdict(settings: EngineConfig) -> list[str]:
     return [
         f"{settings.name} runs here: {model.architecture}, {_count_text(num_weights(model))} weights, "
         f"{model.num_layers} layers{seen}",
-        f"weights in {jnp.dtype(dtype).name}, cache in {name_of(config.cache_dtype)}",
+        f"weights in {jnp.dtype(dtype).name}, cache in {dtype_name(config.cache_dtype)}",
         f"device {jax.devices()[0].device_kind}, attention by {config.backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),
         f"{config.num_slots} sequences of {config.max_length} tokens each; one alone may have {longest} "

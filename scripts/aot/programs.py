@@ -117,7 +117,7 @@ def kernel_program(attention: Attention, chip: Chip, kernel: str, slots: int, le
     import jax
     import jax.numpy as jnp
 
-    from et_jax.decode.cache import dtype_named
+    from et_jax.decode.eight_bits import dtype_named
     from et_jax.pallas.checks import LANES
     from et_jax.pallas.paged_attention import paged_attention
     from et_jax.pallas.paged_prefill import paged_prefill
@@ -254,9 +254,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
     from et_jax.control.compression import named
     from et_jax.control.presets import preset
-    from et_jax.decode.cache import dtype_named
     from et_jax.decode.config import DecoderConfig
     from et_jax.decode.draft import Drafting, Pruned
+    from et_jax.decode.eight_bits import dtype_named
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
     from et_jax.models.stacks import stacked_on

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from et_jax.pallas import ring
 
 # rounding of one value, times a few for the sums: relative to outputs of size one
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
@@ -21,6 +24,12 @@ LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exp
 def compiled(function: Callable[..., Any], **settings: Any) -> Any:
     """The function with its settings bound, compiled once for each shape of its arrays."""
     return jax.jit(lambda arrays: function(**arrays, **settings))
+
+
+def fills_groups(shape: Any, group_tokens: int) -> bool:
+    """Whether a list of the shape's blocks may fill several groups of the ring that is served."""
+    dtype = jnp.dtype(shape.in_8_bits or shape.dtype)
+    return shape.num_blocks > ring.heuristic(group_tokens, shape.page_size, shape.width, dtype).group
 
 
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
-from ladder import compiled, numbers, results
+from ladder import compiled, fills_groups, numbers, results
 from test_paged_attention import MIXED, NAMED, assert_equals_reference, of_two_dtypes, poisoned
 
 from et_jax.evidence.kernel_shapes.paged_attention import SHAPES, TESTED, Shape, example
@@ -74,12 +73,7 @@ def test_has_no_race_in_any_shape(rung):
 @pytest.mark.slow
 def test_has_no_race_in_the_ring_that_is_served(rung):
     """In a shape for each path, and in all whose lists may fill several of its groups."""
-
-    def several_groups(shape: Shape) -> bool:
-        dtype = jnp.dtype(shape.in_8_bits or shape.dtype)
-        return shape.num_blocks > ring.heuristic(tpu.GROUP_TOKENS, shape.page_size, shape.width, dtype).group
-
-    shapes = [shape for shape in SERVED if shape in PATHS or several_groups(shape)]
+    shapes = [shape for shape in SERVED if shape in PATHS or fills_groups(shape, tpu.GROUP_TOKENS)]
     rung("paged_attention tpu without races, its own ring", shapes, 19, lambda shape: has_no_race(shape, None))
 
 

@@ -3,11 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_tpu import lower, strictly
-from ladder import as_bytes, results, with_nan_unseen
+from ladder import as_bytes, fills_groups, results, with_nan_unseen
 from test_paged_prefill import (
     MIXED,
     NAMED,
@@ -21,7 +20,6 @@ from test_paged_prefill import (
 )
 
 from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
-from et_jax.pallas import ring
 from et_jax.pallas.paged_prefill import tpu
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
@@ -89,12 +87,7 @@ def test_has_no_race_in_any_shape(rung):
 @pytest.mark.slow
 def test_has_no_race_in_the_cut_that_is_served(rung):
     """In a shape for each path, and in all whose keys may fill several groups of its ring."""
-
-    def several_groups(shape: Shape) -> bool:
-        dtype = jnp.dtype(shape.in_8_bits or shape.dtype)
-        return shape.num_blocks > ring.heuristic(tpu.GROUP_TOKENS, shape.page_size, shape.width, dtype).group
-
-    shapes = [shape for shape in TESTED if shape in PATHS or several_groups(shape)]
+    shapes = [shape for shape in TESTED if shape in PATHS or fills_groups(shape, tpu.GROUP_TOKENS)]
     rung("paged_prefill tpu without races, its own cut", shapes, 19, lambda shape: has_no_race(shape, None))
 
 

@@ -9,7 +9,8 @@ from own_modules import LENGTH, Plain
 from reopened import SIZES
 
 from et_jax.control.presets import preset
-from et_jax.decode.cache import dtype_named, token_width
+from et_jax.decode.cache import token_width
+from et_jax.decode.eight_bits import dtype_named
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.module import ModuleConfig
 from et_jax.serve import engine

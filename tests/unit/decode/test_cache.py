@@ -7,6 +7,7 @@ import pytest
 from stored_tokens import LARGEST, as_stored
 
 from et_jax.decode import cache as kv
+from et_jax.decode import eight_bits
 
 HEADS, PAGES, SIZE, DIM = 2, 9, 4, 5
 # Two slots that hold pages in no order, and one that holds none.
@@ -127,20 +128,20 @@ def test_chunks_and_appended_tokens_are_stored_and_summarised_page_by_page(dtype
 def test_a_key_or_value_in_8_bits_is_near_by_the_steps_of_its_own_scale(dtype):
     """Whole numbers lie a half apart at most; floats of 3 bits of mantissa a sixteenth, or half their least."""
     x = np.random.default_rng(5).normal(size=(500, 64)) * np.exp(np.linspace(-20, 20, 500))[:, None]
-    numbers, scales = kv.quantized(jnp.asarray(x, jnp.float32), dtype)
+    numbers, scales = eight_bits.quantized(jnp.asarray(x, jnp.float32), dtype)
     numbers, scales = np.asarray(numbers.astype(jnp.float32)), np.asarray(scales)[:, None]
     np.testing.assert_allclose(scales[:, 0], np.abs(x).max(1) / LARGEST[jnp.dtype(dtype).name], rtol=1e-6)
     off = np.abs(numbers * scales - x)
     allowed = scales / 2 if dtype == jnp.int8 else np.maximum(np.abs(x) / 16, scales * 2.0**-10)
     assert (off <= 1.00001 * allowed).all() and off.max() > 0
-    nothing, scale = kv.quantized(jnp.zeros((1, 4)), dtype)
+    nothing, scale = eight_bits.quantized(jnp.zeros((1, 4)), dtype)
     assert not np.asarray(nothing.astype(jnp.float32)).any() and not np.asarray(scale).any()
 
 
 @EIGHT_BITS
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 def test_a_fault_in_8_bits_is_in_the_scale_alone(dtype, fault):
-    numbers, scale = kv.quantized(jnp.asarray([[1.0, fault, 2.0], [1.0, 0.0, 2.0]]), dtype)
+    numbers, scale = eight_bits.quantized(jnp.asarray([[1.0, fault, 2.0], [1.0, 0.0, 2.0]]), dtype)
     assert np.isfinite(np.asarray(numbers.astype(jnp.float32))).all()
     assert not np.isfinite(scale[0]) and np.isfinite(scale[1])
 
@@ -188,7 +189,7 @@ def test_page_by_page_is_stored_what_is_stored_token_by_token(dtype, width, star
 
 def test_names_of_dtypes_are_those_of_callers():
     for name, dtype in {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "bfloat16": jnp.bfloat16}.items():
-        assert kv.dtype_named(name) == jnp.dtype(dtype) and kv.name_of(dtype) == name
+        assert eight_bits.dtype_named(name) == jnp.dtype(dtype) and eight_bits.dtype_name(dtype) == name
 
 
 def test_a_reused_page_forgets_its_last_owner():
