@@ -10,5 +10,5 @@ known               figures of which some are not known, told as missing
 html                plain values as HTML: tables, text coloured by entropy
 own_sources         a digest of the package's own sources, as they were imported
 cell                a place in the output of a notebook cell
-later               threads whose work the end of a process need not wait for
+later               threads whose work a process can do without: which of it the end waits for
 """

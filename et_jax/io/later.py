@@ -1,4 +1,4 @@
-"""Threads that make for later what a process can do without, so that its end need not wait for them."""
+"""Threads that make for later what a process can do without: its end waits for what lasts, and for nothing else."""
 
 import contextlib
 import os
@@ -6,19 +6,25 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-_NAME = "et_jax later"
+_PASSING, _LASTING = "et_jax passing", "et_jax lasting"
+_WAITING = "The program that drafts is compiled for the next start; Ctrl-C leaves without it."
 
 
-def worker() -> ThreadPoolExecutor:
-    """Return an executor of one thread for such work. A process that ends in the usual way waits for it."""
-    return ThreadPoolExecutor(1, thread_name_prefix=_NAME)
+def worker(*, lasting: bool) -> ThreadPoolExecutor:
+    """Return an executor of one thread for such work, `lasting` where a later process has what it makes too."""
+    return ThreadPoolExecutor(1, thread_name_prefix=_LASTING if lasting else _PASSING)
 
 
 def leave(code: int) -> None:
-    """End the process with an exit code, at once where such a thread is at work: what it makes is lost."""
-    if any(thread.name.startswith(_NAME) for thread in threading.enumerate()):
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # a reader that is gone, or no stream at all
-                stream.flush()
+    """End the process with an exit code: at once, but that what lasts is made first."""
+    at_work = [thread.name for thread in threading.enumerate()]
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a reader that is gone, or no stream at all
+        sys.stdout.flush()
+    if any(name.startswith(_LASTING) for name in at_work):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(_WAITING, file=sys.stderr)
+    elif any(name.startswith(_PASSING) for name in at_work):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

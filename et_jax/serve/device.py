@@ -64,10 +64,11 @@ class Device:
             programs["swap"] = lambda: self.swap_in(0, *jax.device_get(self.swap_out(0, 1)))
         programs["decode"] = lambda: self.decode(0, until_end=False)
         asked = self.weights, self.state, np.int32(0), np.bool_(False)
-        first, drafting = self.decoder.decode, None
+        first, drafting, lasting = self.decoder.decode, None, True
         if not drafts and self.config.draft is not None and isinstance(first, Kept):
+            lasting = not first.is_kept(*asked)
             first, drafting = self.decoder.decode_plain, first.ahead(*asked)
-        beside = later.worker()  # the largest program is made beside the others, and run when they are
+        beside = later.worker(lasting=lasting)  # the largest program is made beside the others, and run when they are
         if isinstance(first, Kept):
             ahead = beside.submit(first.ahead(*asked))
             programs["decode"] = lambda: (ahead.result(), self.decode(0, until_end=False))

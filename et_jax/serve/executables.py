@@ -88,6 +88,12 @@ class Kept(Program):
 
         return make
 
+    def is_kept(self, *arguments: Any) -> bool:
+        """Return whether a process before this one has kept the program for such arguments."""
+        wanted = self._want(arguments)
+        calls = None if wanted is None else _own(wanted.store.folder / _FOLDER)
+        return wanted is not None and calls is not None and calls.get(wanted.key) is not None
+
     def _wanted(self, arguments: tuple[Any, ...]) -> "_Wanted | None":
         """What program such arguments want; None where it cannot be kept."""
         leaves, structure = jax.tree.flatten((arguments, {}))

@@ -1,4 +1,4 @@
-"""A process that ends while something is made for later does not wait for it, and loses nothing that it said."""
+"""A process that ends while something is made for later loses nothing that it said, and waits for what lasts alone."""
 
 import subprocess
 import sys
@@ -9,17 +9,36 @@ SCRIPT = """
 import sys, time
 from et_jax.io import later
 
-busy = later.worker()
-busy.submit(time.sleep, {seconds})
+def made():
+    time.sleep({seconds})
+    print("made")
+
+busy = later.worker(lasting={lasting})
+busy.submit(made)
 busy.shutdown(wait=False)
+time.sleep(0.2)
 print("said")
-print("told", file=sys.stderr)
 later.leave({code})
 """
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(600, 0), (600, 3), (0, 0), (0, 3)])
-def test_the_end_waits_for_nothing_made_for_later(seconds, code):
-    command = [sys.executable, "-c", SCRIPT.format(seconds=seconds, code=code)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "said\n", "told\n")
+def ended(**given) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", SCRIPT.format(**given)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return found.returncode, found.stdout, found.stderr
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_end_waits_for_nothing_that_passes(code):
+    assert ended(seconds=600, lasting=False, code=code) == (code, "said\n", "")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_end_waits_for_what_lasts_and_says_so(code):
+    found, out, words = ended(seconds=2, lasting=True, code=code)
+    assert (found, out) == (code, "said\nmade\n") and words.count("\n") == 1 and "Ctrl-C" in words
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_what_is_made_by_then_is_waited_for_by_nobody(lasting):
+    assert ended(seconds=0, lasting=lasting, code=3) == (3, "made\nsaid\n", "")
