@@ -39,7 +39,7 @@ from et_jax.decode.draft import Drafting, Pruned, by_roofline, rough_times
 from et_jax.decode.fresh import law_numbers
 from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.sample import guess
-from et_jax.decode.state import DecodeState
+from et_jax.decode.state import DecodeState, wants_drafts
 from et_jax.evidence import arguments, draft_tables
 from et_jax.evidence.results import REPOSITORY, write
 from et_jax.evidence.shapes import SMOLLM_135M
@@ -103,6 +103,21 @@ class Run:
         self.laws: tuple[DraftLength, ...] = begun.draft_laws
         self.clock = StepClock(config)
 
+    def _going_on(self, caches: list[PlantState], context: int, tokens: int) -> DecodeState:
+        """Return the state of texts after a context, with the caches that are lent."""
+        state = snapshot(self.begun)
+        run = jnp.arange(len(state.active)) < self.sequences
+        limit, length = (jnp.where(run, jnp.int32(number), 0) for number in (tokens, context))
+        state = replace(state, active=run, limit=limit, length=length, draft_laws=jax.tree.map(jnp.copy, self.laws))
+        return jax.block_until_ready(replace(state, plants=(caches.pop(),)))
+
+    def compiled(self, weights: Weights, caches: list[PlantState]) -> None:
+        """Compile what decodes, with drafts and without, by running no step."""
+        state = self._going_on(caches, PAGE, 2)
+        for decode in (self.decoder.decode, self.decoder.decode_plain):
+            state, _, _ = decode(weights, state, np.int32(0))
+        caches.append(state.plants[0])
+
     def timed(
         self,
         weights: Weights,
@@ -112,20 +127,17 @@ class Run:
         guesses: Int[np.ndarray, "b n"] | None = None,
     ) -> tuple[float, list[list[int]], dict[str, Any]]:
         """Return the seconds that texts after a context take, the texts, and what was read and drafted."""
-        config = self.decoder.config
-        state, run = snapshot(self.begun), jnp.arange(config.num_slots) < self.sequences
-        limit, length = jnp.where(run, tokens, 0), jnp.where(run, context, 0)
-        state = replace(state, active=run, limit=limit, length=length, draft_laws=jax.tree.map(jnp.copy, self.laws))
+        config, state = self.decoder.config, self._going_on(caches, context, tokens)
         if guesses is not None:
             ahead = slice(context + 1, context + 1 + guesses.shape[1])
             state = replace(state, text=state.text.at[: len(guesses), ahead].set(guesses))
-        state = jax.block_until_ready(replace(state, plants=(caches.pop(),)))
         texts: list[list[int]] = [[] for _ in range(self.sequences)]
         counts = dict.fromkeys(("drafted", "accepted", "steps", "blocks"), 0)
         seconds, steps = 0.0, 1
         while len(texts[0]) < tokens:
             began = time.perf_counter()
-            state, output, ran = self.decoder.decode(weights, state, np.int32(steps))
+            decode = self.decoder.decode if wants_drafts(state) else self.decoder.decode_plain
+            state, output, ran = decode(weights, state, np.int32(steps))
             output, ran = jax.device_get((output, ran))
             taken, ran = time.perf_counter() - began, int(ran)
             seconds, steps = seconds + taken, int(np.clip(BURST * ran / taken, 1, STEPS))
@@ -170,7 +182,7 @@ class Shapes:
         self.plain, self.drafting = Run(plain, sequences, begun), Run(replace(plain, draft=how), sequences, drafted)
         self.plain.timed(self.weights, self.caches, PAGE, 2)  # compiled here, and below where a draft is what is told
         with mock.patch.object(drafter, "guess", told):
-            self.drafting.timed(self.weights, self.caches, PAGE, 2)
+            self.drafting.compiled(self.weights, self.caches)
         self._trusted: dict[str, tuple[Run, list[PlantState]]] = {}
 
     def trusted(self, control: str) -> tuple[Run, list[PlantState]]:

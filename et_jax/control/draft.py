@@ -8,6 +8,7 @@ clock.
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.types import Count, Number, pytree, replace, static, value
@@ -62,6 +63,12 @@ class DraftState:
     since: Int[Array, "*b"]
     credit: Float[Array, "*b"]
     before: "DraftState | None" = None
+
+    @property
+    def wanted(self) -> Bool[Array | np.ndarray, "*b"]:
+        """Whether the next step is to draft something, or to ask for guesses."""
+        own = self.length > 0
+        return own if self.before is None else own | self.before.wanted
 
 
 def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:

@@ -38,9 +38,9 @@ def decode(
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
 
-    With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting
-    for. Without `drafts` no step has any. Returns the outputs stacked over `max_steps`, of which the returned number
-    were run.
+    With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting for. Without
+    `drafts` no step has any, and where the model drafts for itself it stops when a draft is wanted. Returns the outputs
+    stacked over `max_steps`, of which the returned number were run.
     """
     one = jax.jit(partial(step, config, drafts=drafts))  # traced once, for the shapes and for the loop
     _, shapes = jax.eval_shape(one, weights, state)
@@ -48,14 +48,17 @@ def decode(
     num_steps = jnp.minimum(num_steps, config.max_steps)
 
     def going(carry: tuple) -> Bool[Array, ""]:
-        i, state, _, ended = carry
-        return (i < num_steps) & jnp.any(state.active) & ~(ended & until_end)
+        i, state, _, stop = carry
+        return (i < num_steps) & jnp.any(state.active) & ~stop
 
     def advance(carry: tuple) -> tuple:
         i, state, outputs, _ = carry
         state, output = one(weights, state)
         outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
-        return i + 1, state, outputs, jnp.any(output.finished | (output.fault > 0))
+        stop = until_end & jnp.any(output.finished | (output.fault > 0))
+        if not drafts and config.pruned is not None:
+            stop |= jnp.any(state.active & state.draft.wanted)
+        return i + 1, state, outputs, stop
 
     start = jnp.int32(0), state, outputs, jnp.bool_(False)
     ran, state, outputs, _ = jax.lax.while_loop(going, advance, start)

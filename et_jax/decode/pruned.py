@@ -15,6 +15,7 @@ from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.draft import Pruned
+from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import list_blocks, read_all, read_listed
 from et_jax.models.stacks import Layer, by_layer
@@ -62,6 +63,41 @@ def heavy_blocks(how: Pruned, log_share: Float[Array, "r l k n"], held: Int[Arra
     low, high = cut
     few = jnp.sum(log_share >= low[..., None], axis=-1, dtype=jnp.int32).astype(jnp.float32) <= most
     return pack_blocks(log_share >= jnp.where(few, low, high)[..., None])
+
+
+@pytree
+class Noting:
+    """Of which rows the blocks that held the mass are noted, and whether they are: where something is to be drafted.
+
+    `rows` are one of each slot; None where each row is a slot's only one.
+    """
+
+    rows: Int[Array, " s"] | None
+    asked: Bool[Array, ""]
+
+    def of(self, x: Array) -> Array:
+        """Return what an array that leads with rows has of these."""
+        return x if self.rows is None else x[self.rows]
+
+
+def heavy_of(
+    how: Pruned, noting: Noting, told: tuple[Any, ...], held: Int[Array, " s"], masks: UInt32[Array, "r l k n32"]
+) -> UInt32[Array, "s l k n32"]:
+    """Return the `heavy_blocks` of all layers, or none where they are not asked for: then nothing is worked out.
+
+    The first block, which every draft reads, is always among them: a row without any is one of which nothing is noted.
+    `told` are the log-sum-exps of the blocks, layer by layer; the blocks are packed as `masks` are.
+    """
+
+    def choose(_: Array, given: tuple) -> Array:
+        told, held = given
+        block_lse = by_layer(told, lambda lse: lse, axis=1)
+        s, layers, heads, n = block_lse.shape
+        log_share = log_shares(block_lse.reshape(s * layers, heads, n), masks.shape[2])
+        return heavy_blocks(how, log_share.reshape(s, layers, -1, n), held) | pack_blocks(jnp.arange(n) == 0)
+
+    nothing = jnp.zeros((len(held), *masks.shape[1:]), jnp.uint32)
+    return run_if(noting.asked, choose, nothing, (told, held))
 
 
 @pytree

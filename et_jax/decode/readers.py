@@ -20,7 +20,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.draft import Pruned
 from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
-from et_jax.decode.pruned import NOTHING, heavy_blocks, log_shares
+from et_jax.decode.pruned import Noting, heavy_of
 from et_jax.decode.reading import read_all, read_chosen
 from et_jax.decode.reads import LayerReads, Looked, ReadStats, no_reads, reads_of
 from et_jax.decode.selection import (
@@ -88,8 +88,8 @@ class Selected:
     row. `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds
     all. `block_mass` is what share each query head had on each block when that was last read; None where no selector
     goes by it. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where it
-    has been measured. Where the model drafts for itself, `pruned`, the blocks are noted that held the mass of the rows
-    `noting`, one of each slot, in pages of `page_size`.
+    has been measured. Where the model drafts for itself, `pruned`, the blocks that held the mass are noted as `noting`
+    says, in pages of `page_size`.
     """
 
     tolerance: Float[Array, " r"]
@@ -103,7 +103,7 @@ class Selected:
     refresh_every: int = static(default=1)
     residual: bool = static(default=False)
     sensitivity: Table | None = static(default=None)
-    noting: Int[Array, " s"] | None = None
+    noting: Noting | None = None
     pruned: Pruned | None = static(default=None)
     page_size: int = static(default=0)
 
@@ -142,23 +142,27 @@ class Selected:
             block_masks=by_layer(notes, attrgetter("block_mask"), axis=1),
             block_masses=by_layer(notes, attrgetter("block_mass"), axis=1),
         )
-        if self.pruned is None or self.noting is None:
+        if self.pruned is None:
             return stats
-        held = held_blocks(chunk.lengths[self.noting], self.page_size)
-        log_share = by_layer(notes, attrgetter("log_share"), axis=1)
-        return replace(stats, heavy_blocks=heavy_blocks(self.pruned, log_share, held))
+        if self.noting is None:
+            return replace(stats, heavy_blocks=jnp.zeros_like(stats.block_masks))
+        held = held_blocks(self.noting.of(chunk.lengths), self.page_size)
+        told = tuple(
+            jax.tree.map(attrgetter("block_lse"), note, is_leaf=lambda x: isinstance(x, LayerReads)) for note in notes
+        )
+        return replace(stats, heavy_blocks=heavy_of(self.pruned, self.noting, told, held, stats.block_masks))
 
 
 @pytree
 class AllOfLayer:
     """Reads all of a layer, one token a row. `skipped` and `mass` are what `Selected` has of the layer.
 
-    Each block's share of the mass is noted of the rows `noting`.
+    The log-sum-exp of each block is noted of the rows that `noting` names.
     """
 
     skipped: Int[Array, "r k"] | None
     mass: Float[Array, "r h n"] | None
-    noting: Int[Array, " s"] | None
+    noting: Noting | None
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
@@ -179,11 +183,11 @@ class AllOfLayer:
         opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
-        share = None
+        lse = None
         if self.noting is not None:
-            nothing = jnp.full((len(self.noting), *opened.shape[1:]), NOTHING)
-            share = nothing if softmax.window else log_shares(block_lse[self.noting], plant.model.num_kv_heads)
-        return out[:, None], reads_of(opened, self.mass, None, share)
+            lse = self.noting.of(block_lse)
+            lse = jnp.full_like(lse, -jnp.inf) if softmax.window else lse
+        return out[:, None], reads_of(opened, self.mass, None, lse)
 
 
 @pytree
@@ -201,7 +205,7 @@ class SelectedOfLayer:
     min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
     sensitivity: Float[Array, "r k g"] | None
-    noting: Int[Array, " s"] | None
+    noting: Noting | None
     refresh_every: int = static()
     residual: bool = static()
 
@@ -251,14 +255,13 @@ class SelectedOfLayer:
             num_entropies=jnp.where(scored, float(plant.model.num_heads), 0.0),
             least_entropy=jnp.where(scored, jnp.min(entropy, axis=(1, 2)), jnp.inf),
         )
-        share = None
+        lse = None
         if self.noting is not None:
-            opened = chosen.opened[self.noting]
+            opened = self.noting.of(chosen.opened)
             place = jnp.where(opened, jnp.cumsum(opened, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
             place = jnp.repeat(place, plant.model.group_size, axis=1)
-            lse = jnp.take_along_axis(block_lse[self.noting], place, axis=-1, mode="fill", fill_value=-jnp.inf)
-            share = log_shares(lse, plant.model.num_kv_heads)
-        return out[:, None], reads_of(chosen.opened, mass, looked, share)
+            lse = jnp.take_along_axis(self.noting.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf)
+        return out[:, None], reads_of(chosen.opened, mass, looked, lse)
 
     def _choose(
         self,

@@ -19,8 +19,8 @@ class ReadStats:
     token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
     `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
     selectors go by it (None elsewhere). `heavy_blocks` are those that held the mass, packed, of all layers and of one
-    row a slot, for a model that drafts for itself (`decode.pruned`). `experts` are those that the rows took, None where
-    the model has none.
+    row a slot, for a model that drafts for itself, none where it was not asked (`decode.pruned`). `experts` are those
+    that the rows took, None where the model has none.
     """
 
     blocks_read: Int[Array, " b"]
@@ -59,14 +59,14 @@ def no_reads(batch: int) -> ReadStats:
 class LayerReads:
     """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `looked`.
 
-    `log_share` is that of the mass of each block, in nats, of the rows whose drafts go by it.
+    `block_lse` is the log-sum-exp of each block, in nats, of the rows whose drafts go by it.
     """
 
     blocks_read: Int[Array, " b"]
     block_mask: UInt32[Array, "b k n32"]
     block_mass: Float[Array, "b h n"] | None
     looked: "Looked | None" = None
-    log_share: Float[Array, "s k n"] | None = None
+    block_lse: Float[Array, "s h n"] | None = None
 
     def added_to(self, stats: ReadStats) -> ReadStats:
         """Return the stats with what was read of this layer added up; masks and masses are as they were."""
@@ -98,7 +98,7 @@ def reads_of(
     opened: Bool[Array, "r k n"],
     mass: Float[Array, "r h n"] | None,
     looked: Looked | None,
-    log_share: Float[Array, "s k n"] | None = None,
+    block_lse: Float[Array, "s h n"] | None = None,
 ) -> LayerReads:
     """Return the notes of a layer of which these blocks were read."""
     return LayerReads(
@@ -106,5 +106,5 @@ def reads_of(
         block_mask=pack_blocks(opened),
         block_mass=mass,
         looked=looked,
-        log_share=log_share,
+        block_lse=block_lse,
     )

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import ControlState, Signals
@@ -155,3 +156,9 @@ def _compressible(config: DecoderConfig, state: PlantState) -> PlantState:
         skipped=jnp.zeros((b, *heads), jnp.int32) if how.policy.splits else None,
         queries=jnp.zeros((b, *last), config.weights_dtype) if how.policy.reads_queries else None,
     )
+
+
+def wants_drafts(state: DecodeState) -> bool:
+    """Return whether a law of lengths wants something drafted for an active sequence; the device is asked."""
+    active, draft = jax.device_get((state.active, state.draft))
+    return bool(np.any(active & draft.wanted))

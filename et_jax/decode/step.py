@@ -21,6 +21,7 @@ from et_jax.decode.mixing import RowRules
 from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import PlantState, Weights, check_weights, costs
+from et_jax.decode.pruned import Noting
 from et_jax.decode.readers import Selected
 from et_jax.decode.reads import ReadStats
 from et_jax.decode.rows import Rows, at_slots
@@ -119,12 +120,12 @@ def extend_rows(
     rows: Rows,
     end: Int[Array, " r"],
     at: Int[Array, "s t"] | None = None,
-    noting: Int[Array, " s"] | None = None,
+    noting: Noting | None = None,
 ) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
     """Have the model read the rows' tokens as the laws say: the logits of what comes next, and what was read.
 
-    A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`. Of the rows `noting`, one a slot, the
-    blocks that held the mass are noted.
+    A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`. Which blocks held the mass is noted
+    as `noting` says.
     """
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
     own_laws = rows.take(state.laws)
@@ -166,6 +167,8 @@ def reserve_drafts(
     Returns how many tokens each row drafts, as far as its sequence does at all: those `guessed` before, or its own.
     """
     wanted, left = rows.take((state.draft.length, state.limit - state.generated))
+    if state.heavy_blocks is not None:  # who has noted nothing of the newest token does so first
+        wanted = jnp.where(jnp.any(rows.take(state.heavy_blocks) != 0, axis=(1, 2, 3)), wanted, 0)
     if guessed is not None:
         wanted = jnp.where(guessed.count > 0, guessed.count, wanted)
     count = drafting.allowed(rows.run, wanted, left, how.most)
@@ -230,20 +233,25 @@ def extend_drafted(
     """
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
     needed = how.needed(config.batch, drafts.count)
-    last = jnp.take_along_axis(at, drafts.count[:, None], axis=1)[:, 0] if how.pruned is not None else None
+    noting = None
+    if how.pruned is not None and len(widths) > 1:
+        last = jnp.take_along_axis(at, drafts.count[:, None], axis=1)[:, 0]
+        noting = Noting(rows=last, asked=jnp.any(rows.run & (rows.take(state.draft.length) > 0)))
 
     def run(
-        own: PlantState, rows: Rows, last: Int[Array, " r"] | None
+        own: PlantState, rows: Rows, noting: Noting | None
     ) -> tuple[PlantState, tuple[Float[Array, "w v"], ReadStats]]:
         width = len(rows.token)
         shared = at[:, : 1 + how.ahead(width, config.batch)]
         if width == config.batch or shared.size > _MOST_CELLS * width:
             shared = None
+        if noting is not None and width == config.batch:
+            noting = replace(noting, rows=None)
         before = state.with_plant(MODEL, own)
-        after, logits, stats = extend_rows(config, weights, before, rows, end[:width], shared, last)
+        after, logits, stats = extend_rows(config, weights, before, rows, end[:width], shared, noting)
         return after.plants[MODEL], (logits, stats)
 
-    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole, last))
+    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole, noting))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = state.plants[MODEL], blank
 
@@ -254,7 +262,7 @@ def extend_drafted(
 
     for width, narrower in zip(widths, (0, *widths), strict=False):
         some = jax.tree.map(lambda x, width=width: x[:width], whole)
-        carry = run_if((needed <= width) & (needed > narrower), fill, carry, (some, last))
+        carry = run_if((needed <= width) & (needed > narrower), fill, carry, (some, noting))
     own, (logits, stats) = carry
     return state.with_plant(MODEL, own), logits, stats, whole, at
 

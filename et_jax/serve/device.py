@@ -17,7 +17,7 @@ from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.request import Request, request
 from et_jax.decode.slots import Pages, SlotRow
-from et_jax.decode.state import DecodeState
+from et_jax.decode.state import DecodeState, wants_drafts
 from et_jax.io import later
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
@@ -62,7 +62,9 @@ class Device:
             programs["references"] = self._count_nothing
         if swaps:
             programs["swap"] = lambda: self.swap_in(0, *jax.device_get(self.swap_out(0, 1)))
-        programs["decode"] = lambda: self.decode(0, until_end=False)
+        programs["decode"] = lambda: self._burst(first, 0, until_end=False)
+        if drafts and self.config.pruned is not None:
+            programs["decode without drafts"] = lambda: self._burst(self.decoder.decode_plain, 0, until_end=False)
         asked = self.weights, self.state, np.int32(0), np.bool_(False)
         first, drafting, lasting = self.decoder.decode, None, True
         if not drafts and self.config.draft is not None and isinstance(first, Kept):
@@ -71,7 +73,7 @@ class Device:
         beside = later.worker(lasting=lasting)  # the largest program is made beside the others, and run when they are
         if isinstance(first, Kept):
             ahead = beside.submit(first.ahead(*asked))
-            programs["decode"] = lambda: (ahead.result(), self.decode(0, until_end=False))
+            programs["decode"] = lambda: (ahead.result(), self._burst(first, 0, until_end=False))
         if drafting is not None:
             self._drafting = beside.submit(drafting)
         try:
@@ -95,13 +97,22 @@ class Device:
         self.state = self.decoder.insert(self.state, np.int32(slot), asked)
 
     def decode(self, num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
-        """Start a burst of steps and return its outputs and how many were run, both still to be fetched."""
+        """Start a burst of steps and return its outputs and how many were run, both still to be fetched.
+
+        A model that drafts for itself notes what it reads where a draft is wanted. While none is, the program that can
+        do neither runs.
+        """
         decode = self.decoder.decode
         if self.making:
             decode = self.decoder.decode_plain
         elif self._drafting is not None:
             self._drafting.result()  # what kept it from being made
             self._drafting = None
+        if self.config.pruned is not None and not wants_drafts(self.state):
+            decode = self.decoder.decode_plain
+        return self._burst(decode, num_steps, until_end=until_end)
+
+    def _burst(self, decode: Callable[..., Any], num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
         self.state, outputs, ran = decode(self.weights, self.state, np.int32(num_steps), np.bool_(until_end))
         return outputs, ran
 

@@ -221,8 +221,11 @@ def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):
     assert int(after.table.num_free) == int(before.table.num_free)
 
 
-@pytest.mark.parametrize(("control", "drafter"), [("certified", "itself"), ("certified", "another model by turns")])
-def test_a_text_that_begins_without_drafts_goes_on_with_them(control, drafter):
+@pytest.mark.parametrize(
+    ("control", "drafter", "num_first"), [("certified", "itself", 1), ("certified", "another model by turns", 5)]
+)
+def test_a_text_that_begins_without_drafts_goes_on_with_them(control, drafter, num_first):
+    """Where the model drafts for itself as soon as the first of them is wanted."""
     drafting, small = DRAFTERS[drafter]
     before, expected = plain(control)
     d = made(control, drafting, small=small)
@@ -233,7 +236,7 @@ def test_a_text_that_begins_without_drafts_goes_on_with_them(control, drafter):
     rest = told(output, int(ran))
     assert not early.drafted.any() and int(output.drafted.sum()) > 0
     for slot in PROMPTS:
-        assert len(first[slot]["token"]) == 5
+        assert len(first[slot]["token"]) == num_first
         both = jax.tree.map(lambda a, b: np.concatenate([a, b]), first[slot], rest[slot])
         assert same_bits(both, expected[slot])
     assert same_bits(after.control, before.control) and int(after.table.num_free) == int(before.table.num_free)
@@ -320,8 +323,9 @@ def test_a_model_that_drafts_for_itself_and_leaves_nothing_out_is_always_right()
     drafted, accepted, passes, tokens = (
         np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted, output.work[0].passes, output.work[0].tokens)
     )
-    # of the sequence with penalties a draft knows only those of the tokens before it
-    assert (drafted[:, :2] == accepted[:, :2]).all() and not drafted[0].any() and (drafted[1:4] == 4).all()
+    # a draft is wanted after the first step, and the second notes what it reads; of the sequence with penalties a draft
+    # knows only those of the tokens before it
+    assert (drafted[:, :2] == accepted[:, :2]).all() and not drafted[:2].any() and (drafted[2:4] == 4).all()
     served = passes.max(axis=-1) > 0
     assert (passes.max(axis=-1)[served] == 1 + drafted.max(axis=-1)[served]).all()
     # a step reads its newest token, and each drafted one twice: to go on from the one before it, and to verify it

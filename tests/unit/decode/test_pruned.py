@@ -6,7 +6,7 @@ import pytest
 
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.decode.draft import Drafting, Pruned
-from et_jax.decode.pruned import heavy, heavy_blocks, log_shares
+from et_jax.decode.pruned import Noting, heavy, heavy_blocks, heavy_of, log_shares
 
 BLOCKS = 40
 
@@ -43,6 +43,22 @@ def test_no_more_are_chosen_than_their_share_of_all():
     counts = np.asarray(unpack_blocks(packed)).sum(-1)[:, 0]
     for row, most in enumerate((8, 4, 1)):
         assert (counts[row] <= most).all() and (counts[row] >= most - 1).all()
+
+
+@pytest.mark.parametrize("rows", [None, [2, 0]])
+def test_what_held_the_mass_is_noted_of_every_layer_where_it_is_asked(rows):
+    how, layers = Pruned(mass=0.9, share=0.5), [jnp.asarray(masses(seed)) for seed in (3, 4)]
+    masks, held = jnp.zeros((3, 2, 2, 2), jnp.uint32), jnp.full(3 if rows is None else 2, BLOCKS, jnp.int32)
+
+    def noted(asked: bool) -> np.ndarray:
+        noting = Noting(rows=None if rows is None else jnp.asarray(rows), asked=jnp.bool_(asked))
+        return np.asarray(heavy_of(how, noting, tuple(map(noting.of, layers)), held, masks))
+
+    assert not noted(False).any()
+    for layer, block_lse in enumerate(layers):
+        alone = heavy_blocks(how, log_shares(block_lse, 2)[:, None], jnp.full(3, BLOCKS, jnp.int32))[:, 0]
+        alone = alone | pack_blocks(jnp.arange(BLOCKS) == 0)
+        np.testing.assert_array_equal(noted(True)[:, layer], alone if rows is None else alone[np.asarray(rows)])
 
 
 def test_a_draft_reads_those_the_first_and_what_is_written_since():

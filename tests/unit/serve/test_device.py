@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from small_model import configuration, weights
 
+from et_jax.control.draft import FixedLength, started
 from et_jax.decode.decoder import Program, decoder
-from et_jax.decode.draft import Drafting
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.output import StepOutput
+from et_jax.decode.state import empty
 from et_jax.serve.device import Device
 from et_jax.serve.executables import Kept
 from et_jax.types import replace
@@ -100,3 +102,17 @@ def test_a_program_that_is_awaited_or_drafts_nothing_is_the_only_one(settings):
     device = warmed_up(go, **settings)
     assert not device.making and ran(device) == "drafting"
     assert told(device.decoder.decode).num_made == 1 and told(device.decoder.decode_plain).num_made == 0
+
+
+@pytest.mark.parametrize(
+    ("active", "length", "program"), [(True, 0, "plain"), (True, 3, "drafting"), (False, 3, "plain")]
+)
+def test_a_model_that_drafts_for_itself_runs_the_program_that_can_where_a_draft_is_wanted(active, length, program):
+    go = threading.Event()
+    go.set()
+    device = warmed_up(go, drafts=True, draft=Drafting(drafter=Pruned()))
+    draft = replace(started(FixedLength(), jnp.full(3, 8, jnp.int32)), length=jnp.full(3, length, jnp.int32))
+    state = replace(empty(device.config), active=jnp.full(3, active))
+    for law in (draft, replace(draft, length=0 * draft.length, before=draft)):
+        device.state = replace(state, draft=law)
+        assert ran(device) == program
