@@ -67,39 +67,11 @@ def parser() -> argparse.ArgumentParser:
         help="read special tokens that messages spell as such; else they are text",
     )
     p.add_argument("--max-tokens", type=int, default=256, help="tokens to produce at most (default 256)")
-    sampling = p.add_argument_group("sampling")
-    sampling.add_argument("--temperature", "--temp", type=float, default=1.0, help="0 is greedy (default 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0, off)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass (1, off)")
-    sampling.add_argument(
-        "--min-p", type=float, default=0.0, help="keep tokens this likely relative to the best (0, off)"
-    )
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 shuns repeats (1, off)")
-    sampling.add_argument("--presence-penalty", type=float, default=0.0, help="subtracted from used tokens (0, off)")
-    sampling.add_argument("--frequency-penalty", type=float, default=0.0, help="subtracted per use (0, off)")
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
-    )
-    sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
-    sampling.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
+    flags.add_sampling(p.add_argument_group("sampling"))
     flags.add_control(p, PRESETS)
     flags.add_experts(p)
     draft = p.add_argument_group("drafts", "guess tokens ahead and verify them together: the same text, sooner")
-    draft.add_argument(
-        "--draft",
-        metavar="lookup|self|MODEL|lookup+self|lookup+MODEL",
-        help="lookup: from what the text read so before; self: by the model, reading little of a long text; "
-        "MODEL: by a smaller model, such as bundled-small; with lookup+ where a lookup has no guess",
-    )
-    draft.add_argument("--draft-tokens", type=int, help="drafted in a step at most (default 8)")
-    draft.add_argument(
-        "--draft-share", type=float, help="of a long text's blocks, those that self reads at most (default 0.08)"
-    )
-    draft.add_argument(
-        "--draft-length",
-        choices=["acceptance", "entropy", "fixed"],
-        help="how many: by what was accepted (default), by how certain the model is, or as many as that",
-    )
+    flags.add_drafts(draft)
     machine = p.add_argument_group("model and memory")
     flags.add_weights(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
@@ -138,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
-    _check_combination(args)
+    flags.check_combination(args)
     if not args.ray:
         _check_written(args)
         _check_paths(args)
@@ -147,30 +119,6 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     if args.input is None:
         return _run_prompt(args, signals)
     return _run_ray(args, signals) if args.ray else _run_batch(args, signals)
-
-
-def _check_combination(args: argparse.Namespace) -> None:
-    for name in ("ray_address", "ray_actors", "ray_resources"):
-        if getattr(args, name) is not None and not args.ray:
-            raise UsageError(f"--{name.replace('_', '-')} needs --ray; without it one process serves all lines.")
-    if args.ray and args.input is None:
-        raise UsageError("--ray is for --input; one prompt is served by one process.")
-    for name in ("metrics", "report"):
-        if args.ray and getattr(args, name) is not None:
-            raise UsageError(f"--{name} tells of one process and its output; leave it or --ray out.")
-    if args.input is None:
-        if args.system_prompt is not None and not args.chat:
-            raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")
-        if args.allow_special_tokens and not args.chat:
-            raise UsageError("--allow-special-tokens needs --chat; a prompt without it is read with special tokens.")
-        if args.output is not None:
-            raise UsageError("--output is for --input; the text of --prompt goes to standard output.")
-        return
-    for name in ("trace", "plot", "json", "no_stream"):
-        if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for --prompt; the answers to --input are in its --output.")
-    if args.output is None:
-        raise UsageError("--input needs --output; name the file that the answers go to.")
 
 
 def _check_written(args: argparse.Namespace) -> None:

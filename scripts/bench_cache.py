@@ -39,7 +39,7 @@ from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.transformer import initialise
 from et_jax.serve.engine import Model, load
-from et_jax.tasks.asking import counter, evaluate, grid
+from et_jax.tasks.asking import evaluate_each
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
 
@@ -194,14 +194,9 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
     plain = models["bfloat16"]
     rows = held_out.rows(plain, args.text, args.rows, args.length + 1)
     nats = {kind: losses(model, rows) for kind, model in models.items()}
-    asked = {
-        task: grid(counter(plain), [task], [args.task_length], depths=DEPTHS, samples=args.samples)
-        for task in args.task or TASKS
-    }
-    right = {
-        kind: {task: [one.right for one in evaluate(model, questions)] for task, questions in asked.items()}
-        for kind, model in models.items()
-    }
+    tasks = args.task or TASKS
+    answers = evaluate_each(models, tasks, args.task_length, depths=DEPTHS, samples=args.samples)
+    right = {kind: {task: [one.right for one in answers[kind][task]] for task in tasks} for kind in models}
     heads = plain.config.num_layers * plain.config.num_kv_heads
     found = []
     for kind, model in models.items():
@@ -214,12 +209,12 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
                 "perplexity": float(np.exp(nats[kind].mean())),
                 "nats_more": {"mean": float(more.mean()), "low": low, "high": high},
                 "right": {task: sum(answers) for task, answers in right[kind].items()},
-                "p": {task: paired.p_of_losses(right["bfloat16"][task], right[kind][task]) for task in asked},
+                "p": {task: paired.p_of_losses(right["bfloat16"][task], right[kind][task]) for task in tasks},
             }
         )
     return {
         "kinds": found,
-        "questions": {task: len(questions) for task, questions in asked.items()},
+        "questions": {task: len(answers) for task, answers in right["bfloat16"].items()},
         "rounding": rounding(models["bfloat16"], rows),
     }
 

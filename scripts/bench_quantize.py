@@ -30,7 +30,7 @@ from et_jax.evidence.states import filled, whole_context
 from et_jax.models.transformer import Params, initialise
 from et_jax.models.weights import num_bytes, quantized
 from et_jax.serve.engine import Model, load
-from et_jax.tasks.asking import counter, evaluate, grid
+from et_jax.tasks.asking import evaluate_each
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
 
@@ -103,14 +103,9 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
     }
     rows = held_out.rows(models["bfloat16"], args.text, args.rows, args.length + 1)
     nats = {kind: losses(model, rows) for kind, model in models.items()}
-    asked = {
-        task: grid(counter(models["bfloat16"]), [task], [args.task_length], depths=DEPTHS, samples=args.samples)
-        for task in args.task or TASKS
-    }
-    right = {
-        kind: {task: [one.right for one in evaluate(model, questions)] for task, questions in asked.items()}
-        for kind, model in models.items()
-    }
+    tasks = args.task or TASKS
+    answers = evaluate_each(models, tasks, args.task_length, depths=DEPTHS, samples=args.samples)
+    right = {kind: {task: [one.right for one in answers[kind][task]] for task in tasks} for kind in models}
     low, high = paired.interval(nats["int8"] - nats["bfloat16"])
     return {
         "kinds": [
@@ -122,9 +117,9 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
             }
             for kind, model in models.items()
         ],
-        "questions": {task: len(questions) for task, questions in asked.items()},
+        "questions": {task: len(answers) for task, answers in right["bfloat16"].items()},
         "nats_more": {"mean": float((nats["int8"] - nats["bfloat16"]).mean()), "low": low, "high": high},
-        "p": {task: paired.p_of_losses(right["bfloat16"][task], right["int8"][task]) for task in asked},
+        "p": {task: paired.p_of_losses(right["bfloat16"][task], right["int8"][task]) for task in tasks},
     }
 
 

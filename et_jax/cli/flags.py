@@ -36,6 +36,39 @@ def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> 
     control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
 
 
+def add_sampling(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of how a token is drawn."""
+    group.add_argument("--temperature", "--temp", type=float, default=1.0, help="0 is greedy (default 1)")
+    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0, off)")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass (1, off)")
+    group.add_argument("--min-p", type=float, default=0.0, help="keep tokens this likely relative to the best (0, off)")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 shuns repeats (1, off)")
+    group.add_argument("--presence-penalty", type=float, default=0.0, help="subtracted from used tokens (0, off)")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, help="subtracted per use (0, off)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    group.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
+
+
+def add_drafts(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of where drafts come from, and how long they are."""
+    group.add_argument(
+        "--draft",
+        metavar="lookup|self|MODEL|lookup+self|lookup+MODEL",
+        help="lookup: from what the text read so before; self: by the model, reading little of a long text; "
+        "MODEL: by a smaller model, such as bundled-small; with lookup+ where a lookup has no guess",
+    )
+    group.add_argument("--draft-tokens", type=int, help="drafted in a step at most (default 8)")
+    group.add_argument(
+        "--draft-share", type=float, help="of a long text's blocks, those that self reads at most (default 0.08)"
+    )
+    group.add_argument(
+        "--draft-length",
+        choices=["acceptance", "entropy", "fixed"],
+        help="how many: by what was accepted (default), by how certain the model is, or as many as that",
+    )
+
+
 def add_experts(parser: argparse.ArgumentParser) -> None:
     """Add the flags of how many experts of a mixture a token goes to."""
     group = parser.add_argument_group("experts", "of a mixture: a token goes to as many as trained, or to fewer")
@@ -127,3 +160,28 @@ def knob_help(name: str, presets: Mapping[str, Any]) -> str:
         each = (f"{', '.join(names)}: {default}" for default, names in defaults.items())
         parts.append(f"{meaning} ({'; '.join(each)})")
     return "; ".join(parts)
+
+
+def check_combination(args: argparse.Namespace) -> None:
+    """Find out before anything else that no flag of the command goes without another, or against it."""
+    for name in ("ray_address", "ray_actors", "ray_resources"):
+        if getattr(args, name) is not None and not args.ray:
+            raise UsageError(f"--{name.replace('_', '-')} needs --ray; without it one process serves all lines.")
+    if args.ray and args.input is None:
+        raise UsageError("--ray is for --input; one prompt is served by one process.")
+    for name in ("metrics", "report"):
+        if args.ray and getattr(args, name) is not None:
+            raise UsageError(f"--{name} tells of one process and its output; leave it or --ray out.")
+    if args.input is None:
+        if args.system_prompt is not None and not args.chat:
+            raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")
+        if args.allow_special_tokens and not args.chat:
+            raise UsageError("--allow-special-tokens needs --chat; a prompt without it is read with special tokens.")
+        if args.output is not None:
+            raise UsageError("--output is for --input; the text of --prompt goes to standard output.")
+        return
+    for name in ("trace", "plot", "json", "no_stream"):
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for --prompt; the answers to --input are in its --output.")
+    if args.output is None:
+        raise UsageError("--input needs --output; name the file that the answers go to.")

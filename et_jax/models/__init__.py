@@ -3,7 +3,7 @@
     hub -> checkpoint -> transformer -> experts -> layers -> weights, config
                                      -> stacks -> config
                       -> families -> sources, config
-                      -> encodings
+                      -> stored -> encodings, sources
            module_reading -> module -> calls, config
 
 `model` is what the decoder asks of either: the transformer of this package, or a `module` of the caller's own, which

@@ -1,67 +1,47 @@
 """Weights from files: a Hugging Face folder or a converted one, read tensor by tensor; and back again.
 
 `hub.resolve` finds the folder, `load` reads it. config.json is checked before any weight is downloaded or
-read, and the name, shape and dtype of every tensor before the first one is.
-
-A tensor that the configuration does not call for is an error, since dropping it (a bias, a norm, a
-layer) would change the text; only the ones in `INERT` are passed over, and beside quantised weights those of
-`ACTIVATIONS` and biases of zeros, which some tools write.
+read, and every tensor (`models.stored`) before the first one is.
 """
 
-import dataclasses
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from et_jax.errors import UsageError
 from et_jax.io import checksums
-from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
+from et_jax.io.schema import read_json
 from et_jax.models.config import ModelConfig
-from et_jax.models.encodings import FLOATS, WEIGHT, Encoding, Mxfp4, Part, Scaled, encoding_of
+from et_jax.models.encodings import WEIGHT, Encoding, Scaled, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
+from et_jax.models.stored import (
+    STORED,
+    Encoded,
+    Stored,
+    Tensors,
+    check,
+    embedding_of,
+    headers,
+    read_piece,
+    read_whole,
+    stored_as,
+)
 from et_jax.models.transformer import Params, describe, in_stacks
 from et_jax.models.weights import QUANTIZED, Dense, Int8, is_weight, nodes, path_of_weight, quantized, to_int8
 
-INERT = re.compile(r"rotary_emb\.inv_freq$")
-ACTIVATIONS = re.compile(r"\.(input_scale|activation_scale|[kqv]_scale|weight_shape)$")
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 STORED_NAMES = {"bfloat16": "BF16", "float32": "F32"}
-STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
-FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn}
 CONVERTED = "orbax"
-
-
-class Stored(NamedTuple):
-    """A tensor as a file holds it: `stored` is its dtype in the words of safetensors."""
-
-    file: Path
-    name: str
-    stored: str
-    shape: tuple[int, ...]
-
-
-class Encoded(NamedTuple):
-    """A weight that is stored as several tensors, `parts` by the last words of their names."""
-
-    encoding: Encoding
-    parts: Mapping[str, Stored]
-    shape: tuple[int, ...]
-
-
-Tensors = Mapping[str, Stored | Encoded]
-"""The weights that a model is read from, by the names that their tensors have as floats."""
 
 
 def sources_of(config: ModelConfig) -> Sources:
@@ -99,7 +79,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     Converted weights are compared when they are restored.
     """
     if not (folder / CONVERTED).is_dir():
-        _check(config, sources_of(config), _headers(folder), _encoding(folder))
+        check(config, sources_of(config), headers(folder), _encoding(folder))
 
 
 def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
@@ -131,8 +111,8 @@ def load(
     if (folder / CONVERTED).is_dir():
         return config, _restore(folder, config, dtype, quantize, stacked)
     sources, encoding = sources_of(config), _encoding(folder)
-    tensors = _check(config, sources, _headers(folder), encoding)
-    target = _dtype(dtype, _stored_as(tensors[_embedding(sources)]), encoding)
+    tensors = check(config, sources, headers(folder), encoding)
+    target = _dtype(dtype, stored_as(tensors[embedding_of(sources)]), encoding)
 
     def node(described: Any, source: Source) -> Any:
         if not is_weight(described):
@@ -140,7 +120,7 @@ def load(
         return Dense(array=source.read(read, target)) if quantize is None else _int8(source, tensors, target)
 
     def read(piece: Piece) -> np.ndarray:
-        return _read(tensors[piece.tensor], piece)
+        return read_piece(tensors[piece.tensor], piece)
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
     nodes = [partial(node, kind, source) for kind, source in zip(kinds, sources.values(), strict=True)]
@@ -222,12 +202,12 @@ def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None =
             for name, m in metadata.items()
         }
         sources = sources_of(config)
-        tensors = _check(config, sources, found, None)
-        target = _dtype(dtype, _stored_as(tensors[_embedding(sources)]), None)
+        tensors = check(config, sources, found, None)
+        target = _dtype(dtype, stored_as(tensors[embedding_of(sources)]), None)
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
         def read_as(name: str) -> DTypeLike:
-            return target if quantize is None else STORED[_stored_as(tensors[name])]
+            return target if quantize is None else STORED[stored_as(tensors[name])]
 
         wanted = {
             name: jax.ShapeDtypeStruct(shape, read_as(name), sharding=sharding)
@@ -259,53 +239,21 @@ def _dtype(asked: str, embedding: str, encoding: Encoding | None) -> DTypeLike:
     return DTYPES.get(asked, usual)
 
 
-def _stored_as(tensor: Stored | Encoded) -> str:
-    """Return the dtype of a tensor, that of the numbers of one that is encoded, in the words of safetensors."""
-    return tensor.stored if isinstance(tensor, Stored) else "F32"
-
-
 def _int8(source: Source, tensors: Tensors, dtype: DTypeLike) -> Int8:
     """Return a leaf in 8 bits: as it is stored, where it is one weight of such numbers by output, or rounded."""
     stored = [tensors[piece.tensor] for piece in source.pieces]
     first, encoding = stored[0], getattr(stored[0], "encoding", None)
     if isinstance(first, Encoded) and isinstance(encoding, Scaled) and encoding.by_output and source.is_whole:
-        parts = {name: _read_whole(part) for name, part in first.parts.items()}
+        parts = {name: read_whole(part) for name, part in first.parts.items()}
         scale = parts[encoding.scale].astype(np.float32).reshape(-1)
         return Int8(array=parts[WEIGHT], scale=scale, dtype=np.dtype(dtype))
-    wide = jnp.bfloat16 if all(_stored_as(one) == "BF16" for one in stored) else np.float32
-    return to_int8(source.read(lambda piece: _read(tensors[piece.tensor], piece), wide), dtype)
+    wide = jnp.bfloat16 if all(stored_as(one) == "BF16" for one in stored) else np.float32
+    return to_int8(source.read(lambda piece: read_piece(tensors[piece.tensor], piece), wide), dtype)
 
 
 def _write_config(folder: Path, config: ModelConfig, params: Params) -> None:
     values = config_to_hugging_face(config) | {"torch_dtype": str(params.embedding.dtype)}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _shard_files(folder: Path) -> Iterable[Path]:
-    """Return the safetensors files of a folder: those the index names, or the single one."""
-    index = folder / "model.safetensors.index.json"
-    if is_there(index):
-        names = checked(read_json(index, MAX_INDEX_BYTES), IndexFile, index).weight_map.values()
-        files = [folder / _shard_name(name, index) for name in sorted(set(names))]
-        for file in files:
-            if not file.exists():
-                raise UsageError(f"{index.name} names {file.name}, which is not in {folder}; fetch that file too.")
-        return files
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    if any(folder.glob("pytorch_model*.bin")):
-        raise UsageError(f"{folder} holds only pytorch_model.bin; convert it to safetensors, which cannot run code.")
-    raise UsageError(f"{folder} holds no model.safetensors; fetch the weights too.")
-
-
-def _shard_name(name: str, index: Path) -> str:
-    """Return `name` if it is that of a file in the model's own folder. Links in it are its owner's business."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or PureWindowsPath(name).drive:
-        raise UsageError(f"{index}: weight_map names {named(name)}, which leaves the folder; fetch the file again.")
-    if not path.parts or not name.isprintable():
-        raise UsageError(f"{index}: weight_map names {named(name)}, which is no file name; fetch the file again.")
-    return name
 
 
 def _tensors(config: ModelConfig, params: Params) -> dict[str, Any]:
@@ -314,125 +262,3 @@ def _tensors(config: ModelConfig, params: Params) -> dict[str, Any]:
         raise ValueError("params: got weights in 8 bits, wanted floats; quantise them when they are loaded")
     sources = sources_of(config)
     return tensors_of(sources, dict(zip(sources, jax.tree.leaves(params), strict=True)))
-
-
-def _embedding(sources: Sources) -> str:
-    """Return the tensor that the embedding begins with, whose dtype is the model's."""
-    return sources["embedding"].pieces[0].tensor
-
-
-def _headers(folder: Path) -> dict[str, Stored]:
-    """Return what the files of the folder say of every tensor."""
-    tensors = {}
-    for file in _shard_files(folder):
-        with _open(file) as reader:
-            for name in reader.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                if name in tensors:
-                    raise UsageError(
-                        f"{name} stands in {tensors[name].file.name} and in {file}; use files of one model."
-                    )
-                piece = reader.get_slice(name)
-                tensors[name] = Stored(file, name, piece.get_dtype(), tuple(piece.get_shape()))
-    return tensors
-
-
-def _check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], encoding: Encoding | None) -> Tensors:
-    """Return every weight that the model is read from, by its own name, all of them checked.
-
-    Only the embedding of a model without a head may be kept under another, the head's.
-    """
-    family = family_of(config)
-    embedding, head = _embedding(sources), family.head
-    found: dict[str, Stored | Encoded] = {}
-    for name, shape in tensor_shapes(sources).items():
-        kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
-        parts = _parts(kept, shape, tensors, encoding)
-        if parts is None or encoding is None:
-            found[name] = _checked(kept, Part(tuple(STORED), (shape,)), tensors)
-        else:
-            checked = {last: _checked(encoding.beside(kept, last), part, tensors) for last, part in parts.items()}
-            found[name] = Encoded(encoding, checked, shape)
-    inert = {head} if config.tie_embeddings else set()
-    used = {one.name for weight in found.values() for one in _stored(weight)}
-    for name in sorted(tensors.keys() - used - inert):
-        passed = INERT.search(name) or (family.apart and family.apart.match(name))
-        passed = passed or (encoding and (ACTIVATIONS.search(name) or _is_zero_bias(tensors[name])))
-        if not passed:
-            raise UsageError(f"{tensors[name].file}: tensor {name} has no place in this {config.architecture} model.")
-    return found
-
-
-def _parts(
-    name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], encoding: Encoding | None
-) -> Mapping[str, Part] | None:
-    """Return the tensors that stand for a weight, None where it is stored as floats."""
-    if encoding is None or not encoding.encodes(name, shape):
-        return None
-    parts = encoding.parts(shape)
-    first = encoding.beside(name, next(iter(parts)))
-    return None if first not in tensors or tensors[first].stored in FLOATS else parts
-
-
-def _stored(weight: Stored | Encoded) -> list[Stored]:
-    return [weight] if isinstance(weight, Stored) else list(weight.parts.values())
-
-
-def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
-    """Return a tensor of the files. Raises UsageError where it is not there, or is not what it is to be."""
-    if name not in tensors:
-        raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
-    one = tensors[name]
-    if one.shape not in part.shapes:
-        wanted = f"{list(part.shapes[0])} by config.json"
-        raise UsageError(f"{one.file}: tensor {name} has shape {list(one.shape)} but {wanted}; use files of one model.")
-    if one.stored not in part.stored:
-        raise UsageError(f"{one.file}: tensor {name} is stored as {one.stored}; use a {', '.join(part.stored)} model.")
-    return one
-
-
-def _is_zero_bias(tensor: Stored) -> bool:
-    """Return whether a tensor is a bias that adds nothing. Nothing else is read of the files for it."""
-    return tensor.name.endswith(".bias") and tensor.stored in FLOATS and not np.any(_read_whole(tensor))
-
-
-def _open(file: Path) -> safe_open:
-    check_regular(file)
-    try:
-        return safe_open(file, "numpy")
-    except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"{file} is truncated or damaged ({reason}); fetch it again.") from error
-
-
-def _read(tensor: Stored | Encoded, piece: Piece) -> np.ndarray:
-    """Return a piece of a weight, as it is stored or in float32. Files are mapped for it alone, so their pages go."""
-    if isinstance(tensor, Stored):
-        return dataclasses.replace(piece, rows=None).of(_read_rows(tensor, piece.rows))
-    if isinstance(tensor.encoding, Mxfp4):  # of the tensors of many experts, what the piece is of
-        first, lanes = piece.lane or (0, 1)
-        parts = {name: _read_rows(part, piece.rows)[:, first::lanes] for name, part in tensor.parts.items()}
-        return dataclasses.replace(piece, rows=None, lane=None).of(tensor.encoding.decode(parts))
-    parts = {name: _read_whole(part) for name, part in tensor.parts.items()}
-    return piece.of(tensor.encoding.decode(parts, tensor.shape))
-
-
-def _read_rows(tensor: Stored, rows: tuple[int, int] | None) -> np.ndarray:
-    if rows is None:
-        return _read_whole(tensor)
-    with _open(tensor.file) as reader:
-        return reader.get_slice(tensor.name)[slice(*rows)]
-
-
-def _read_whole(tensor: Stored) -> np.ndarray:
-    if tensor.stored in FLOAT8:
-        return _read_bytes(tensor).view(FLOAT8[tensor.stored]).reshape(tensor.shape)
-    with _open(tensor.file) as reader:
-        return reader.get_tensor(tensor.name)
-
-
-def _read_bytes(tensor: Stored) -> np.ndarray:
-    """Return the bytes of a tensor of a file that has been opened: the library gives no floats of 8 bits to NumPy."""
-    with tensor.file.open("rb") as reader:
-        length = int.from_bytes(reader.read(8), "little")
-        begin, end = json.loads(reader.read(length))[tensor.name]["data_offsets"]
-        return np.fromfile(reader, np.uint8, end - begin, offset=8 + length + begin - reader.tell())

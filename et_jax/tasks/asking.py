@@ -1,7 +1,7 @@
 """Asking a model: examples on a grid of lengths and depths, and its greedy answers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,15 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
                 **_shares(completion),
             )
     return Answers(answers[i] for i in range(len(asked)))
+
+
+def evaluate_each(
+    models: Mapping[str, "Model"], tasks: Sequence[str], length: int, *, depths: int, samples: int
+) -> dict[str, dict[str, Answers]]:
+    """Return the answers of every model, by its name and by task, to the same questions of one length."""
+    count = counter(next(iter(models.values())))
+    asked = {task: grid(count, [task], [length], depths=depths, samples=samples) for task in tasks}
+    return {name: {task: evaluate(model, asked[task]) for task in tasks} for name, model in models.items()}
 
 
 def _shares(completion: "Completion") -> dict[str, float | None]:

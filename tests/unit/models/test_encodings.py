@@ -18,7 +18,7 @@ from test_checkpoint import CONFIG as SHAPE
 from test_checkpoint import random_params
 
 from et_jax.errors import UsageError
-from et_jax.models import checkpoint
+from et_jax.models import stored
 from et_jax.models.checkpoint import (
     assemble,
     check_weights,
@@ -451,7 +451,7 @@ def altered_experts(folder: Path, alter: Callable[[Tensors], Any]) -> None:
 )
 def test_damaged_experts_in_mxfp4_are_told_in_one_sentence_before_one_is_read(tmp_path, monkeypatch, alter, said):
     altered_experts(tmp_path, alter)
-    monkeypatch.setattr(checkpoint, "_read_whole", None)
+    monkeypatch.setattr(stored, "read_whole", None)
     for attempt in (lambda: load(tmp_path), lambda: check_weights(tmp_path, read_config(tmp_path))):
         with pytest.raises(UsageError) as refused:
             attempt()

@@ -12,7 +12,7 @@ from test_checkpoint import assert_same_bits, random_params
 
 from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
-from et_jax.models import checkpoint
+from et_jax.models import checkpoint, stored
 from et_jax.models.checkpoint import load, restore_converted, save_converted, write_hugging_face
 from et_jax.models.families import llama
 from et_jax.models.families.registry import FAMILIES
@@ -120,10 +120,10 @@ def test_a_damaged_layout_is_refused_in_one_sentence(tmp_path, layout, name, los
 
 def test_of_a_tensor_only_the_rows_of_the_piece_are_read(tmp_path, layout):
     write_hugging_face(tmp_path, CONFIG, random_params(CONFIG))
-    stored = checkpoint._headers(tmp_path)
+    held = stored.headers(tmp_path)
     for source in checkpoint.sources_of(CONFIG).values():
         for piece in source.pieces:
-            found = checkpoint._read(stored[piece.tensor], piece)
+            found = stored.read_piece(held[piece.tensor], piece)
             assert found.shape == piece.shape_read
             lanes = 1 if piece.lane is None else piece.lane[1]  # which lie too close to be read apart
             assert found.base is None or found.base.nbytes == lanes * found.nbytes  # no view of a larger tensor

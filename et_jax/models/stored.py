@@ -1,0 +1,206 @@
+"""Tensors as safetensors files hold them: what their headers say, which of them a model is read from, and their bytes.
+
+The name, shape and dtype of every tensor are checked before the first one is read. A tensor that the configuration
+does not call for is an error, since dropping it (a bias, a norm, a layer) would change the text; only the ones in
+`INERT` are passed over, and beside quantised weights those of `ACTIVATIONS` and biases of zeros, which some tools
+write.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from et_jax.errors import UsageError
+from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
+from et_jax.models.config import ModelConfig
+from et_jax.models.encodings import FLOATS, Encoding, Mxfp4, Part
+from et_jax.models.families.registry import family_of
+from et_jax.models.sources import Piece, Sources, tensor_shapes
+
+INERT = re.compile(r"rotary_emb\.inv_freq$")
+ACTIVATIONS = re.compile(r"\.(input_scale|activation_scale|[kqv]_scale|weight_shape)$")
+STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
+FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn}
+
+
+class Stored(NamedTuple):
+    """A tensor as a file holds it: `stored` is its dtype in the words of safetensors."""
+
+    file: Path
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+
+
+class Encoded(NamedTuple):
+    """A weight that is stored as several tensors, `parts` by the last words of their names."""
+
+    encoding: Encoding
+    parts: Mapping[str, Stored]
+    shape: tuple[int, ...]
+
+
+Tensors = Mapping[str, Stored | Encoded]
+"""The weights that a model is read from, by the names that their tensors have as floats."""
+
+
+def stored_as(tensor: Stored | Encoded) -> str:
+    """Return the dtype of a tensor, that of the numbers of one that is encoded, in the words of safetensors."""
+    return tensor.stored if isinstance(tensor, Stored) else "F32"
+
+
+def embedding_of(sources: Sources) -> str:
+    """Return the tensor that the embedding begins with, whose dtype is the model's."""
+    return sources["embedding"].pieces[0].tensor
+
+
+def headers(folder: Path) -> dict[str, Stored]:
+    """Return what the files of the folder say of every tensor."""
+    tensors = {}
+    for file in _shard_files(folder):
+        with _open(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                if name in tensors:
+                    raise UsageError(
+                        f"{name} stands in {tensors[name].file.name} and in {file}; use files of one model."
+                    )
+                piece = reader.get_slice(name)
+                tensors[name] = Stored(file, name, piece.get_dtype(), tuple(piece.get_shape()))
+    return tensors
+
+
+def _shard_files(folder: Path) -> Iterable[Path]:
+    """Return the safetensors files of a folder: those the index names, or the single one."""
+    index = folder / "model.safetensors.index.json"
+    if is_there(index):
+        names = checked(read_json(index, MAX_INDEX_BYTES), IndexFile, index).weight_map.values()
+        files = [folder / _shard_name(name, index) for name in sorted(set(names))]
+        for file in files:
+            if not file.exists():
+                raise UsageError(f"{index.name} names {file.name}, which is not in {folder}; fetch that file too.")
+        return files
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise UsageError(f"{folder} holds only pytorch_model.bin; convert it to safetensors, which cannot run code.")
+    raise UsageError(f"{folder} holds no model.safetensors; fetch the weights too.")
+
+
+def _shard_name(name: str, index: Path) -> str:
+    """Return `name` if it is that of a file in the model's own folder. Links in it are its owner's business."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or PureWindowsPath(name).drive:
+        raise UsageError(f"{index}: weight_map names {named(name)}, which leaves the folder; fetch the file again.")
+    if not path.parts or not name.isprintable():
+        raise UsageError(f"{index}: weight_map names {named(name)}, which is no file name; fetch the file again.")
+    return name
+
+
+def check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], encoding: Encoding | None) -> Tensors:
+    """Return every weight that the model is read from, by its own name, all of them checked.
+
+    Only the embedding of a model without a head may be kept under another, the head's.
+    """
+    family = family_of(config)
+    embedding, head = embedding_of(sources), family.head
+    found: dict[str, Stored | Encoded] = {}
+    for name, shape in tensor_shapes(sources).items():
+        kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
+        parts = _parts(kept, shape, tensors, encoding)
+        if parts is None or encoding is None:
+            found[name] = _checked(kept, Part(tuple(STORED), (shape,)), tensors)
+        else:
+            checked = {last: _checked(encoding.beside(kept, last), part, tensors) for last, part in parts.items()}
+            found[name] = Encoded(encoding, checked, shape)
+    inert = {head} if config.tie_embeddings else set()
+    used = {one.name for weight in found.values() for one in _stored(weight)}
+    for name in sorted(tensors.keys() - used - inert):
+        passed = INERT.search(name) or (family.apart and family.apart.match(name))
+        passed = passed or (encoding and (ACTIVATIONS.search(name) or _is_zero_bias(tensors[name])))
+        if not passed:
+            raise UsageError(f"{tensors[name].file}: tensor {name} has no place in this {config.architecture} model.")
+    return found
+
+
+def _parts(
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], encoding: Encoding | None
+) -> Mapping[str, Part] | None:
+    """Return the tensors that stand for a weight, None where it is stored as floats."""
+    if encoding is None or not encoding.encodes(name, shape):
+        return None
+    parts = encoding.parts(shape)
+    first = encoding.beside(name, next(iter(parts)))
+    return None if first not in tensors or tensors[first].stored in FLOATS else parts
+
+
+def _stored(weight: Stored | Encoded) -> list[Stored]:
+    return [weight] if isinstance(weight, Stored) else list(weight.parts.values())
+
+
+def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
+    """Return a tensor of the files. Raises UsageError where it is not there, or is not what it is to be."""
+    if name not in tensors:
+        raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
+    one = tensors[name]
+    if one.shape not in part.shapes:
+        wanted = f"{list(part.shapes[0])} by config.json"
+        raise UsageError(f"{one.file}: tensor {name} has shape {list(one.shape)} but {wanted}; use files of one model.")
+    if one.stored not in part.stored:
+        raise UsageError(f"{one.file}: tensor {name} is stored as {one.stored}; use a {', '.join(part.stored)} model.")
+    return one
+
+
+def _is_zero_bias(tensor: Stored) -> bool:
+    """Return whether a tensor is a bias that adds nothing. Nothing else is read of the files for it."""
+    return tensor.name.endswith(".bias") and tensor.stored in FLOATS and not np.any(read_whole(tensor))
+
+
+def _open(file: Path) -> safe_open:
+    check_regular(file)
+    try:
+        return safe_open(file, "numpy")
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{file} is truncated or damaged ({reason}); fetch it again.") from error
+
+
+def read_piece(tensor: Stored | Encoded, piece: Piece) -> np.ndarray:
+    """Return a piece of a weight, as it is stored or in float32. Files are mapped for it alone, so their pages go."""
+    if isinstance(tensor, Stored):
+        return dataclasses.replace(piece, rows=None).of(_read_rows(tensor, piece.rows))
+    if isinstance(tensor.encoding, Mxfp4):  # of the tensors of many experts, what the piece is of
+        first, lanes = piece.lane or (0, 1)
+        parts = {name: _read_rows(part, piece.rows)[:, first::lanes] for name, part in tensor.parts.items()}
+        return dataclasses.replace(piece, rows=None, lane=None).of(tensor.encoding.decode(parts))
+    parts = {name: read_whole(part) for name, part in tensor.parts.items()}
+    return piece.of(tensor.encoding.decode(parts, tensor.shape))
+
+
+def _read_rows(tensor: Stored, rows: tuple[int, int] | None) -> np.ndarray:
+    if rows is None:
+        return read_whole(tensor)
+    with _open(tensor.file) as reader:
+        return reader.get_slice(tensor.name)[slice(*rows)]
+
+
+def read_whole(tensor: Stored) -> np.ndarray:
+    """Return a tensor as it is stored."""
+    if tensor.stored in FLOAT8:
+        return _read_bytes(tensor).view(FLOAT8[tensor.stored]).reshape(tensor.shape)
+    with _open(tensor.file) as reader:
+        return reader.get_tensor(tensor.name)
+
+
+def _read_bytes(tensor: Stored) -> np.ndarray:
+    """Return the bytes of a tensor of a file that has been opened: the library gives no floats of 8 bits to NumPy."""
+    with tensor.file.open("rb") as reader:
+        length = int.from_bytes(reader.read(8), "little")
+        begin, end = json.loads(reader.read(length))[tensor.name]["data_offsets"]
+        return np.fromfile(reader, np.uint8, end - begin, offset=8 + length + begin - reader.tell())
