@@ -67,13 +67,14 @@ def heavy_blocks(how: Pruned, log_share: Float[Array, "r l k n"], held: Int[Arra
 
 @pytree
 class Noting:
-    """Of which rows the blocks that held the mass are noted, and whether they are: where something is to be drafted.
+    """Of which rows the blocks that held the mass are noted: those `asked`, whose sequences want a draft.
 
-    `rows` are one of each slot; None where each row is a slot's only one.
+    `rows` are one of each slot; None where each row is a slot's only one. Nothing is noted of a sequence that wants
+    none, though others do: when it drafts does not depend on its company.
     """
 
     rows: Int[Array, " s"] | None
-    asked: Bool[Array, ""]
+    asked: Bool[Array, " s"]
 
     def of(self, x: Array) -> Array:
         """Return what an array that leads with rows has of these."""
@@ -83,21 +84,22 @@ class Noting:
 def heavy_of(
     how: Pruned, noting: Noting, told: tuple[Any, ...], held: Int[Array, " s"], masks: UInt32[Array, "r l k n32"]
 ) -> UInt32[Array, "s l k n32"]:
-    """Return the `heavy_blocks` of all layers, or none where they are not asked for: then nothing is worked out.
+    """Return the `heavy_blocks` of all layers, none of rows that are not asked of; nothing is worked out if none is.
 
     The first block, which every draft reads, is always among them: a row without any is one of which nothing is noted.
     `told` are the log-sum-exps of the blocks, layer by layer; the blocks are packed as `masks` are.
     """
 
     def choose(_: Array, given: tuple) -> Array:
-        told, held = given
+        told, held, asked = given
         block_lse = by_layer(told, lambda lse: lse, axis=1)
         s, layers, heads, n = block_lse.shape
         log_share = log_shares(block_lse.reshape(s * layers, heads, n), masks.shape[2])
-        return heavy_blocks(how, log_share.reshape(s, layers, -1, n), held) | pack_blocks(jnp.arange(n) == 0)
+        chosen = heavy_blocks(how, log_share.reshape(s, layers, -1, n), held) | pack_blocks(jnp.arange(n) == 0)
+        return jnp.where(asked[:, None, None, None], chosen, 0)
 
     nothing = jnp.zeros((len(held), *masks.shape[1:]), jnp.uint32)
-    return run_if(noting.asked, choose, nothing, (told, held))
+    return run_if(jnp.any(noting.asked), choose, nothing, (told, held, noting.asked))
 
 
 @pytree

@@ -236,7 +236,7 @@ def extend_drafted(
     noting = None
     if how.pruned is not None and len(widths) > 1:
         last = jnp.take_along_axis(at, drafts.count[:, None], axis=1)[:, 0]
-        noting = Noting(rows=last, asked=jnp.any(rows.run & (rows.take(state.draft.length) > 0)))
+        noting = Noting(rows=last, asked=rows.run & (rows.take(state.draft.length) > 0))
 
     def run(
         own: PlantState, rows: Rows, noting: Noting | None

@@ -50,15 +50,18 @@ def test_what_held_the_mass_is_noted_of_every_layer_where_it_is_asked(rows):
     how, layers = Pruned(mass=0.9, share=0.5), [jnp.asarray(masses(seed)) for seed in (3, 4)]
     masks, held = jnp.zeros((3, 2, 2, 2), jnp.uint32), jnp.full(3 if rows is None else 2, BLOCKS, jnp.int32)
 
-    def noted(asked: bool) -> np.ndarray:
-        noting = Noting(rows=None if rows is None else jnp.asarray(rows), asked=jnp.bool_(asked))
+    def noted(*asked: bool) -> np.ndarray:
+        noting = Noting(rows=None if rows is None else jnp.asarray(rows), asked=jnp.asarray(asked)[: len(held)])
         return np.asarray(heavy_of(how, noting, tuple(map(noting.of, layers)), held, masks))
 
-    assert not noted(False).any()
+    assert not noted(False, False, False).any()
     for layer, block_lse in enumerate(layers):
         alone = heavy_blocks(how, log_shares(block_lse, 2)[:, None], jnp.full(3, BLOCKS, jnp.int32))[:, 0]
         alone = alone | pack_blocks(jnp.arange(BLOCKS) == 0)
-        np.testing.assert_array_equal(noted(True)[:, layer], alone if rows is None else alone[np.asarray(rows)])
+        alone = np.asarray(alone if rows is None else alone[np.asarray(rows)])
+        np.testing.assert_array_equal(noted(True, True, True)[:, layer], alone)
+        some = noted(False, True, True)[:, layer]
+        assert not some[0].any() and np.array_equal(some[1:], alone[1:])
 
 
 def test_a_draft_reads_those_the_first_and_what_is_written_since():
