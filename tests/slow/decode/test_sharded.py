@@ -1,0 +1,46 @@
+"""Small models over eight devices: the texts, the reads and the logits of one device."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from places import HELPERS
+
+CASES = ("llama off", "llama certified", "mixtral off", "mixtral paper", "odd off")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What a process of eight devices says."""
+    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    done = subprocess.run(
+        [sys.executable, str(HELPERS / "eight_devices.py")],
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+        env=os.environ | settings,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_over_eight_devices_is_the_model_on_one(found, case):
+    """Its sums are those of eight parts, so that float32 rounds them otherwise."""
+    said = found[case]
+    alone, together = said["texts"]
+    assert together == alone and all(len(text) == 24 for text in together)
+    assert said["logits"] <= 1e-5 * max(1.0, said["largest"])
+    assert said["kept"] <= 1e-5
+    alone, together = said["reads"]
+    assert together == alone
+
+
+def test_certificates_hold_over_eight_devices(found):
+    """Less than all is read, and no head leaves more of its mass unread than its tolerance."""
+    reads = [count for step in found["llama certified"]["reads"][1] for layer in step[2] for count in layer]
+    assert min(reads) < max(reads) <= found["llama certified"]["blocks"]
+    assert 0.5 <= found["llama certified"]["least_kept"] < 1.0
