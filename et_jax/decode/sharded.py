@@ -30,7 +30,7 @@ _HEADS = ("k", "h")
 def split(tree: T) -> T:
     """Return how each array of a tree is split: along the axis that its field says is of heads, if there is one."""
 
-    def spec(path: tuple[Any, ...], x: Array) -> PartitionSpec:
+    def spec(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         owner: Any = tree
         for key in path[:-1]:
             owner = _below(owner, key)

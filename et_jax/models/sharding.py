@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.experts import Experts
@@ -26,7 +26,7 @@ SPLIT = frozenset({"vocab", "heads", "kv_heads", "each_head", "ffn", "expert_ffn
 """The axes of weights, by their names in a `WeightSpec`, that are split."""
 
 
-def check(model: ModelShape, mesh: Mesh) -> None:
+def check(model: ModelShape, mesh: Mesh | AbstractMesh) -> None:
     """Raise ValueError unless a model can be split over a mesh."""
     if not isinstance(model, ModelConfig):
         raise ValueError(f"mesh: got one for a {type(model).__name__}, wanted a ModelConfig, whose weights have axes")
@@ -40,7 +40,7 @@ def check(model: ModelShape, mesh: Mesh) -> None:
             raise ValueError(f"mesh: got {mesh.size} chips, wanted a number of them that divides {axis} = {size}")
 
 
-def of_chip(model: S, mesh: Mesh) -> S:
+def of_chip(model: S, mesh: Mesh | AbstractMesh) -> S:
     """Return a model with the heads that one chip holds, as its attention sees it there."""
     heads, kv_heads = model.num_heads // mesh.size, model.num_kv_heads // mesh.size
     return dataclasses.replace(model, num_heads=heads, num_kv_heads=kv_heads)

@@ -12,9 +12,9 @@ CASES = ("llama off", "llama certified", "mixtral off", "mixtral paper", "odd of
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(hardly_optimised):
     """What a process of eight devices says."""
-    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [sys.executable, str(HELPERS / "eight_devices.py")],
         capture_output=True,

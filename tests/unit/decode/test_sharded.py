@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from small_model import MODEL, OTHER, configuration
+from small_model import MODEL, OTHER, PAGE, configuration
 
 from et_jax.control.compression import named
 from et_jax.control.presets import preset
@@ -19,10 +19,13 @@ from et_jax.decode.state import empty
 from et_jax.softmax import Softmax
 
 ALONE = Mesh(np.array(jax.devices()[:1]), ("tp",))
+BUDGETED = preset("entropyinfer", prefill_budget=16)
+SEGMENT = -(-BUDGETED.budget.segment // PAGE) * PAGE
 
 
 def test_a_state_is_split_by_its_heads_and_in_nothing_else():
-    config = configuration(controller=preset("certified"), keep={"surprisals"}, cache_dtype=jnp.int8, dtype=jnp.float32)
+    keep = frozenset({"surprisals", "logits"})
+    config = configuration(controller=preset("certified"), keep=keep, cache_dtype=jnp.int8, dtype=jnp.float32)
     state = jax.eval_shape(partial(empty, config))
     specs = split(state)
     split_ones = {
@@ -63,7 +66,7 @@ def test_an_array_by_itself_is_whole():
         ({"draft": Drafting(most=3, drafter=None), "others": (OTHER,)}, "draft and others"),
         ({"compression": named("latent", 16, window=6, gap=3)}, "compression"),
         ({"quantize": "int8"}, "quantize"),
-        ({"controller": preset("entropyinfer", prefill_budget=8)}, "a budget"),
+        ({"controller": BUDGETED, "chunk": SEGMENT, "prefill_batch": SEGMENT}, "a budget"),
     ],
 )
 def test_what_is_not_served_over_a_mesh_is_refused(changes, told):

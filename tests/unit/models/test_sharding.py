@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from et_jax.evidence.shapes import LLAMA_3_8B
@@ -19,10 +19,11 @@ EXPERTS = ExpertConfig(
     num_experts=6, num_per_token=2, width=14336, normalised=True, layers=(True,) * 32, shared_width=256, biases=True
 )
 MIXTURE = dataclasses.replace(LLAMA_3_8B, architecture="mixtral", experts=EXPERTS, sinks=True)
+MODULE = ModelShape(**{field.name: getattr(LLAMA_3_8B, field.name) for field in dataclasses.fields(ModelShape)})
 
 
-def over(num_chips: int, axes=("tp",)):
-    return SimpleNamespace(axis_names=axes, size=num_chips)
+def over(num_chips: int) -> AbstractMesh:
+    return AbstractMesh((num_chips,), ("tp",))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -58,9 +59,9 @@ def test_eight_chips_hold_an_eighth_of_the_matrices_each():
 
 def test_experts_of_a_stack_lead_with_its_layers_where_they_lie_there():
     experts = abstract(MIXTURE, jnp.bfloat16, stacked=True).layers[0].experts
-    cut = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), experts)
-    specs = expert_specs(replace(cut, gate=experts.gate), MIXTURE)
-    assert specs.gate.array == P(None, None, "tp", None) and specs.up.array == P(None, "tp", None)
+    one = jax.eval_shape(lambda experts: replace(experts.of_turn(0), turn=None), experts)
+    specs = expert_specs(one, MIXTURE)
+    assert specs.gate.array == P(None, None, "tp", None) and specs.gate_bias == P(None, "tp")
 
 
 def test_a_chip_sees_its_own_heads():
@@ -75,10 +76,9 @@ def test_a_chip_sees_its_own_heads():
         (dataclasses.replace(LLAMA_3_8B, vocab_size=128_257), over(8), "vocab = 128257"),
         (dataclasses.replace(LLAMA_3_8B, intermediate_size=14_340), over(8), "ffn = 14340"),
         (dataclasses.replace(MIXTURE, experts=dataclasses.replace(EXPERTS, width=12)), over(8), "expert_ffn = 12"),
-        (LLAMA_3_8B, over(8, ("x",)), "axes"),
-        (LLAMA_3_8B, over(2, ("dp", "tp")), "axes"),
-        (ModelShape(**{field.name: getattr(LLAMA_3_8B, field.name) for field in dataclasses.fields(ModelShape)}),)
-        + (over(8), "ModelConfig"),
+        (LLAMA_3_8B, AbstractMesh((8,), ("x",)), "axes"),
+        (LLAMA_3_8B, AbstractMesh((1, 2), ("dp", "tp")), "axes"),
+        (MODULE, over(8), "ModelConfig"),
     ],
 )
 def test_what_cannot_be_split_is_refused(model, mesh, told):
