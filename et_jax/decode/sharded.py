@@ -133,8 +133,8 @@ def _below(owner: Any, key: Any) -> Any:
 def _letters(owner: type, name: str) -> tuple[str, ...]:
     """The letters of the axes of a field whose annotation has an axis of heads; none of another."""
     [kind] = (field.type for field in dataclasses.fields(owner) if field.name == name)
-    spelt = [one.dim_str.split() for one in (kind, *get_args(kind)) if hasattr(one, "dim_str")]
-    return tuple(spelt[0]) if spelt and not set(_HEADS).isdisjoint(spelt[0]) else ()
+    spelt = [getattr(one, "dim_str", "").split() for one in (kind, *get_args(kind))]
+    return next((tuple(letters) for letters in spelt if not set(_HEADS).isdisjoint(letters)), ())
 
 
 def _spelt_out(letters: tuple[str, ...], ndim: int) -> tuple[str, ...]:

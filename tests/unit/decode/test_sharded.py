@@ -20,6 +20,7 @@ from et_jax.softmax import Softmax
 
 ALONE = Mesh(np.array(jax.devices()[:1]), ("tp",))
 BUDGETED = preset("entropyinfer", prefill_budget=16)
+assert BUDGETED.budget is not None
 SEGMENT = -(-BUDGETED.budget.segment // PAGE) * PAGE
 
 

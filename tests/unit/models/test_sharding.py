@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,13 @@ def test_weights_are_split_by_heads_widths_and_vocabulary(stacked):
     weights = abstract(MIXTURE, jnp.bfloat16, stacked=stacked)
     specs = weight_specs(weights, MIXTURE)
     layer = specs.layers[0]
+    experts = layer.experts
+    assert specs.head is not None and experts is not None and experts.shared is not None
     assert (specs.embedding.array, specs.head.array, specs.final_norm) == (P("tp", None), P("tp", None), P(None))
     for name in "qkv":
         assert getattr(layer, name).array == P(*lead, "tp", None)
     assert layer.o.array == P(*lead, None, "tp")
     assert layer.sinks == P(*lead, "tp") and layer.attention_norm == P(*lead, None)
-    experts = layer.experts
     assert experts.gate.array == experts.up.array == P(*lead, None, "tp", None)
     assert experts.down.array == P(*lead, None, None, "tp")
     assert experts.up_bias == P(*lead, None, "tp") and experts.down_bias == P(*lead, None, None)
@@ -58,7 +60,7 @@ def test_eight_chips_hold_an_eighth_of_the_matrices_each():
 
 
 def test_experts_of_a_stack_lead_with_its_layers_where_they_lie_there():
-    experts = abstract(MIXTURE, jnp.bfloat16, stacked=True).layers[0].experts
+    experts: Any = abstract(MIXTURE, jnp.bfloat16, stacked=True).layers[0].experts
     one = jax.eval_shape(lambda experts: replace(experts.of_turn(0), turn=None), experts)
     specs = expert_specs(one, MIXTURE)
     assert specs.gate.array == P(None, None, "tp", None) and specs.gate_bias == P(None, "tp")
