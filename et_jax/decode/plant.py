@@ -22,8 +22,8 @@ Weights = tuple[ModelWeights, ...]
 class Plant:
     """One model of a decoder, as programs are compiled for it: its shape, the page size, the backend of attention.
 
-    `scores_backend` names the kernels that score blocks. `mesh` is of the chips that the model is split over, None where
-    it is on one (`decode.sharded`).
+    `scores_backend` names the kernels that score blocks. `mesh` is of the chips that the model is split over, None for
+    one chip (`decode.sharded`).
     """
 
     model: ModelShape

@@ -1,4 +1,4 @@
-"""Models that are split over a whole slice of chips that are not here, in full depth: what each chip holds, and does."""
+"""Models that are split over a whole slice of chips that are not here, in full depth: what each chip holds and does."""
 
 import dataclasses
 import math
@@ -59,7 +59,10 @@ def slice_programs() -> list[Program]:
 
 
 def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
-    """Return one function of a decoder whose model is split over a slice, on shapes that lie there; sizes are a chip's."""
+    """Return one function of a decoder whose model is split over a slice, on shapes that lie there.
+
+    Its sizes are those of one chip.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -85,7 +88,8 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
     def held(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
-    weights, state = abstract(config.model, jnp.bfloat16, stacked=config.stacked), jax.eval_shape(partial(empty, config))
+    state = jax.eval_shape(partial(empty, config))
+    weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
     weights = jax.tree.map(put, weights, shardings(mesh, weight_specs(weights, config.model)))
     state = jax.tree.map(put, state, shardings(mesh, split(state)))
     program, arguments = getattr(decoder(config), function), arguments_of(function, config, (weights,), state, put)
