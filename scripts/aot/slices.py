@@ -29,18 +29,17 @@ SLICES = tuple(
     )
     for kind, memory in (("v5e", 16e9), ("v6e", 32e9))
 )
-MIXTRAL = Decoding(
-    name="mixtral_8x7b, 32 layers",
-    model=MIXTRAL_8X7B,
-    num_layers=32,
-    num_slots=16,
-    max_length=8192,
-    prefill_batch=512,
-    functions=("decode", "prefill"),
-)
+
 DECODINGS = (
-    MIXTRAL,
-    dataclasses.replace(MIXTRAL, name="mixtral_8x7b, paper", control="paper", functions=("decode",)),
+    Decoding(
+        name="mixtral_8x7b, 32 layers",
+        model=MIXTRAL_8X7B,
+        num_layers=32,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        functions=("decode", "prefill"),
+    ),
 )
 
 

@@ -23,7 +23,7 @@ TOKENS, TOLERANCE = 24, 0.5
 LLAMA = dataclasses.replace(MODEL, num_heads=16, num_kv_heads=8)
 EXPERTS = ExpertConfig(num_experts=6, num_per_token=3, width=24, normalised=True, layers=(True, True))
 ODD = dataclasses.replace(EXPERTS, shared_width=16, biases=True, activation=ClampedSwish(alpha=1.702, limit=1.5))
-PRUNED = {"tolerance": TOLERANCE, "min_blocks": 1, "window": 4, "target_entropy": 2.0}
+PRUNED = {"tolerance": TOLERANCE, "min_blocks": 1, "window": 4, "target_entropy": 6.0}  # more than any 96 tokens have
 MODELS = {
     "llama": LLAMA,
     "mixtral": dataclasses.replace(LLAMA, experts=EXPERTS),
@@ -73,12 +73,13 @@ def decoded(model: ModelConfig, controller: Controller, stacked: bool, mesh: Mes
         state, output = d.step((params,), state)
         assert output.produced.all() and output.reads is not None
         signals = [x[0].astype(jnp.float32) for x in jax.tree.leaves(output.signals)]
-        steps.append((output.token[0], state.logits, output.reads[0], jnp.stack(signals), output.signals.kept_mass[0]))
+        observed = output.token[0], state.logits, output.reads[0], jnp.stack(signals), output.signals.kept_mass[0]
+        steps.append(tuple(map(np.asarray, observed)))  # the next step has the state's own
     if mesh is not None:
         pages = state.plants[0].cache.layers[0].pages
         assert pages.addressable_shards[0].data.shape == (1, *pages.shape[1:])
     names = "tokens", "logits", "reads", "signals", "kept"
-    return {name: np.asarray(jnp.stack(rows)) for name, rows in zip(names, zip(*steps, strict=True), strict=True)}
+    return {name: np.stack(rows) for name, rows in zip(names, zip(*steps, strict=True), strict=True)}
 
 
 def main() -> None:
@@ -89,7 +90,6 @@ def main() -> None:
         found[name] = {
             "texts": [alone["tokens"].T.tolist(), together["tokens"].T.tolist()],
             "reads": [alone["reads"].tolist(), together["reads"].tolist()],
-            "blocks": int(-(-(len(PROMPTS[2]) + TOKENS) // 4)),
             "kept": float(together["kept"].min()),
             "signals": bool(np.allclose(alone["signals"], together["signals"], rtol=1e-4, atol=1e-4, equal_nan=True)),
             "logits": float(np.abs(alone["logits"] - together["logits"]).max()),

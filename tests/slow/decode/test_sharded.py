@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from places import HELPERS
 
@@ -39,9 +40,12 @@ def test_a_model_over_eight_devices_is_the_model_on_one(found, case):
     assert together == alone
 
 
+@pytest.mark.parametrize("case", ["llama certified", "mixtral paper"])
+def test_less_than_all_is_read(found, case):
+    read, everything = (np.sum(found[name]["reads"][1]) for name in (case, "llama off"))
+    assert read < 0.9 * everything
+
+
 def test_certificates_hold_over_eight_devices(found):
-    """Less than all is read, and no head leaves more of its mass unread than its tolerance."""
-    said = found["llama certified"]
-    reads = [count for step in said["reads"][1] for layer in step[2] for count in layer]
-    assert min(reads) < said["blocks"] - 1 and max(reads) <= said["blocks"]
-    assert 0.5 <= said["kept"] < 1.0
+    """No head leaves more of its mass unread than its tolerance."""
+    assert 0.5 <= found["llama certified"]["kept"] < 1.0
