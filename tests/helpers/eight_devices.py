@@ -18,12 +18,13 @@ from et_jax.decode.decoder import decoder
 from et_jax.models.config import ClampedSwish, ExpertConfig, ModelConfig
 from et_jax.models.sharding import AXIS, placed
 from et_jax.models.transformer import Params, in_stacks, initialise
+from et_jax.types import replace
 
 TOKENS, TOLERANCE = 24, 0.5
 LLAMA = dataclasses.replace(MODEL, num_heads=16, num_kv_heads=8)
 EXPERTS = ExpertConfig(num_experts=6, num_per_token=3, width=24, normalised=True, layers=(True, True))
 ODD = dataclasses.replace(EXPERTS, shared_width=16, biases=True, activation=ClampedSwish(alpha=1.702, limit=1.5))
-PRUNED = {"tolerance": TOLERANCE, "min_blocks": 1, "window": 4, "target_entropy": 6.0}  # more than any 96 tokens have
+PRUNED = {"tolerance": TOLERANCE, "min_blocks": 1, "window": 4, "target_entropy": 2.0}
 MODELS = {
     "llama": LLAMA,
     "mixtral": dataclasses.replace(LLAMA, experts=EXPERTS),
@@ -49,12 +50,13 @@ CASES = {
 
 
 def drawn(model: ModelConfig, stacked: bool) -> Params:
-    """Random weights of which none is 0, as biases and sinks begin."""
+    """Random weights of which none is 0, as biases and sinks begin, and logits by which a token is rather certain."""
     params = initialise(model, jax.random.key(0))
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     moved = [x + 0.15 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
     params = structure.unflatten(moved)
+    params = replace(params, final_norm=4 * params.final_norm)
     return in_stacks(params, model, lambda *alike: jnp.stack(alike)) if stacked else params
 
 

@@ -43,7 +43,7 @@ def test_a_model_over_eight_devices_is_the_model_on_one(found, case):
 @pytest.mark.parametrize("case", ["llama certified", "mixtral paper"])
 def test_less_than_all_is_read(found, case):
     read, everything = (np.sum(found[name]["reads"][1]) for name in (case, "llama off"))
-    assert read < 0.9 * everything
+    assert read < everything
 
 
 def test_certificates_hold_over_eight_devices(found):
