@@ -6,6 +6,8 @@ written in place (donated in, aliased out), and when its temporaries could not h
 kernel when it compiles, which it does not if the chip's scalar and vector memory are too small, and when its
 temporaries are under a hundredth of the pool. In neither may the compiled text copy, transpose or convert an array
 that has an entry for each page: a copy may also hide in the place of an output. `ALLOWED` names the exceptions.
+Where a model is split over a slice of chips, sizes are those of one chip, which must have the memory; what its chips
+tell each other is counted as it stands in the text, once for all layers of a loop.
 """
 
 import argparse
@@ -16,13 +18,15 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from aot.programs import Program, programs
+from aot.slices import slice_programs
 
-RECORDED = 161  # usual programs when this list was last read; fewer is a failure, more asks for a new number here
+RECORDED = 165  # usual programs when this list was last read; fewer is a failure, more asks for a new number here
 NAME_WIDTH = 34
 MOST_WORKERS = 4  # compilers at once, of up to 2 GB each
 
@@ -38,6 +42,19 @@ INSTRUCTION = re.compile(
 
 # A part of a fusion whose result lies where its operand does: the layout has another name, and nothing is written.
 IN_PLACE = re.compile(r"output_to_operand_aliasing=\{\{\}: \(0, \{\}\)\}, calls=%([\w.-]+)")
+
+
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+def listed() -> list[Program]:
+    """Return every program to compile: those of one chip, and those of models split over several."""
+    return programs() + slice_programs()
+
+
+def collectives(text: str) -> str:
+    """Return how often each way of chips to tell each other something stands in a compiled program, for the report."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(Counter(COLLECTIVE.findall(text)).items()))
 
 
 def whole_copies(text: str, pool: dict[str, Any]) -> list[str]:
@@ -65,7 +82,7 @@ def whole_copies(text: str, pool: dict[str, Any]) -> list[str]:
 
 def check_numbered(number: int) -> tuple[str, bool]:
     """Check a program of the list, which alone can be told to another process."""
-    return check(programs()[number])
+    return check(listed()[number])
 
 
 def check(program: Program) -> tuple[str, bool]:
@@ -75,7 +92,7 @@ def check(program: Program) -> tuple[str, bool]:
         lowering = program.build()
         compiled = lowering.lower().compile()
         memory = compiled.memory_analysis()
-        copies = whole_copies(compiled.as_text(), lowering.pool)
+        text = compiled.as_text()
     except Exception as error:  # each compiler has its own; the report is where they belong
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         return f"{program.chip:8} {program.name:{NAME_WIDTH}} FAILED {type(error).__name__}: {reason[:400]}", False
@@ -84,7 +101,10 @@ def check(program: Program) -> tuple[str, bool]:
         faults.append(f"temporaries reach {lowering.temporary_bound / 1e6:.1f} MB: a hidden copy of pages")
     if lowering.in_place and memory.alias_size_in_bytes < lowering.pool_bytes:
         faults.append("the pool is not written in place")
-    faults += copies
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if held + memory.temp_size_in_bytes > lowering.memory:
+        faults.append(f"a chip has no more than {lowering.memory / 1e9:.0f} GB")
+    faults += whole_copies(text, lowering.pool)
     sizes = (
         memory.temp_size_in_bytes,
         lowering.pool_bytes,
@@ -94,7 +114,8 @@ def check(program: Program) -> tuple[str, bool]:
     cells = " ".join(f"{size / 1e6:10.1f}" for size in sizes)
     verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
     seconds = f"{time.perf_counter() - began:6.1f}"
-    line = f"{program.chip:8} {program.name:{NAME_WIDTH}} {cells} {seconds}  {verdict} {lowering.on_chip}"
+    told = "; ".join(filter(None, (lowering.on_chip, collectives(text))))
+    line = f"{program.chip:8} {program.name:{NAME_WIDTH}} {cells} {seconds}  {verdict} {told}"
     return line.rstrip(), not faults
 
 
@@ -115,7 +136,7 @@ def main() -> int:
     )
     selected = [
         number
-        for number, program in enumerate(programs())
+        for number, program in enumerate(listed())
         if (args.all or program.usual) and args.only in f"{program.chip} {program.name}"
     ]
     passed = 0

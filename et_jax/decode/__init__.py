@@ -11,5 +11,5 @@ is fixed for the life of a decoder, `state` what is held between two steps and `
 what a sequence starts from, `request` what starts one, `rows` which slots a step advances, `faults` what can go wrong
 with one, and `once` guards what a step may leave out. `compat` is the table of what goes with what. `compress` makes
 the cache of a sequence smaller amid its decoding, by its last `queries`. `snapshots` keeps a state on disk; `work` is
-what a step does for its sequences, and `cost` what that moves.
+what a step does for its sequences, and `cost` what that moves. `sharded` has the chips of a mesh do all of it together.
 """

@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
@@ -19,6 +20,7 @@ from et_jax.decode.backends import scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.fresh import law_numbers, law_steers
 from et_jax.decode.plant import Plant
+from et_jax.models import sharding
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
 from et_jax.pallas.checks import EIGHT_BITS
@@ -48,7 +50,8 @@ class DecoderConfig:
     always. With `tell_reads` outputs tell what every layer and KV head read. Keys and values are kept in
     `cache_dtype`, one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None where it is
     the same. Matrices are held in the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. Layers
-    that are alike may be `stacked`, in weights and caches (`models.stacks`).
+    that are alike may be `stacked`, in weights and caches (`models.stacks`). `mesh` is of the chips over which the
+    model is split (`models.sharding`), None for one chip.
     """
 
     model: ModelShape
@@ -77,6 +80,7 @@ class DecoderConfig:
     compression: Compression | None = None
     tell_reads: bool = False
     stacked: bool = False
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:
@@ -99,6 +103,7 @@ class DecoderConfig:
         self._check_budget()
         if self.compression is not None:
             self.compression.layout(self.page_size, self.model.windows)
+        self._check_mesh()
 
     def _case(self) -> compat.Case:
         """What is to go together, by the names of `load`."""
@@ -127,6 +132,21 @@ class DecoderConfig:
             raise ValueError(
                 f"budget: got one of {budget.fewest_tokens} tokens, wanted at least a block of {self.page_size}"
             )
+
+    def _check_mesh(self) -> None:
+        """Raise ValueError where a mesh does not go with the rest."""
+        if self.mesh is None:
+            return
+        sharding.check(self.model, self.mesh)
+        beside = [name for name in ("draft", "others", "compression", "quantize") if getattr(self, name)]
+        beside += ["a budget"] * (self.controller.budget is not None)
+        if beside:
+            raise ValueError(f"mesh: got one beside {' and '.join(beside)}, wanted it without")
+
+    @property
+    def of_chip(self) -> ModelShape:
+        """The model with the heads that a chip holds: all of them, but over a mesh."""
+        return self.model if self.mesh is None else sharding.of_chip(self.model, self.mesh)
 
     @property
     def models(self) -> tuple[ModelShape, ...]:
@@ -206,7 +226,7 @@ class DecoderConfig:
     def scoring(self) -> tuple[str, tuple[str, ...]]:
         """The backend that scores blocks, and why no better one does: that of attention if it can."""
         codes = "codes" in self.keeps
-        return scoring_backend(self.model, self.page_size, self.cache_dtype, codes, self.backend)
+        return scoring_backend(self.of_chip, self.page_size, self.cache_dtype, codes, self.backend)
 
     @property
     def weights_dtype(self) -> DTypeLike:
@@ -222,7 +242,8 @@ class DecoderConfig:
     def plants(self) -> tuple[Plant, ...]:
         """The model and the others, each with the best kernels from `backend` on."""
         size, dtype = self.page_size, self.weights_dtype
-        model = Plant(model=self.model, page_size=size, backend=self.backend, scores_backend=self.scoring[0])
+        kernels = {"backend": self.backend, "scores_backend": self.scoring[0]}
+        model = Plant(model=self.model, page_size=size, mesh=self.mesh, **kernels)
         backends = [serving_backend(other, size, dtype, self.cache_dtype, self.backend)[0] for other in self.others]
         both = zip(self.others, backends, strict=True)
         return model, *(Plant(model=one, page_size=size, backend=name, scores_backend=name) for one, name in both)

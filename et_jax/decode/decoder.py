@@ -22,6 +22,7 @@ from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
+from et_jax.decode.sharded import returning_split
 from et_jax.decode.state import DecodeState, empty
 from et_jax.decode.step import step
 from et_jax.scope import within
@@ -113,6 +114,8 @@ def decoder(config: DecoderConfig) -> Decoder:
 
     def compiled(function: Callable, *bound: Any, donate: int | None = None) -> Callable:
         own = partial(function, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
+        if config.mesh is not None:
+            own = returning_split(config.mesh, own)
         return Program(jax.jit(own) if donate is None else jax.jit(own, donate_argnums=donate))
 
     return Decoder(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.decode import queries, work
+from et_jax.decode import queries, sharded, work
 from et_jax.decode.cache import LayerCache, with_place, write
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads, RowRules, mix, no_experts
@@ -88,6 +88,8 @@ def extend(
     if depths_of(stacks) != tuple(place.depth for place in state.cache.layers):
         raise ValueError("weights: got layers that lie in other stacks than those of the cache, wanted the same")
 
+    run = attend if plant.mesh is None else partial(sharded.by_heads, attend)
+
     def attending(
         layer: int | Layer, q: Array, k: Array, v: Array, memory: Threaded, softmax: Softmax
     ) -> tuple[Array, Threaded]:
@@ -95,7 +97,7 @@ def extend(
         cache, took = memory.carried
         place = cache.layers[layer.place]
         own = replace(chunk, table=place.numbers(chunk.table, layer.turn))
-        out, place, noted = attend(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
+        out, place, noted = run(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
         told = noted, None if watch is None else watch.seen(q)
         carried = with_place(cache, layer.place, place), took
         return out, Threaded(carried=carried, told=(*memory.told, told))
@@ -109,6 +111,8 @@ def extend(
     logits, memory = forward(
         weights, plant.model, chunk.token, chunk.positions, attending, begun, mixing, reader.kinds(plant)
     )
+    if plant.mesh is not None:
+        logits = sharded.whole(plant.mesh, logits)
     cache, took = memory.carried
     stored = state.queries
     if watch is not None and stored is not None:

@@ -4,13 +4,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from et_jax.control.experts import ExpertRule
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.models.experts import Experts, choose, gate, mixed
-from et_jax.types import pytree
+from et_jax.models.config import ModelConfig, ModelShape
+from et_jax.models.experts import Choice, Experts, choose, gate, mixed, summed
+from et_jax.models.sharding import AXIS, expert_specs
+from et_jax.types import pytree, replace
 
 
 @pytree
@@ -63,7 +66,34 @@ def mix(
         return jnp.where(real, most, 0)
 
     choice = choose(config, gate(experts, flat), count)
-    out = mixed(experts, flat, choice, "loop", config.activation)
+    if plant.mesh is None:
+        out = mixed(experts, flat, choice, "loop", config.activation)
+    else:
+        out = _mixed_over(plant.mesh, plant.model, experts, flat, choice)
     chosen = jnp.sum((choice.expert < config.num_experts).reshape(num_rows, -1), axis=1, dtype=jnp.int32)
     touched = jnp.sum(choice.touched(config.num_experts), dtype=jnp.int32)
     return out.reshape(x.shape), ExpertReads(touched=reads.touched + touched, chosen=reads.chosen + chosen)
+
+
+def _mixed_over(
+    mesh: Mesh, model: ModelShape, experts: Experts, x: Float[Array, "n w"], choice: Choice
+) -> Float[Array, "n w"]:
+    """What experts whose widths are split over a mesh make of tokens: of each chip its part, which are added up."""
+    assert isinstance(model, ModelConfig) and model.experts is not None
+    activation = model.experts.activation
+
+    def here(experts: Experts, turn: Array | None, x: Array, choice: Choice) -> Array:
+        down_bias = experts.down_bias
+        if down_bias is not None:  # which is in no part: one chip alone adds it
+            down_bias = jnp.where(jax.lax.axis_index(AXIS) == 0, down_bias, jnp.zeros_like(down_bias))
+        part = summed(replace(experts, turn=turn, down_bias=down_bias), x, choice, "loop", activation)
+        return jax.lax.psum(part, AXIS).astype(x.dtype)
+
+    everywhere, apart = PartitionSpec(), replace(experts, turn=None)
+    return jax.shard_map(
+        here,
+        mesh=mesh,
+        in_specs=(expert_specs(apart, model), everywhere, everywhere, everywhere),
+        out_specs=everywhere,
+        check_vma=False,  # the number of the loop's turns is the same on every chip, which a check cannot see
+    )(apart, experts.turn, x, choice)

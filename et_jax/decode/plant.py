@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from et_jax.decode import cost
@@ -21,13 +22,15 @@ Weights = tuple[ModelWeights, ...]
 class Plant:
     """One model of a decoder, as programs are compiled for it: its shape, the page size, the backend of attention.
 
-    `scores_backend` names the kernels that score blocks.
+    `scores_backend` names the kernels that score blocks. `mesh` is of the chips that the model is split over, None for
+    one chip (`decode.sharded`).
     """
 
     model: ModelShape
     page_size: int
     backend: str
     scores_backend: str
+    mesh: Mesh | None = None
 
     @property
     def all_kv_heads(self) -> int:

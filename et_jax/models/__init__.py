@@ -9,5 +9,5 @@
 `model` is what the decoder asks of either: the transformer of this package, or a `module` of the caller's own, which
 `module_reading` has looked at, and `calls` has freed the attention of.
 `bundled` says where the models lie that travel with the package, `calibration` keeps a model's calibrated temperature
-beside its weights.
+beside its weights, and `sharding` splits a model over the chips of a mesh.
 """

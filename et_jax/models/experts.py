@@ -121,6 +121,13 @@ def mixed(
 
     `activation` is that of the chosen ones; the shared one's is SwiGLU.
     """
+    return summed(experts, x, choice, form, activation).astype(x.dtype)
+
+
+def summed(
+    experts: Experts, x: Float[Array, "n w"], choice: Choice, form: Form, activation: Activation = "silu"
+) -> Float[Array, "n w"]:
+    """Return what `mixed` does in float32, so that parts of the experts' widths can be added up."""
     if form == "every":
         out = _by_every(experts, x, choice, activation)
     else:
@@ -129,7 +136,7 @@ def mixed(
         one = experts.shared
         share = jax.nn.sigmoid(_scores(x, one.router))
         out = out + rounded(share * feed_forward(x, one.gate, one.up, one.down).astype(jnp.float32))
-    return out.astype(x.dtype)
+    return out
 
 
 def _by_choice(

@@ -31,7 +31,8 @@ class Lowering:
 
     pool: every array that has an entry for each page, by name; none may be copied whole.
     temporary_bound: bytes its temporaries must stay under. in_place: whether it must write the pool where it lies.
-    on_chip: what it takes of the chip's own memories, by the kernel's count.
+    on_chip: what it takes of the chip's own memories, by the kernel's count, or what the chip holds of a model that is
+        split. memory: bytes that the chip has, for arguments, outputs and temporaries.
     """
 
     lower: Callable[[], Any]
@@ -40,6 +41,7 @@ class Lowering:
     temporary_bound: float
     in_place: bool
     on_chip: str = ""
+    memory: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,6 +252,21 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     """Return one function of a decoder, on shapes that lie on the chip."""
     import jax
     import jax.numpy as jnp
+
+    from et_jax.models.transformer import abstract
+
+    device, config = device_of(chip), decoder_config(decoding, chip, backend)
+    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in config.models)
+    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
+    lowering = function_program(function, config, params, device)
+    bound = lowering.temporary_bound + (decoding.relaid if device.platform == "tpu" else 0)
+    with traced_for(device):
+        return dataclasses.replace(lowering, temporary_bound=bound, on_chip=served(config, backend))
+
+
+def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Any = None) -> Any:
+    """Return the configuration of a decoder for a chip, or for several that its model is split over."""
+    import jax.numpy as jnp
     import numpy as np
 
     from et_jax.control.compression import named
@@ -260,10 +277,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     from et_jax.models.calibration import Calibration
     from et_jax.models.config import ModelConfig
     from et_jax.models.stacks import stacked_on
-    from et_jax.models.transformer import abstract
     from et_jax.types import Table
 
-    device = device_of(chip)
     model, *others = (
         ModelConfig(
             num_layers=decoding.num_layers,
@@ -279,7 +294,7 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     )
     controller, budget = preset(decoding.control), decoding.cache_budget
     part = PART if controller.budget is None else controller.budget.segment
-    config = DecoderConfig(
+    return DecoderConfig(
         model=model,
         num_slots=decoding.num_slots,
         batch=decoding.num_slots,
@@ -301,22 +316,17 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
             sensitivity=Table(np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32))
         ),
         stacked=stacked_on(chip.topology["platform"]),
+        mesh=mesh,
     )
-    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in (model, *others))
-    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
-    lowering = function_program(function, config, params, device)
-    bound = lowering.temporary_bound + (decoding.relaid if device.platform == "tpu" else 0)
-    with traced_for(device):
-        return dataclasses.replace(lowering, temporary_bound=bound, on_chip=_served(config, backend))
 
 
-def _served(config: Any, backend: str) -> str:
+def served(config: Any, backend: str) -> str:
     """Return which kernels serve a model's attention, from `backend` on, and score its summaries and its key codes."""
     import jax.numpy as jnp
 
     from et_jax.decode.backends import scoring_backend, serving_backend
 
-    model, size, bfloat16 = config.model, config.page_size, jnp.bfloat16
+    model, size, bfloat16 = config.of_chip, config.page_size, jnp.bfloat16
     attention, _ = serving_backend(model, size, bfloat16, bfloat16, backend)
     summaries, codes = (scoring_backend(model, size, bfloat16, coded, attention)[0] for coded in (False, True))
     return f"attention {attention}, summaries {summaries}, codes {codes}"
@@ -357,7 +367,6 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
 def function_program(function: str, config: Any, params: Any, device: Any) -> Lowering:
     """Return one function of a decoder, on shapes that lie on the device, as those of `params` do."""
     import jax
-    import jax.numpy as jnp
 
     from et_jax.decode.compress import compress
     from et_jax.decode.decoder import decode, step
@@ -366,18 +375,8 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
 
     on_chip = partial(on_device, device=device)
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
-    integer = on_chip(jax.ShapeDtypeStruct((), jnp.int32))
-    count = config.prefill_batch // config.chunk
-    rows = on_chip(jax.ShapeDtypeStruct((count,), jnp.int32))
-    tokens = on_chip(jax.ShapeDtypeStruct((count, config.chunk), jnp.int32))
-    prompts = (rows, tokens, rows, on_chip(rows, dtype=jnp.bool_))
-    functions = {
-        "step": (step, (params, state)),
-        "decode": (decode, (params, state, integer)),
-        "prefill": (prefill, (params, state, *prompts)),
-        "compress": (compress, (state, integer)),
-    }
-    program, arguments = functions[function]
+    program = {"step": step, "decode": decode, "prefill": prefill, "compress": compress}[function]
+    arguments = arguments_of(function, config, params, state, on_chip)
     jitted = jax.jit(partial(program, config), donate_argnums=0 if arguments[0] is state else 1)
     pools = tuple(plant.cache for plant in state.plants)
     places = [one for cache in pools for one in cache.layers]
@@ -391,6 +390,24 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
     )
 
 
+def arguments_of(function: str, config: Any, params: Any, state: Any, put: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return what a function of a decoder is given besides its configuration, shapes that `put` lays somewhere."""
+    import jax
+    import jax.numpy as jnp
+
+    def array(dtype: Any, *shape: int) -> Any:
+        return put(jax.ShapeDtypeStruct(shape, dtype))
+
+    count, integer = config.prefill_batch // config.chunk, array(jnp.int32)
+    rows, tokens = array(jnp.int32, count), array(jnp.int32, count, config.chunk)
+    return {
+        "step": (params, state),
+        "decode": (params, state, integer),
+        "prefill": (params, state, rows, tokens, rows, array(jnp.bool_, count)),
+        "compress": (state, integer),
+    }[function]
+
+
 def device_of(chip: Chip) -> Any:
     """Return the chip as a device that can be compiled for."""
     from jax.experimental import topologies
@@ -398,11 +415,11 @@ def device_of(chip: Chip) -> Any:
     return topologies.get_topology_desc(**chip.topology).devices[0]
 
 
-def on_device(leaf: Any, device: Any, dtype: Any = None) -> Any:
+def on_device(leaf: Any, device: Any) -> Any:
     """Return the shape of an array that lies on the device."""
     import jax
 
-    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
 
 
 def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:

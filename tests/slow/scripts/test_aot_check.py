@@ -44,6 +44,19 @@ ENTRY %main (pages: bf16[2,9,16,128]) -> f32[4] {
 """
 
 
+TALK = """
+%all-reduce.1 = f32[16,4096]{1,0} all-reduce(%x), channel_id=1, to_apply=%add
+%start = (f32[2]{0}, f32[16]{0}) all-gather-start(%y), dimensions={0}
+%done = f32[16]{0} all-gather-done(%start)
+ROOT %all-reduce.2 = (s32[16]{0}, f32[16]{0}) all-reduce(%all-reduce.1, %z), channel_id=2
+"""
+
+
+def test_what_chips_tell_each_other_is_counted():
+    assert script("aot_check").collectives(TALK) == "1 all-gather, 2 all-reduce"
+    assert script("aot_check").collectives(TEXT) == ""
+
+
 def test_a_copy_of_a_whole_array_is_found_and_named():
     """Merged axes hide none. What a fusion only passes through is not written, and `ALLOWED` is let through."""
     assert script("aot_check").whole_copies(TEXT, POOL) == [

@@ -1,0 +1,145 @@
+"""One model over the chips of a mesh, as `models.sharding` splits it: its attention, and all that a decoder holds.
+
+Each chip writes and reads the KV heads that it holds by kernels that know of no other chip, and what it notes of them
+is added up. All else is left to the compiler, which adds up the products of weights that are split.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+from jaxtyping import Array, Float
+
+from et_jax.decode.cache import LayerCache
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.plant import Plant
+from et_jax.decode.reads import LayerReads, Looked
+from et_jax.models.sharding import AXIS, of_chip, shardings
+from et_jax.softmax import Softmax
+
+T = TypeVar("T")
+
+_HEADS = ("k", "h")
+"""The axes of arrays, by the letters of their annotations, that are split: KV heads and query heads."""
+
+
+def split(tree: T) -> T:
+    """Return how each array of a tree is split: along the axis that its field says is of heads, if there is one."""
+
+    def spec(path: tuple[Any, ...], x: Any) -> PartitionSpec:
+        owner: Any = tree
+        for key in path[:-1]:
+            owner = _below(owner, key)
+        named = bool(path) and isinstance(path[-1], GetAttrKey)
+        letters = _letters(type(owner), path[-1].name) if named else ()
+        return PartitionSpec(*(AXIS if letter in _HEADS else None for letter in _spelt_out(letters, x.ndim)))
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def by_heads(
+    attend: Callable[..., tuple[Array, LayerCache, Any]],
+    plant: Plant,
+    softmax: Softmax,
+    chunk: Chunk,
+    reader: Any,
+    q: Float[Array, "r t h d"],
+    k: Float[Array, "r t k d"],
+    v: Float[Array, "r t k d"],
+    cached: LayerCache,
+    surprisal: Float[Array, "p s"] | None,
+) -> tuple[Float[Array, "r t h d"], LayerCache, LayerReads | None]:
+    """Return what `attend` does of one layer, done on every chip for its own heads."""
+    mesh = mesh_of(plant)
+    own = dataclasses.replace(plant, model=of_chip(plant.model, mesh), mesh=None)
+
+    def here(*given: Any) -> tuple[Array, LayerCache, Any, Any]:
+        out, cached, notes = attend(own, *given)
+        return out, cached, *_parted(notes)
+
+    heads, pages, everywhere = PartitionSpec(None, None, AXIS), split(cached), PartitionSpec()
+    out, cached, of_heads, of_all = jax.shard_map(
+        here,
+        mesh=mesh,
+        in_specs=(*split((softmax, chunk, reader)), heads, heads, heads, pages, everywhere),
+        out_specs=(heads, pages, PartitionSpec(None, AXIS), everywhere),
+        check_vma=False,  # kernels do not say over which axes their outputs vary
+    )(softmax, chunk, reader, q, k, v, cached, surprisal)
+    return out, cached, _joined(of_heads, of_all)
+
+
+def whole(mesh: Mesh, x: Array) -> Array:
+    """Return an array that is to be on every chip, as logits of all tokens are."""
+    return jax.lax.with_sharding_constraint(x, shardings(mesh, PartitionSpec()))
+
+
+def returning_split(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a decoder that returns its state split as it was given, and its outputs likewise."""
+
+    @functools.wraps(function)
+    def run(*given: Any, **named: Any) -> Any:
+        returned = function(*given, **named)
+        return jax.lax.with_sharding_constraint(returned, shardings(mesh, split(returned)))
+
+    return run
+
+
+def mesh_of(plant: Plant) -> Mesh:
+    """Return the mesh that a plant is split over. Raises ValueError for one that is on one chip."""
+    if plant.mesh is None:
+        raise ValueError("plant: got one that is on one chip, wanted one over a mesh")
+    return plant.mesh
+
+
+def _parted(notes: LayerReads | None) -> tuple[Any, Any]:
+    """What a chip notes of its own heads, and what all chips note, put together as `LayerReads.added_to` does it."""
+    if notes is None:
+        return None, None
+    looked = notes.looked
+    if looked is not None:
+        looked = Looked(
+            kept_mass=jax.lax.pmin(looked.kept_mass, AXIS),
+            summaries_read=jax.lax.psum(looked.summaries_read, AXIS),
+            entropies=jax.lax.psum(looked.entropies, AXIS),
+            num_entropies=jax.lax.psum(looked.num_entropies, AXIS),
+            least_entropy=jax.lax.pmin(looked.least_entropy, AXIS),
+        )
+    return (notes.block_mask, notes.block_mass), (jax.lax.psum(notes.blocks_read, AXIS), looked)
+
+
+def _joined(of_heads: Any, of_all: Any) -> LayerReads | None:
+    """The notes of all heads, of which `_parted` made two."""
+    if of_heads is None:
+        return None
+    (block_mask, block_mass), (blocks_read, looked) = of_heads, of_all
+    return LayerReads(blocks_read=blocks_read, block_mask=block_mask, block_mass=block_mass, looked=looked)
+
+
+def _below(owner: Any, key: Any) -> Any:
+    """What stands under a key of a node."""
+    if isinstance(key, GetAttrKey):
+        return getattr(owner, key.name)
+    if isinstance(key, DictKey):
+        return owner[key.key]
+    assert isinstance(key, SequenceKey)
+    return owner[key.idx]
+
+
+@functools.cache
+def _letters(owner: type, name: str) -> tuple[str, ...]:
+    """The letters of the axes of a field whose annotation has an axis of heads; none of another."""
+    [kind] = (field.type for field in dataclasses.fields(owner) if field.name == name)
+    spelt = [getattr(one, "dim_str", "").split() for one in (kind, *get_args(kind))]
+    return next((tuple(letters) for letters in spelt if not set(_HEADS).isdisjoint(letters)), ())
+
+
+def _spelt_out(letters: tuple[str, ...], ndim: int) -> tuple[str, ...]:
+    """The letters of all axes, where one of them may stand for any number of axes."""
+    for place, letter in enumerate(letters):
+        if letter.startswith("*"):
+            return *letters[:place], *[letter] * (ndim - len(letters) + 1), *letters[place + 1 :]
+    return letters

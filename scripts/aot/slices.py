@@ -1,0 +1,119 @@
+"""Models that are split over a whole slice of chips that are not here, in full depth: what each chip holds and does."""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+from aot.chips import MIXTRAL_8X7B, Chip, Decoding
+from aot.programs import TEMPORARY_SHARE, Lowering, Program, arguments_of, decoder_config, served
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Chips that hold a model together, and the bytes of memory that each of them has."""
+
+    chip: Chip
+    memory: float
+
+
+SLICES = tuple(
+    Slice(
+        chip=Chip(
+            name=f"{kind} 2x4",
+            topology={"platform": "tpu", "topology_name": f"{kind}:2x4"},
+            page_size=128,
+            backend="tpu",
+        ),
+        memory=memory,
+    )
+    for kind, memory in (("v5e", 16e9), ("v6e", 32e9))
+)
+
+DECODINGS = (
+    Decoding(
+        name="mixtral_8x7b, 32 layers",
+        model=MIXTRAL_8X7B,
+        num_layers=32,
+        num_slots=16,
+        max_length=8192,
+        prefill_batch=512,
+        functions=("decode", "prefill"),
+    ),
+)
+
+
+def slice_programs() -> list[Program]:
+    """Return the functions of every decoder for every slice."""
+    return [
+        Program(
+            name=f"{decoding.name} {function} ({one.chip.backend})",
+            chip=one.chip.name,
+            build=partial(slice_program, decoding, one, function),
+        )
+        for one in SLICES
+        for decoding in DECODINGS
+        for function in decoding.functions
+    ]
+
+
+def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
+    """Return one function of a decoder whose model is split over a slice, on shapes that lie there.
+
+    Its sizes are those of one chip.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, PartitionSpec
+
+    from et_jax.decode.decoder import decoder
+    from et_jax.decode.sharded import split
+    from et_jax.decode.state import empty
+    from et_jax.models.sharding import AXIS, shardings, weight_specs
+    from et_jax.models.transformer import abstract
+
+    mesh = Mesh(np.array(topologies.get_topology_desc(**one.chip.topology).devices), (AXIS,))
+    backend = one.chip.backend
+    assert backend is not None
+    config = decoder_config(decoding, one.chip, backend, mesh)
+
+    everywhere = shardings(mesh, PartitionSpec())
+
+    def put(leaf: Any, sharding: Any = everywhere) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def held(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+    state = jax.eval_shape(partial(empty, config))
+    weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
+    weights = jax.tree.map(put, weights, shardings(mesh, weight_specs(weights, config.model)))
+    state = jax.tree.map(put, state, shardings(mesh, split(state)))
+    program, arguments = getattr(decoder(config), function), arguments_of(function, config, (weights,), state, put)
+    own_weights, cache = (jax.tree.map(held, tree) for tree in (weights, state.plants[0].cache))
+    pages = _bytes([place.pages for place in cache.layers])
+
+    def lower() -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return program.lower(*arguments)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        kernels = served(config, backend)
+    return Lowering(
+        lower=lower,
+        pool_bytes=pages,
+        pool={jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)},
+        temporary_bound=TEMPORARY_SHARE * pages / config.model.num_layers,
+        in_place=True,
+        on_chip=f"{kernels}; {_bytes(own_weights) / 1e9:.2f} GB of weights, {_bytes(cache) / 1e9:.2f} of cache",
+        memory=one.memory,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """The bytes of all arrays of a tree."""
+    import jax
+
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
