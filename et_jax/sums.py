@@ -23,9 +23,7 @@ def total(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
     """Return the sum over an axis."""
     if x.shape[axis] == 0 or x.shape[axis] >= _LIBRARY:
         return jnp.sum(x, axis=axis)
-    return jax.lax.platform_dependent(
-        x, cpu=lambda x: _halved(rounded(x), axis), default=partial(jnp.sum, axis=axis)
-    )
+    return jax.lax.platform_dependent(x, cpu=lambda x: _halved(rounded(x), axis), default=partial(jnp.sum, axis=axis))
 
 
 @total.defjvp

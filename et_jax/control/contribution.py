@@ -49,7 +49,9 @@ def _influence(view: BlockView, share: Float[Array, "g n"]) -> tuple[Float[Array
     def whole(value: Float[Array, "m d"], out: Float[Array, "g d"]) -> Float[Array, "g m"]:
         return length(value[None] - out[:, None])
 
-    def by_pieces(value: Float[Array, "n d"], out: Float[Array, "g d"], most_held: Int[Array, ""]) -> Float[Array, "g n"]:
+    def by_pieces(
+        value: Float[Array, "n d"], out: Float[Array, "g d"], most_held: Int[Array, ""]
+    ) -> Float[Array, "g n"]:
         """Up to the longest sequence, and 0 beyond, so that it costs what is held and not what fits."""
         m = min(_PIECE, len(value))
 
