@@ -10,18 +10,18 @@ from et_jax.sums import total, total_where
 SIZES = (1, 2, 3, 9, 64, 100, 127, 128, 129, 256, 300, 1040, 2047)
 
 
-def by_halves(row: np.ndarray) -> np.float32:
+def by_halves(row: np.ndarray) -> np.floating:
     """The sum of a row whose upper half is added to its lower one until one number is left, a power of two apart."""
-    row = list(row)
-    while len(row) > 1:
-        half = 1 << (len(row) - 1).bit_length() - 1
-        row = [np.float32(x + y) for x, y in zip(row, row[half:], strict=False)] + row[len(row) - half : half]
-    return row[0]
+    left = list(row)
+    while len(left) > 1:
+        half = 1 << ((len(left) - 1).bit_length() - 1)
+        left = [np.float32(x + y) for x, y in zip(left, left[half:], strict=False)] + left[len(left) - half : half]
+    return left[0]
 
 
 def drawn(rows: int, size: int) -> np.ndarray:
     rng = np.random.default_rng(size)
-    return np.float32(rng.normal(size=(rows, size)) * np.exp(3 * rng.normal(size=(rows, size))))
+    return (rng.normal(size=(rows, size)) * np.exp(3 * rng.normal(size=(rows, size)))).astype(np.float32)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -62,14 +62,14 @@ def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_
 def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
     """What lies beyond a row's own blocks adds nothing, and pages that nobody holds may be anything."""
     rng = np.random.default_rng(4)
-    k, g, d, page, capacity, lengths = 2, 3, 8, 4, 130, np.asarray([9, 300, 131, 4 * 129 + 1])
+    k, g, d, page, capacity, lengths = 2, 3, 8, 4, 130, [9, 300, 131, 517]
     table = 1 + np.arange(4 * capacity).reshape(4, capacity)
     mean = np.full((k, 1 + 4 * capacity, 2 * d), np.nan, np.float32)
-    held = -(-lengths // page)
+    held = [-(-length // page) for length in lengths]
     for row, blocks in enumerate(held):
         mean[:, table[row, :blocks]] = rng.normal(size=(k, blocks, 2 * d))
         table[row, blocks:] = 0
-    opened = (rng.random((4, k, capacity)) < 0.2) & (np.arange(capacity) < held[:, None, None])
+    opened = (rng.random((4, k, capacity)) < 0.2) & (np.arange(capacity) < np.reshape(held, (4, 1, 1)))
     estimate = rng.normal(size=(4, k, g, capacity)).astype(np.float32)
     out, log_read = rng.normal(size=(4, k, g, d)).astype(np.float32), np.full((4, k, g), 2.0, np.float32)
 
@@ -89,7 +89,9 @@ def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
     for row, blocks in enumerate(held):
         for num_blocks in (blocks, min(blocks + 40, capacity)):
             np.testing.assert_array_equal(made_up(slice(row, row + 1), num_blocks)[0], together[row])
-    weight = np.where(~opened & (np.arange(capacity) < held[:, None, None]), 1.0, 0.0)[:, :, None] * np.exp(estimate)
+    weight = np.where(~opened & (np.arange(capacity) < np.reshape(held, (4, 1, 1))), 1.0, 0.0)[:, :, None] * np.exp(
+        estimate
+    )
     value = np.nan_to_num(mean[:, table, d:]).swapaxes(0, 1)
     whole = np.exp(2.0) * out + np.einsum("bkgn,bknd->bkgd", weight, value)
     np.testing.assert_allclose(together, whole / (np.exp(2.0) + weight.sum(-1))[..., None], rtol=1e-4, atol=1e-5)
