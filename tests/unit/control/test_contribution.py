@@ -1,4 +1,4 @@
-"""What blocks contribute, worked out up to the longest of several sequences: the bits of one that is looked at alone."""
+"""What blocks contribute, worked out up to the longest of several sequences: the bits of a view looked at alone."""
 
 import jax
 import jax.numpy as jnp
