@@ -3,6 +3,8 @@
 Asked for a sum, XLA on a CPU takes one order where its operand has 4096 elements or more, all rows together, and
 another below. So a row of fewer than half as many is summed here by adding its halves to each other, which no
 compiler may reorder; it takes no longer. Of longer rows any two have enough elements.
+
+Zeros at a row's end change no bit of such a sum, however many they are.
 """
 
 from functools import partial
@@ -10,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 _LIBRARY = 4096 // 2  # elements of a row from which on any two are summed by XLA in one order
+_LANES = 128  # elements side by side to which a row is folded at once
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -20,7 +23,7 @@ def total(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
     """Return the sum over an axis."""
     if x.shape[axis] == 0 or x.shape[axis] >= _LIBRARY:
         return jnp.sum(x, axis=axis)
-    return jax.lax.platform_dependent(x, cpu=partial(_halved, axis=axis), default=partial(jnp.sum, axis=axis))
+    return jax.lax.platform_dependent(x, cpu=lambda x: _halved(rounded(x), axis), default=partial(jnp.sum, axis=axis))
 
 
 @total.defjvp
@@ -28,16 +31,34 @@ def _(axis: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
     return total(primals[0], axis), jnp.sum(tangents[0], axis=axis)
 
 
+def total_where(x: Float[Array, "*b n"], mask: Bool[Array, "*b n"]) -> Float[Array, "*b"]:
+    """Return the sum over the last axis of what a mask keeps, to the bits of `total`; the rest counts as 0."""
+
+    def library(x: Float[Array, "*b n"], mask: Bool[Array, "*b n"]) -> Float[Array, "*b"]:
+        return jnp.sum(jnp.where(mask, x, 0.0), axis=-1)
+
+    if x.shape[-1] == 0 or x.shape[-1] >= _LIBRARY:
+        return library(x, mask)
+    return jax.lax.platform_dependent(
+        x, mask, cpu=lambda x, mask: _halved(jnp.where(mask, rounded(x), 0.0), -1), default=library
+    )
+
+
 def _halved(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    x = rounded(x)
-    cut = partial(jax.lax.slice_in_dim, x, axis=axis)
+    axis %= x.ndim
     size = x.shape[axis]
-    half = 1 << (size.bit_length() - 1)
-    if half < size:  # the first halving leaves a power of two
-        x = jnp.concatenate([cut(0, size - half) + cut(half, size), cut(size - half, half)], axis=axis)
-    while half > 1:
-        half //= 2
-        x = jax.lax.slice_in_dim(x, 0, half, axis=axis) + jax.lax.slice_in_dim(x, half, 2 * half, axis=axis)
+    lanes = min(_LANES, 1 << (size - 1).bit_length())
+    # all pieces of a row in one expression, which XLA makes one loop of
+    pieces = [jax.lax.slice_in_dim(x, i, min(i + lanes, size), axis=axis) for i in range(0, size, lanes)]
+    widths = [(0, -size % lanes if i == axis else 0, 0) for i in range(x.ndim)]
+    pieces[-1] = jax.lax.pad(pieces[-1], jnp.asarray(-0.0, x.dtype), widths)  # -0 leaves any number as it is
+    while len(pieces) > 1:
+        half = 1 << ((len(pieces) - 1).bit_length() - 1)
+        pieces = [*map(jnp.add, pieces[:-half], pieces[half:]), *pieces[len(pieces) - half : half]]
+    [x] = pieces
+    while lanes > 1:
+        lanes //= 2
+        x = jax.lax.slice_in_dim(x, 0, lanes, axis=axis) + jax.lax.slice_in_dim(x, lanes, 2 * lanes, axis=axis)
     return jnp.squeeze(x, axis)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
 
 def above_threshold(
@@ -14,17 +14,18 @@ def above_threshold(
 
     Once `allowed(opened)` fails it must fail with fewer open; where it fails with all open, all are. Ties
     open together, and the best block always. The cut is bisected over the 32-bit patterns of the scores,
-    so it is exact. Scores are not NaN.
+    so it is exact. Where the best blocks are enough, nothing is bisected. Scores are not NaN.
     """
     keys = _ordered(score.astype(jnp.float32))
+    least, most = jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)
 
-    def halve(_: Int[Array, ""], bounds: tuple[UInt32[Array, " g"], UInt32[Array, " g"]]):
-        low, high = bounds  # a cut at low is allowed or opens all; one above high is not allowed or opens nothing
-        middle = low + (high - low) // 2 + (high - low) % 2
-        fine = allowed(keys >= middle[:, None])
-        return jnp.where(fine, middle, low), jnp.where(fine, high, middle - 1)
+    def narrowed(bounds: tuple[UInt32[Array, " g"], ...]) -> tuple[UInt32[Array, " g"], ...]:
+        low, high, cut = bounds  # a cut at low is allowed or opens all; one above high is not allowed or opens nothing
+        fine = allowed(keys >= cut[:, None]) | (low == high)
+        low, high = jnp.where(fine, cut, low), jnp.where(fine, high, cut - 1)
+        return low, high, low + (high - low) // 2 + (high - low) % 2
 
-    low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)))
+    low, _, _ = jax.lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), narrowed, (least, most, most))
     return keys >= low[:, None]
 
 

@@ -8,11 +8,14 @@ Entropic-Time Inference, section 3.2.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from et_jax.control.view import BlockView, held_values, needing
 from et_jax.sums import length, total
+
+_PIECE = 32  # blocks looked at together on a CPU: what is worked out of them stays in the processor's cache
 
 Contribution = Callable[[BlockView, Float[Array, "g n"]], Float[Array, "g n"]]
 """E_b for each query head and block, given the share of attention mass that is thought to be in each."""
@@ -42,7 +45,28 @@ def _influence(view: BlockView, share: Float[Array, "g n"]) -> tuple[Float[Array
     """How far the output would move without each block, and its length."""
     value = held_values(view)
     out = jnp.matmul(share, value)
-    apart = length(value[None] - out[:, None])
+
+    def whole(value: Float[Array, "m d"], out: Float[Array, "g d"]) -> Float[Array, "g m"]:
+        return length(value[None] - out[:, None])
+
+    def by_pieces(
+        value: Float[Array, "n d"], out: Float[Array, "g d"], most_held: Int[Array, ""]
+    ) -> Float[Array, "g n"]:
+        """Up to the longest sequence, and 0 beyond, so that it costs what is held and not what fits."""
+        m = min(_PIECE, len(value))
+
+        def step(i: Int[Array, ""], apart: Float[Array, "g n"]) -> Float[Array, "g n"]:
+            piece = whole(jax.lax.dynamic_slice_in_dim(value, i * m, m), out)
+            return jax.lax.dynamic_update_slice_in_dim(apart, piece, i * m, axis=1)  # past the end both start before it
+
+        return jax.lax.fori_loop(0, (most_held + m - 1) // m, step, jnp.zeros((len(out), len(value))))
+
+    if view.most_held is None:
+        apart = whole(value, out)
+    else:
+        apart = jax.lax.platform_dependent(
+            value, out, view.most_held, cpu=by_pieces, default=lambda value, out, _: whole(value, out)
+        )
     rest = 1.0 - share
     moved = jnp.where(rest > 0, share * apart / jnp.where(rest > 0, rest, 1.0), jnp.inf)
     return moved, length(out)

@@ -23,7 +23,7 @@ from et_jax.control.view import (
     needs_of,
     tail,
 )
-from et_jax.sums import log_softmax, total
+from et_jax.sums import log_softmax, total_where
 from et_jax.types import Count, MaybeCount, Number, pytree, replace, static, value
 
 
@@ -293,7 +293,7 @@ def fewest(view: BlockView, price: Float[Array, "g n"]) -> Bool[Array, " n"]:
     read = tail(view)
 
     def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
-        return total(jnp.where(opened | read, 0.0, price)) <= view.head_tolerance
+        return total_where(price, ~(opened | read)) <= view.head_tolerance
 
     needed = (price > 0) & ~allowed(jnp.zeros_like(price, bool))[:, None]
     opened = jnp.any(above_threshold(price, allowed) & needed, axis=0)
@@ -400,8 +400,7 @@ class Certified(Selector):
         upper, lower = jnp.exp(jnp.minimum(log.high + slack - least, 80.0)), jnp.exp(log.low - slack - least)
 
         def allowed(opened: Bool[Array, "g n"]) -> Bool[Array, " g"]:
-            unread = total(jnp.where(opened | ends, 0.0, upper))
-            read = total(jnp.where(opened | ends, lower, 0.0))
+            unread, read = total_where(upper, ~(opened | ends)), total_where(lower, opened | ends)
             return (1.0 - eps) * unread <= eps * read
 
         opened = jnp.any(above_threshold(log.high, allowed), axis=0) | ends | jnp.any(eps <= 0)

@@ -59,7 +59,9 @@ class BlockView:
     share of attention mass that a block had when it was last read, 1 where that never was. `sensitivity` is what an
     error of length 1 in each head's output costs, in nats of divergence, times the model's number of query heads: over
     the tolerance, one head's part is a share of its own. Each of the four is None unless the selector needs it (see
-    `needing`). A selector sees one view; `*b` is many at once.
+    `needing`). `most_held` is how many blocks the longest of the sequences holds that are looked at together, None
+    where that is not known: what lies beyond needs no work, and nothing else may go by it. A selector sees one view;
+    `*b` is many at once.
     """
 
     query: Float[Array, "*b g d"]
@@ -81,6 +83,7 @@ class BlockView:
     mean_surprisal: Float[Array, "*b n"] | None = None
     sensitivity: Float[Array, "*b g"] | None = None
     last_mass: Float[Array, "*b g n"] | None = None
+    most_held: Int[Array, ""] | None = None
 
 
 def tolerating(view: BlockView, tolerance: Float[Array, ""]) -> BlockView:

@@ -239,9 +239,8 @@ class SelectedOfLayer:
             known = shares_after(chosen, blocks, block_lse.reshape(*grouped.shape[:3], -1)).reshape(mass.shape)
             mass = known if self.refresh_every == 1 else jnp.where(self.fresh[:, None, None], known, mass)
         if self.residual:
-            d = plant.model.head_dim
-            values = cached.summaries.mean[:, chunk.table].swapaxes(0, 1)[..., d : 2 * d]
-            whole = with_residual(out.astype(jnp.float32).reshape(grouped.shape), chosen, blocks, log_whole, values)
+            read = out.astype(jnp.float32).reshape(grouped.shape)
+            whole = with_residual(read, chosen, blocks, log_whole, cached.summaries.mean)
             out = whole.astype(out.dtype).reshape(out.shape)
         entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads

@@ -18,10 +18,13 @@ from et_jax.control.view import BlockView
 from et_jax.decode.cache import LayerCache, PageSummary, empty, summarise
 from et_jax.decode.eight_bits import dequantized
 from et_jax.models.config import ModelShape
+from et_jax.pallas.backend import platform
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.softmax import capped
 from et_jax.sums import log_sum_exp, softmax, total
 from et_jax.types import pytree, replace
+
+_PIECE = 32  # blocks whose mean values are gathered at once on a CPU
 
 
 @pytree
@@ -39,6 +42,11 @@ class Blocks:
     num_tokens: Int[Array, "b n"]
     readable: Bool[Array, "b n"]
     certain: Bool[Array, "b n"]
+
+    @property
+    def most_held(self) -> Int[Array, ""]:
+        """How many blocks the longest row holds."""
+        return jnp.max(jnp.where(self.readable, jnp.arange(1, self.readable.shape[1] + 1), 0), initial=0)
 
 
 def held_blocks(length: Int[Array, " b"], page_size: int) -> Int[Array, " b"]:
@@ -74,8 +82,12 @@ def select(selector: Selector, view: BlockView, blocks: Blocks) -> Selection:
 
     The selector's numbers have a row each; `view` is that of `view_of`.
     """
-    over_heads = jax.vmap(selection, in_axes=(None, 0))
-    chosen = jax.vmap(over_heads)(selector, view)
+    most_held = blocks.most_held
+
+    def asked(selector: Selector, view: BlockView) -> Selection:
+        return selection(selector, replace(view, most_held=most_held))
+
+    chosen = jax.vmap(jax.vmap(asked, in_axes=(None, 0)))(selector, view)
     opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
     return replace(chosen, opened=opened)
 
@@ -97,6 +109,7 @@ def view_of(
     (b, k, _, d), stored = query.shape, cached.summaries
     score, middle, coded = _scores(query, cached, blocks, backend, soft_cap)
     held = jax.tree.map(lambda x: x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32), stored)
+    value_mean = _mean_values(stored.mean, blocks, d)
     tail = _tail(query, cached, blocks, soft_cap)
     at_tail = (jnp.arange(blocks.table.shape[1]) == tail.block[:, None])[:, None]  # "b 1 n"
 
@@ -107,6 +120,7 @@ def view_of(
     box, mean, radius = (
         exact(getattr(tail.summary, name), getattr(held, name), 2) for name in ("key_box", "mean", "value_radius")
     )
+    value_mean = exact(tail.summary.mean[..., d : 2 * d], value_mean, 2)
 
     def for_heads(x: Shaped[Array, "b *rest"]) -> Shaped[Array, "b k *rest"]:
         return jnp.broadcast_to(x[:, None], (b, k, *x.shape[1:]))
@@ -123,7 +137,7 @@ def view_of(
         key_min=box[..., :d],
         key_max=box[..., d : 2 * d],
         key_mean=mean[..., :d],
-        value_mean=mean[..., d : 2 * d],
+        value_mean=value_mean,
         value_radius=radius,
         start=jnp.broadcast_to(blocks.start, (b, k, *blocks.start.shape)),
         num_tokens=for_heads(blocks.num_tokens),
@@ -135,6 +149,27 @@ def view_of(
         coded=coded,
         mean_surprisal=mean_surprisal,
     )
+
+
+def _mean_values(mean: Float[Array, "k p e"], blocks: Blocks, head_dim: int) -> Float[Array, "b k n d"]:
+    """The mean value of every block. On a CPU in pieces up to the longest row, and 0 beyond."""
+    b, n = blocks.table.shape
+    if platform() != "cpu":
+        return _values_of(mean, blocks.table, head_dim)
+    m = min(_PIECE, n)
+
+    def step(i: Int[Array, ""], values: Float[Array, "b k n d"]) -> Float[Array, "b k n d"]:
+        # the barrier keeps XLA from working the pages out again for every element of the gather
+        table = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(blocks.table, i * m, m, axis=1))
+        piece = _values_of(mean, table, head_dim)
+        return jax.lax.dynamic_update_slice_in_dim(values, piece, i * m, axis=2)  # past the end both start before it
+
+    empty = jnp.zeros((b, mean.shape[0], n, head_dim), jnp.float32)
+    return jax.lax.fori_loop(0, (blocks.most_held + m - 1) // m, step, empty)
+
+
+def _values_of(mean: Float[Array, "k p e"], table: Int[Array, "b m"], head_dim: int) -> Float[Array, "b k m d"]:
+    return mean[:, table].swapaxes(0, 1)[..., head_dim : 2 * head_dim]
 
 
 @pytree
@@ -257,21 +292,53 @@ def with_residual(
     chosen: Selection,
     blocks: Blocks,
     log_read: Float[Array, "b k g"],
-    value_mean: Float[Array, "b k n d"],
+    mean: Float[Array, "k p e"],
 ) -> Float[Array, "b k g d"]:
     """Return the output with every unread block counted as its mean value at its estimated mass.
 
         o~ = (Z_S o + sum_D Z^_b mean_b) / (Z_S + sum_D Z^_b)
 
     S the blocks read, D the others a query may see; `out` is o over S, `bounds.residual_error` bounds what
-    remains. `log_read` is log Z_S, the sum that `out` was divided by: with the sink where there is one. Float32.
+    remains. `log_read` is log Z_S, the sum that `out` was divided by: with the sink where there is one. `mean` is that
+    of every page, as `PageSummary` has it. Float32.
     """
-    unread = (blocks.readable[:, None] & ~chosen.opened)[:, :, None]
-    left = jnp.where(unread, chosen.estimate, -jnp.inf)
+    unread = blocks.readable[:, None] & ~chosen.opened
+    left = jnp.where(unread[:, :, None], chosen.estimate, -jnp.inf)
     top = jnp.maximum(jnp.max(left, axis=-1), log_read)
     top = jnp.where(jnp.isfinite(top), top, 0.0)[..., None]
     weight, read = jnp.exp(left - top), jnp.exp(log_read[..., None] - top)
-    value = jnp.where(unread.swapaxes(2, 3), value_mean, 0.0)
-    mixed = jnp.einsum("bkgn,bknd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)
+    mixed = _mixture(weight, unread, mean, blocks, out.shape[-1])
     whole = read + total(weight)[..., None]
     return (read * out + mixed) / jnp.where(whole > 0, whole, 1.0)
+
+
+def _mixture(
+    weight: Float[Array, "b k g n"],
+    unread: Bool[Array, "b k n"],
+    mean: Float[Array, "k p e"],
+    blocks: Blocks,
+    head_dim: int,
+) -> Float[Array, "b k g d"]:
+    """The sum of the mean values of the blocks that are unread, each times its weight.
+
+    On a CPU in pieces up to the longest row, so that it costs what is held and not what fits. Further pieces add 0.
+    """
+
+    def mixture(
+        weight: Float[Array, "b k g m"], unread: Bool[Array, "b k m"], table: Int[Array, "b m"]
+    ) -> Float[Array, "b k g d"]:
+        value = jnp.where(unread[..., None], _values_of(mean, table, head_dim), 0.0)  # 0 * NaN is NaN
+        return jnp.einsum("bkgm,bkmd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)
+
+    if platform() != "cpu":
+        return mixture(weight, unread, blocks.table)
+    n = blocks.table.shape[1]
+    whole = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % _PIECE)]) for x in (weight, unread, blocks.table)]
+
+    def step(i: Int[Array, ""], mixed: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
+        piece = [jax.lax.dynamic_slice_in_dim(x, i * _PIECE, _PIECE, axis=x.ndim - 1) for x in whole]
+        # the barrier keeps XLA from working the pages out again for every element of the gather
+        return mixed + mixture(*jax.lax.optimization_barrier(piece))
+
+    steps = (blocks.most_held + _PIECE - 1) // _PIECE
+    return jax.lax.fori_loop(0, steps, step, jnp.zeros((*weight.shape[:3], head_dim), jnp.float32))

@@ -142,7 +142,7 @@ def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound(sink):
         read + np.where(shut, guess, 0).sum(-1)
     )[..., None]
     blocks = selection.Blocks(
-        table=jnp.zeros((1, n), jnp.int32),
+        table=jnp.arange(n, dtype=jnp.int32)[None],
         length=jnp.full(1, n * s, jnp.int32),
         start=jnp.arange(n, dtype=jnp.int32) * s,
         num_tokens=jnp.full((1, n), s, jnp.int32),
@@ -153,7 +153,8 @@ def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound(sink):
     chosen = select.Selection(opened=jnp.asarray(opened), estimate=single(np.log(guess)), upper=None)
     with np.errstate(divide="ignore"):
         log_read = single(np.log(read))
-    got = selection.with_residual(single(out), chosen, blocks, log_read, single(mean))
+    stored = single(np.concatenate([key.mean(-2), mean], axis=-1)[0])  # a page's mean key, then its mean value
+    got = selection.with_residual(single(out), chosen, blocks, log_read, stored)
     np.testing.assert_allclose(got, whole, atol=1e-5)
 
     truth = top.sum(-2) / (each.sum(-1) + sunk)[..., None]

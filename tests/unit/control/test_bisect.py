@@ -18,12 +18,20 @@ def opened_for(score, goal):
     return above_threshold(score, lambda opened: jnp.sum(opened, axis=-1) >= goal)
 
 
+opened_in_each = jax.jit(jax.vmap(opened_for))
+
+
 @settings(max_examples=80, deadline=None)
-@given(hnp.arrays(np.float32, (2, 9), elements=SCORES), st.integers(0, 11))
-def test_reach_cuts_as_high_as_allowed_with_ties_together(score, goal):
+@given(hnp.arrays(np.float32, (3, 2, 9), elements=SCORES), st.tuples(*[st.integers(0, 11)] * 3))
+def test_reach_cuts_as_high_as_allowed_with_ties_together(score, goals):
+    """In each of three views at once, whose cuts are found after as many halvings as their own scores take."""
     # Numbers too small for float32's normal range count as zero on this device.
     score = np.where((np.abs(score) < 1e-38) & (score != 0), 0.0, score).astype(np.float32)
-    got = np.asarray(opened_for(jnp.asarray(score), goal))
-    for row, opened in zip(score, got, strict=True):
-        allowed = [cut for cut in np.unique(row) if (row >= cut).sum() >= goal]
-        np.testing.assert_array_equal(opened, row >= max(allowed, default=-np.inf))
+    together = np.asarray(opened_in_each(jnp.asarray(score), jnp.asarray(goals)))
+    for view, goal, opened in zip(score, goals, together, strict=True):
+        expected = []
+        for row in view:
+            allowed = [cut for cut in np.unique(row) if (row >= cut).sum() >= goal]
+            expected.append(row >= max(allowed, default=-np.inf))
+        np.testing.assert_array_equal(opened, expected)
+        np.testing.assert_array_equal(opened_for(jnp.asarray(view), goal), expected)
