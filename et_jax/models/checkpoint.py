@@ -32,7 +32,18 @@ from et_jax.models.encodings import FLOATS, WEIGHT, Encoding, Mxfp4, Part, Scale
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
 from et_jax.models.transformer import Params, describe, in_stacks
-from et_jax.models.weights import QUANTIZED, Dense, Int8, is_weight, nodes, path_of_weight, quantized, to_int8
+from et_jax.models.weights import (
+    QUANTIZED,
+    Dense,
+    Int8,
+    is_weight,
+    looked_up,
+    nodes,
+    path_of_weight,
+    quantized,
+    to_int8,
+)
+from et_jax.types import replace
 
 INERT = re.compile(r"rotary_emb\.inv_freq$")
 ACTIVATIONS = re.compile(r"\.(input_scale|activation_scale|[kqv]_scale|weight_shape)$")
@@ -163,9 +174,8 @@ def _put_in_place(config: ModelConfig, nodes: Params, stacked: bool) -> Params:
 
         return stack
 
-    if not stacked:
-        return jax.tree.map(put, nodes)
-    return jax.tree.map(put, in_stacks(nodes, config, joined))
+    params = jax.tree.map(put, in_stacks(nodes, config, joined) if stacked else nodes)
+    return replace(params, embedding=looked_up(params.embedding))
 
 
 @partial(jax.jit, donate_argnums=0)

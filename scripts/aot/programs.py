@@ -303,11 +303,9 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
         stacked=stacked_on(chip.topology["platform"]),
     )
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in (model, *others))
-    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
-    lowering = function_program(function, config, params, device)
-    bound = lowering.temporary_bound + (decoding.relaid if device.platform == "tpu" else 0)
+    lowering = function_program(function, config, weights_on(weights, device), device)
     with traced_for(device):
-        return dataclasses.replace(lowering, temporary_bound=bound, on_chip=_served(config, backend))
+        return dataclasses.replace(lowering, on_chip=_served(config, backend))
 
 
 def _served(config: Any, backend: str) -> str:
@@ -349,8 +347,7 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
     with traced_for(device):
         backend, _ = serving_backend(plain.model, chip.page_size, plain.weights_dtype, plain.cache_dtype, chip.backend)
     config, weights = configured(run, backend)
-    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
-    lowering = function_program(function, config, params, device)
+    lowering = function_program(function, config, weights_on(weights, device), device)
     return dataclasses.replace(lowering, pool={}, temporary_bound=math.inf)
 
 
@@ -363,6 +360,7 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
     from et_jax.decode.decoder import decode, step
     from et_jax.decode.prefill import prefill
     from et_jax.decode.state import empty
+    from et_jax.models.stacks import compiler_options
 
     on_chip = partial(on_device, device=device)
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
@@ -378,7 +376,9 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
         "compress": (compress, (state, integer)),
     }
     program, arguments = functions[function]
-    jitted = jax.jit(partial(program, config), donate_argnums=0 if arguments[0] is state else 1)
+    options = compiler_options(device.platform) if config.stacked else {}
+    donated = 0 if arguments[0] is state else 1
+    jitted = jax.jit(partial(program, config), donate_argnums=donated, compiler_options=options or None)
     pools = tuple(plant.cache for plant in state.plants)
     places = [one for cache in pools for one in cache.layers]
     sizes = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for one in places]
@@ -403,6 +403,24 @@ def on_device(leaf: Any, device: Any, dtype: Any = None) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+
+def weights_on(weights: Any, device: Any) -> Any:
+    """Return the shapes of the weights of models that lie on the device, as loading puts them there."""
+    import jax
+
+    from et_jax.models.transformer import Params
+    from et_jax.models.weights import by_rows
+    from et_jax.types import replace
+
+    def looked_up(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=by_rows(leaf))
+
+    there = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
+    return tuple(
+        replace(one, embedding=jax.tree.map(looked_up, one.embedding)) if isinstance(one, Params) else one
+        for one in there
+    )
 
 
 def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:

@@ -13,6 +13,7 @@ from et_jax.models.stacks import (
     Stack,
     Turns,
     by_layer,
+    compiler_options,
     depths_of,
     folded,
     located,
@@ -54,8 +55,10 @@ def test_layers_apart_have_a_stack_each():
     assert shapes(stacks_of(model((None,) * 3), stacked=False)) == [(0, 1, 1, 0), (1, 1, 1, 1), (2, 1, 1, 2)]
 
 
-def test_layers_are_stacked_on_a_tpu_alone():
-    assert [platform for platform in ("cpu", "tpu", "gpu", "cuda") if stacked_on(platform)] == ["tpu"]
+def test_layers_are_stacked_on_chips_and_a_gpu_is_told_to_read_them_in_place():
+    platforms = "cpu", "tpu", "gpu", "cuda"
+    assert [platform for platform in platforms if stacked_on(platform)] == ["tpu", "gpu", "cuda"]
+    assert [platform for platform in platforms if compiler_options(platform)] == ["gpu", "cuda"]
 
 
 STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)
