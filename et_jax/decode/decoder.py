@@ -24,7 +24,6 @@ from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
 from et_jax.decode.state import DecodeState, empty
 from et_jax.decode.step import step
-from et_jax.models.stacks import compiler_options
 from et_jax.scope import within
 
 
@@ -109,11 +108,11 @@ class Decoder:
 def decoder(config: DecoderConfig) -> Decoder:
     """Return the decoder of a configuration."""
 
-    options = compiler_options(jax.default_backend()) if config.stacked else {}
+    options = config.compiler_options(jax.default_backend())
 
     def compiled(function: Callable, *bound: Any, donate: int | tuple[int, ...] = ()) -> Callable:
         own = partial(function, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
-        return Program(jax.jit(own, donate_argnums=donate, compiler_options=options or None))
+        return Program(jax.jit(own, donate_argnums=donate, compiler_options=options))
 
     return Decoder(
         config=config,

@@ -32,14 +32,14 @@ def stacked_on(platform: str) -> bool:
     return platform != "cpu"
 
 
-def compiler_options(platform: str) -> dict[str, bool | int]:
-    """Return how programs of stacked layers are compiled on a platform, by XLA's names.
+def compiler_options(platform: str) -> dict[str, bool | int] | None:
+    """Return how programs of stacked layers are compiled on a platform, by XLA's names; None where nothing is said.
 
     On a GPU products of cuBLAS read a slice of a stack where it lies. Triton's, and several that are joined into one
     because they share an input, read a copy.
     """
     in_place = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-    return in_place if platform in ("gpu", "cuda") else {}
+    return in_place if platform in ("gpu", "cuda") else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

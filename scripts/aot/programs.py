@@ -360,7 +360,6 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
     from et_jax.decode.decoder import decode, step
     from et_jax.decode.prefill import prefill
     from et_jax.decode.state import empty
-    from et_jax.models.stacks import compiler_options
 
     on_chip = partial(on_device, device=device)
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
@@ -376,9 +375,8 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
         "compress": (compress, (state, integer)),
     }
     program, arguments = functions[function]
-    options = compiler_options(device.platform) if config.stacked else {}
-    donated = 0 if arguments[0] is state else 1
-    jitted = jax.jit(partial(program, config), donate_argnums=donated, compiler_options=options or None)
+    donated, options = 0 if arguments[0] is state else 1, config.compiler_options(device.platform)
+    jitted = jax.jit(partial(program, config), donate_argnums=donated, compiler_options=options)
     pools = tuple(plant.cache for plant in state.plants)
     places = [one for cache in pools for one in cache.layers]
     sizes = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for one in places]
