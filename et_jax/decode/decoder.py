@@ -107,7 +107,6 @@ class Decoder:
 
 def decoder(config: DecoderConfig) -> Decoder:
     """Return the decoder of a configuration."""
-
     options = config.compiler_options(jax.default_backend())
 
     def compiled(function: Callable, *bound: Any, donate: int | tuple[int, ...] = ()) -> Callable:

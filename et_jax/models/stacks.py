@@ -188,7 +188,7 @@ def _turn(
     begun: tuple[int | Int[Array, ""], Carried],
     _: None = None,
 ) -> tuple[tuple[int | Int[Array, ""], Carried], tuple[Any, ...]]:
-    """Run the layers of one turn, and count it: XLA knows that a count is a step further on each time, of arrays not."""
+    """Run the layers of one turn, and count it: from a count in its loop XLA knows where in a stack each turn reads."""
     turn, carried = begun
     told = []
     for offset in range(stack.period):

@@ -248,7 +248,6 @@ def on_hopper(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
 
 def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str) -> Lowering:
     """Return one function of a decoder, on shapes that lie on the chip."""
-    import jax
     import jax.numpy as jnp
     import numpy as np
 
@@ -337,8 +336,6 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
 
     Of its pages it is asked only that they are written in place: all of them fit a vector memory, which XLA uses.
     """
-    import jax
-
     from et_jax.decode.backends import serving_backend
 
     device = device_of(chip)

@@ -1,6 +1,7 @@
 """A weight as a node: its products and rows by formula, and what it counts."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import jax
@@ -170,10 +171,15 @@ def test_a_tree_counts_weights_in_8_bits_with_their_scales():
 def test_a_matrix_that_is_looked_up_in_lies_by_rows_on_a_tpu_alone():
     def place(platform: str, ndim: int):
         sharding = mock.Mock(spec=jax.sharding.Sharding, device_set=[SimpleNamespace(platform=platform)])
-        found = by_rows(SimpleNamespace(ndim=ndim, sharding=sharding))
+        found: Any = by_rows(SimpleNamespace(ndim=ndim, sharding=sharding))
         return found.layout.major_to_minor if isinstance(found, Format) else found is sharding
 
     assert [place("tpu", 2), place("tpu", 1), place("cpu", 2), place("gpu", 2)] == [(0, 1), True, True, True]
+
+
+def order(x: Any) -> tuple[int, ...]:
+    """Return the axes of an array as they lie, the outermost first."""
+    return x.format.layout.major_to_minor
 
 
 @pytest.mark.parametrize("weight", [Dense(array=NUMBERS), to_int8(NUMBERS, jnp.bfloat16)])
@@ -184,6 +190,6 @@ def test_a_weight_is_laid_out_anew_where_it_is_looked_up_in(weight, monkeypatch)
     columns = Layout(major_to_minor=(1, 0))
     monkeypatch.setattr(weights, "by_rows", lambda x: Format(columns, x.sharding) if x.ndim == 2 else x.sharding)
     found = looked_up(there)
-    assert found.array.format.layout.major_to_minor == (1, 0)
+    assert order(found.array) == (1, 0)
     jax.tree.map(np.testing.assert_array_equal, found, there)
     np.testing.assert_array_equal(found.rows(jnp.asarray([4, 0])), there.rows(jnp.asarray([4, 0])))
