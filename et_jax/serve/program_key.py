@@ -98,8 +98,8 @@ def settings() -> tuple[str, ...]:
 def _shape(leaf: Any) -> tuple[Any, ...]:
     """What a program is compiled for, of one argument."""
     if isinstance(leaf, jax.Array):
-        place = leaf.sharding.memory_kind, str(leaf.format.layout)
-        return leaf.shape, leaf.dtype.name, leaf.weak_type, leaf.committed, *place
+        layout = str(getattr(leaf, "format").layout)  # noqa: B009 - which the declared type of an array lacks
+        return leaf.shape, leaf.dtype.name, leaf.weak_type, leaf.committed, leaf.sharding.memory_kind, layout
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape, leaf.dtype.name
     if type(leaf) in (bool, int, float):

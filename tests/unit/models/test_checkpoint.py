@@ -377,7 +377,7 @@ def test_the_embedding_alone_is_put_as_it_is_looked_up_in(tmp_path, monkeypatch,
     written(tmp_path, CONFIG, params)
     columns = Layout(major_to_minor=(1, 0))
     monkeypatch.setattr(weights, "by_rows", lambda x: Format(columns, x.sharding))
-    found = load(tmp_path, stacked=stacked)[1]
+    found: Any = load(tmp_path, stacked=stacked)[1]
     assert order(found.embedding.array) == (1, 0)
     assert order(found.head.array) == (0, 1)
     np.testing.assert_array_equal(found.embedding.array, params.embedding.array)

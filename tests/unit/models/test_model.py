@@ -53,7 +53,7 @@ def test_weights_are_put_where_they_are_wanted_and_embeddings_as_they_are_looked
     columns = Layout(major_to_minor=(1, 0))
     monkeypatch.setattr(weights, "by_rows", lambda x: Format(columns, x.sharding))
     given = transformer.initialise(SMALL, jax.random.key(0), HALF), a_module()[1]
-    found = model.put(given, jax.devices()[0])
+    found: Any = model.put(given, jax.devices()[0])
     assert order(found[0].embedding.array) == (1, 0)
     assert order(found[0].layers[0].q.array) == (0, 1)
     assert all(leaf.committed for leaf in jax.tree.leaves(found))

@@ -168,18 +168,18 @@ def test_a_tree_counts_weights_in_8_bits_with_their_scales():
     assert num_numbers(tree) == 18 and num_bytes(tree) == 15 + 4 * 5 + 12
 
 
-def test_a_matrix_that_is_looked_up_in_lies_by_rows_on_a_tpu_alone():
-    def place(platform: str, ndim: int):
-        sharding = mock.Mock(spec=jax.sharding.Sharding, device_set=[SimpleNamespace(platform=platform)])
-        found: Any = by_rows(SimpleNamespace(ndim=ndim, sharding=sharding))
-        return found.layout.major_to_minor if isinstance(found, Format) else found is sharding
-
-    assert [place("tpu", 2), place("tpu", 1), place("cpu", 2), place("gpu", 2)] == [(0, 1), True, True, True]
-
-
 def order(x: Any) -> tuple[int, ...]:
     """Return the axes of an array as they lie, the outermost first."""
     return x.format.layout.major_to_minor
+
+
+def test_a_matrix_that_is_looked_up_in_lies_by_rows_on_a_tpu_alone():
+    def place(platform: str, ndim: int):
+        sharding = mock.Mock(spec=jax.sharding.Sharding, device_set=[SimpleNamespace(platform=platform)])
+        found = by_rows(SimpleNamespace(ndim=ndim, sharding=sharding))
+        return order(SimpleNamespace(format=found)) if isinstance(found, Format) else found is sharding
+
+    assert [place("tpu", 2), place("tpu", 1), place("cpu", 2), place("gpu", 2)] == [(0, 1), True, True, True]
 
 
 @pytest.mark.parametrize("weight", [Dense(array=NUMBERS), to_int8(NUMBERS, jnp.bfloat16)])
