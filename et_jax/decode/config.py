@@ -23,6 +23,7 @@ from et_jax.decode.plant import Plant
 from et_jax.models import sharding
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelShape
+from et_jax.models.stacks import compiler_options, stacks_of
 from et_jax.pallas.checks import EIGHT_BITS
 
 Keep = Literal["codes", "surprisals", "logits"]
@@ -152,6 +153,11 @@ class DecoderConfig:
     def models(self) -> tuple[ModelShape, ...]:
         """The model, and the others."""
         return self.model, *self.others
+
+    def compiler_options(self, platform: str) -> dict[str, bool | int] | None:
+        """Return how programs are compiled on a platform where layers of these models lie in stacks, else None."""
+        found = (stack for model in self.models for stack in stacks_of(model, self.stacked))
+        return compiler_options(platform) if any(stack.depth > 1 for stack in found) else None
 
     @property
     def takes_turns(self) -> bool:

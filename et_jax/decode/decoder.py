@@ -111,12 +111,13 @@ class Decoder:
 
 def decoder(config: DecoderConfig) -> Decoder:
     """Return the decoder of a configuration."""
+    options = config.compiler_options(jax.default_backend())
 
-    def compiled(function: Callable, *bound: Any, donate: int | None = None) -> Callable:
+    def compiled(function: Callable, *bound: Any, donate: int | tuple[int, ...] = ()) -> Callable:
         own = partial(function, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
         if config.mesh is not None:
             own = returning_split(config.mesh, own)
-        return Program(jax.jit(own) if donate is None else jax.jit(own, donate_argnums=donate))
+        return Program(jax.jit(own, donate_argnums=donate, compiler_options=options))
 
     return Decoder(
         config=config,

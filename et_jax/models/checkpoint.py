@@ -37,7 +37,18 @@ from et_jax.models.stored import (
     stored_as,
 )
 from et_jax.models.transformer import Params, describe, in_stacks
-from et_jax.models.weights import QUANTIZED, Dense, Int8, is_weight, nodes, path_of_weight, quantized, to_int8
+from et_jax.models.weights import (
+    QUANTIZED,
+    Dense,
+    Int8,
+    is_weight,
+    looked_up,
+    nodes,
+    path_of_weight,
+    quantized,
+    to_int8,
+)
+from et_jax.types import replace
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 STORED_NAMES = {"bfloat16": "BF16", "float32": "F32"}
@@ -143,9 +154,8 @@ def _put_in_place(config: ModelConfig, nodes: Params, stacked: bool) -> Params:
 
         return stack
 
-    if not stacked:
-        return jax.tree.map(put, nodes)
-    return jax.tree.map(put, in_stacks(nodes, config, joined))
+    params = jax.tree.map(put, in_stacks(nodes, config, joined) if stacked else nodes)
+    return replace(params, embedding=looked_up(params.embedding))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -15,7 +15,8 @@ from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.module import ModuleModel, ModuleWeights
 from et_jax.models.stacks import Stack, stacks_of
 from et_jax.models.transformer import Attend, Mix, Params
-from et_jax.models.weights import nodes, num_bytes
+from et_jax.models.weights import looked_up, nodes, num_bytes
+from et_jax.types import replace
 
 Memory = TypeVar("Memory")
 
@@ -111,6 +112,12 @@ def device_of(weights: ModelWeights | tuple[ModelWeights, ...]) -> Any:
     """Return the device that weights, of one model or more, are on. Raises ValueError where they are on several."""
     [device] = {device for leaf in jax.tree.leaves(weights) for device in leaf.devices()}
     return device
+
+
+def put(weights: tuple[ModelWeights, ...], device: Any) -> tuple[ModelWeights, ...]:
+    """Return the weights of models on a device, each array laid out as it is read there."""
+    there = jax.device_put(weights, device)
+    return tuple(replace(one, embedding=looked_up(one.embedding)) if isinstance(one, Params) else one for one in there)
 
 
 def dtype_of(weights: ModelWeights) -> np.dtype:

@@ -26,11 +26,20 @@ Carried = TypeVar("Carried")
 def stacked_on(platform: str) -> bool:
     """Return whether layers that are alike are stacked on a platform, as JAX names it.
 
-    A TPU's compiler reads a layer's weights where they lie in the stack. XLA on a CPU copies them out first, so that
-    products take 1.3 to 1.6 times as long, and compiled for an H200 it copies them too, all of them in every step:
-    there every layer stays by itself.
+    A TPU's compiler reads a layer's weights where they lie in the stack, and so does a GPU's by `compiler_options`. XLA
+    on a CPU copies them out first, so that products take 1.3 to 1.6 times as long: there every layer stays by itself.
     """
-    return platform == "tpu"
+    return platform != "cpu"
+
+
+def compiler_options(platform: str) -> dict[str, bool | int] | None:
+    """Return how programs of stacked layers are compiled on a platform, by XLA's names; None where nothing is said.
+
+    On a GPU products of cuBLAS read a slice of a stack where it lies. Triton's, and several that are joined into one
+    because they share an input, read a copy.
+    """
+    in_place = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    return in_place if platform in ("gpu", "cuda") else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,11 +172,11 @@ def through(
         for turns in stack.runs(alike):
             one = partial(_turn, stack, turns[0], run)
             if len(turns) == 1:
-                carried, of_period = one(carried, turns[0])
+                (_, carried), of_period = one((turns[0], carried))
                 told += of_period
             else:
-                numbers = jnp.arange(turns.start, turns.stop, dtype=jnp.int32)
-                carried, of_period = jax.lax.scan(one, carried, numbers)
+                begun = jnp.int32(turns.start), carried
+                (_, carried), of_period = jax.lax.scan(one, begun, length=len(turns))
                 told.append(Turns(of_period=of_period))
     return carried, tuple(told)
 
@@ -176,15 +185,16 @@ def _turn(
     stack: Stack,
     like: int,
     run: Callable[[Layer, Carried], tuple[Carried, Any]],
-    carried: Carried,
-    turn: int | Int[Array, ""],
-) -> tuple[Carried, tuple[Any, ...]]:
-    """Run the layers of one turn."""
+    begun: tuple[int | Int[Array, ""], Carried],
+    _: None = None,
+) -> tuple[tuple[int | Int[Array, ""], Carried], tuple[Any, ...]]:
+    """Run the layers of one turn, and count it: from a count in its loop XLA knows where in a stack each turn reads."""
+    turn, carried = begun
     told = []
     for offset in range(stack.period):
         carried, said = run(stack.layer(like, offset, turn), carried)
         told.append(said)
-    return carried, tuple(told)
+    return (turn + 1, carried), tuple(told)
 
 
 def parts(told: Sequence[Any], part: Callable[[Any], Any]) -> tuple[Any, ...]:

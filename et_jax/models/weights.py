@@ -5,16 +5,20 @@ another form is another class with these properties and methods.
 """
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from et_jax.types import pytree, static
+
+T = TypeVar("T")
 
 QUANTIZED = ("int8",)
 """The forms, besides floats, in which weights may be held here."""
@@ -179,6 +183,26 @@ def quantized(tree: Any, dtype: DTypeLike) -> Any:
         return node.astype(dtype)
 
     return jax.tree.map(changed, tree, is_leaf=is_weight)
+
+
+def by_rows(x: Any) -> Sharding | Format:
+    """Return the place of an array of a weight that is looked up in: on a TPU with its layout, by rows.
+
+    XLA lays a matrix of a multiple of 128 rows out by columns on a TPU, where their length is no such multiple, and
+    then copies it whole, by rows, in every step.
+    """
+    on_tpu = all(device.platform == "tpu" for device in x.sharding.device_set)
+    return Format(Layout(major_to_minor=(0, 1)), x.sharding) if on_tpu and x.ndim == 2 else x.sharding
+
+
+def looked_up(weight: T) -> T:
+    """Return a weight on a device as it lies there where its rows are looked up (`by_rows`)."""
+
+    def laid(x: Array) -> Array:
+        place = by_rows(x)
+        return jax.device_put(x, place) if isinstance(place, Format) else x
+
+    return jax.tree.map(laid, weight)
 
 
 def nodes(tree: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
-from et_jax.models.model import ModelWeights, device_of, dtype_of
+from et_jax.models.model import ModelWeights, device_of, dtype_of, put
 from et_jax.models.weights import num_bytes
 from et_jax.scope import own_settings
 from et_jax.serve import executables, min_context
@@ -358,7 +358,7 @@ class Model:
         home = device_of(weights)
         devices = [home, *(device for device in jax.local_devices() if device != home)]
         return Replica(
-            jax.device_put(weights, devices[number % len(devices)]),
+            put(weights, devices[number % len(devices)]),
             own,
             queue,
             self.settings,

@@ -1,10 +1,10 @@
 """What a compiled program is told by: a digest of all that it was made from, None where that cannot be known.
 
 That is the package's sources, the versions of Python, JAX and its compiler, the processor or chip with what it can do,
-every setting of JAX, the decoder's configuration, and the structure, shapes and dtypes of the arguments. Values are
-written down part by part. A function, or a type, is told by its name where the package or JAX has it under that name:
-its code is told by the sources, and by the versions. One that a caller wrote has no such name, so that what is made
-with it is not known.
+every setting of JAX, the decoder's configuration, and the structure, shapes, dtypes and layouts of the arguments.
+Values are written down part by part. A function, or a type, is told by its name where the package or JAX has it under
+that name: its code is told by the sources, and by the versions. One that a caller wrote has no such name, so that what
+is made with it is not known.
 """
 
 import dataclasses
@@ -98,7 +98,8 @@ def settings() -> tuple[str, ...]:
 def _shape(leaf: Any) -> tuple[Any, ...]:
     """What a program is compiled for, of one argument."""
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype.name, leaf.weak_type, leaf.committed, leaf.sharding.memory_kind
+        layout = str(getattr(leaf, "format").layout)  # noqa: B009 - which the declared type of an array lacks
+        return leaf.shape, leaf.dtype.name, leaf.weak_type, leaf.committed, leaf.sharding.memory_kind, layout
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape, leaf.dtype.name
     if type(leaf) in (bool, int, float):

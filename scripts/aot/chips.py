@@ -37,8 +37,6 @@ class Decoding:
     quantize: the form of its matrices besides bfloat16.
     cache_dtype: what keys and values are kept in, by the names of `load`.
     control: the preset it reads by; with "off" no page has a summary.
-    relaid: bytes of weights that a TPU's compiler lays out anew in every step, a part of its temporaries: XLA lays an
-        embedding out by columns whose width is no multiple of 128, where its height is one.
     small: a second model's shape, which takes turns under a control with a switch, else drafts.
     drafts: tokens drafted for a sequence in a step at most; by the model itself where there is no other.
     cache_budget: what a sequence's cache is compressed to, by its last queries; None where it never is.
@@ -56,7 +54,6 @@ class Decoding:
     prefill_batch: int
     num_layers: int = 2
     quantize: str | None = None
-    relaid: int = 0
     cache_dtype: str = "bfloat16"
     control: str = "off"
     small: dict[str, Any] | None = None
@@ -190,22 +187,17 @@ GPT_OSS_20B = {
     "experts": {"num_experts": 32, "num_per_token": 4, "width": 2880, "normalised": True, "biases": True}
     | {"clamped": {"alpha": 1.702, "limit": 7.0}},
 }
-GPT_OSS_RELAID = 201088 * 2944  # numbers of its embedding, 2880 wide and so padded
 
 LARGE = {"num_slots": 16, "max_length": 32768, "prefill_batch": 512, "by_xla": False}  # by XLA as the small one
 FITTING = {  # a Llama-3-8B with a cache for which the chip has memory beside the weights
     "TPU v5e": {"quantize": "int8", "num_slots": 4, "max_length": 8192},
     "TPU v6e": {"num_slots": 4, "max_length": 8192},
-    "H200": {"num_layers": 2},  # for which every layer is compiled by itself: ten times as long for all 32
 }
 WHOLE = {"model": LLAMA3_8B, "num_layers": 32, "on": FITTING} | LARGE
 DECODINGS = (
     Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
     Decoding(name="llama3_8b, 2 layers", model=LLAMA3_8B, seldom=("TPU v5e", "TPU v6e", "H200"), **LARGE),
-    Decoding(
-        name="llama3_8b, 32 layers",
-        **WHOLE | {"on": FITTING | {"H200": {"num_slots": 4, "max_length": 8192}}},
-    ),
+    Decoding(name="llama3_8b, 32 layers", **WHOLE),
     *(
         Decoding(
             name=name,
@@ -282,7 +274,6 @@ DECODINGS = (
     Decoding(
         name="gpt_oss_20b, 24 layers",
         model=GPT_OSS_20B,
-        relaid=2 * GPT_OSS_RELAID,
         num_slots=16,
         max_length=8192,
         prefill_batch=512,
@@ -294,7 +285,6 @@ DECODINGS = (
     Decoding(
         name="gpt_oss_20b W8A8, 24 layers",
         model=GPT_OSS_20B,
-        relaid=GPT_OSS_RELAID,
         num_slots=16,
         max_length=8192,
         prefill_batch=512,
@@ -307,7 +297,6 @@ DECODINGS = (
     Decoding(
         name="gpt_oss_20b",
         model=GPT_OSS_20B | {"windows": (128, None)},
-        relaid=2 * GPT_OSS_RELAID,
         num_slots=16,
         max_length=8192,
         prefill_batch=512,

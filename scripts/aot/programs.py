@@ -250,18 +250,15 @@ def on_hopper(kernel: str, pages: Any, b: int, h: int, n: int) -> str:
 
 def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str) -> Lowering:
     """Return one function of a decoder, on shapes that lie on the chip."""
-    import jax
     import jax.numpy as jnp
 
     from et_jax.models.transformer import abstract
 
     device, config = device_of(chip), decoder_config(decoding, chip, backend)
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in config.models)
-    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
-    lowering = function_program(function, config, params, device)
-    bound = lowering.temporary_bound + (decoding.relaid if device.platform == "tpu" else 0)
+    lowering = function_program(function, config, weights_on(weights, device), device)
     with traced_for(device):
-        return dataclasses.replace(lowering, temporary_bound=bound, on_chip=served(config, backend))
+        return dataclasses.replace(lowering, on_chip=served(config, backend))
 
 
 def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Any = None) -> Any:
@@ -349,8 +346,6 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
 
     Of its pages it is asked only that they are written in place: all of them fit a vector memory, which XLA uses.
     """
-    import jax
-
     from et_jax.decode.backends import serving_backend
 
     device = device_of(chip)
@@ -359,8 +354,7 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
     with traced_for(device):
         backend, _ = serving_backend(plain.model, chip.page_size, plain.weights_dtype, plain.cache_dtype, chip.backend)
     config, weights = configured(run, backend)
-    params = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
-    lowering = function_program(function, config, params, device)
+    lowering = function_program(function, config, weights_on(weights, device), device)
     return dataclasses.replace(lowering, pool={}, temporary_bound=math.inf)
 
 
@@ -377,7 +371,8 @@ def function_program(function: str, config: Any, params: Any, device: Any) -> Lo
     state = jax.tree.map(on_chip, jax.eval_shape(partial(empty, config)))
     program = {"step": step, "decode": decode, "prefill": prefill, "compress": compress}[function]
     arguments = arguments_of(function, config, params, state, on_chip)
-    jitted = jax.jit(partial(program, config), donate_argnums=0 if arguments[0] is state else 1)
+    donated, options = 0 if arguments[0] is state else 1, config.compiler_options(device.platform)
+    jitted = jax.jit(partial(program, config), donate_argnums=donated, compiler_options=options)
     pools = tuple(plant.cache for plant in state.plants)
     places = [one for cache in pools for one in cache.layers]
     sizes = [math.prod(one.pages.shape) * one.pages.dtype.itemsize for one in places]
@@ -420,6 +415,24 @@ def on_device(leaf: Any, device: Any) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+
+def weights_on(weights: Any, device: Any) -> Any:
+    """Return the shapes of the weights of models that lie on the device, as loading puts them there."""
+    import jax
+
+    from et_jax.models.transformer import Params
+    from et_jax.models.weights import by_rows
+    from et_jax.types import replace
+
+    def looked_up(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=by_rows(leaf))
+
+    there = jax.tree.map(lambda leaf: on_device(leaf, device), weights)
+    return tuple(
+        replace(one, embedding=jax.tree.map(looked_up, one.embedding)) if isinstance(one, Params) else one
+        for one in there
+    )
 
 
 def lower_for(device: Any, jitted: Any, *arguments: Any) -> Any:

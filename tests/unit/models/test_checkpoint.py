@@ -5,16 +5,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
-from et_jax.models import checkpoint
+from et_jax.models import checkpoint, weights
 from et_jax.models.checkpoint import load, restore_converted, save_converted, sources_of, write_hugging_face
 from et_jax.models.config import ExpertConfig
 from et_jax.models.sources import tensor_shapes
@@ -362,3 +364,20 @@ def test_layers_are_stacked_as_they_are_read(tmp_path, config, written, quantize
     assert_same_bits(stacked, in_stacks(apart, config, lambda *leaves: jnp.stack(leaves)))
     shapes = abstract(config, jnp.float32, quantize, stacked=True)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), stacked) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
+
+
+def order(x: Any) -> tuple[int, ...]:
+    """Return the axes of an array as they lie, the outermost first."""
+    return x.format.layout.major_to_minor
+
+
+@pytest.mark.parametrize(("written", "stacked"), [(write_hugging_face, False), (save_converted, True)])
+def test_the_embedding_alone_is_put_as_it_is_looked_up_in(tmp_path, monkeypatch, written, stacked):
+    params = random_params()
+    written(tmp_path, CONFIG, params)
+    columns = Layout(major_to_minor=(1, 0))
+    monkeypatch.setattr(weights, "by_rows", lambda x: Format(columns, x.sharding))
+    found: Any = load(tmp_path, stacked=stacked)[1]
+    assert order(found.embedding.array) == (1, 0)
+    assert order(found.head.array) == (0, 1)
+    np.testing.assert_array_equal(found.embedding.array, params.embedding.array)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_model import MODEL, configuration
 
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ExpertConfig
@@ -13,6 +14,7 @@ from et_jax.models.stacks import (
     Stack,
     Turns,
     by_layer,
+    compiler_options,
     depths_of,
     folded,
     located,
@@ -54,8 +56,17 @@ def test_layers_apart_have_a_stack_each():
     assert shapes(stacks_of(model((None,) * 3), stacked=False)) == [(0, 1, 1, 0), (1, 1, 1, 1), (2, 1, 1, 2)]
 
 
-def test_layers_are_stacked_on_a_tpu_alone():
-    assert [platform for platform in ("cpu", "tpu", "gpu", "cuda") if stacked_on(platform)] == ["tpu"]
+def test_layers_are_stacked_on_chips_and_a_gpu_is_told_to_read_them_in_place():
+    platforms = "cpu", "tpu", "gpu", "cuda"
+    assert [platform for platform in platforms if stacked_on(platform)] == ["tpu", "gpu", "cuda"]
+    assert [platform for platform in platforms if compiler_options(platform)] == ["gpu", "cuda"]
+
+
+def test_programs_are_told_so_where_layers_lie_in_stacks_alone():
+    config, alone = configuration(stacked=True), dataclasses.replace(MODEL, num_layers=1, windows=(None,))
+    assert config.compiler_options("gpu") == compiler_options("gpu") and config.compiler_options("tpu") is None
+    assert configuration().compiler_options("gpu") is None
+    assert configuration(stacked=True, model=alone).compiler_options("gpu") is None
 
 
 STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)

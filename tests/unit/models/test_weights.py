@@ -1,11 +1,28 @@
 """A weight as a node: its products and rows by formula, and what it counts."""
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
-from et_jax.models.weights import Dense, Int8, nodes, num_bytes, num_numbers, path_of_weight, rounded, to_int8
+from et_jax.models import weights
+from et_jax.models.weights import (
+    Dense,
+    Int8,
+    by_rows,
+    looked_up,
+    nodes,
+    num_bytes,
+    num_numbers,
+    path_of_weight,
+    rounded,
+    to_int8,
+)
 
 NUMBERS = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 ROWS = np.random.default_rng(1).normal(size=(2, 4, 3)).astype(np.float32)
@@ -149,3 +166,30 @@ def test_a_tree_counts_weights_in_8_bits_with_their_scales():
     tree = {"q": to_int8(NUMBERS, jnp.bfloat16), "norm": jnp.zeros(3, jnp.float32)}
     assert sorted(type(node).__name__ for node in nodes(tree)) == ["ArrayImpl", "Int8"]
     assert num_numbers(tree) == 18 and num_bytes(tree) == 15 + 4 * 5 + 12
+
+
+def order(x: Any) -> tuple[int, ...]:
+    """Return the axes of an array as they lie, the outermost first."""
+    return x.format.layout.major_to_minor
+
+
+def test_a_matrix_that_is_looked_up_in_lies_by_rows_on_a_tpu_alone():
+    def place(platform: str, ndim: int):
+        sharding = mock.Mock(spec=jax.sharding.Sharding, device_set=[SimpleNamespace(platform=platform)])
+        found = by_rows(SimpleNamespace(ndim=ndim, sharding=sharding))
+        return order(SimpleNamespace(format=found)) if isinstance(found, Format) else found is sharding
+
+    assert [place("tpu", 2), place("tpu", 1), place("cpu", 2), place("gpu", 2)] == [(0, 1), True, True, True]
+
+
+@pytest.mark.parametrize("weight", [Dense(array=NUMBERS), to_int8(NUMBERS, jnp.bfloat16)])
+def test_a_weight_is_laid_out_anew_where_it_is_looked_up_in(weight, monkeypatch):
+    """By columns here, where JAX lays a matrix by rows."""
+    there = jax.device_put(weight)
+    assert all(one is other for one, other in zip(*map(jax.tree.leaves, (looked_up(there), there)), strict=True))
+    columns = Layout(major_to_minor=(1, 0))
+    monkeypatch.setattr(weights, "by_rows", lambda x: Format(columns, x.sharding) if x.ndim == 2 else x.sharding)
+    found = looked_up(there)
+    assert order(found.array) == (1, 0)
+    jax.tree.map(np.testing.assert_array_equal, found, there)
+    np.testing.assert_array_equal(found.rows(jnp.asarray([4, 0])), there.rows(jnp.asarray([4, 0])))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from small_model import configuration
 
 from et_jax.control.base import as_value
@@ -116,6 +117,15 @@ def test_arguments_of_other_shapes_and_structures_have_programs_of_their_own(pro
     for _ in range(2):
         assert [bits(program, given(**case)) for case in cases] == expected
     assert programs.num_traced == 4
+
+
+def test_arguments_that_lie_otherwise_have_a_program_of_their_own(programs):
+    rows = given(NUMBERS.reshape(8, 8)[:, :5])
+    by_columns = Format(Layout(major_to_minor=(1, 0)), rows.x.sharding)
+    columns = dataclasses.replace(given(NUMBERS), x=jax.device_put(rows.x, by_columns))
+    found = [programs.start()(pair, np.int32(2))[0] for pair in (rows, columns)]
+    assert programs.num_traced == 2
+    np.testing.assert_array_equal(found[0].x, found[1].x)
 
 
 def test_whatever_else_it_is_made_from_makes_another_program(programs, monkeypatch):
