@@ -126,18 +126,21 @@ def heavy(
     most: int,
     blocks: UInt32[Array, "r l k n32"],
     num_blocks: int,
-    position: Int[Array, " r"],
+    place: Int[Array, " r"],
     page_size: int,
+    skipped: Int[Array, "r l k"] | None = None,
 ) -> Heavy:
-    """Return the reader of drafts of up to `most` tokens after the one at `position`.
+    """Return the reader of drafts of up to `most` tokens after the one at its `place` in the cache.
 
-    It reads the packed `blocks`, which were chosen at the token before; the first of all; and those written since.
+    It reads the packed `blocks`, which were chosen at the token before; the first that each KV head holds, after those
+    `skipped`; and those written since.
     """
     r, layers, heads, _ = blocks.shape
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    since = (jnp.maximum(position - 1, 0) // page_size)[:, None]
-    certain = (block == 0) | ((block >= since) & (block <= (position[:, None] + most) // page_size))
-    opened: Bool[Array, "r l k n"] = unpack_blocks(blocks)[..., :num_blocks] | certain[:, None, None]
+    since = (jnp.maximum(place - 1, 0) // page_size)[:, None]
+    newest = (block >= since) & (block <= (place[:, None] + most) // page_size)
+    first = block == (jnp.zeros((r, 1, 1, 1), jnp.int32) if skipped is None else skipped[..., None])
+    opened: Bool[Array, "r l k n"] = unpack_blocks(blocks)[..., :num_blocks] | newest[:, None, None] | first
     listed, counts = list_blocks(opened.reshape(r * layers, heads, num_blocks))
     width = min(num_blocks, how.room(num_blocks) + 3 + -(-most // page_size))
     return Heavy(

@@ -182,7 +182,10 @@ class AllOfLayer:
         share = None
         if self.noting is not None:
             nothing = jnp.full((len(self.noting), *opened.shape[1:]), NOTHING)
-            share = nothing if softmax.window else log_shares(block_lse[self.noting], plant.model.num_kv_heads)
+            by_block = block_lse[self.noting]
+            if self.skipped is not None:
+                by_block = _from_first(by_block, self.skipped[self.noting])
+            share = nothing if softmax.window else log_shares(by_block, plant.model.num_kv_heads)
         return out[:, None], reads_of(opened, self.mass, None, share)
 
 
@@ -300,6 +303,14 @@ class SelectedOfLayer:
             short = blocks.length < self.min_context
             opened = jnp.where(short[:, None, None], blocks.readable[:, None], opened)
         return replace(chosen, opened=opened)
+
+
+def _from_first(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:
+    """What is in order from the first block that each KV head holds, in the order of all blocks; -inf before it."""
+    (_, h, n), heads = block_lse.shape, skipped.shape[1]
+    place = jnp.arange(n, dtype=jnp.int32) - skipped[..., None]
+    place = jnp.repeat(jnp.where(place < 0, n, place), h // heads, axis=1)
+    return jnp.take_along_axis(block_lse, place, axis=-1, mode="fill", fill_value=-jnp.inf)
 
 
 def _grouped(queries: Float[Array, "r h d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:

@@ -55,6 +55,14 @@ def test_a_draft_reads_those_the_first_and_what_is_written_since():
     assert lists == [[0, 3, 7, 15, 16, 17], [0, 5, 15, 16, 17]]
 
 
+def test_a_draft_reads_the_first_block_that_each_head_holds():
+    skipped = jnp.asarray([[[2, 0]]], jnp.int32)
+    nothing = pack_blocks(jnp.zeros((1, 1, 2, BLOCKS), bool))
+    found = heavy(Pruned(), 1, nothing, BLOCKS, jnp.asarray([64], jnp.int32), 4, skipped)
+    lists = [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
+    assert lists == [[2, 15, 16], [0, 15, 16]]
+
+
 def test_where_all_draft_alike_a_step_has_room_for_as_many_of_each():
     own, looked_up = Drafting(most=12, drafter=Pruned()), Drafting(most=8)
     assert own.widths(2) == (2, 10, 18, 26) and [own.ahead(width, 2) for width in own.widths(2)] == [0, 4, 8, 12]
