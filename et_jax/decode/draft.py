@@ -230,8 +230,8 @@ def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[
 def laid_out(rows: Rows, drafts: Drafts, width: int) -> tuple[Rows, Int[Array, " w"], Int[Array, "r t1"]]:
     """Return `width` rows: those given, then every drafted token; with each row's end, and where each token stands.
 
-    A row's end is how many tokens the cache of its slot holds once all are written. `at[i, j]` is the row of the j-th token of
-    row i, 0 being the one given; where there is none, row i itself.
+    A row's end is how many tokens its slot has in the cache once all are written. `at[i, j]` is the row of the j-th
+    token of row i, 0 being the one given; where there is none, row i itself.
     """
     num_rows, most = drafts.token.shape
     wanted = (jnp.arange(most) < drafts.count[:, None]).reshape(-1)

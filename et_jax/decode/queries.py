@@ -1,7 +1,7 @@
 """The last queries of every sequence, by which a compression ranks what it keeps.
 
-They are kept in a ring of each slot, that of position p at place p mod w. Where tokens are drafted it has room for those
-beside the queries that are ranked by: what is stored of a rejected token stands in the place of none of them.
+They are kept in a ring of each slot, that of position p at place p mod its size. Where tokens are drafted there is room
+for those beside the queries that are ranked by: what is stored of a rejected token stands in the place of none of them.
 """
 
 import jax.numpy as jnp

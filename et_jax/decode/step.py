@@ -213,7 +213,8 @@ def _room_ahead(config: DecoderConfig, state: DecodeState, rows: Rows) -> Int[Ar
     None that a compression would come before; and where selectors go by surprisals none in another block, for such a
     token would read the newest one's block by surprisals that nobody knows yet.
     """
-    how, ahead = config.compression, MOST_DRAFTED
+    ahead: Int[Array, " r"] | int = MOST_DRAFTED
+    how = config.compression
     if how is not None and config.layout is not None and rows.shift is not None:
         length, generated = rows.take((state.length, state.generated))
         region = config.layout.region * config.page_size

@@ -61,8 +61,8 @@ class PagePool:
     """The claims on `num_pages` pages of `page_size` tokens; page 0, the null page, is one of them and never claimed.
 
     With `keep_prefixes` full pages of prompts are kept and shared, in whole chunks of `chunk` tokens. Slots are the
-    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, but none past the point
-    where it is compressed, as `compressing` says.
+    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, none of them past the
+    point where it is compressed, as `compressing` says.
     """
 
     def __init__(

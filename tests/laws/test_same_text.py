@@ -87,7 +87,8 @@ def test_five_hundred_requests_have_the_bits_that_each_has_alone_without_drafts(
     for way, settings in WAYS.items():
         busy = drafting.anew(**settings)
         assert but_for_drafts(busy.generate(drafting.requests)) == expected, way
-        assert busy.metrics.accepted_tokens > 1000 and ("preempt_every" not in settings or busy.metrics.preemptions > 100)
+        assert busy.metrics.accepted_tokens > 1000
+        assert busy.metrics.preemptions > 100 or "preempt_every" not in settings
         assert_balanced(busy)
     assert but_for_drafts(left_and_resumed(drafting)) == expected
 

@@ -68,7 +68,7 @@ def test_texts_are_the_same_alone_in_company_and_when_preempted(model):
 
 @pytest.mark.parametrize("draft", ["lookup", "lookup+self"])
 def test_drafts_change_no_text_and_no_compression(model, draft):
-    """A text that goes round in circles is drafted for; what is left out is left out at the tokens where it would be."""
+    """Texts go round in circles, so that drafts hold; what is left out is left out where it would be without them."""
     requests = [*asked(model.tokenizer, frequency_penalty=-1.0), *twins(model.tokenizer)]
     expected = [text_of(one) for one in reopened(model).generate(requests)]
     drafts = {"draft": draft, "draft_tokens": 4, "draft_length": "fixed"}
@@ -122,7 +122,7 @@ def test_a_text_longer_than_the_pool_is_served(model):
         ({"cache_policy": "adakv", "cache_budget": named("latent", 36)}, "cache_budget is a Compression, which has a"),
         ({"cache_policy": "adakv", "control": Controller(selector=Quest(3))}, "This control chooses blocks, and the"),
         ({"draft": "bundled-small"}, "cache_budget forgets what a second model has in the same pages, and draft names"),
-        ({"small": "bundled-small", "control": "ead"}, "cache_budget forgets what a second model has in the same pages"),
+        ({"small": "bundled-small", "control": "ead"}, "cache_budget forgets what a second model has in the same pag"),
         ({"control": Controller(selector=Quest(3), refresh_every=2)}, "cache_budget forgets tokens that this control"),
     ],
 )

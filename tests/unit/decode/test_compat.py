@@ -65,7 +65,7 @@ REFUSED = [
         {"cache_policy": "latent", "cache_budget": named("latent", 36)},
         "cache_budget is a Compression, which has a poli",
     ),
-    ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget forgets what a second model has in the same pages, "),
+    ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget forgets what a second model has in the same pages"),
     ({"cache_budget": 36, "draft": "lookup+bundled-small"}, "cache_budget forgets what a second model has in the same"),
     ({"cache_budget": 36, **TURNS}, "cache_budget forgets what a second model has in the same pages, and small names"),
     ({"cache_budget": 36, "control": Controller(selector=Quest(2), refresh_every=2)}, "cache_budget forgets tokens"),

@@ -61,16 +61,15 @@ def test_rows_of_a_slot_see_what_their_heads_hold():
 
 def test_the_mass_is_noted_by_block_where_heads_hold_less():
     softmax, queries, cached, table = arguments(1)
-    rows = Rows(
-        slot=jnp.asarray(SLOTS), token=jnp.zeros(6, jnp.int32), position=jnp.asarray(LENGTHS) - 1, run=LENGTHS > 0
-    )
-    chunk = of_rows(rows, table, jnp.asarray(LENGTHS))
+    lengths = jnp.asarray(LENGTHS)
+    rows = Rows(slot=jnp.asarray(SLOTS), token=jnp.zeros(6, jnp.int32), position=lengths - 1, run=lengths > 0)
+    chunk = of_rows(rows, table, lengths)
     noting = jnp.asarray([4, 1, 2], jnp.int32)
     reader = AllOfLayer(skipped=SKIPPED, mass=None, noting=noting)
     _, read = reader.read(PLANT, softmax, queries[:, None], cached, None, chunk)
     assert read.log_share is not None
     share = np.asarray(read.log_share)
-    _, every = read_all(PLANT, softmax, queries, cached, table, jnp.asarray(LENGTHS), None)
+    _, every = read_all(PLANT, softmax, queries, cached, table, lengths, None)
     for number, row in enumerate((4, 1, 2)):
         held, size = -(-int(LENGTHS[row]) // PAGE), NARROW.num_heads // NARROW.num_kv_heads
         for head in range(NARROW.num_kv_heads):
