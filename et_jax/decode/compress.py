@@ -53,13 +53,13 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
         first = jnp.where(done, skipped, own.skipped[slot])
         own = replace(own, skipped=own.skipped.at[slot].set(first))
     return replace(
-        _forgetful(state, slot, done).with_plant(MODEL, own),
+        _without_heavy_blocks(state, slot, done).with_plant(MODEL, own),
         table=jax.tree.map(lambda new, old: jnp.where(done, new, old), table, state.table),
     ), granted[slot] | ~grown
 
 
-def _forgetful(state: DecodeState, slot: Int[Array, ""], done: Bool[Array, ""]) -> DecodeState:
-    """The state in which nobody knows which blocks of a slot held the mass: its model drafts nothing in a step."""
+def _without_heavy_blocks(state: DecodeState, slot: Int[Array, ""], done: Bool[Array, ""]) -> DecodeState:
+    """The state in which it is not known what blocks of a slot hold the mass, so that its model drafts nothing once."""
     if state.heavy_blocks is None:
         return state
     length = jnp.where(done, 0, state.draft.length[slot])

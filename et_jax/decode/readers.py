@@ -184,7 +184,7 @@ class AllOfLayer:
             nothing = jnp.full((len(self.noting), *opened.shape[1:]), NOTHING)
             by_block = block_lse[self.noting]
             if self.skipped is not None:
-                by_block = _from_first(by_block, self.skipped[self.noting])
+                by_block = _by_block(by_block, self.skipped[self.noting])
             share = nothing if softmax.window else log_shares(by_block, plant.model.num_kv_heads)
         return out[:, None], reads_of(opened, self.mass, None, share)
 
@@ -305,7 +305,7 @@ class SelectedOfLayer:
         return replace(chosen, opened=opened)
 
 
-def _from_first(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:
+def _by_block(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:
     """What is in order from the first block that each KV head holds, in the order of all blocks; -inf before it."""
     (_, h, n), heads = block_lse.shape, skipped.shape[1]
     place = jnp.arange(n, dtype=jnp.int32) - skipped[..., None]

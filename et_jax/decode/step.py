@@ -50,7 +50,7 @@ def step(
     state, chosen = choose(config, state, ready)
     table, rows = reserve(config, state, chosen)
     state = replace(state, table=table)
-    state = surprised(state, rows)
+    state = write_surprisals(state, rows)
     price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), config.batch, active)
     own, audit = config.plants[MODEL], None
     if config.draft is not None:
@@ -62,7 +62,7 @@ def step(
         else:
             drafted, widths = drafter.no_drafts(config, config.draft, len(rows.token)), (config.batch,)
         state, logits, stats, whole, at = extend_drafted(config, config.draft, widths, weights, state, rows, drafted)
-        state = surprised_ahead(state, rows, drafted, logits, at)
+        state = write_drafted_surprisals(state, rows, drafted, logits, at)
         after, outputs = verify(config, config.draft, price, state, rows, drafted, logits, stats, at)
         done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read, stats.experts)
         produced = jax.vmap(rows.take)(outputs.produced)
@@ -115,7 +115,7 @@ def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[page
 
 
 @jax.named_scope("surprisal")
-def surprised(state: DecodeState, rows: Rows) -> DecodeState:
+def write_surprisals(state: DecodeState, rows: Rows) -> DecodeState:
     """Return the state with the surprisal of every row's token, where a cache keeps some."""
     own = state.plants[MODEL]
     if own.cache.surprisal is None or state.logits is None:
@@ -127,7 +127,7 @@ def surprised(state: DecodeState, rows: Rows) -> DecodeState:
 
 
 @jax.named_scope("surprisal")
-def surprised_ahead(
+def write_drafted_surprisals(
     state: DecodeState, rows: Rows, drafts: Drafts, logits: Float[Array, "w v"], at: Int[Array, "r t1"]
 ) -> DecodeState:
     """Return the state with the surprisal of every drafted token too, by the `logits` before it, `at` as `laid_out`.
@@ -211,7 +211,7 @@ def _room_ahead(config: DecoderConfig, state: DecodeState, rows: Rows) -> Int[Ar
     """How many tokens after the newest one of each row may be verified beside it.
 
     None that a compression would come before; and where selectors go by surprisals none in another block, for such a
-    token would read the newest one's block by surprisals that nobody knows yet.
+    token would read the newest one's block by surprisals that are not known yet.
     """
     ahead: Int[Array, " r"] | int = MOST_DRAFTED
     how = config.compression
