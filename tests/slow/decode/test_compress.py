@@ -327,14 +327,18 @@ def written_with(d) -> tuple[DecodeState, dict[int, list], int]:
         state = d.insert(state, slot, requests.request(d.config, tokens, limit=20, num_drafted=4, **asked))
     told, held = {slot: [] for slot in DRAFTED}, 0
     while state.active.any():
+        compressed = []
         for slot, tokens in DRAFTED.items():
             if state.active[slot] and int(state.length[slot]) in points(d, len(tokens)):
                 state, granted = d.compress(state, slot)
                 assert granted and int(state.num_cached[slot]) == room_of(d)
+                compressed.append(slot)
         before = np.array(state.length)
         state, output = d.step(params, state)
         output = jax.tree.map(np.asarray, output)
         held += int(output.accepted.sum())
+        if d.config.pruned is not None:  # where the mass lies now has not been seen
+            assert not output.drafted[:, compressed].any()
         for slot, tokens in DRAFTED.items():
             assert not any(before[slot] < point < state.length[slot] for point in points(d, len(tokens)))
             for at in np.flatnonzero(output.produced[:, slot]):

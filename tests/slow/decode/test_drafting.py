@@ -34,13 +34,14 @@ from et_jax.control.presets import preset
 from et_jax.control.select import ActiveSet, Certified, PerHead, Quest, coded_bounds
 from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
-from et_jax.control.view import mass
+from et_jax.control.view import mass, needing
 from et_jax.decode import decoder as decoding
 from et_jax.decode.draft import Drafting, Drafts, Pruned, by_acceptance, laid_out, lookup
 from et_jax.decode.extend import catch_up
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
 from et_jax.models.weights import Dense
+from et_jax.sums import total
 from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -113,6 +114,13 @@ def garbage(text, newest, most):
     return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
 
 
+@needing("surprisals")
+def more_surprising_than_most(view):
+    """A selector of one's own, to which every block matters for every other."""
+    there = (view.num_tokens > 0).astype(jnp.float32)
+    return view.mean_surprisal * total(there) > total(there * view.mean_surprisal)
+
+
 CONTROLS = {
     "off": Controller(),
     "thermostat": Controller(law=chain(FallClock(), Thermostat(2.0))),
@@ -121,7 +129,7 @@ CONTROLS = {
         selector=PerHead(Certified(coded_bounds), AttentionEntropy()),
         residual=True,
     ),
-    "surprisals": Controller(law=chain(FallClock(), Constant(0.3)), selector=ActiveSet(token_nll, mass)),
+    "surprisals": Controller(law=FallClock(), selector=more_surprising_than_most),
 }
 ASKED = {
     0: {"temperature": 0.0},
@@ -514,6 +522,7 @@ def test_windows_are_drafted_for_too():
         (preset("guarded"), True),
         (Controller(selector=Quest(2), refresh_every=4), True),
         (Controller(selector=ActiveSet()), True),
+        (Controller(selector=ActiveSet(token_nll, mass)), False),
         (CONTROLS["surprisals"], False),
         (Controller(law=lambda signals, state: replace(state, tolerance=0.1 * signals.entropy)), True),
         (Controller(law=lambda signals, state: replace(state, temperature=0.1 * signals.entropy)), False),
