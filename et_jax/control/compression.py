@@ -15,7 +15,6 @@ from jaxtyping import Array, Int
 from et_jax.control.policies import POLICIES, Entries, Latent, Policy
 from et_jax.types import check_numbers
 
-
 _NEVER = 2**30  # tokens
 
 
