@@ -261,7 +261,7 @@ def test_surprisals_of_drafted_tokens_are_those_of_plain_decoding():
     for slot, tokens in PROMPTS.items():
         held = len(tokens) - 1 + LIMIT
         kept = [
-            np.asarray(state.plants[0].cache.surprisal[state.table.pages[slot]]).reshape(-1)[:held]
+            np.asarray(state.plants[0].cache.surprisal)[np.asarray(state.table.pages[slot])].reshape(-1)[:held]
             for state in (before, after)
         ]
         assert same_bits(*kept) and kept[0][1:].all()
