@@ -60,7 +60,7 @@ class Many(Served):
             params |= {"temperature": drawn.choice((0.0, 0.0, 0.4, 0.8, 1.3)), "n": drawn.choice((1, 1, 1, 2, 3))}
             return GenerationRequest(
                 prompt=tuple(self.tokens[first : first + length]),
-                params=SamplingParams(max_tokens=drawn.randint(1, 36), seed=number, **params),
+                params=SamplingParams(max_tokens=drawn.randint(1, 24), seed=number, **params),
                 priority=drawn.choice((0.0, 0.0, 1.0, -1.0)),
                 deadline=drawn.choice((None, None, 0.05, 60.0)),
                 draft_tokens=drawn.choice((None, None, None, 0, 1, 2)),
