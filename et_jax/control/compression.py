@@ -15,6 +15,8 @@ from jaxtyping import Array, Int
 from et_jax.control.policies import POLICIES, Entries, Latent, Policy
 from et_jax.types import check_numbers
 
+_NEVER = 2**30  # tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -93,6 +95,17 @@ class Compression:
         if shift == 0 and first > region:
             return first
         return shift + region + self.every if self.every else None
+
+    def until_point(
+        self, num_prompt: Int[Array, "*b"], num_tokens: Int[Array, "*b"], shift: Int[Array, "*b"], region: int
+    ) -> Int[Array, "*b"]:
+        """Return how many tokens more than `num_tokens` of its text a sequence may have in the cache by `point`.
+
+        Below 0 where it is past that. More than any text has where it is never compressed again.
+        """
+        first = num_prompt + self.gap
+        next_one = shift + region + self.every if self.every else jnp.full_like(shift, _NEVER)
+        return jnp.where((shift == 0) & (first > region), first, next_one) - num_tokens
 
     def shift(self, num_prompt: int, num_tokens: int, region: int) -> int:
         """Return how many tokens were left out of a sequence of so many once every point up to there is past."""

@@ -55,11 +55,12 @@ class BlockView:
     `head_tolerance` that of each query head, the same unless a rule of heads sets them apart. The block that
     the sequence ends in is always read: `tail_log_mass` is the log of its attention mass, from its keys
     themselves. `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
-    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats. `last_mass` is the
-    share of attention mass that a block had when it was last read, 1 where that never was. `sensitivity` is what an
-    error of length 1 in each head's output costs, in nats of divergence, times the model's number of query heads: over
-    the tolerance, one head's part is a share of its own. Each of the four is None unless the selector needs it (see
-    `needing`). `most_held` is how many blocks the longest of the sequences holds that are looked at together, None
+    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats; that is 0 of the block
+    that the sequence ends in, for of drafted tokens, which are read side by side, none knows the others'. `last_mass`
+    is the share of attention mass that a block had when it was last read, 1 where that never was. `sensitivity` is what
+    an error of length 1 in each head's output costs, in nats of divergence, times the model's number of query heads:
+    over the tolerance, one head's part is a share of its own. Each of the four is None unless the selector needs it
+    (see `needing`). `most_held` is how many blocks the longest of the sequences holds that are looked at together, None
     where that is not known: what lies beyond needs no work, and nothing else may go by it. A selector sees one view;
     `*b` is many at once.
     """

@@ -19,8 +19,8 @@ class Case:
 
     `steers` tells whether one token decides what the next reads, and is asked only where that matters. Selectors have
     the `needs`, besides those of the laws. Where a cache is compressed, heads keep different numbers of entries if it
-    `splits`, and `room` entries at the very most; a slot has `length` tokens. The model may be a `mixture` of experts.
-    What is not known yet is None.
+    `splits`, and `room` entries at the very most; a slot has `length` tokens. Drafts may be those of a `small_drafter`,
+    the model may be a `mixture` of experts. What is not known yet is None.
     """
 
     given: Mapping[str, Any]
@@ -30,6 +30,7 @@ class Case:
     mixture: bool | None = None
     needs: frozenset[str] = frozenset()
     splits: bool = False
+    small_drafter: bool = False
     room: int | None = None
     length: int | None = None
 
@@ -155,8 +156,14 @@ TABLE = (
         "{cache_budget} is a Compression, which has a policy of its own; leave out {cache_policy}.",
     ),
     Row(
-        lambda c: c.has("cache_budget") and c.has("draft", "small"),
-        "{cache_budget} forgets what drafts and second models read; leave out one or the other.",
+        lambda c: c.has("cache_budget") and c.small_drafter,
+        "{cache_budget} forgets what a second model has in the same pages, and {draft} names one; leave out one or the "
+        "other, or set {draft} to lookup, to self or to lookup+self.",
+    ),
+    Row(
+        lambda c: c.has("cache_budget") and c.has("small"),
+        "{cache_budget} forgets what a second model has in the same pages, and {small} names one; leave out one or the "
+        "other.",
     ),
     Row(
         lambda c: c.has("cache_budget") and (c.laws.refresh_every > 1 or c.by_surprisals),

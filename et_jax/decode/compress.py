@@ -30,7 +30,7 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
 
     Nothing changes where pages ran out, or where the sequence fits into its region (which is True). The slot's pages
     are given back first: those that others hold too stay with them, and it takes others. When a sequence is due
-    `Compression.point` says. Raises ValueError for a decoder that never compresses.
+    `Compression.point` says, and no step drafts beyond that. Raises ValueError for a decoder that never compresses.
     """
     own, how = state.plants[MODEL], config.compression
     if own.shift is None or how is None:
@@ -53,9 +53,17 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
         first = jnp.where(done, skipped, own.skipped[slot])
         own = replace(own, skipped=own.skipped.at[slot].set(first))
     return replace(
-        state.with_plant(MODEL, own),
+        _without_heavy_blocks(state, slot, done).with_plant(MODEL, own),
         table=jax.tree.map(lambda new, old: jnp.where(done, new, old), table, state.table),
     ), granted[slot] | ~grown
+
+
+def _without_heavy_blocks(state: DecodeState, slot: Int[Array, ""], done: Bool[Array, ""]) -> DecodeState:
+    """The state in which nothing is noted of where the mass of a slot lies, so that its model drafts nothing once."""
+    if state.heavy_blocks is None:
+        return state
+    blocks = jnp.where(done, jnp.zeros_like(state.heavy_blocks[slot]), state.heavy_blocks[slot])
+    return replace(state, heavy_blocks=state.heavy_blocks.at[slot].set(blocks))
 
 
 def _gathered(
@@ -116,8 +124,8 @@ def _kept(
     skips = jnp.zeros(k, jnp.int32) if own.skipped is None else layer.of(own.skipped[slot], axis=0)
     last = at = None
     if own.queries is not None:
-        last = layer.of(own.queries[slot], axis=0)
-        at = queries.places(state.length[slot], own.shift[slot], last.shape[0])
+        every = layer.of(own.queries[slot], axis=0)
+        last, at = queries.newest(every, state.length[slot], own.shift[slot], how.window)
     count = state.num_cached[slot]
     entries = Entries(
         keys=cached.tokens(held, d).reshape(k, -1, e)[..., :d],

@@ -117,6 +117,7 @@ class DecoderConfig:
             mixture=self.model.experts is not None,
             needs=self.keep,
             splits=self.compression is not None and self.compression.policy.splits,
+            small_drafter=self.draft is not None and self.draft.drafter is None,
         )
 
     def _check_budget(self) -> None:
@@ -169,9 +170,10 @@ class DecoderConfig:
         """Whether what a token's step observes decides what the next token reads.
 
         True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
-        selectors that go by surprisals or by the last masses.
+        selectors that go by the last masses. Surprisals of a token steer what is read after the end of its block, and
+        no draft goes that far.
         """
-        if self.controller.refresh_every > 1 or self.keeps & {"surprisals", "masses"}:
+        if self.controller.refresh_every > 1 or "masses" in self.keeps:
             return True
         return law_steers(self.controller, self.mask_shape, self.fresh_prompt)
 

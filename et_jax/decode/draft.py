@@ -230,8 +230,8 @@ def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[
 def laid_out(rows: Rows, drafts: Drafts, width: int) -> tuple[Rows, Int[Array, " w"], Int[Array, "r t1"]]:
     """Return `width` rows: those given, then every drafted token; with each row's end, and where each token stands.
 
-    A row's end is how many tokens its slot holds once all are written. `at[i, j]` is the row of the j-th token of
-    row i, 0 being the one given; where there is none, row i itself.
+    A row's end is how many tokens its slot has in the cache once all are written. `at[i, j]` is the row of the j-th
+    token of row i, 0 being the one given; where there is none, row i itself.
     """
     num_rows, most = drafts.token.shape
     wanted = (jnp.arange(most) < drafts.count[:, None]).reshape(-1)
@@ -243,12 +243,13 @@ def laid_out(rows: Rows, drafts: Drafts, width: int) -> tuple[Rows, Int[Array, "
         token=drafts.token[row, ahead],
         position=rows.position[row] + 1 + ahead,
         run=rows.run[row] & real,
+        shift=None if rows.shift is None else rows.shift[row],
     )
     whole = jax.tree.map(lambda a, b: jnp.concatenate([a, b.astype(a.dtype)]), replace(rows, slot=slot), drafted)
     own = jnp.arange(num_rows, dtype=jnp.int32)
     rank = (num_rows + jnp.cumsum(wanted, dtype=jnp.int32) - 1).reshape(num_rows, most)
     at = jnp.concatenate([own[:, None], jnp.where(wanted.reshape(num_rows, most), rank, own[:, None])], axis=1)
-    end = rows.position + 1 + drafts.count
+    end = rows.place + 1 + drafts.count
     return whole, end[jnp.concatenate([own, row])], at
 
 

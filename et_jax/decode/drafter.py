@@ -110,10 +110,12 @@ def draft_pruned(
     plant, params, own = config.plants[MODEL], weights[MODEL], state.plants[MODEL]
     table, position, num_rows = rows.take(state.table.pages), rows.position, len(rows.token)
 
-    def listed(blocks: UInt32[Array, "r l k n32"], position: Int[Array, " r"]) -> Heavy:
-        return heavy(pruned, how.most, blocks, config.blocks_per_slot, position, config.page_size)
+    def listed(
+        blocks: UInt32[Array, "r l k n32"], place: Int[Array, " r"], skipped: Int[Array, "r l k"] | None
+    ) -> Heavy:
+        return heavy(pruned, how.most, blocks, config.blocks_per_slot, place, config.page_size, skipped)
 
-    known = rows.take(state.heavy_blocks), position
+    known = rows.take(state.heavy_blocks), rows.place, rows.take(own.skipped)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(listed, *known))
     reader = run_if(jnp.any(count > 0), lambda _, given: listed(*given), nothing, known)
 
@@ -124,8 +126,8 @@ def draft_pruned(
     def go_on(carry: tuple) -> tuple:
         i, own, tokens, count, done = carry
         newest = jnp.where(i == 0, rows.token, tokens[:, i - 1])
-        here = Rows(slot=rows.slot, token=newest, position=position + i, run=i < count)
-        logits, own, blocks, took = extend(plant, params, own, of_rows(here, table, position + i + 1), reader)
+        here = replace(rows, token=newest, position=position + i, run=i < count)
+        logits, own, blocks, took = extend(plant, params, own, of_rows(here, table, here.place + 1), reader)
         token, stops = _drawn(state, rows, logits[:, 0], position + i + 1)
         count = jnp.where(stops, jnp.minimum(count, i + 1), count)
         more = of_tokens(plant, here, blocks, jnp.zeros_like(blocks), took)

@@ -51,8 +51,8 @@ class PlantState:
     The pages of all plants have the numbers of one page table. The rest is what the compression of caches must know,
     None where none is: a token's place in the cache is its position less `shift`, the tokens that were left out before
     it; `skipped` counts the blocks at the beginning that hold nothing of a KV head, None where all heads keep as many;
-    `queries` are the last of each sequence, rotated, that of position p at place p mod w, None where none are ranked
-    by: those of tokens that were computed in the slot, not shared with another.
+    `queries` are the last of each sequence, rotated, that of position p at place p mod w (`decode.queries`), None where
+    none are ranked by: those of tokens that were computed in the slot, not shared with another.
     """
 
     cache: KVCache

@@ -86,7 +86,7 @@ def heavy_of(
 ) -> UInt32[Array, "s l k n32"]:
     """Return the `heavy_blocks` of all layers, none of rows that are not asked of; nothing is worked out if none is.
 
-    The first block, which every draft reads, is always among them: a row without any is one of which nothing is noted.
+    The last block, which every draft reads, is always among them: a row without any is one of which nothing is noted.
     `told` are the log-sum-exps of the blocks, layer by layer; the blocks are packed as `masks` are.
     """
 
@@ -95,7 +95,8 @@ def heavy_of(
         block_lse = by_layer(told, lambda lse: lse, axis=1)
         s, layers, heads, n = block_lse.shape
         log_share = log_shares(block_lse.reshape(s * layers, heads, n), masks.shape[2])
-        chosen = heavy_blocks(how, log_share.reshape(s, layers, -1, n), held) | pack_blocks(jnp.arange(n) == 0)
+        last = pack_blocks(jnp.arange(n) == (held - 1)[:, None, None, None])
+        chosen = heavy_blocks(how, log_share.reshape(s, layers, -1, n), held) | last
         return jnp.where(asked[:, None, None, None], chosen, 0)
 
     nothing = jnp.zeros((len(held), *masks.shape[1:]), jnp.uint32)
@@ -164,18 +165,21 @@ def heavy(
     most: int,
     blocks: UInt32[Array, "r l k n32"],
     num_blocks: int,
-    position: Int[Array, " r"],
+    place: Int[Array, " r"],
     page_size: int,
+    skipped: Int[Array, "r l k"] | None = None,
 ) -> Heavy:
-    """Return the reader of drafts of up to `most` tokens after the one at `position`.
+    """Return the reader of drafts of up to `most` tokens after the one at its `place` in the cache.
 
-    It reads the packed `blocks`, which were chosen at the token before; the first of all; and those written since.
+    It reads the packed `blocks`, which were chosen at the token before; the first that each KV head holds, after those
+    `skipped`; and those written since.
     """
     r, layers, heads, _ = blocks.shape
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    since = (jnp.maximum(position - 1, 0) // page_size)[:, None]
-    certain = (block == 0) | ((block >= since) & (block <= (position[:, None] + most) // page_size))
-    opened: Bool[Array, "r l k n"] = unpack_blocks(blocks)[..., :num_blocks] | certain[:, None, None]
+    since = (jnp.maximum(place - 1, 0) // page_size)[:, None]
+    newest = (block >= since) & (block <= (place[:, None] + most) // page_size)
+    first = block == (jnp.zeros((r, 1, 1, 1), jnp.int32) if skipped is None else skipped[..., None])
+    opened: Bool[Array, "r l k n"] = unpack_blocks(blocks)[..., :num_blocks] | newest[:, None, None] | first
     listed, counts = list_blocks(opened.reshape(r * layers, heads, num_blocks))
     width = min(num_blocks, how.room(num_blocks) + 3 + -(-most // page_size))
     return Heavy(

@@ -1,4 +1,8 @@
-"""The last queries of every sequence, by which a compression ranks what it keeps."""
+"""The last queries of every sequence, by which a compression ranks what it keeps.
+
+They are kept in a ring of each slot, that of position p at place p mod its size. Where tokens are drafted there is room
+for those beside the queries that are ranked by: what is stored of a rejected token stands in the place of none of them.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -39,8 +43,19 @@ def of_chunk(chunk: Chunk, window: int) -> Watch:
     return Watch(slot=chunk.slot, token=jnp.maximum(token, 0), position=position, stored=stored)
 
 
+def newest(
+    queries: Float[Array, "ring h d"], length: Int[Array, ""], shift: Int[Array, ""], window: int
+) -> tuple[Float[Array, "w h d"], Int[Array, " w"]]:
+    """Return the last `window` queries of a slot and layer, and the place in the cache of each one's token.
+
+    Their order is that of a ring of just so many, so that what is summed over them does not depend on the ring.
+    """
+    at = places(length, shift, window)
+    return queries[(at + shift) % len(queries)], at
+
+
 def places(length: Int[Array, ""], shift: Int[Array, ""], window: int) -> Int[Array, " w"]:
-    """Return the place in the cache of the token whose query stands at each of `window` places of a slot's queries.
+    """Return the place in the cache of the token whose query stands at each place of a ring of `window` queries.
 
     The slot holds the keys of `length` tokens, of which compression left out `shift`.
     """

@@ -186,7 +186,10 @@ class AllOfLayer:
         lse = None
         if self.noting is not None:
             lse = self.noting.of(block_lse)
-            lse = jnp.full_like(lse, -jnp.inf) if softmax.window else lse
+            if self.skipped is not None:
+                lse = _by_block(lse, self.noting.of(self.skipped))
+            if softmax.window is not None:
+                lse = jnp.full((*lse.shape[:2], opened.shape[2]), -jnp.inf)
         return out[:, None], reads_of(opened, self.mass, None, lse)
 
 
@@ -302,6 +305,14 @@ class SelectedOfLayer:
             short = blocks.length < self.min_context
             opened = jnp.where(short[:, None, None], blocks.readable[:, None], opened)
         return replace(chosen, opened=opened)
+
+
+def _by_block(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:
+    """What is in order from the first block that each KV head holds, in the order of all blocks; -inf before it."""
+    (_, h, n), heads = block_lse.shape, skipped.shape[1]
+    place = jnp.arange(n, dtype=jnp.int32) - skipped[..., None]
+    place = jnp.repeat(jnp.where(place < 0, n, place), h // heads, axis=1)
+    return jnp.take_along_axis(block_lse, place, axis=-1, mode="fill", fill_value=-jnp.inf)
 
 
 def _grouped(queries: Float[Array, "r h d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:

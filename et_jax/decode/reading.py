@@ -25,7 +25,7 @@ def read_all(
 
     Those are in the order of the blocks, from the first that one of the rows read together may see.
     `at` tells which rows are read together, as `Chunk` has it; None is none of them. Each KV head reads on from its
-    `skipped` blocks; rows that are read together skip none.
+    `skipped` blocks, as many for all rows that are read together, and the blocks are in order from there.
     """
     window, page_size = softmax.window, plant.page_size
     longest = shortest = lengths
@@ -37,7 +37,7 @@ def read_all(
     most = num_blocks if window is None else min(num_blocks, (window + rows + page_size - 3) // page_size + 1)
     first, held = first_block(shortest, page_size, window)[:, None], held_blocks(longest, page_size)[:, None]
     if skipped is not None:
-        first = jnp.minimum(jnp.maximum(first, skipped), held)
+        first = jnp.minimum(jnp.maximum(first, skipped if at is None else skipped[at[:, 0]]), held)
     listed = jnp.minimum(first[..., None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
     listed, counts = (
         jnp.broadcast_to(x, (len(x), plant.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)

@@ -28,7 +28,11 @@ class Rows:
     @property
     def place(self) -> Int[Array, " r"]:
         """The place of each token in the cache of its slot."""
-        return self.position if self.shift is None else self.position - self.shift
+        return self.placed(self.position)
+
+    def placed(self, position: Int[Array, " r"]) -> Int[Array, " r"]:
+        """Return the place in the cache of the token at a position of each row's text."""
+        return position if self.shift is None else position - self.shift
 
     def take(self, tree: T) -> T:
         """Return the rows' own of a tree that leads with the slots."""

@@ -125,7 +125,9 @@ def view_of(
     def for_heads(x: Shaped[Array, "b *rest"]) -> Shaped[Array, "b k *rest"]:
         return jnp.broadcast_to(x[:, None], (b, k, *x.shape[1:]))
 
-    mean_surprisal = None if surprisal is None else for_heads(_mean_surprisal(surprisal, blocks))
+    mean_surprisal = None
+    if surprisal is not None:
+        mean_surprisal = for_heads(jnp.where(at_tail[:, 0], 0.0, _mean_surprisal(surprisal, blocks)))
     score, middle = jax.tree.map(partial(exact, axis=3), tail.score, score), exact(tail.middle, middle, 3)
     mean_score = None
     if soft_cap is not None:

@@ -149,7 +149,8 @@ def _compressible(config: DecoderConfig, state: PlantState) -> PlantState:
     if how is None:
         return state
     heads = model.num_layers, model.num_kv_heads
-    last = model.num_layers, how.window, model.num_heads, model.head_dim
+    ring = how.window + (0 if config.draft is None else config.draft.most)
+    last = model.num_layers, ring, model.num_heads, model.head_dim
     return replace(
         state,
         shift=jnp.zeros(b, jnp.int32),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import entropy
 from et_jax.control.base import ControlState, Signals, name_of, one_like
 from et_jax.control.controller import Controller
+from et_jax.control.draft import MOST_DRAFTED
 from et_jax.control.switch import MODEL
 from et_jax.decode import cache as kv
 from et_jax.decode import cost, drafter, pages, turns
@@ -50,6 +51,7 @@ def step(
     state, chosen = choose(config, state, ready)
     table, rows = reserve(config, state, chosen)
     state = replace(state, table=table)
+    state = write_surprisals(state, rows)
     price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), config.batch, active)
     own, audit = config.plants[MODEL], None
     if config.draft is not None:
@@ -61,6 +63,7 @@ def step(
         else:
             drafted, widths = drafter.no_drafts(config, config.draft, len(rows.token)), (config.batch,)
         state, logits, stats, whole, at = extend_drafted(config, config.draft, widths, weights, state, rows, drafted)
+        state = write_drafted_surprisals(state, rows, drafted, logits, at)
         after, outputs = verify(config, config.draft, price, state, rows, drafted, logits, stats, at)
         done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read, stats.experts)
         produced = jax.vmap(rows.take)(outputs.produced)
@@ -112,6 +115,39 @@ def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[page
     return table, replace(rows, run=rows.run & rows.take(granted))
 
 
+@jax.named_scope("surprisal")
+def write_surprisals(state: DecodeState, rows: Rows) -> DecodeState:
+    """Return the state with the surprisal of every row's token, where a cache keeps some."""
+    own = state.plants[MODEL]
+    if own.cache.surprisal is None or state.logits is None:
+        return state
+    surprisal = jnp.where(rows.position == 0, 0.0, entropy.surprisal(rows.take(state.logits), rows.token))
+    table, count = rows.take(state.table.pages), rows.run.astype(jnp.int32)
+    cache = kv.write_surprisal(own.cache, surprisal[:, None], table, rows.place, count)
+    return state.with_plant(MODEL, replace(own, cache=cache))
+
+
+@jax.named_scope("surprisal")
+def write_drafted_surprisals(
+    state: DecodeState, rows: Rows, drafts: Drafts, logits: Float[Array, "w v"], at: Int[Array, "r t1"]
+) -> DecodeState:
+    """Return the state with the surprisal of every drafted token too, by the `logits` before it, `at` as `laid_out`.
+
+    A token that is rejected leaves nothing: whatever comes in its place is written over it before it is read.
+    """
+    own = state.plants[MODEL]
+    if own.cache.surprisal is None:
+        return state
+
+    def with_one(i: Int[Array, ""], known: Float[Array, "r t"]) -> Float[Array, "r t"]:
+        return known.at[:, i].set(entropy.surprisal(logits[at[:, i]], drafts.token[:, i]))
+
+    surprisal = jax.lax.fori_loop(0, jnp.max(drafts.count), with_one, jnp.zeros(drafts.token.shape, jnp.float32))
+    table, count = rows.take(state.table.pages), jnp.where(rows.run, drafts.count, 0)
+    cache = kv.write_surprisal(own.cache, surprisal, table, rows.place + 1, count)
+    return state.with_plant(MODEL, replace(own, cache=cache))
+
+
 @jax.named_scope("extend")
 def extend_rows(
     config: DecoderConfig,
@@ -130,10 +166,6 @@ def extend_rows(
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
     own_laws = rows.take(state.laws)
     chunk = of_rows(rows, rows.take(state.table.pages), end, at)
-    if own.cache.surprisal is not None:
-        surprisal = jnp.where(rows.position == 0, 0.0, entropy.surprisal(rows.take(state.logits), rows.token))
-        cache = kv.write_surprisal(own.cache, surprisal[:, None], chunk.table, chunk.start, chunk.count)
-        own = replace(own, cache=cache)
     reader = Selected(
         tolerance=control.tolerance,
         fresh=rows.take(state.generated) % laws.refresh_every == 0,
@@ -171,11 +203,28 @@ def reserve_drafts(
         wanted = jnp.where(jnp.any(rows.take(state.heavy_blocks) != 0, axis=(1, 2, 3)), wanted, 0)
     if guessed is not None:
         wanted = jnp.where(guessed.count > 0, guessed.count, wanted)
-    count = drafting.allowed(rows.run, wanted, left, how.most)
-    blocks = jnp.where(count > 0, (rows.position + count) // config.page_size + 1, 0)
+    count = drafting.allowed(rows.run, jnp.minimum(wanted, _room_ahead(config, state, rows)), left, how.most)
+    blocks = jnp.where(count > 0, (rows.place + count) // config.page_size + 1, 0)
     most = how.most // config.page_size + 1
     table, granted = pages.reserve(state.table, rows.spread(config.num_slots, blocks), most)
     return replace(state, table=table), jnp.where(rows.take(granted), count, 0)
+
+
+def _room_ahead(config: DecoderConfig, state: DecodeState, rows: Rows) -> Int[Array, " r"] | int:
+    """How many tokens after the newest one of each row may be verified beside it.
+
+    None that a compression would come before; and where selectors go by surprisals none in another block, for such a
+    token would read the newest one's block by surprisals that are not known yet.
+    """
+    ahead: Int[Array, " r"] | int = MOST_DRAFTED
+    how = config.compression
+    if how is not None and config.layout is not None and rows.shift is not None:
+        length, generated = rows.take((state.length, state.generated))
+        region = config.layout.region * config.page_size
+        ahead = how.until_point(length + 1 - generated, length, rows.shift, region) - 1
+    if "surprisals" in config.keeps:
+        ahead = jnp.minimum(ahead, config.page_size - 1 - rows.place % config.page_size)
+    return ahead
 
 
 def guessed_before(how: Drafting, state: DecodeState, rows: Rows) -> Drafts | None:

@@ -121,7 +121,7 @@ def verify(
     told = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
     outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in told.items()})
     draft = fared(after, rows, drafts, accepted)
-    held = -(-rows.take(after.length) // config.page_size)
+    held = -(-rows.placed(rows.take(after.length)) // config.page_size)
     most = last // config.page_size + 1
     surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - held, 0))
     return replace(
@@ -137,11 +137,12 @@ def verify(
 def fared(after: DecodeState, rows: Rows, drafts: Drafts, accepted: Int[Array, " r"]) -> lengths.DraftState:
     """Return how the drafts of the rows fare after a step, by the laws of whoever made them."""
     known, entropies, length = rows.take((after.draft, after.signals.entropy, after.length))
+    cached = rows.placed(length)
 
     def told(law: lengths.DraftLength, draft: lengths.DraftState, own: Bool[Array, " r"] | bool) -> lengths.DraftState:
         updated = jax.vmap(partial(lengths.updated, law))
         drafted, held = (jnp.where(own, count, 0) for count in (drafts.count, accepted))
-        return updated(draft, rows.run, drafted, held, entropies, length)
+        return updated(draft, rows.run, drafted, held, entropies, cached)
 
     if drafts.before is None or known.before is None:
         return told(after.draft_laws[0], known, True)

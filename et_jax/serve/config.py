@@ -155,6 +155,7 @@ class EngineConfig:
             given={name: one for name, one in self.given.items() if one is not None and one is not False},
             laws=laws,
             splits=asked is not None and policy.splits,
+            small_drafter=self.draft_model is not None,
             **known,
         )
 

@@ -92,7 +92,7 @@ def load(
     lookup has no guess. `draft_length` decides how many: "acceptance" (the usual), by how many were accepted so far and
     what steps take by the clock, and where the model drafts for itself by how long the text is; "entropy", by how
     certain the model is; or "fixed". Beside a controller by which one token decides what the next reads, such as
-    "paper" and "guarded", or by which two models take turns, `draft` is refused.
+    "paper" and "guarded", or by which two models take turns, `draft` is refused, and a model's beside a `cache_budget`.
     `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
     "ead_guarded", and goes with no other. With `lazy_prefill` it reads prompts alone, and the model when it first
     speaks. With `audit` traces tell how many of the other's words were the likeliest to the one that catches up with

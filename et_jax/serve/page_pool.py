@@ -61,8 +61,8 @@ class PagePool:
     """The claims on `num_pages` pages of `page_size` tokens; page 0, the null page, is one of them and never claimed.
 
     With `keep_prefixes` full pages of prompts are kept and shared, in whole chunks of `chunk` tokens. Slots are the
-    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, one at most where they
-    are compressed, as `compressing` says.
+    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, none of them past the
+    point where it is compressed, as `compressing` says.
     """
 
     def __init__(
@@ -183,11 +183,13 @@ class PagePool:
 
     @property
     def steps_to_point(self) -> int | None:
-        """The most steps that take no running sequence past the point of its compression; None is any number."""
+        """The most steps that take no running sequence past the point of its compression; None is any number.
+
+        They end where one may be there, if every drafted token is accepted.
+        """
         running = (claim for claim in self._claims.values() if claim.running)
-        return min(
-            (point - claim.written for claim in running if (point := self._point(claim)) is not None), default=None
-        )
+        left = (point - claim.written for claim in running if (point := self._point(claim)) is not None)
+        return min((-(-tokens // self._most_per_step) for tokens in left), default=None)
 
     @property
     def due(self) -> list[int]:
@@ -219,12 +221,15 @@ class PagePool:
         """
         num_tokens = num_steps * self._most_per_step
         running = (claim for claim in self._claims.values() if claim.running)
-        return sum(self._growth(claim, min(claim.written + num_tokens, claim.most)) for claim in running)
+        return sum(self._growth(claim, num_tokens) for claim in running)
 
-    def _growth(self, claim: Claim, written: int) -> int:
-        """The pages that a running sequence takes until it has `written` tokens, or is compressed there."""
+    def _growth(self, claim: Claim, num_tokens: int) -> int:
+        """The pages that a running sequence takes for so many tokens more, or until it ends, or is compressed."""
+        point = self._point(claim)
+        end = claim.most if point is None else point
+        written = min(claim.written + num_tokens, end)
         held = self.pages_for(written - claim.shift)
-        grown, point = held - self.pages_for(claim.cached), self._point(claim)
+        grown = held - self.pages_for(claim.cached)
         if point is None or written < point:
             return grown
         shared = 0 if self._prefixes is None else self._prefixes.num_shared(claim.locked)

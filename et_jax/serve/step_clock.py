@@ -112,14 +112,15 @@ class StepClock:
         drafting = self._drafting
         if drafting is None or drafting.times is None or not ran:
             return None
-        produced, drafted, length = (
-            np.asarray(x)[:ran, 0] for x in (output.produced, output.drafted, output.signals.length)
+        signals, size = output.signals, self._config.page_size
+        produced, drafted, length, pages = (
+            np.asarray(x)[:ran, 0] for x in (output.produced, output.drafted, signals.length, signals.pages_held)
         )
         served = produced.any(axis=1)
         if not served.all():
             return None
         passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
-        held = np.where(produced, length, 0)
+        held = np.where(produced, np.minimum(length, pages * size), 0)  # of a compressed cache less than its text
         self._bursts.append((work(drafting, self._config.batch, drafted, passes, held).sum(axis=0), seconds))
         self._noted += 1
         if self._noted % EVERY:

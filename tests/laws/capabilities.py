@@ -21,6 +21,7 @@ from own_modules import LENGTH, Plain
 import et_jax
 from et_jax.control import clock, contribution, priority, select, tolerance
 from et_jax.control.base import chain
+from et_jax.control.compression import named
 from et_jax.control.controller import Controller
 from et_jax.control.experts import Entropy
 from et_jax.control.presets import preset
@@ -162,6 +163,7 @@ class Capability:
         return self.load(**dict(self.settings) | settings)
 
 
+SPLIT = named("adakv", 20, window=8, gap=4, every=8)  # heads keep different numbers of entries
 _DRAFTS = {"draft_tokens": 3, "draft_length": "fixed"}
 _LOOKUP = {"draft": "lookup"} | _DRAFTS
 _SELF = {"draft": "self", "draft_share": 0.2} | _DRAFTS
@@ -174,7 +176,7 @@ def _small() -> str:
 SLOW = {
     *("bfloat16", "cache in int8", "window", "module", "own", "surprisals", "small"),
     *("paper", "adaptive, lookup", "certified, self", "lookup, else self", "ead", "budget", "int8"),
-    *("experts by entropy", "stacked, experts by mass"),
+    *("experts by entropy", "compressed by head", "stacked, experts by mass"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
@@ -199,7 +201,11 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         settings={"control": pruned("certified", tolerance=0.5)}, dense={"tolerance": 0.0}, prunes=True, certifies=0.5
     ),
     "surprisals": lambda: Capability(
-        settings={"control": by_surprisals()}, dense={"tolerance": 0.0}, prunes=True, keeps_prefixes=False
+        settings={"control": by_surprisals()} | _LOOKUP,
+        dense={"tolerance": 0.0},
+        prunes=True,
+        drafts=True,
+        keeps_prefixes=False,
     ),
     "lookup": lambda: Capability(settings=_LOOKUP, drafts=True),
     "lookup, else self": lambda: Capability(settings=_SELF | {"draft": "lookup+self"}, drafts=True),
@@ -233,7 +239,10 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "experts by entropy": lambda: Capability(
         load=functools.partial(tiny, MIXTURE), settings={"experts": Entropy(least=0.3)}, dense={"least": 1.0}
     ),
-    "compressed": lambda: Capability(settings={"cache_budget": 40}, dense=None),
+    "compressed": lambda: Capability(settings={"cache_budget": 40} | _SELF, dense=None, drafts=True),
+    "compressed by head": lambda: Capability(
+        settings={"cache_budget": SPLIT} | _SELF | {"draft": "lookup+self"}, dense=None, prunes=True, drafts=True
+    ),
     "stacked, experts by mass": lambda: Capability(
         load=functools.partial(stacked, MIXTURE),
         settings={"experts": "mass", "expert_share": 0.6} | _LOOKUP,

@@ -1,6 +1,17 @@
-"""A text has the same bits alone, in company, swapped out and in, from kept pages, on any of several replicas."""
+"""A text has the same bits alone, in company, swapped out and in, from kept pages, on any of several replicas.
 
-from served import bits
+And with drafts it has those it has without: of a great many requests of every kind that may be asked for.
+"""
+
+import dataclasses
+import random
+
+import pytest
+from capabilities import CAPABILITIES
+from served import Served, assert_balanced, bits
+
+from et_jax.serve.completions import Completion
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 WAYS = {
     "company": {"prefix_cache": False},
@@ -20,3 +31,81 @@ def test_every_text_has_the_bits_it_has_alone(served):
         metrics = busy.metrics
         assert (metrics.preemptions > 3) == ("preempt_every" in settings), way
         assert (metrics.cached_prompt_tokens > 0) == kept, way
+
+
+SOMETIMES = {
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": -2.0,
+    "presence_penalty": 0.5,
+    "stop": ("the", ". "),
+    "ignore_eos": True,
+    "logprobs": 3,
+}
+MANY = 500
+
+
+class Many(Served):
+    """A row of the table with requests drawn by chance, half of whose prompts begin alike."""
+
+    def _asked(self) -> list[GenerationRequest]:
+        drawn = random.Random(0)
+
+        def one(number: int) -> GenerationRequest:
+            first, length = drawn.choice((0, 0, 0, 5, 8, 16)), drawn.randint(1, 50)
+            some = drawn.sample(sorted(SOMETIMES), drawn.randint(0, 4))
+            params: dict = {name: SOMETIMES[name] for name in some}
+            params |= {"temperature": drawn.choice((0.0, 0.0, 0.4, 0.8, 1.3)), "n": drawn.choice((1, 1, 1, 2, 3))}
+            return GenerationRequest(
+                prompt=tuple(self.tokens[first : first + length]),
+                params=SamplingParams(max_tokens=drawn.randint(1, 24), seed=number, **params),
+                priority=drawn.choice((0.0, 0.0, 1.0, -1.0)),
+                deadline=drawn.choice((None, None, 0.05, 60.0)),
+                draft_tokens=drawn.choice((None, None, None, 0, 1, 2)),
+            )
+
+        return [one(number) for number in range(MANY)]
+
+
+def but_for_drafts(done: list[Completion]) -> list:
+    """Every bit but what is told of the drafts."""
+    return [
+        (*rest, [dataclasses.replace(row, drafted=0, accepted=False) for row in trace]) for *rest, trace in bits(done)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["self", "compressed"])
+def test_five_hundred_requests_have_the_bits_that_each_has_alone_without_drafts(name):
+    capability = CAPABILITIES[name]()
+    plain = {setting: one for setting, one in capability.settings.items() if not setting.startswith("draft")}
+    expected = but_for_drafts(Many(dataclasses.replace(capability, settings=plain)).alone)
+    drafting = Many(capability)
+    assert but_for_drafts(drafting.alone) == expected
+    for way, settings in WAYS.items():
+        busy = drafting.anew(**settings)
+        assert but_for_drafts(busy.generate(drafting.requests)) == expected, way
+        assert busy.metrics.accepted_tokens > 1000
+        assert busy.metrics.preemptions > 100 or "preempt_every" not in settings
+        assert_balanced(busy)
+    assert but_for_drafts(left_and_resumed(drafting)) == expected
+
+
+def left_and_resumed(drafting: Many) -> list[Completion]:
+    """What comes of the requests where the first caller leaves amid them, and a second asks for what had not ended."""
+    busy, done = drafting.anew(preempt_every=3), {}
+    stream = busy.stream(drafting.requests)
+    for event in stream:
+        if event.completion is not None:
+            done[event.prompt_index, event.index] = event.completion
+        if len(done) == MANY // 2:
+            break
+    stream.close()
+    asked = [(number, index) for number, one in enumerate(drafting.requests) for index in range(one.params.n)]
+    open_ones = sorted({number for number, index in asked if (number, index) not in done})
+    again = iter(busy.generate([drafting.requests[number] for number in open_ones]))
+    rest = {(number, index): next(again) for number, index in asked if number in set(open_ones)}
+    assert_balanced(busy)
+    return [done.get(key) or rest[key] for key in asked]

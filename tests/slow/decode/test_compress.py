@@ -15,8 +15,10 @@ from small_model import (
     LENGTH,
     MODEL,
     NARROW,
+    OTHER,
     PAGE,
     POOL,
+    VOCABULARY,
     configuration,
     fill,
     prompt,
@@ -30,10 +32,12 @@ from small_model import (
 
 from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
+from et_jax.control.draft import FixedLength
 from et_jax.control.select import Certified, Dense, Quest, coded_bounds
 from et_jax.decode import decoder as decoding
+from et_jax.decode import request as requests
 from et_jax.decode import snapshots
-from et_jax.decode.draft import Drafting
+from et_jax.decode.draft import Drafting, Pruned, lookup
 from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
 from et_jax.models.transformer import forward
@@ -306,6 +310,63 @@ def test_a_text_is_the_same_alone_and_in_company():
     assert together == alone and all(len(text) == 18 for text in alone.values())
 
 
+def nonsense(text, newest, most):
+    return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
+
+
+DRAFTERS = {"lookup": lookup, "nonsense": nonsense, "itself": Pruned(share=0.5)}
+DRAFTED = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 2) * 13}  # the last goes round in circles
+
+
+def written_with(d) -> tuple[DecodeState, dict[int, list], int]:
+    """What is told of every token of three sequences, each compressed at its points, and how many drafts held."""
+    params, state = (weights(),), d.empty()
+    for slot, tokens in DRAFTED.items():
+        state = fill(d, params, state, slot, tokens)
+        asked = dict(seed=slot, temperature=0.7 * slot, frequency_penalty=-2.0 * (slot == 2))
+        state = d.insert(state, slot, requests.request(d.config, tokens, limit=20, num_drafted=4, **asked))
+    told, held = {slot: [] for slot in DRAFTED}, 0
+    while state.active.any():
+        compressed = []
+        for slot, tokens in DRAFTED.items():
+            if state.active[slot] and int(state.length[slot]) in points(d, len(tokens)):
+                state, granted = d.compress(state, slot)
+                assert granted and int(state.num_cached[slot]) == room_of(d)
+                compressed.append(slot)
+        before = np.array(state.length)
+        state, output = d.step(params, state)
+        output = jax.tree.map(np.asarray, output)
+        held += int(output.accepted.sum())
+        if d.config.pruned is not None:  # where the mass lies now has not been seen
+            assert not output.drafted[:, compressed].any()
+        for slot, tokens in DRAFTED.items():
+            assert not any(before[slot] < point < state.length[slot] for point in points(d, len(tokens)))
+            for at in np.flatnonzero(output.produced[:, slot]):
+                signals = jax.tree.map(lambda x, at=at, slot=slot: x[at, slot], output.signals)
+                told[slot].append((output.token[at, slot], signals))
+    return state, told, held
+
+
+@functools.cache
+def written_plainly(name: str):
+    return written_with(compressing(name, 8, num_pages=49, penalties=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("latent", "lookup"), ("latent", "nonsense"), ("latent", "itself"), ("adakv", "lookup"), ("adakv", "itself")],
+)
+def test_drafts_beside_a_compressed_cache_change_no_bit(name, drafter):
+    drafting = Drafting(most=4, length=FixedLength(), drafter=DRAFTERS[drafter])
+    before, expected, _ = written_plainly(name)
+    after, told, held = written_with(compressing(name, 8, num_pages=49, penalties=True, draft=drafting))
+    assert held > 0 or drafter == "nonsense"
+    assert {slot: len(rows) for slot, rows in told.items()} == dict.fromkeys(DRAFTED, 20)
+    assert same_bits(told, expected)
+    assert same_bits(shift_of(after), shift_of(before)) and int(shift_of(after).min()) > 0
+    assert same_bits(after.table.num_blocks, before.table.num_blocks)
+
+
 @pytest.mark.parametrize("name", ["latent", "adakv"])
 def test_a_compressed_sequence_swapped_out_and_in_goes_on_as_it_would(name):
     d, params = compressing(name, 8), weights()
@@ -436,7 +497,7 @@ def test_a_decoder_that_never_compresses_holds_nothing_for_it():
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        ("latent", dict(draft=Drafting())),
+        ("latent", dict(draft=Drafting(drafter=None), others=(OTHER,))),
         ("latent", dict(keep=frozenset({"surprisals"}))),
         ("latent", dict(controller=Controller(selector=Quest(3), refresh_every=2))),
         ("adakv", dict(controller=Controller(selector=Quest(3)))),

@@ -26,19 +26,22 @@ from small_model import (
 
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
+from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
 from et_jax.control.draft import AcceptanceLength, FixedLength, StopEntropy
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.presets import preset
-from et_jax.control.select import Certified, PerHead, Quest, coded_bounds
+from et_jax.control.select import ActiveSet, Certified, PerHead, Quest, coded_bounds
 from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
+from et_jax.control.view import mass, needing
 from et_jax.decode import decoder as decoding
 from et_jax.decode.draft import Drafting, Drafts, Pruned, by_acceptance, laid_out, lookup
 from et_jax.decode.extend import catch_up
 from et_jax.decode.request import request
 from et_jax.decode.rows import Rows
 from et_jax.models.weights import Dense
+from et_jax.sums import total
 from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -111,6 +114,13 @@ def garbage(text, newest, most):
     return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
 
 
+@needing("surprisals")
+def more_surprising_than_most(view):
+    """A selector of one's own, to which every block matters for every other."""
+    there = (view.num_tokens > 0).astype(jnp.float32)
+    return view.mean_surprisal * total(there) > total(there * view.mean_surprisal)
+
+
 CONTROLS = {
     "off": Controller(),
     "thermostat": Controller(law=chain(FallClock(), Thermostat(2.0))),
@@ -119,6 +129,7 @@ CONTROLS = {
         selector=PerHead(Certified(coded_bounds), AttentionEntropy()),
         residual=True,
     ),
+    "surprisals": Controller(law=FallClock(), selector=more_surprising_than_most),
 }
 ASKED = {
     0: {"temperature": 0.0},
@@ -207,6 +218,9 @@ DRAFTERS = {
         ("off", "another model"),
         ("off", "lookup, else another model"),
         ("certified", "another model by turns"),
+        ("surprisals", "garbage"),
+        ("surprisals", "itself"),
+        ("surprisals", "another model"),
     ],
 )
 def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):
@@ -240,6 +254,26 @@ def test_a_text_that_begins_without_drafts_goes_on_with_them(control, drafter, n
         both = jax.tree.map(lambda a, b: np.concatenate([a, b]), first[slot], rest[slot])
         assert same_bits(both, expected[slot])
     assert same_bits(after.control, before.control) and int(after.table.num_free) == int(before.table.num_free)
+
+
+def test_surprisals_of_drafted_tokens_are_those_of_plain_decoding():
+    """They choose what is read once their block is full, and no draft goes beyond the block that it begins in."""
+    before, expected = plain("surprisals")
+    drafting, _ = DRAFTERS["itself"]
+    after, _, output, ran = decoded(made("surprisals", drafting))
+    for slot, tokens in PROMPTS.items():
+        held = len(tokens) - 1 + LIMIT
+        kept = [
+            np.asarray(state.plants[0].cache.surprisal)[np.asarray(state.table.pages[slot])].reshape(-1)[:held]
+            for state in (before, after)
+        ]
+        assert same_bits(*kept) and kept[0][1:].all()
+        signals = expected[slot]["signals"]
+        heads = MODEL.num_layers * MODEL.num_kv_heads
+        assert (signals.blocks_read < heads * signals.pages_held).any()
+    drafted, length = np.asarray(output.drafted)[:ran, 0], np.asarray(output.signals.length)[:ran, 0]
+    newest = length - 1  # the first token of a step stands there
+    assert (drafted <= 3 - newest % 4)[drafted > 0].all() and drafted.max() == 3 and int(output.accepted.sum()) > 0
 
 
 def test_drafts_that_hold_take_no_step_of_their_own():
@@ -491,6 +525,9 @@ def test_windows_are_drafted_for_too():
         (preset("paper"), True),
         (preset("guarded"), True),
         (Controller(selector=Quest(2), refresh_every=4), True),
+        (Controller(selector=ActiveSet()), True),
+        (Controller(selector=ActiveSet(token_nll, mass)), False),
+        (CONTROLS["surprisals"], False),
         (Controller(law=lambda signals, state: replace(state, tolerance=0.1 * signals.entropy)), True),
         (Controller(law=lambda signals, state: replace(state, temperature=0.1 * signals.entropy)), False),
     ],

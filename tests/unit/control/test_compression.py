@@ -216,7 +216,10 @@ def test_queries_of_a_group_share_what_is_kept():
 def test_when_a_sequence_is_compressed_depends_on_its_tokens_alone(settings, prompt, points):
     how, shift, found = Compression(budget=16, window=6, **settings), 0, []
     for num_tokens in range(prompt, 60):
-        if how.point(prompt, shift, 16) == num_tokens:
+        point = how.point(prompt, shift, 16)
+        until = int(how.until_point(*(jnp.int32(x) for x in (prompt, num_tokens, shift)), region=16))
+        assert until == point - num_tokens if point is not None else until > 1e6
+        if point == num_tokens:
             found.append(num_tokens)
             shift = num_tokens - 16
         assert how.shift(prompt, num_tokens, 16) == shift

@@ -49,7 +49,6 @@ REFUSED = [
     ({"draft": "lookup", "draft_share": 0.1}, "draft_share is for a model that drafts for itself; set draft to self."),
     ({"draft": "self", **TURNS}, "draft is for one model, and this control has two take turns;"),
     ({"draft": "self", "control": "paper"}, "draft guesses tokens ahead, and under this control one token decides"),
-    ({"draft": "self", "cache_budget": 36}, "cache_budget forgets what drafts and second models read;"),
     ({"draft": "lookup", "experts": "entropy"}, "draft guesses tokens ahead, and by this rule for experts one token"),
     ({"expert_share": 0.5}, "expert_share is a number of rules for experts; set experts to mass or entropy."),
     ({"experts": "top_k", "expert_share": 0.5}, "expert_share is a number of rules for experts; set experts to mass"),
@@ -66,8 +65,9 @@ REFUSED = [
         {"cache_policy": "latent", "cache_budget": named("latent", 36)},
         "cache_budget is a Compression, which has a poli",
     ),
-    ({"cache_budget": 36, "draft": "lookup"}, "cache_budget forgets what drafts and second models read;"),
-    ({"cache_budget": 36, **TURNS}, "cache_budget forgets what drafts and second models read;"),
+    ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget forgets what a second model has in the same pages"),
+    ({"cache_budget": 36, "draft": "lookup+bundled-small"}, "cache_budget forgets what a second model has in the same"),
+    ({"cache_budget": 36, **TURNS}, "cache_budget forgets what a second model has in the same pages, and small names"),
     ({"cache_budget": 36, "control": Controller(selector=Quest(2), refresh_every=2)}, "cache_budget forgets tokens"),
     ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget forgets tokens that"),
     ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control chooses blocks, and the pol"),
@@ -186,7 +186,7 @@ def test_the_command_line_says_it_in_flags(capfd, tmp_path):
         "--audit --control certified": "--audit is for two models that take turns, and for prompts read in part;",
         "--expert-share 0.5": "--expert-share is a number of rules for experts; set --experts to mass or entropy.",
         "--cache-policy latent": "--cache-policy says what a --cache-budget keeps; set that too",
-        "--cache-budget 64 --draft lookup": "--cache-budget forgets what drafts and second models read;",
+        "--cache-budget 64 --draft bundled-small": "--cache-budget forgets what a second model has in the same pages, ",
         "--cache-budget 64 --cache-policy adakv --control certified": "This control chooses blocks, and the policy of",
     }
     for given, sentence in cases.items():

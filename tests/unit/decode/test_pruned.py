@@ -57,7 +57,7 @@ def test_what_held_the_mass_is_noted_of_every_layer_where_it_is_asked(rows):
     assert not noted(False, False, False).any()
     for layer, block_lse in enumerate(layers):
         alone = heavy_blocks(how, log_shares(block_lse, 2)[:, None], jnp.full(3, BLOCKS, jnp.int32))[:, 0]
-        alone = alone | pack_blocks(jnp.arange(BLOCKS) == 0)
+        alone = alone | pack_blocks(jnp.arange(BLOCKS) == BLOCKS - 1)
         alone = np.asarray(alone if rows is None else alone[np.asarray(rows)])
         np.testing.assert_array_equal(noted(True, True, True)[:, layer], alone)
         some = noted(False, True, True)[:, layer]
@@ -72,6 +72,14 @@ def test_a_draft_reads_those_the_first_and_what_is_written_since():
     lists = [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
     # the last token stands in block 15, the newest and six drafted ones in 16 and 17
     assert lists == [[0, 3, 7, 15, 16, 17], [0, 5, 15, 16, 17]]
+
+
+def test_a_draft_reads_the_first_block_that_each_head_holds():
+    skipped = jnp.asarray([[[2, 0]]], jnp.int32)
+    nothing = pack_blocks(jnp.zeros((1, 1, 2, BLOCKS), bool))
+    found = heavy(Pruned(), 1, nothing, BLOCKS, jnp.asarray([64], jnp.int32), 4, skipped)
+    lists = [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
+    assert lists == [[2, 15, 16], [0, 15, 16]]
 
 
 def test_where_all_draft_alike_a_step_has_room_for_as_many_of_each():

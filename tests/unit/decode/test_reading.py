@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from small_model import NARROW, PAGE, configuration
 
+from et_jax.decode.chunk import of_rows
+from et_jax.decode.pruned import NOTHING
+from et_jax.decode.readers import AllOfLayer
 from et_jax.decode.reading import read_all, read_chosen
+from et_jax.decode.rows import Rows
 from et_jax.decode.state import empty
 from et_jax.types import replace
 
@@ -40,6 +44,40 @@ def test_rows_of_a_slot_see_every_block_of_their_own(layer):
     together, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), jnp.asarray(AT))
     close(together, apart)
     assert np.abs(apart[:5]).min(axis=(1, 2)).all() and not apart[5].any()
+
+
+SKIPPED = jnp.asarray(np.asarray([[2, 0], [1, 9], [0, 1]], np.int32)[SLOTS])  # blocks at the beginning, of each head
+
+
+def test_rows_of_a_slot_see_what_their_heads_hold():
+    given = arguments(1)
+    apart, by_block = read_all(PLANT, *given, jnp.asarray(LENGTHS), None, SKIPPED)
+    together, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), jnp.asarray(AT), SKIPPED)
+    close(together, apart)
+    whole, every = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
+    assert np.abs(whole - apart)[0].max() > 0.1
+    close(by_block[0, 0, :4], every[0, 0, 2:6])  # in order from the first that is held
+
+
+def test_the_mass_is_noted_by_block_where_heads_hold_less():
+    softmax, queries, cached, table = arguments(1)
+    lengths = jnp.asarray(LENGTHS)
+    rows = Rows(slot=jnp.asarray(SLOTS), token=jnp.zeros(6, jnp.int32), position=lengths - 1, run=lengths > 0)
+    chunk = of_rows(rows, table, lengths)
+    noting = jnp.asarray([4, 1, 2], jnp.int32)
+    reader = AllOfLayer(skipped=SKIPPED, mass=None, noting=noting)
+    _, read = reader.read(PLANT, softmax, queries[:, None], cached, None, chunk)
+    assert read.log_share is not None
+    share = np.asarray(read.log_share)
+    _, every = read_all(PLANT, softmax, queries, cached, table, lengths, None)
+    for number, row in enumerate((4, 1, 2)):
+        held, size = -(-int(LENGTHS[row]) // PAGE), NARROW.num_heads // NARROW.num_kv_heads
+        for head in range(NARROW.num_kv_heads):
+            first = int(SKIPPED[row, head])
+            mass = np.exp(np.asarray(every, np.float64)[row, head * size : (head + 1) * size, first:held])
+            expected = (mass / mass.sum(axis=1, keepdims=True)).mean(axis=0)
+            np.testing.assert_allclose(share[number, head, first:held], np.log(expected), rtol=1e-3, atol=1e-3)
+            assert (share[number, head, :first] == NOTHING).all() and (share[number, head, held:] == NOTHING).all()
 
 
 @pytest.mark.parametrize("layer", [0, 1])

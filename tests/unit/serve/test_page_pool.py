@@ -183,12 +183,21 @@ class Pool(RuleBasedStateMachine):
             going = [slot for slot in sorted(self.running) if self.written[slot] < self.most[slot]]
             for slot in going:
                 most = self.most_per_step if drafts else 1
-                brought = min(victims.randint(1, most), self.most[slot] - self.written[slot])
+                left = min(self.most[slot] - self.written[slot], self.until_point(slot))
+                brought = min(victims.randint(1, most), left)
                 for _ in range(brought):
                     self.pool.write(slot)
                 self.written[slot] += brought
             self.grow({slot: self.blocks(self.cached(slot)) for slot in going})
         self.compress()
+
+    def until_point(self, slot) -> int:
+        """How many tokens of a sequence a step may verify: none past the point where it is compressed."""
+        if not self.room:
+            return MOST_PER_STEP
+        point = compressing(self.room).point(len(self.prompt[slot]), self.shift.get(slot, 0))
+        assert point is not None and point > self.written[slot]
+        return point - self.written[slot]
 
     def compress(self):
         """What the replica does once a burst is over."""
@@ -252,7 +261,13 @@ class CompressingPool(Pool):
         assert all(self.cached(slot) <= max(self.room + 2, len(self.prompt[slot]) + 1) for slot in self.running)
 
 
-class WidePool(CompressingPool):
+class DraftingPool(CompressingPool):
+    """The same where a step may bring several tokens, up to that point."""
+
+    most_per_step = MOST_PER_STEP
+
+
+class WidePool(DraftingPool):
     """The same with a region that takes more than what shared pages leave of a sequence's own."""
 
     room = 8
@@ -260,6 +275,8 @@ class WidePool(CompressingPool):
 
 CompressingPool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestCompressingPool = CompressingPool.TestCase
+DraftingPool.TestCase.settings = CompressingPool.TestCase.settings
+TestDraftingPool = DraftingPool.TestCase
 WidePool.TestCase.settings = CompressingPool.TestCase.settings
 TestWidePool = WidePool.TestCase
 
@@ -277,6 +294,20 @@ def test_room_is_made_for_a_region_beside_the_pages_that_others_share():
     pool.compress(0)
     assert (pool.num_held(0), pool.left_out(0), pool.num_free, pool.steps_to_point) == (4, 2, 0, 2)
     assert pool.settle(5) == [4, 3] and pool.due == []
+
+
+def test_a_burst_ends_where_drafts_may_have_brought_a_sequence_to_its_point():
+    """Two tokens before it one step of three may be there, none can go past it; pages are counted up to it alone."""
+    how = compressing(8)
+    pool = PagePool(num_pages=31, page_size=2, chunk=4, keep_prefixes=False, most_per_step=3, compressing=how)
+    prefilled(pool, 0, [1] * 17, [0] * 9, most=40)  # its point is at 18 tokens, 16 are there
+    assert (pool.steps_to_point, pool.growth(1), pool.growth(9)) == (1, 1, 1)
+    pool.write(0, 2)
+    pool.compress(0)
+    assert pool.due == [] and pool.steps_to_point == 1  # at 20
+    pool = PagePool(num_pages=31, page_size=2, chunk=4, keep_prefixes=False, most_per_step=3, compressing=how)
+    prefilled(pool, 0, [1] * 5, [0] * 3, most=40)  # its point is at 10 tokens, 4 are there
+    assert (pool.steps_to_point, pool.growth(1), pool.growth(2)) == (2, 2, 3)
 
 
 def test_a_sequence_comes_back_as_compressed_as_it_left():
