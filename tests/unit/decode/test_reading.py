@@ -8,7 +8,7 @@ import pytest
 from small_model import NARROW, PAGE, configuration
 
 from et_jax.decode.chunk import of_rows
-from et_jax.decode.pruned import NOTHING
+from et_jax.decode.pruned import NOTHING, Noting, log_shares
 from et_jax.decode.readers import AllOfLayer
 from et_jax.decode.reading import read_all, read_chosen
 from et_jax.decode.rows import Rows
@@ -64,11 +64,11 @@ def test_the_mass_is_noted_by_block_where_heads_hold_less():
     lengths = jnp.asarray(LENGTHS)
     rows = Rows(slot=jnp.asarray(SLOTS), token=jnp.zeros(6, jnp.int32), position=lengths - 1, run=lengths > 0)
     chunk = of_rows(rows, table, lengths)
-    noting = jnp.asarray([4, 1, 2], jnp.int32)
+    noting = Noting(rows=jnp.asarray([4, 1, 2], jnp.int32), asked=jnp.ones(3, bool))
     reader = AllOfLayer(skipped=SKIPPED, mass=None, noting=noting)
     _, read = reader.read(PLANT, softmax, queries[:, None], cached, None, chunk)
-    assert read.log_share is not None
-    share = np.asarray(read.log_share)
+    assert read.block_lse is not None
+    share = np.asarray(log_shares(read.block_lse, NARROW.num_kv_heads))
     _, every = read_all(PLANT, softmax, queries, cached, table, lengths, None)
     for number, row in enumerate((4, 1, 2)):
         held, size = -(-int(LENGTHS[row]) // PAGE), NARROW.num_heads // NARROW.num_kv_heads
