@@ -252,7 +252,7 @@ class RooflineLength(DraftLength):
     in the cache, that of reading it: `times`, of sequences alike that stand side by side. So nothing is drafted where a
     text is short, nor where the speed is not expected to be `worth` of plain decoding's, for times are roughly known.
 
-    Nor is a draft made that costs more than there is `credit` for: a text may lose one plain step, and a hundredth of
+    Nor is a draft made that costs more than there is `credit` for: a text may lose two plain steps, and a hundredth of
     the others, and spend what its drafts have saved. Where drafts would pay if they held, but do not hold, one token is
     drafted again when that costs a hundredth of the steps since.
     """
@@ -305,7 +305,7 @@ SHORT = 4
 MOST_DRAFTED = 16
 """Drafted tokens of one sequence in one step, at the very most."""
 
-FIRST_CREDIT = 1.0
+FIRST_CREDIT = 2.0
 """Plain steps: what the drafts of a text may cost it without having saved any."""
 
 _MOST_CREDIT = 4.0  # plain steps: what was saved long ago pays for no more than this
