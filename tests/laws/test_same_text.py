@@ -45,6 +45,7 @@ SOMETIMES = {
     "logprobs": 3,
 }
 
+
 class Many(Served):
     """A row of the table with `many` requests drawn by chance, half of whose prompts begin alike."""
 
