@@ -249,7 +249,7 @@ def test_a_mixture_returns_every_bit(tmp_path, written):
 def test_a_damaged_mixture_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, damage, words):
     write_hugging_face(tmp_path, MIXTURE, random_params(MIXTURE))
     change(tmp_path, damage)
-    monkeypatch.setattr(checkpoint, "_read", None)
+    monkeypatch.setattr(checkpoint, "read_piece", None)
     with pytest.raises(UsageError, match=words) as refusal:
         load(tmp_path)
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
