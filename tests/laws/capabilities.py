@@ -176,7 +176,7 @@ def _small() -> str:
 SLOW = {
     *("bfloat16", "cache in int8", "window", "module", "own", "surprisals", "small"),
     *("paper", "adaptive, lookup", "certified, self", "lookup, else self", "ead", "budget", "int8"),
-    *("experts by entropy", "compressed by head", "stacked, experts by mass"),
+    *("experts by entropy", "compressed", "compressed by head", "stacked, experts by mass"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
