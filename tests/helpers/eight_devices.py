@@ -43,8 +43,7 @@ MODELS = {
 CASES = {
     "llama off": ("llama", Controller(), False),
     "llama certified": ("llama", preset("certified", **PRUNED), True),
-    "mixtral off": ("mixtral", Controller(), True),
-    "mixtral paper": ("mixtral", preset("paper", **PRUNED), False),
+    "mixtral paper": ("mixtral", preset("paper", **PRUNED), True),
     "odd off": ("odd", Controller(), False),
 }
 

@@ -210,7 +210,7 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     ("control", "drafter"),
     [
-        *((control, "lookup") for control in CONTROLS),
+        *((control, "lookup") for control in CONTROLS if control != "surprisals"),
         ("off", "itself"),
         ("certified", "itself"),
         ("off", "garbage"),
@@ -220,7 +220,6 @@ DRAFTERS = {
         ("certified", "another model by turns"),
         ("surprisals", "garbage"),
         ("surprisals", "itself"),
-        ("surprisals", "another model"),
     ],
 )
 def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):

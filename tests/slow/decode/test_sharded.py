@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from places import HELPERS
 
-CASES = ("llama off", "llama certified", "mixtral off", "mixtral paper", "odd off")
+CASES = ("llama off", "llama certified", "mixtral paper", "odd off")
 
 
 @pytest.fixture(scope="module")
