@@ -5,10 +5,11 @@
 Two parts. A random model of SmolLM-135M's shape goes on from caches that are filled with random keys and values to
 `--contexts` tokens, in `--sequences` sequences. Its drafts are drawn from passes of its own, and then made to hold at a
 given `--rates` of the tokens: as often as on the bundled model, half as often, and never; every text is checked to be
-the plain one. It decodes in bursts, as a server does, and the laws of lengths are told what steps take by the clock;
-before the first figure one text is drafted for, by which they know. Beside them stands what reading less would gain if
-it were trusted, under `certified` and `adaptive`, and the share of blocks that each read. Then the bundled model goes
-on from prompts of nearly its whole context, freely: whatever holds.
+the plain one. It decodes in bursts, as a server does, and the laws of lengths are told by the clock what steps take,
+and how the drafts of earlier texts fared: of every rate alone, from its first text on, which is told apart (`first`)
+from the `--rounds` after it. Beside them stands what reading less would gain if it were trusted, under `certified` and
+`adaptive`, and the share of blocks that each read. Then the bundled model goes on from prompts of nearly its whole
+context, freely: whatever holds.
 
 Texts have `--tokens`, or fewer where a plain one would take more than `--seconds`, but `--fewest`. In every round each
 way writes a text after a plain one. Programs are compiled once for each number of sequences, with room for the longest
@@ -93,15 +94,19 @@ def told(state: DecodeState, rows: Any, logits: Array, position: Int[Array, " r"
 class Run:
     """A decoder that goes on from filled caches again and again, in bursts as a server does.
 
-    `caches` are lent by whoever holds them; `begun` is its state without. What it learns of the times of steps it knows
-    in the texts that follow.
+    `caches` are lent by whoever holds them; `begun` is its state without. What it learns of the times of steps and of
+    drafts it knows in the texts that follow.
     """
 
-    def __init__(self, config: DecoderConfig, sequences: int, begun: DecodeState) -> None:
-        self.decoder: Decoder = decoder(config)
+    def __init__(self, decoder: Decoder, sequences: int, begun: DecodeState) -> None:
+        self.decoder = decoder
         self.sequences, self.begun = sequences, begun
         self.laws: tuple[DraftLength, ...] = begun.draft_laws
-        self.clock = StepClock(config)
+        self.clock = StepClock(decoder.config)
+
+    def anew(self) -> "Run":
+        """Return one that goes on from there, and has learnt nothing."""
+        return Run(self.decoder, self.sequences, self.begun)
 
     def _going_on(self, caches: list[PlantState], context: int, tokens: int) -> DecodeState:
         """Return the state of texts after a context, with the caches that are lent."""
@@ -109,6 +114,7 @@ class Run:
         run = jnp.arange(len(state.active)) < self.sequences
         limit, length = (jnp.where(run, jnp.int32(number), 0) for number in (tokens, context))
         state = replace(state, active=run, limit=limit, length=length, draft_laws=jax.tree.map(jnp.copy, self.laws))
+        state = replace(state, draft=self.decoder.config.fresh_drafts(state.draft.most, state.draft_laws))
         return jax.block_until_ready(replace(state, plants=(caches.pop(),)))
 
     def compiled(self, weights: Weights, caches: list[PlantState]) -> None:
@@ -173,13 +179,15 @@ class Shapes:
         self.sequences, self.weights = sequences, (initialise(plain.model, jax.random.key(0), jnp.bfloat16),)
         begun, cache = started(plain)
         self.caches = [cache]
+        laws = replace(plain, draft=how).draft_laws
         drafted = replace(
             begun,
-            draft=how.started(jnp.full(plain.num_slots, MOST, jnp.int32)),
-            draft_laws=replace(plain, draft=how).draft_laws,
+            draft=how.started(jnp.full(plain.num_slots, MOST, jnp.int32), laws),
+            draft_laws=laws,
             heavy_blocks=jnp.zeros((plain.num_slots, *plain.mask_shape), jnp.uint32),
         )
-        self.plain, self.drafting = Run(plain, sequences, begun), Run(replace(plain, draft=how), sequences, drafted)
+        self.plain = Run(decoder(plain), sequences, begun)
+        self.drafting = Run(decoder(replace(plain, draft=how)), sequences, drafted)
         self.plain.timed(self.weights, self.caches, PAGE, 2)  # compiled here, and below where a draft is what is told
         with mock.patch.object(drafter, "guess", told):
             self.drafting.compiled(self.weights, self.caches)
@@ -190,7 +198,7 @@ class Shapes:
         if control not in self._trusted:
             config = replace(self.plain.decoder.config, controller=preset(control))
             state, cache = started(config)
-            run, caches = Run(config, self.sequences, state), [cache]
+            run, caches = Run(decoder(config), self.sequences, state), [cache]
             run.timed(self.weights, caches, PAGE, 2)
             self._trusted = {control: (run, caches)}  # one at a time: each has a cache of its own
         return self._trusted[control]
@@ -204,24 +212,26 @@ class Shapes:
         """Yield what drafts gain that hold at each rate."""
         _, expected, _ = self.plain.timed(self.weights, self.caches, context, tokens)
 
-        def drafted(rate: float) -> tuple[float, dict[str, Any]]:
+        runs = {rate: self.drafting.anew() for rate in rates}
+
+        def pair(rate: float) -> tuple[float, float]:
             right = np.random.default_rng(1).random(np.shape(expected)) < rate
             wrong = (np.asarray(expected) + 1) % SMOLLM_135M.vocab_size
             guesses = np.where(right, expected, wrong).astype(np.int32)
-            seconds, texts, facts = self.drafting.timed(self.weights, self.caches, context, tokens, guesses)
+            plain, _, _ = self.plain.timed(self.weights, self.caches, context, tokens)
+            seconds, texts, facts[rate] = runs[rate].timed(self.weights, self.caches, context, tokens, guesses)
             if texts != expected:
                 raise SystemExit(f"drafts that hold at {rate} changed a text at {context} tokens")
-            return seconds, facts
+            return plain, seconds
 
-        drafted(max(rates))  # by which the times of steps are known
+        facts: dict[float, dict[str, Any]] = {}
         pairs: dict[float, list[tuple[float, float]]] = {rate: [] for rate in rates}
-        facts = {}
-        for _, rate in itertools.product(range(rounds), rates):
-            plain, _, _ = self.plain.timed(self.weights, self.caches, context, tokens)
-            seconds, facts[rate] = drafted(rate)
-            pairs[rate].append((plain, seconds))
+        for _, rate in itertools.product(range(1 + rounds), rates):
+            pairs[rate].append(pair(rate))
         for rate in rates:
-            yield self._case(context, tokens, f"{rate:g}", pairs[rate]) | facts[rate] | {"rate": rate}
+            (plain, seconds), *others = pairs[rate]
+            case = self._case(context, tokens, f"{rate:g}", others)
+            yield case | facts[rate] | {"rate": rate, "first": plain / seconds}
 
     def at_trust(self, context: int, tokens: int, rounds: int, control: str) -> dict[str, Any]:
         """Return what a controller gains that reads less and is trusted."""

@@ -46,6 +46,25 @@ class StepTimes:
         )
 
 
+FIRST_CREDIT = 2.0
+"""Plain steps: what drafts may cost without any having saved any."""
+
+MOST_CREDIT = 4.0
+"""Plain steps: what drafts have saved pays for no more than this."""
+
+
+@value
+class PastDrafts:
+    """How the drafts of earlier texts fared, for a text of which nothing is known yet.
+
+    `acceptance` is the share of drafted tokens that is expected to be accepted, `credit` the plain steps that drafts
+    may cost until more are saved.
+    """
+
+    acceptance: Number = 0.9  # most: few blocks hold nearly all of the mass
+    credit: Number = FIRST_CREDIT
+
+
 @pytree
 class DraftState:
     """What is known of a sequence's drafts.
@@ -101,13 +120,18 @@ class DraftLength:
         """Return what a step that drafts so many tokens takes beside a plain one, in plain steps."""
         return 0.0
 
-    def told(self, times: StepTimes, worth: float, context: float) -> "DraftLength":
+    def told(self, times: StepTimes, worth: float, context: float, past: PastDrafts) -> "DraftLength":
         """Return the law that knows what steps take, of sequences alike that hold `context` tokens each.
 
-        A speed is known to be one where it is expected to be at least `worth` of plain decoding's. The structure is
-        the same, so that a program goes on with it. A law that asks for no times is as it was.
+        A speed is known to be one where it is expected to be at least `worth` of plain decoding's. `past` is how drafts
+        have fared. The structure is the same, so that a program goes on with it. A law that asks for nothing of that is
+        as it was.
         """
         return self
+
+    def by_past(self, begun: DraftState) -> DraftState:
+        """Return what is known of a sequence before its first draft, by how those of others fared."""
+        return begun
 
     @property
     def first(self) -> int:
@@ -213,7 +237,7 @@ class AcceptanceLength(DraftLength):
         again = (best == 0) & (draft.since >= self.retry)
         return jnp.minimum(jnp.where(again, int(self._paid(1)), best), most)
 
-    def told(self, times: StepTimes, worth: float, context: float) -> "AcceptanceLength":
+    def told(self, times: StepTimes, worth: float, context: float, past: PastDrafts) -> "AcceptanceLength":
         """Return the law at what a drafted token takes; a sequence whose drafts fail tries at a hundredth of the steps.
 
         A draft is worth its while from a plain step's speed on.
@@ -252,27 +276,29 @@ class RooflineLength(DraftLength):
     in the cache, that of reading it: `times`, of sequences alike that stand side by side. So nothing is drafted where a
     text is short, nor where the speed is not expected to be `worth` of plain decoding's, for times are roughly known.
 
-    Nor is a draft made that costs more than there is `credit` for: a text may lose two plain steps, and a hundredth of
-    the others, and spend what its drafts have saved. Where drafts would pay if they held, but do not hold, one token is
-    drafted again when that costs a hundredth of the steps since.
+    A text begins with what the `past` tells of drafts: the share of them that is accepted, and the credit. Nor is a
+    draft made that costs more than its text has `credit` for, or all texts together: drafts may lose two plain steps,
+    and a hundredth of the others, and spend what they have saved. Where they would pay if they held, but do not hold,
+    one token is drafted again when that costs a hundredth of the steps since.
     """
 
     times: StepTimes
     worth: Number = WORTH
     widths: tuple[float, ...] = static(default=())
+    past: PastDrafts = PastDrafts()
 
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the best length, or one token to try again."""
         cost = self._costs(context)
         speed = _brought(draft.acceptance) / (1.0 + cost)
-        within = cost <= draft.credit
+        within = cost <= jnp.minimum(draft.credit, self.past.credit)
 
         def best(speed: Float[Array, " k"]) -> Int[Array, ""]:
             speed = jnp.where(within, speed, 0.0)
             return jnp.where(jnp.max(speed) >= self.worth, jnp.argmax(speed), 0).astype(jnp.int32)
 
         may_pay = best(_brought(jnp.ones_like(draft.acceptance)) / (1.0 + cost)) > 0
-        again = may_pay & (draft.since.astype(jnp.float32) >= cost[1] / _TRIAL)
+        again = may_pay & (draft.since.astype(jnp.float32) >= cost[1] / TRIAL)
         found = best(speed)
         return jnp.minimum(jnp.where((found == 0) & again, 1, found), draft.most)
 
@@ -280,14 +306,18 @@ class RooflineLength(DraftLength):
         """Return what a step that drafts so many tokens takes beside a plain one, in plain steps."""
         return self._costs(context)[drafted]
 
-    def told(self, times: StepTimes, worth: float, context: float) -> "RooflineLength":
-        """Return the law with these times."""
-        return replace(self, times=times, worth=worth)
+    def told(self, times: StepTimes, worth: float, context: float, past: PastDrafts) -> "RooflineLength":
+        """Return the law with these."""
+        return replace(self, times=times, worth=worth, past=past)
 
-    @property
-    def supposed(self) -> float:
-        """Most: few blocks hold nearly all of the mass."""
-        return 0.9
+    def by_past(self, begun: DraftState) -> DraftState:
+        """Return what is known of a sequence before its first draft, by how those of others fared."""
+        acceptance, credit = self.past.acceptance, self.past.credit
+        return replace(
+            begun,
+            acceptance=jnp.full_like(begun.acceptance, acceptance),
+            credit=jnp.full_like(begun.credit, credit),
+        )
 
     def _costs(self, context: Int[Array, ""]) -> Float[Array, " k"]:
         """What a step takes beside a plain one that drafts so many tokens, in plain steps."""
@@ -305,11 +335,9 @@ SHORT = 4
 MOST_DRAFTED = 16
 """Drafted tokens of one sequence in one step, at the very most."""
 
-FIRST_CREDIT = 2.0
-"""Plain steps: what the drafts of a text may cost it without having saved any."""
+TRIAL = 0.01
+"""Of plain steps: what trying whether drafts hold may cost."""
 
-_MOST_CREDIT = 4.0  # plain steps: what was saved long ago pays for no more than this
-_TRIAL = 0.01  # of the steps of a text: what trying may cost
 _LENGTHS = range(MOST_DRAFTED + 1)
 _MEMORY = 0.9  # what a drafted token leaves of the running share: it speaks of about the last ten
 
@@ -346,7 +374,7 @@ def updated(
         draft,
         acceptance=kept * draft.acceptance + (1.0 - kept) * share,
         since=jnp.where(drafted > 0, 0, draft.since + 1),
-        credit=jnp.minimum(draft.credit + _TRIAL + saved, _MOST_CREDIT),
+        credit=jnp.minimum(draft.credit + TRIAL + saved, MOST_CREDIT),
     )
     after = replace(after, length=jnp.minimum(law.length(after, entropy, context), after.most).astype(jnp.int32))
     return replace(

@@ -198,9 +198,12 @@ class DecoderConfig:
         """The laws of the lengths of drafts, as a state holds them; none without drafts."""
         return () if self.draft is None else jax.tree.map(jnp.asarray, law_numbers(self.draft.laws))
 
-    def fresh_drafts(self, most: Int[Array, "*b"]) -> DraftState:
-        """Return how the drafts of sequences fare whose requests allow `most` tokens a step; none without drafts."""
-        return started(FixedLength(), most) if self.draft is None else self.draft.started(most)
+    def fresh_drafts(self, most: Int[Array, "*b"], laws: tuple[DraftLength, ...]) -> DraftState:
+        """Return how the drafts of sequences fare, before the first, whose requests allow `most` tokens a step.
+
+        `laws` are those of their lengths, as the host has told them last; none without drafts.
+        """
+        return started(FixedLength(), most) if self.draft is None else self.draft.started(most, laws)
 
     @property
     def pages_per_swap(self) -> int:

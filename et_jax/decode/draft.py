@@ -92,15 +92,16 @@ class Drafting:
         """The law of its own lengths and, where there is one, that of what is asked before."""
         return (self.length,) if self.before is None else (self.length, self.before.length)
 
-    def started(self, most: Int[Array, "*b"]) -> DraftState:
-        """Return the state of sequences whose requests allow `most` drafted tokens a step.
+    def started(self, most: Int[Array, "*b"], laws: tuple[DraftLength, ...]) -> DraftState:
+        """Return the state of sequences whose requests allow `most` drafted tokens a step, by `laws` as now told.
 
         A model that drafts for itself drafts nothing at first: it has read for no token yet.
         """
-        begun = started(self.length, most)
+        told, *others = laws
+        begun = told.by_past(started(self.length, most))
         if self.pruned is not None:
             begun = replace(begun, length=jnp.zeros_like(most))
-        return begun if self.before is None else replace(begun, before=self.before.started(most))
+        return begun if self.before is None else replace(begun, before=self.before.started(most, tuple(others)))
 
     def widths(self, batch: int) -> tuple[int, ...]:
         """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones.

@@ -39,15 +39,24 @@ def drafting_forced(forced: Sequence[Case]) -> str:
 
 
 def self_drafting(cases: Sequence[Case]) -> str:
-    """Return what a model gains that drafts for itself, by tokens cached, sequences, and how often drafts hold."""
+    """Return what a model gains that drafts for itself, by tokens cached, sequences, and how often drafts hold.
+
+    Beside each figure stands that of the first text, before anything was known of drafts.
+    """
     ways = list(dict.fromkeys(case["way"] for case in cases))
     names = [f"{float(way):.0%} hold" if way[0].isdigit() else f"{way}, trusted" for way in ways]
     lines = []
     for shape in dict.fromkeys((case["context"], case["sequences"]) for case in cases):
         own = {case["way"]: case for case in cases if (case["context"], case["sequences"]) == shape}
         plain = statistics.median(case["tokens_per_second"] for case in own.values())
-        lines.append([*shape, plain, *(own[way]["ratio"] if way in own else None for way in ways)])
+        lines.append([*shape, plain, *(_after_the_first(own[way]) if way in own else None for way in ways)])
     return table(["tokens", "sequences", "plain, tokens/s", *names], lines)
+
+
+def _after_the_first(case: Case) -> str:
+    """The speed over plain decoding's, and that of the first text where it is told apart."""
+    first = f" (first {case['first']:.2f})" if "first" in case else ""
+    return f"{case['ratio']:.2f}{first}"
 
 
 def self_drafting_free(cases: Sequence[Case]) -> str:

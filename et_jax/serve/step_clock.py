@@ -2,7 +2,8 @@
 
 A burst of steps takes, as it is modelled here, the sum of what `work` counts in it times the `StepTimes`. Those are
 fitted to the last bursts, beginning with rough ones that are doubted, so that what was never done is still expected to
-take something. The spread of bursts about the fit says how well a speed is known.
+take something. The spread of bursts about the fit says how well a speed is known. What drafts saved by those times, and
+how many of them were accepted, is told too, for the texts that begin (`past_drafts`).
 """
 
 import collections
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from et_jax.control.draft import SHORT, DraftLength, StepTimes
+from et_jax.control.draft import SHORT, DraftLength, PastDrafts, StepTimes
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.draft import Drafting
 from et_jax.decode.output import StepOutput
+from et_jax.serve.past_drafts import DraftRecord
 
 REMEMBERED = 256  # bursts
 EVERY = 8  # bursts: how often times are fitted anew
@@ -87,6 +89,17 @@ def fitted(rough: StepTimes, done: Float[np.ndarray, "n f"], seconds: Float[np.n
     )
 
 
+def saved(
+    times: StepTimes, steps: int, done: Float[np.ndarray, " f"], plain: Float[np.ndarray, " f"], brought: float
+) -> float:
+    """Return what drafts saved in so many steps that did the work `done`, in plain steps; below 0 where they cost more.
+
+    Without drafts the steps would do the work `plain`. What held was `brought` of a token for every sequence served.
+    """
+    each = np.array([getattr(times, name) for name in _NAMES])
+    return float(brought - steps * ((done - plain) @ each) / (plain @ each))
+
+
 def _above_zero(
     precision: Float[np.ndarray, "f f"], wanted: Float[np.ndarray, " f"], free: np.ndarray[Any, np.dtype[np.bool_]]
 ) -> tuple[Float[np.ndarray, " f"], np.ndarray[Any, np.dtype[np.bool_]]]:
@@ -99,13 +112,30 @@ def _above_zero(
         free = free & (found > 0.0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Burst:
+    """What a burst of `steps` did and how long it took; `plain` is what as many steps without drafts do.
+
+    Where the model drafted, so many tokens were `tried`, those before them accepted, and so many `accepted`; these
+    come to `brought` of a token for every sequence served.
+    """
+
+    done: Float[np.ndarray, " f"]
+    plain: Float[np.ndarray, " f"]
+    seconds: float
+    steps: int
+    tried: int
+    accepted: int
+    brought: float
+
+
 class StepClock:
     """Notes what bursts take, and tells the laws of lengths; without `Drafting.times` nothing is noted."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config, self._drafting = config, config.draft
-        self._bursts: collections.deque[tuple[Float[np.ndarray, " f"], float]] = collections.deque(maxlen=REMEMBERED)
-        self._noted = 0
+        self._bursts: collections.deque[_Burst] = collections.deque(maxlen=REMEMBERED)
+        self._noted, self._record = 0, DraftRecord()
 
     def note(self, output: StepOutput, ran: int, seconds: float) -> tuple[DraftLength, ...] | None:
         """Note a burst of `ran` steps, and return the laws by what is known now, every few bursts; otherwise None."""
@@ -113,25 +143,46 @@ class StepClock:
         if drafting is None or drafting.times is None or not ran:
             return None
         signals, size = output.signals, self._config.page_size
-        produced, drafted, length, pages = (
-            np.asarray(x)[:ran, 0] for x in (output.produced, output.drafted, signals.length, signals.pages_held)
+        produced, drafted, accepted, length, pages = (
+            np.asarray(x)[:ran, 0]
+            for x in (output.produced, output.drafted, output.accepted, signals.length, signals.pages_held)
         )
         served = produced.any(axis=1)
         if not served.all():
             return None
         passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
         held = np.where(produced, np.minimum(length, pages * size), 0)  # of a compressed cache less than its text
-        self._bursts.append((work(drafting, self._config.batch, drafted, passes, held).sum(axis=0), seconds))
+        own = passes > 0  # steps; where something is asked for guesses before the model, it may have made some of them
+        done = work(drafting, self._config.batch, drafted, passes, held).sum(axis=0)
+        none = np.where(own, 0, drafted.T).T  # in steps where the model drafted
+        plain = work(drafting, self._config.batch, none, 0 * passes, held).sum(axis=0)
+        self._bursts.append(
+            _Burst(
+                done=done,
+                plain=plain,
+                seconds=seconds,
+                steps=ran,
+                tried=int(np.minimum(accepted + 1, drafted)[own].sum()),
+                accepted=int(accepted[own].sum()),
+                brought=float((accepted.sum(axis=1) / produced.sum(axis=1))[own].sum()),
+            )
+        )
         self._noted += 1
         if self._noted % EVERY:
             return None
-        done, taken = (np.array(each) for each in zip(*self._bursts, strict=True))
+        done, seconds = (np.array([getattr(one, name) for one in self._bursts]) for name in ("done", "seconds"))
+        fit = fitted(drafting.times, done, seconds)
+        for one in list(self._bursts)[-EVERY:]:
+            gain = saved(fit.times, one.steps, one.done, one.plain, one.brought)
+            self._record.note(one.steps, one.tried, one.accepted, gain)
         sequences = float(produced.sum(axis=1).mean())
         context = float(held.sum() / produced.sum())
-        return told(drafting, self._config.batch, fitted(drafting.times, done, taken), sequences, context)
+        return told(drafting, self._config.batch, fit, sequences, context, self._record.told())
 
 
-def told(drafting: Drafting, batch: int, fit: Fit, sequences: float, context: float) -> tuple[DraftLength, ...]:
+def told(
+    drafting: Drafting, batch: int, fit: Fit, sequences: float, context: float, past: PastDrafts
+) -> tuple[DraftLength, ...]:
     """Return the laws of lengths by measured times, of so many sequences that hold `context` tokens each.
 
     A speed has to be above plain decoding's by a standard deviation of what is known of it.
@@ -146,4 +197,4 @@ def told(drafting: Drafting, batch: int, fit: Fit, sequences: float, context: fl
     own = fit.times.alike(sequences, batch if drafting.pruned is not None else sequences)
     first, *others = drafting.laws
     before = dataclasses.replace(own, drafted=0.0, drafted_cached=0.0)
-    return first.told(own, worth, context), *(law.told(before, worth, context) for law in others)
+    return first.told(own, worth, context, past), *(law.told(before, worth, context, past) for law in others)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from et_jax.control import draft
-from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength, RooflineLength, StepTimes
+from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength, PastDrafts, RooflineLength, StepTimes
+from et_jax.types import replace
 
 NO_ENTROPY, NO_TEXT = jnp.float32(0), jnp.int32(0)
 
@@ -104,7 +105,7 @@ def test_what_was_not_served_is_as_it_was():
 
 
 TIMES = StepTimes(plain=3.0, plain_cached=6e-4, drafted=3.0, drafted_cached=6e-5, row=0.15, row_cached=6e-5)
-ROOFLINE = RooflineLength(TIMES)
+ROOFLINE = RooflineLength(TIMES, past=PastDrafts(credit=99.0))
 
 
 def self_speed(acceptance: float, length: int, context: int) -> float:
@@ -152,7 +153,8 @@ def test_a_text_loses_a_step_and_a_hundredth_of_the_others_at_most(holds, contex
     """Whatever holds, by the law's own times: a walk of 400 tokens, in plain steps, against its 400 plain ones."""
     rng, at, spent = np.random.default_rng(3), 0, 0.0
     updated = jax.jit(draft.updated)
-    known = state(most=12, acceptance=ROOFLINE.supposed, credit=draft.FIRST_CREDIT)
+    law = RooflineLength(TIMES)
+    known = law.by_past(state(most=12))
     costs = [float(cost) for cost in jax.vmap(ROOFLINE.cost, (0, None))(jnp.arange(17), jnp.int32(context))]
     steps = 0
     while at < 400:
@@ -161,7 +163,7 @@ def test_a_text_loses_a_step_and_a_hundredth_of_the_others_at_most(holds, contex
         at, spent = at + held + 1, spent + 1.0 + (drafted and costs[drafted])
         steps += 1
         counts = jnp.int32(drafted), jnp.int32(held)
-        known = updated(ROOFLINE, known, jnp.bool_(True), *counts, NO_ENTROPY, jnp.int32(context))
+        known = updated(law, known, jnp.bool_(True), *counts, NO_ENTROPY, jnp.int32(context))
     assert spent <= at + draft.FIRST_CREDIT + 0.01 * steps + 1e-3
 
 
@@ -178,11 +180,29 @@ def test_what_drafts_save_is_counted_up_to_a_bound():
 def test_laws_that_are_told_times_go_by_them():
     """A drafted token that takes 2.5 of a plain step's 5 at 1000 tokens; of a law without times nothing is other."""
     times = StepTimes(plain=4.0, plain_cached=1e-3, drafted=1.0, drafted_cached=2e-4, row=1.0, row_cached=3e-4)
-    told = AcceptanceLength(0.1, widths=(4.0, 8.0)).told(times, 1.5, 1000.0)
+    past = PastDrafts(acceptance=0.3, credit=0.5)
+    told = AcceptanceLength(0.1, widths=(4.0, 8.0)).told(times, 1.5, 1000.0, past)
     assert told == AcceptanceLength(0.5, retry=200, widths=(4.0, 8.0))
-    assert ROOFLINE.told(times, 1.5, 1000.0) == RooflineLength(times, 1.5)
+    assert ROOFLINE.told(times, 1.5, 1000.0, past) == RooflineLength(times, 1.5, past=past)
     for law in (FixedLength(), EntropyLength()):
-        assert law.told(times, 1.5, 1000.0) == law
+        assert law.told(times, 1.5, 1000.0, past) == law
+
+
+def test_a_text_begins_by_what_is_told_of_earlier_ones():
+    begun = replace(ROOFLINE, past=PastDrafts(acceptance=0.3, credit=0.5)).by_past(state(most=7))
+    assert (float(begun.acceptance), float(begun.credit), int(begun.most)) == (pytest.approx(0.3), 0.5, 7)
+    new = RooflineLength(TIMES).by_past(state())
+    assert (float(new.acceptance), float(new.credit)) == (pytest.approx(0.9), draft.FIRST_CREDIT)
+    lookups = AcceptanceLength(0.1)
+    assert lookups.by_past(state(acceptance=0.7)).acceptance == pytest.approx(0.7)
+
+
+def test_no_draft_costs_more_than_all_texts_have_credit_for():
+    """Whatever a text has saved itself: at 60,000 tokens a drafted token costs 0.265 of a plain step."""
+    for credit, most in ((-0.1, 0), (0.26, 0), (0.27, 1), (1.07, 4)):
+        law = replace(ROOFLINE, past=PastDrafts(credit=credit))
+        found = law.length(state(most=16, acceptance=1.0, credit=4.0), NO_ENTROPY, jnp.int32(60_000))
+        assert int(found) == most, credit
 
 
 def test_times_of_sequences_alike_are_those_of_one_as_often():

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from et_jax.control.draft import AcceptanceLength, RooflineLength, StepTimes
+from et_jax.control.draft import AcceptanceLength, PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.draft import Drafting, Pruned, lookup
 from et_jax.serve import step_clock
-from et_jax.serve.step_clock import Fit, fitted, told, work
+from et_jax.serve.step_clock import Fit, fitted, saved, told, work
 
 SELF = Drafting(most=12, length=RooflineLength(StepTimes(*[1.0] * 6)), drafter=Pruned())
 TRUE = StepTimes(plain=0.03, plain_cached=1e-5, drafted=0.025, drafted_cached=1e-6, row=2e-3, row_cached=1e-6)
@@ -82,8 +82,9 @@ def test_no_time_is_below_nothing():
 def test_laws_are_told_of_sequences_alike():
     fit = Fit(times=TRUE, covariance=np.zeros((6, 6)))
     before = Drafting(most=12, length=AcceptanceLength(0.1, widths=(4.0, 8.0, 12.0)), drafter=lookup)
-    own, first = told(dataclasses.replace(SELF, before=before), 4, fit, 3.0, 1000.0)
-    assert own == RooflineLength(TRUE.alike(3.0, 4.0), 1.02)
+    past = PastDrafts(acceptance=0.4, credit=1.5)
+    own, first = told(dataclasses.replace(SELF, before=before), 4, fit, 3.0, 1000.0, past)
+    assert own == RooflineLength(TRUE.alike(3.0, 4.0), 1.02, past=past)
     assert isinstance(first, AcceptanceLength)
     # of each of the three sequences 2e-3 x 4 rows and 1e-6 x 3000 tokens met, over 0.03 + 1e-5 x 3000
     assert first.row_cost == pytest.approx((8e-3 + 3e-3) / 0.06)
@@ -91,9 +92,21 @@ def test_laws_are_told_of_sequences_alike():
 
 def test_a_doubted_speed_has_to_be_greater():
     fit = Fit(times=TRUE, covariance=0.09 * np.eye(6))
-    [own] = told(SELF, 2, fit, 1.0, 16_000.0)
+    [own] = told(SELF, 2, fit, 1.0, 16_000.0, PastDrafts())
     # shares of a plain step's 0.19 and of a short draft's 0.19 + 0.1 + 0.064 + 0.016 + 0.064, part by part
     plain = np.array([0.03, 0.16, 0, 0, 0, 0]) / 0.19
     short = np.array([0.03, 0.16, 0.1, 0.064, 0.016, 0.064]) / 0.434
     assert isinstance(own, RooflineLength)
     assert own.worth == pytest.approx(step_clock.GAIN + 0.3 * np.linalg.norm(short - plain))
+
+
+def test_what_drafts_saved_is_what_they_brought_less_what_they_took():
+    """Of two steps one drafts four tokens, three of which hold: three plain steps less its passes and rows."""
+    held = np.array([[1000, 0], [1001, 0]])
+    done, plain = (
+        work(SELF, 2, np.array([[0, 0], [count, 0]]), np.array([0, count]), held).sum(axis=0) for count in (4, 0)
+    )
+    took = 4 * (0.025 + 1e-6 * 1001) + 8 * 2e-3 + 4 * 1e-6 * 1001
+    expected = 3.0 - took / (0.03 + 1e-5 * 1000.5)
+    assert saved(TRUE, 2, done, plain, 3.0) == pytest.approx(expected)
+    assert saved(TRUE, 2, plain, plain, 0.0) == 0.0
