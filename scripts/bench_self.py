@@ -114,7 +114,8 @@ class Run:
         run = jnp.arange(len(state.active)) < self.sequences
         limit, length = (jnp.where(run, jnp.int32(number), 0) for number in (tokens, context))
         state = replace(state, active=run, limit=limit, length=length, draft_laws=jax.tree.map(jnp.copy, self.laws))
-        state = replace(state, draft=self.decoder.config.fresh_drafts(state.draft.most, state.draft_laws))
+        fresh = jax.vmap(self.decoder.config.fresh_drafts, (0, None, 0))
+        state = replace(state, draft=fresh(state.draft.most, state.draft_laws, length))
         return jax.block_until_ready(replace(state, plants=(caches.pop(),)))
 
     def compiled(self, weights: Weights, caches: list[PlantState]) -> None:
@@ -182,7 +183,7 @@ class Shapes:
         laws = replace(plain, draft=how).draft_laws
         drafted = replace(
             begun,
-            draft=how.started(jnp.full(plain.num_slots, MOST, jnp.int32), laws),
+            draft=replace(begun.draft, most=jnp.full(plain.num_slots, MOST, jnp.int32)),
             draft_laws=laws,
             heavy_blocks=jnp.zeros((plain.num_slots, *plain.mask_shape), jnp.uint32),
         )

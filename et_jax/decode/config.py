@@ -198,12 +198,15 @@ class DecoderConfig:
         """The laws of the lengths of drafts, as a state holds them; none without drafts."""
         return () if self.draft is None else jax.tree.map(jnp.asarray, law_numbers(self.draft.laws))
 
-    def fresh_drafts(self, most: Int[Array, "*b"], laws: tuple[DraftLength, ...]) -> DraftState:
-        """Return how the drafts of sequences fare, before the first, whose requests allow `most` tokens a step.
+    def fresh_drafts(
+        self, most: Int[Array, ""], laws: tuple[DraftLength, ...], context: Int[Array, ""]
+    ) -> DraftState:
+        """Return how the drafts of a sequence fare, before the first, whose request allows `most` tokens a step.
 
-        `laws` are those of their lengths, as the host has told them last; none without drafts.
+        `laws` are those of their lengths, as the host has told them last, none without drafts. It has `context` tokens
+        in the cache.
         """
-        return started(FixedLength(), most) if self.draft is None else self.draft.started(most, laws)
+        return started(FixedLength(), most) if self.draft is None else self.draft.started(most, laws, context)
 
     @property
     def pages_per_swap(self) -> int:

@@ -92,16 +92,20 @@ class Drafting:
         """The law of its own lengths and, where there is one, that of what is asked before."""
         return (self.length,) if self.before is None else (self.length, self.before.length)
 
-    def started(self, most: Int[Array, "*b"], laws: tuple[DraftLength, ...]) -> DraftState:
-        """Return the state of sequences whose requests allow `most` drafted tokens a step, by `laws` as now told.
+    def started(self, most: Int[Array, ""], laws: tuple[DraftLength, ...], context: Int[Array, ""]) -> DraftState:
+        """Return the state of a sequence whose request allows `most` drafted tokens a step, by `laws` as now told.
 
-        A model that drafts for itself drafts nothing at first: it has read for no token yet.
+        It has `context` tokens in the cache. A model that drafts for itself drafts nothing at its first token, for it
+        has read for none yet; it wants to, where the first draft is to come as soon as it may.
         """
         told, *others = laws
         begun = told.by_past(started(self.length, most))
         if self.pruned is not None:
-            begun = replace(begun, length=jnp.zeros_like(most))
-        return begun if self.before is None else replace(begun, before=self.before.started(most, tuple(others)))
+            length = told.length(begun, jnp.zeros(()), context)
+            begun = replace(begun, length=jnp.minimum(length, most).astype(jnp.int32))
+        if self.before is None:
+            return begun
+        return replace(begun, before=self.before.started(most, tuple(others), context))
 
     def widths(self, batch: int) -> tuple[int, ...]:
         """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones.

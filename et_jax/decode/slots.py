@@ -55,7 +55,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
         text=put(state.text, request.text),
-        draft=put(state.draft, config.fresh_drafts(request.num_drafted, state.draft_laws)),
+        draft=put(state.draft, config.fresh_drafts(request.num_drafted, state.draft_laws, state.length[slot])),
         heavy_blocks=None if state.heavy_blocks is None else state.heavy_blocks.at[slot].set(0),
         switch=put(state.switch, request.laws.switch_started()),
         laws=put(state.laws, request.laws),

@@ -110,7 +110,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
         text=integers(b, config.max_length),
-        draft=config.fresh_drafts(integers(b), config.draft_laws),
+        draft=jax.vmap(config.fresh_drafts, (0, None, 0))(integers(b), config.draft_laws, integers(b)),
         draft_laws=config.draft_laws,
         heavy_blocks=None if config.pruned is None else jnp.zeros((b, *config.mask_shape), jnp.uint32),
         switch=jax.vmap(Controller.switch_started)(laws),
