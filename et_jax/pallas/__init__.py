@@ -4,5 +4,6 @@ paged_attention, paged_prefill, block_scores
 backend, tuned                 which one serves a device, and settings measured on it
 checks, workspace              what all share: arguments checked, bytes set aside
 folding                        rows of one slot whose queries stand in one group
+apart                          rows of unlike lengths, walked one after the other
 gather, ring, hopper           what those of one backend share: XLA, TPU, GPU
 """

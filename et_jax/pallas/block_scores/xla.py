@@ -1,11 +1,14 @@
 """`block_scores` and `code_scores` without Pallas: rows of some blocks gathered, then a product for each KV head."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from et_jax.pallas.apart import apart_or_together
+from et_jax.pallas.backend import platform
 from et_jax.softmax import capped
 from et_jax.sums import log_sum_exp
 
@@ -24,6 +27,21 @@ def block_scores(
     scale: float,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.block_scores` documents."""
+    walk = partial(_block_scores, key_box=key_box, mean=mean, page_size=page_size, scale=scale)
+    return _by_length(walk, q, page_table, lengths, len(key_box))
+
+
+def _block_scores(
+    q: Float[Array, "b h d"],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    key_box: Float[Array, "k p e"],
+    mean: Float[Array, "k p e"],
+    page_size: int,
+    scale: float,
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
+    """Scores of rows that are walked together."""
     b, h, d = q.shape
     k = key_box.shape[0]
     query = q.astype(jnp.float32).reshape(b * k, h // k, d) * scale
@@ -56,6 +74,38 @@ def code_scores(
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents."""
+    walk = partial(
+        _code_scores, key_codes=key_codes, key_box=key_box, page_size=page_size, scale=scale, soft_cap=soft_cap
+    )
+    return _by_length(walk, q, page_table, lengths, len(key_codes))
+
+
+def _by_length(
+    walk: Callable[..., tuple[Array, ...]],
+    q: Float[Array, "b h d"],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    num_kv_heads: int,
+) -> tuple[Array, ...]:
+    """Walk rows together or apart; always together where that is as dear as the longest, or one query has other bits."""
+    rows = q, page_table, lengths
+    if platform() != "cpu" or q.shape[1] == num_kv_heads:
+        return walk(*rows)
+    return apart_or_together(lambda rows: walk(*rows), lengths, rows)
+
+
+def _code_scores(
+    q: Float[Array, "b h d"],
+    page_table: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    key_codes: Int8[Array, "k p c"],
+    key_box: Float[Array, "k p e"],
+    page_size: int,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
+    """Scores by codes of rows that are walked together."""
     b, h, d = q.shape
     k, s = key_box.shape[0], page_size
     g = h // k

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from et_jax import sums
 from et_jax.pallas import tuned
+from et_jax.pallas.apart import apart_or_together
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.folding import split
@@ -37,8 +38,6 @@ LEAST_TOKENS, MOST_TOKENS = 128, 512
 SPLIT_DIM = 128
 # Measured likewise: 32 rows of 8 to 388 tokens, 151 in the mean, take 0.6 of the time in tiles of 8.
 ROWS_TOGETHER = 8
-# Measured likewise: slots one after the other take up to 1.7 times as long as together where their lists are alike.
-APART = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,30 +114,23 @@ def paged_attention(
     )
     slots = (q.reshape(b, r, h, d), page_table, blocks, counts, readers, lengths.reshape(b, r))
     together = b if config.rows is None else max(1, config.rows // r)
-    if config.rows is not None and together > 1 and h > k:
-        walk = partial(_apart_or_together, walk)
+    if config.rows is not None and together > 1 and h > k:  # one query alone, as above
+        walk = partial(_by_length, walk)
     out, block_lse = _tiled(walk, together, *slots) if together < b else walk(*slots)
     return out.reshape(b * r, h, d), block_lse.reshape(b * r, h, -1)
 
 
-def _apart_or_together(
+def _by_length(
     walk: Callable[..., tuple[Array, Array]],
     q: Float[Array, "b r h d"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"],
     counts: Int[Array, "b k"],
-    readers: Int[Array, "b k m"] | None,
-    lengths: Int[Array, "b r"],
+    *others: Array | None,
 ) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
     """Walk slots together, or one after the other where their lists are so unlike that this is less."""
-    longest = jnp.max(counts, axis=1)
-    apart = APART * jnp.sum(longest) <= len(longest) * jnp.max(longest)
-
-    def each(slots):
-        return jax.tree.map(lambda x: x[0], walk(*jax.tree.map(lambda x: x[None], slots)))
-
-    slots = (q, page_table, blocks, counts, readers, lengths)
-    return lax.cond(apart, lambda slots: lax.map(each, slots), lambda slots: walk(*slots), slots)
+    slots = (q, page_table, blocks, counts, *others)
+    return apart_or_together(lambda slots: walk(*slots), jnp.max(counts, axis=1), slots)
 
 
 def _tiled(
