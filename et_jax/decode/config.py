@@ -198,9 +198,7 @@ class DecoderConfig:
         """The laws of the lengths of drafts, as a state holds them; none without drafts."""
         return () if self.draft is None else jax.tree.map(jnp.asarray, law_numbers(self.draft.laws))
 
-    def fresh_drafts(
-        self, most: Int[Array, ""], laws: tuple[DraftLength, ...], context: Int[Array, ""]
-    ) -> DraftState:
+    def fresh_drafts(self, most: Int[Array, ""], laws: tuple[DraftLength, ...], context: Int[Array, ""]) -> DraftState:
         """Return how the drafts of a sequence fare, before the first, whose request allows `most` tokens a step.
 
         `laws` are those of their lengths, as the host has told them last, none without drafts. It has `context` tokens

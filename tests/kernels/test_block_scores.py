@@ -1,5 +1,6 @@
 """Laws of the pass over page summaries: what bounds a block's scores does, what its codes say is as near as told."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -154,6 +155,19 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     for case in (emptied, other):
         for got, wanted in zip(run(name, case, shape, "xla"), expected, strict=True):
             np.testing.assert_array_equal(got[0], wanted[0])
+
+
+@pytest.mark.parametrize("heads", [(1, 2), (1, 7), (3, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_has_the_same_bits_alone_and_beside_others(name, heads):
+    """Beside rows that are empty it is walked alone, beside rows as long not; of one query a KV head always beside."""
+    kv_heads, group = heads
+    shape = dataclasses.replace(NAMED["group_4"], num_kv_heads=kv_heads, num_heads=kv_heads * group, lengths=(60,) * 4)
+    arguments = example(shape)
+    beside = run(name, arguments, shape, "xla")
+    alone = run(name, arguments | {"lengths": arguments["lengths"] * jnp.array([0, 0, 1, 0], jnp.int32)}, shape, "xla")
+    for got, wanted in zip(alone, beside, strict=True):
+        np.testing.assert_array_equal(got[2], wanted[2])
 
 
 WRONG = {

@@ -204,6 +204,23 @@ def test_rows_walked_in_tiles_have_the_bits_of_rows_walked_at_once(dtype):
             np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("heads", [(1, 2), (1, 7), (3, 3), (2, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_and_beside_others(dtype, heads):
+    """Beside rows whose lists are empty it is walked alone, beside rows as long not."""
+    kv_heads, group = heads
+    shape = dataclasses.replace(
+        NAMED["group_3"], dtype=dtype, num_kv_heads=kv_heads, num_heads=kv_heads * group, lengths=(200,) * 3
+    )
+    arguments = example(shape)
+    beside = results(paged_attention, arguments, backend="xla")
+    only = np.array([0, 1, 0], np.int32)
+    empty = {"counts": arguments["counts"] * only[:, None], "lengths": arguments["lengths"] * only}
+    alone = results(paged_attention, arguments | empty, backend="xla")
+    for got, wanted in zip(alone, beside, strict=True):
+        np.testing.assert_array_equal(got[1], wanted[1])
+
+
 @pytest.mark.parametrize("name", ["group_3", "dim_128_bfloat16", "all_of_them", "one_token", "sparse_wide"])
 def test_a_row_does_not_depend_on_its_neighbours(name):
     """Longer, emptied or NaN neighbours leave a row's bits as they are."""

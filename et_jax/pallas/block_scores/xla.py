@@ -87,7 +87,7 @@ def _by_length(
     lengths: Int[Array, " b"],
     num_kv_heads: int,
 ) -> tuple[Array, ...]:
-    """Walk rows together or apart; always together where that is as dear as the longest, or one query has other bits."""
+    """Walk rows together or apart; always together where all run at once, or one query alone has other bits."""
     rows = q, page_table, lengths
     if platform() != "cpu" or q.shape[1] == num_kv_heads:
         return walk(*rows)
