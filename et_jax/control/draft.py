@@ -46,19 +46,19 @@ class StepTimes:
         )
 
 
-FIRST_CREDIT = 2.0
-"""Plain steps: what drafts may cost without any having saved any."""
+FIRST_CREDIT = 8.0
+"""Plain steps: what the drafts of all texts may cost without having saved any."""
 
 MOST_CREDIT = 4.0
-"""Plain steps: what drafts have saved pays for no more than this."""
+"""Plain steps: what the drafts of a text may cost, whatever was saved."""
 
 
 @value
 class PastDrafts:
     """How the drafts of earlier texts fared, for a text of which nothing is known yet.
 
-    `acceptance` is the share of drafted tokens that is expected to be accepted, `credit` the plain steps that drafts
-    may cost until more are saved.
+    `acceptance` is the share of drafted tokens that is expected to be accepted, `credit` the plain steps that drafts of
+    all texts may cost until more are saved.
     """
 
     acceptance: Number = 0.9  # most: few blocks hold nearly all of the mass
@@ -277,9 +277,9 @@ class RooflineLength(DraftLength):
     text is short, nor where the speed is not expected to be `worth` of plain decoding's, for times are roughly known.
 
     A text begins with what the `past` tells of drafts: the share of them that is accepted, and the credit. Nor is a
-    draft made that costs more than its text has `credit` for, or all texts together: drafts may lose two plain steps,
-    and a hundredth of the others, and spend what they have saved. Where they would pay if they held, but do not hold,
-    one token is drafted again when that costs a hundredth of the steps since.
+    draft made that costs more than there is credit for: all texts together may lose eight plain steps, one of them
+    four, and a hundredth of the others, and spend what they have saved. Where drafts would pay if they held, but do not
+    hold, one token is drafted again when that costs a hundredth of the steps since.
     """
 
     times: StepTimes
@@ -316,7 +316,7 @@ class RooflineLength(DraftLength):
         return replace(
             begun,
             acceptance=jnp.full_like(begun.acceptance, acceptance),
-            credit=jnp.full_like(begun.credit, credit),
+            credit=jnp.full_like(begun.credit, jnp.minimum(credit, MOST_CREDIT)),
         )
 
     def _costs(self, context: Int[Array, ""]) -> Float[Array, " k"]:

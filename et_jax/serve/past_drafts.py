@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from et_jax.control.draft import FIRST_CREDIT, MOST_CREDIT, TRIAL, PastDrafts
+from et_jax.control.draft import FIRST_CREDIT, TRIAL, PastDrafts
 
 SUPPOSED = 4.0  # drafted tokens: as much as those count that are supposed to be accepted before any is known
+MOST_SAVED = 2 * FIRST_CREDIT  # plain steps: what was saved long ago pays for no more than this
 FORGOTTEN = 1000.0  # steps after which what was known counts for half: what does not hold is tried again
 
 
@@ -23,7 +24,7 @@ class DraftRecord:
         """Note so many steps, and what drafts saved in them, in plain steps; below 0 where they cost more."""
         kept = 0.5 ** (steps / FORGOTTEN)
         self.tried, self.accepted = kept * self.tried + tried, kept * self.accepted + accepted
-        self.credit = min(self.credit + TRIAL * steps + saved, MOST_CREDIT)
+        self.credit = min(self.credit + TRIAL * steps + saved, MOST_SAVED)
 
     def told(self) -> PastDrafts:
         """Return what a law of lengths is told of it."""

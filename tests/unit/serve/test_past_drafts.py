@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from et_jax.control.draft import FIRST_CREDIT, DraftLength, PastDrafts, RooflineLength, StepTimes, started, updated
-from et_jax.serve.past_drafts import FORGOTTEN, DraftRecord
+from et_jax.serve.past_drafts import FORGOTTEN, MOST_SAVED, DraftRecord
 from et_jax.types import replace
 
 TIMES = StepTimes(plain=3.0, plain_cached=6e-4, drafted=3.0, drafted_cached=6e-5, row=0.15, row_cached=6e-5)
@@ -26,7 +26,7 @@ def test_shares_and_credit_are_counted():
     told = record.told()
     assert told.acceptance == pytest.approx(6.6 / 10) and told.credit == pytest.approx(FIRST_CREDIT - 0.5 + 0.1)
     record.note(int(FORGOTTEN), tried=0, accepted=0, saved=0.0)
-    assert record.told().acceptance == pytest.approx(5.1 / 7) and record.told().credit == 4.0
+    assert record.told().acceptance == pytest.approx(5.1 / 7) and record.told().credit == MOST_SAVED
 
 
 def texts(record: DraftRecord, num: int, holds: float, rng: np.random.Generator, tokens: int = 60) -> list[float]:
@@ -55,7 +55,7 @@ def texts(record: DraftRecord, num: int, holds: float, rng: np.random.Generator,
 
 
 def test_drafts_that_never_hold_cost_all_texts_what_one_may_lose():
-    """Twenty texts lose two plain steps together, and a hundredth, and one draft that was made before it is told."""
+    """Twenty texts lose eight plain steps together, and a hundredth, and one draft that was made before it is told."""
     took = texts(DraftRecord(), 20, 0.0, np.random.default_rng(7))
     assert sum(took) <= 20 * 60 * 1.01 + FIRST_CREDIT + 1.1
     assert max(took[1:]) <= 60 * 1.02 + 1.1
