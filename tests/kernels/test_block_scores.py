@@ -160,12 +160,14 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
 @pytest.mark.parametrize("heads", [(1, 2), (1, 7), (3, 3), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_row_has_the_same_bits_alone_and_beside_others(name, heads):
-    """Beside rows that are empty it is walked alone, beside rows as long not; of one query a KV head always beside."""
+    """Beside rows that are empty, walked in another tile, and beside rows as long."""
     kv_heads, group = heads
-    shape = dataclasses.replace(NAMED["group_4"], num_kv_heads=kv_heads, num_heads=kv_heads * group, lengths=(60,) * 4)
+    shape = dataclasses.replace(NAMED["group_4"], num_kv_heads=kv_heads, num_heads=kv_heads * group, lengths=(60,) * 6)
     arguments = example(shape)
     beside = run(name, arguments, shape, "xla")
-    alone = run(name, arguments | {"lengths": arguments["lengths"] * jnp.array([0, 0, 1, 0], jnp.int32)}, shape, "xla")
+    alone = run(
+        name, arguments | {"lengths": arguments["lengths"] * jnp.array([0, 0, 1, 0, 0, 0], jnp.int32)}, shape, "xla"
+    )
     for got, wanted in zip(alone, beside, strict=True):
         np.testing.assert_array_equal(got[2], wanted[2])
 

@@ -10,7 +10,6 @@ shape that as many slots of one row would have: XLA rounds an exponential otherw
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -21,7 +20,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from et_jax import sums
 from et_jax.pallas import tuned
-from et_jax.pallas.apart import apart_or_together
+from et_jax.pallas.apart import apart_or_together, in_tiles
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.folding import split
@@ -113,50 +112,17 @@ def paged_attention(
         kv_scales=kv_scales,
     )
     slots = (q.reshape(b, r, h, d), page_table, blocks, counts, readers, lengths.reshape(b, r))
-    together = b if config.rows is None else max(1, config.rows // r)
-    if config.rows is not None and together > 1 and h > k:  # one query alone, as above
-        walk = partial(_by_length, walk)
-    out, block_lse = _tiled(walk, together, *slots) if together < b else walk(*slots)
+
+    def together(slots):
+        return walk(*slots)
+
+    def by_length(slots):
+        return apart_or_together(together, jnp.max(slots[3], axis=1), slots)
+
+    size = b if config.rows is None else max(1, config.rows // r)
+    alike = config.rows is None or size == 1 or h == k  # one query alone is walked beside others, as above
+    out, block_lse = in_tiles(together if alike else by_length, size, jnp.max(counts, axis=1), slots)
     return out.reshape(b * r, h, d), block_lse.reshape(b * r, h, -1)
-
-
-def _by_length(
-    walk: Callable[..., tuple[Array, Array]],
-    q: Float[Array, "b r h d"],
-    page_table: Int[Array, "b n"],
-    blocks: Int[Array, "b k m"],
-    counts: Int[Array, "b k"],
-    *others: Array | None,
-) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
-    """Walk slots together, or one after the other where their lists are so unlike that this is less."""
-    slots = (q, page_table, blocks, counts, *others)
-    return apart_or_together(lambda slots: walk(*slots), jnp.max(counts, axis=1), slots)
-
-
-def _tiled(
-    walk: Callable[..., tuple[Array, Array]],
-    size: int,
-    q: Float[Array, "b r h d"],
-    page_table: Int[Array, "b n"],
-    blocks: Int[Array, "b k m"],
-    counts: Int[Array, "b k"],
-    readers: Int[Array, "b k m"] | None,
-    lengths: Int[Array, "b r"],
-) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
-    """Walk `size` slots at a time, in order of their longest lists; the last tile is filled up with empty ones."""
-    b = q.shape[0]
-    order = jnp.argsort(jnp.max(counts, axis=1))
-    number = -(-b // size)
-    # empty slots stand first, beside the shortest
-    padded = jnp.pad(order, (number * size - b, 0), constant_values=b)
-
-    def tile(x: Array) -> Array:
-        return x.at[padded].get(mode="fill", fill_value=0).reshape(number, size, *x.shape[1:])
-
-    tiles = jax.tree.map(tile, (q, page_table, blocks, counts, readers, lengths))
-    out, block_lse = (x.reshape(-1, *x.shape[2:])[-b:] for x in lax.map(lambda slots: walk(*slots), tiles))
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(b))
-    return out[place], block_lse[place]
 
 
 def _walk(
