@@ -36,7 +36,7 @@ from et_jax.models.stored import (
     read_whole,
     stored_as,
 )
-from et_jax.models.transformer import Params, describe, in_stacks
+from et_jax.models.params import Params, describe, in_stacks
 from et_jax.models.weights import (
     QUANTIZED,
     Dense,
