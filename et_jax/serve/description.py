@@ -12,9 +12,7 @@ from et_jax.serve.config import LENGTHS, EngineConfig
 from et_jax.serve.preflight import Plan
 
 
-def description(
-    settings: EngineConfig, config: DecoderConfig, weights: ModelWeights, plan: Plan | None
-) -> list[str]:
+def description(settings: EngineConfig, config: DecoderConfig, weights: ModelWeights, plan: Plan | None) -> list[str]:
     """Return what is to be said of a model under its own controller, with the table of a plan that it was loaded by."""
     model = config.model
     held = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"

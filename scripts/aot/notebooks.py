@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import jax
+from flax import nnx
+
 from aot.chips import CHIPS, Chip
 from aot.decoders import function_program, weights_on
 from aot.programs import Lowering, Program, device_of, traced_for
-from flax import nnx
-
 from et_jax.control.base import ControlState, Signals, chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller

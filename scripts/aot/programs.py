@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from aot.chips import Chip
 from jax.experimental import topologies
+
+from aot.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
