@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from et_jax.control.base import chain as chain
     from et_jax.control.controller import Controller as Controller
     from et_jax.control.presets import preset as preset
-    from et_jax.control.select import Selector as Selector
+    from et_jax.control.selector import Selector as Selector
     from et_jax.control.view import BlockView as BlockView
     from et_jax.control.view import needing as needing
     from et_jax.errors import UsageError as UsageError
@@ -54,7 +54,7 @@ _HOMES = {
     "chain": "et_jax.control.base",
     "Signals": "et_jax.control.base",
     "ControlState": "et_jax.control.base",
-    "Selector": "et_jax.control.select",
+    "Selector": "et_jax.control.selector",
     "BlockView": "et_jax.control.view",
     "needing": "et_jax.control.view",
     "value": "et_jax.types",

@@ -7,7 +7,7 @@ kernel when it compiles, which it does not if the chip's scalar and vector memor
 temporaries are under a hundredth of the pool. In neither may the compiled text copy, transpose or convert an array
 that has an entry for each page: a copy may also hide in the place of an output. `ALLOWED` names the exceptions.
 Where a model is split over a slice of chips, sizes are those of one chip, which must have the memory; what its chips
-tell each other is counted as it stands in the text, once for all layers of a loop.
+tell each other is counted as it stands in the text, once for all layers of a loop, and must be what is recorded.
 """
 
 import argparse
@@ -23,7 +23,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from aot.programs import Program, programs
+from aot.decoders import decoder_programs
+from aot.kernels import kernel_programs
+from aot.notebooks import notebook_programs
+from aot.programs import Program
 from aot.slices import slice_programs
 
 RECORDED = 165  # usual programs when this list was last read; fewer is a failure, more asks for a new number here
@@ -48,8 +51,8 @@ COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|coll
 
 
 def listed() -> list[Program]:
-    """Return every program to compile: those of one chip, and those of models split over several."""
-    return programs() + slice_programs()
+    """Return every program to compile: those of one chip, those that notebooks run, and models split over several."""
+    return kernel_programs() + decoder_programs() + notebook_programs() + slice_programs()
 
 
 def collectives(text: str) -> str:
@@ -105,6 +108,9 @@ def check(program: Program) -> tuple[str, bool]:
     if held + memory.temp_size_in_bytes > lowering.memory:
         faults.append(f"a chip has no more than {lowering.memory / 1e9:.0f} GB")
     faults += whole_copies(text, lowering.pool)
+    said = collectives(text)
+    if said != lowering.collectives:
+        faults.append(f"chips tell each other {said or 'nothing'}, not {lowering.collectives or 'nothing'}")
     sizes = (
         memory.temp_size_in_bytes,
         lowering.pool_bytes,
@@ -114,7 +120,7 @@ def check(program: Program) -> tuple[str, bool]:
     cells = " ".join(f"{size / 1e6:10.1f}" for size in sizes)
     verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
     seconds = f"{time.perf_counter() - began:6.1f}"
-    told = "; ".join(filter(None, (lowering.on_chip, collectives(text))))
+    told = "; ".join(filter(None, (lowering.on_chip, said)))
     line = f"{program.chip:8} {program.name:{NAME_WIDTH}} {cells} {seconds}  {verdict} {told}"
     return line.rstrip(), not faults
 

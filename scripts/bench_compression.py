@@ -25,7 +25,8 @@ from et_jax.evidence import arguments, prompt_tables
 from et_jax.evidence.results import write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
-from et_jax.models.transformer import Params, initialise
+from et_jax.models.params import Params
+from et_jax.models.transformer import initialise
 from et_jax.types import replace
 
 TEXTS = 2  # decoded together; one row alone is another program to the compiler

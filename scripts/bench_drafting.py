@@ -30,7 +30,8 @@ from et_jax.evidence import arguments, draft_tables
 from et_jax.evidence.held_out import in_a_circle
 from et_jax.evidence.results import REPOSITORY, RESULTS, write
 from et_jax.evidence.shapes import SMOLLM_135M
-from et_jax.models.transformer import Params, initialise
+from et_jax.models.params import Params
+from et_jax.models.transformer import initialise
 from et_jax.pallas.backend import pick
 from et_jax.serve.chunks import calls
 from et_jax.serve.engine import Model, load

@@ -24,7 +24,8 @@ from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ExpertConfig
 from et_jax.models.experts import Choice, Experts, mixed
 from et_jax.models.model import expert_bytes
-from et_jax.models.transformer import Params, initialise
+from et_jax.models.params import Params
+from et_jax.models.transformer import initialise
 
 FORMS = ("loop", "ragged")
 WIDTH = 512

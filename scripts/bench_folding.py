@@ -29,7 +29,8 @@ from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
 from et_jax.models.hub import resolve
-from et_jax.models.transformer import Params, initialise
+from et_jax.models.params import Params
+from et_jax.models.transformer import initialise
 from et_jax.types import replace
 
 LAYERS = 4  # of SmolLM-135M at a long context

@@ -33,7 +33,8 @@ from et_jax.evidence import arguments, serving_tables
 from et_jax.evidence.results import write
 from et_jax.evidence.shapes import LLAMA_3_8B, SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
-from et_jax.models.transformer import Params, initialise, num_multiplied
+from et_jax.models.params import Params, num_multiplied
+from et_jax.models.transformer import initialise
 from et_jax.types import replace
 
 STEPS = 32  # in one call of `decode`

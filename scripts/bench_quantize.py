@@ -27,7 +27,8 @@ from et_jax.evidence.arguments import DEPTHS
 from et_jax.evidence.results import write
 from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
-from et_jax.models.transformer import Params, initialise
+from et_jax.models.params import Params
+from et_jax.models.transformer import initialise
 from et_jax.models.weights import num_bytes, quantized
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import evaluate_each

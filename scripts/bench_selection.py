@@ -30,7 +30,8 @@ from jaxtyping import Array
 
 from et_jax.control.expected_error import ExpectedError, squared_error
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.select import Certified, PerHead, Quest, Selector, coded_bounds
+from et_jax.control.select import Certified, PerHead, Quest, coded_bounds
+from et_jax.control.selector import Selector
 from et_jax.control.view import BlockView
 from et_jax.decode import cache as kv
 from et_jax.decode.reading import list_blocks

@@ -17,8 +17,8 @@ from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_LAYERS, MAX_TOKENIZER_BYTES, check_regular, read_bytes
 from et_jax.models.checkpoint import assemble, sources_of, write_hugging_face
 from et_jax.models.config import ModelConfig
+from et_jax.models.params import Params, num_weights
 from et_jax.models.sources import tensor_shapes
-from et_jax.models.transformer import Params, num_weights
 from et_jax.text.backends import other_format
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2 whatever the file calls them; byte pieces follow

@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float
 from et_jax.control import contribution, select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.selector import MaskSelector, Selector
 from et_jax.control.view import BlockView, coded_mass, held_values, likeliest_log_mass, needing
 from et_jax.errors import UsageError
 from et_jax.evidence import arguments, forced, paired
@@ -173,7 +174,7 @@ def of_tokens(signal: np.ndarray, spread: float) -> np.ndarray:
 def arms(bench: Bench, rule: AttentionEntropy, residual: float) -> dict[str, Served]:
     """Return every arm by name."""
 
-    def opening(selector: select.Selector, **more: Any) -> Served:
+    def opening(selector: Selector, **more: Any) -> Served:
         return Served(forced.Arm(selector, residual), **more)
 
     def factored(factors: np.ndarray) -> Served:
@@ -208,7 +209,7 @@ def arms(bench: Bench, rule: AttentionEntropy, residual: float) -> dict[str, Ser
         "mean over heads": factored(np.exp(logs.mean((1, 3, 4), keepdims=True))),
         **tokens,
         "constant, read again": opening(CERTIFIED, redone=True),
-        "constant, not proved": opening(select.MaskSelector(unproved)),
+        "constant, not proved": opening(MaskSelector(unproved)),
         "mass above a threshold": opening(select.ActiveSet(contribution.mass, coded_mass)),
         "change above a threshold": opening(select.ActiveSet(lambda view, _: change(view), coded_mass)),
         "change by sensitivity": opening(

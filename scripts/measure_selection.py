@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool
 from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
-from et_jax.control.select import AnySelector
+from et_jax.control.selector import AnySelector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import BlockView, coded_mass, greater_mass, last_mass, mass
 from et_jax.decode import slots

@@ -36,7 +36,8 @@ from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
 from et_jax.models.hub import resolve
-from et_jax.models.transformer import Attend, Params, forward, initialise
+from et_jax.models.params import Params
+from et_jax.models.transformer import Attend, forward, initialise
 from et_jax.models.weights import Weight, nodes
 from et_jax.softmax import Softmax
 from et_jax.types import replace

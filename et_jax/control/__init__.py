@@ -2,7 +2,7 @@
 
 base, entropy                  what a law may see and set; how uncertain a distribution is
 clock, temperature, temperature_rules, tolerance, priority, smoothing, guards
-view, bounds, contribution, select, expected_error, bisect     which blocks of the cache are read
+view, bounds, contribution, selector, select, expected_error, bisect     which blocks of the cache are read
 compression, policies          when a cache is compressed and to what; which of its entries are kept
 head_tolerance                 how much of its attention each query head may leave unread
 experts                        how many of a mixture's experts a token goes to

@@ -19,7 +19,8 @@ from et_jax.control.clock import FallClock
 from et_jax.control.entropy import Estimator, ExactEstimator
 from et_jax.control.experts import ExpertRule
 from et_jax.control.priority import FCFS
-from et_jax.control.select import AnySelector, Dense, Selector, as_selector
+from et_jax.control.select import Dense
+from et_jax.control.selector import AnySelector, Selector, as_selector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import Switch, SwitchState
 from et_jax.io import html

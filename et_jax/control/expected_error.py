@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from et_jax.control.select import SUMMARIES, Selection, Selector, fewest
+from et_jax.control.select import fewest
+from et_jax.control.selector import SUMMARIES, Selection, Selector
 from et_jax.control.view import BlockView, Need, exact_at_tail, likeliest_log_mass
 from et_jax.sums import softmax
 from et_jax.types import Number, value

@@ -11,6 +11,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.entropy import TailCorrectedEstimator
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.selector import Selector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import AsPrinted, Hysteresis
 
@@ -90,7 +91,7 @@ LAWS: Mapping[str, Callable[..., Controller]] = {
 
 
 def _by_mean_values(
-    selector: select.Selector,
+    selector: Selector,
     target_entropy: float | None,
     tolerance: float,
     min_blocks: int,

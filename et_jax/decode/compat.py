@@ -9,7 +9,7 @@ from typing import Any
 
 from et_jax.control.controller import Controller
 from et_jax.control.experts import SHARES
-from et_jax.control.select import Selector
+from et_jax.control.selector import Selector
 from et_jax.errors import UsageError
 
 

@@ -14,7 +14,7 @@ from et_jax.control.base import num_words
 from et_jax.control.compression import Compression, Layout
 from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftLength, DraftState, FixedLength, started
-from et_jax.control.select import Selector
+from et_jax.control.selector import Selector
 from et_jax.decode import compat
 from et_jax.decode.backends import scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting, Pruned

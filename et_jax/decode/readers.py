@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import unpack_blocks
-from et_jax.control.select import Selection, Selector
+from et_jax.control.selector import Selection, Selector
 from et_jax.control.view import attention_entropy
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk

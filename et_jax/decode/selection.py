@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.control import bounds
 from et_jax.control.bounds import Interval
-from et_jax.control.select import Selection, Selector, selection
+from et_jax.control.selector import Selection, Selector, selection
 from et_jax.control.view import BlockView
 from et_jax.decode.cache import LayerCache, PageSummary, empty, summarise
 from et_jax.decode.eight_bits import dequantized

@@ -11,7 +11,8 @@ from et_jax.control import bounds
 from et_jax.control.view import BlockView
 from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import Attend, Params, forward
+from et_jax.models.params import Params
+from et_jax.models.transformer import Attend, forward
 from et_jax.softmax import Softmax
 from et_jax.types import pytree
 

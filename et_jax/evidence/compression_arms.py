@@ -19,7 +19,8 @@ from et_jax.control.compression import Compression, kept
 from et_jax.control.policies import Entries, Latent, attention_mass
 from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import Params, forward
+from et_jax.models.params import Params
+from et_jax.models.transformer import forward
 from et_jax.softmax import Softmax
 from et_jax.types import pytree
 

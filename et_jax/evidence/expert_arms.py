@@ -16,7 +16,8 @@ from et_jax.control import entropy
 from et_jax.control.experts import ExpertRule
 from et_jax.models.config import ModelConfig
 from et_jax.models.experts import Experts, choose, gate, mixed
-from et_jax.models.transformer import Params, forward
+from et_jax.models.params import Params
+from et_jax.models.transformer import forward
 from et_jax.softmax import Softmax
 from et_jax.types import pytree
 

@@ -27,8 +27,8 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.extend import extend
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.models.model import arrangement
+from et_jax.models.params import Params
 from et_jax.models.stacks import depths_of
-from et_jax.models.transformer import Params
 from et_jax.types import Number, pytree, replace, static, value
 
 

@@ -1,13 +1,14 @@
 """Models as they stand in files and as functions.
 
-    hub -> checkpoint -> transformer -> experts -> layers -> weights, config
-                                     -> stacks -> config
+    hub -> checkpoint -> params -> experts -> layers -> weights, config
+                                -> stacks -> config
                       -> families -> sources, config
                       -> stored -> encodings, sources
            module_reading -> module -> calls, config
+                transformer -> params, stacks
 
-`model` is what the decoder asks of either: the transformer of this package, or a `module` of the caller's own, which
-`module_reading` has looked at, and `calls` has freed the attention of.
+`model` is what the decoder asks of either: the `transformer` of this package, whose weights are `params`, or a `module`
+of the caller's own, which `module_reading` has looked at, and `calls` has freed the attention of.
 `bundled` says where the models lie that travel with the package, `calibration` keeps a model's calibrated temperature
 beside its weights, and `sharding` splits a model over the chips of a mesh.
 """

@@ -23,6 +23,7 @@ from et_jax.io.schema import read_json
 from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import WEIGHT, Encoding, Scaled, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
+from et_jax.models.params import Params, describe, in_stacks
 from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
 from et_jax.models.stored import (
     STORED,
@@ -36,7 +37,6 @@ from et_jax.models.stored import (
     read_whole,
     stored_as,
 )
-from et_jax.models.transformer import Params, describe, in_stacks
 from et_jax.models.weights import (
     QUANTIZED,
     Dense,

@@ -10,11 +10,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from et_jax.models import module, transformer
+from et_jax.models import module, params, transformer
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.module import ModuleModel, ModuleWeights
+from et_jax.models.params import Params
 from et_jax.models.stacks import Stack, stacks_of
-from et_jax.models.transformer import Attend, Mix, Params
+from et_jax.models.transformer import Attend, Mix
 from et_jax.models.weights import looked_up, nodes, num_bytes
 from et_jax.types import replace
 
@@ -49,17 +50,17 @@ def forward(
 
 def arrangement(weights: ModelWeights, model: ModelShape) -> tuple[Stack, ...]:
     """Return the stacks that a model's weights lie in."""
-    return stacks_of(model, isinstance(weights, Params) and transformer.is_stacked(weights, model))
+    return stacks_of(model, isinstance(weights, Params) and params.is_stacked(weights, model))
 
 
 def num_weights(model: ModelShape) -> int:
     """Return how many numbers a model holds."""
-    return model.num_weights if isinstance(model, ModuleModel) else transformer.num_weights(_built_in(model))
+    return model.num_weights if isinstance(model, ModuleModel) else params.num_weights(_built_in(model))
 
 
 def num_multiplied(model: ModelShape) -> int:
     """Return the weights a token is multiplied with: all, less an embedding that is not the head too."""
-    return model.num_multiplied if isinstance(model, ModuleModel) else transformer.num_multiplied(_built_in(model))
+    return model.num_multiplied if isinstance(model, ModuleModel) else params.num_multiplied(_built_in(model))
 
 
 def weight_bytes(model: ModelShape, dtype: DTypeLike, quantize: str | None = None) -> int:
@@ -69,7 +70,7 @@ def weight_bytes(model: ModelShape, dtype: DTypeLike, quantize: str | None = Non
     """
     if isinstance(model, ModuleModel):
         return model.weight_bytes
-    return transformer.weight_bytes(_built_in(model), dtype, quantize)
+    return params.weight_bytes(_built_in(model), dtype, quantize)
 
 
 def expert_counts(model: ModelShape) -> tuple[int, int]:
@@ -82,7 +83,7 @@ def expert_counts(model: ModelShape) -> tuple[int, int]:
 
 def expert_weights(model: ModelShape) -> int:
     """Return the numbers of one expert of one layer; 0 where there are none."""
-    return 0 if model.experts is None else transformer.expert_weights(_built_in(model))
+    return 0 if model.experts is None else params.expert_weights(_built_in(model))
 
 
 def expert_bytes(weights: ModelWeights) -> int:

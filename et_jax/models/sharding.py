@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.experts import Experts
-from et_jax.models.transformer import Params, describe, in_stacks, is_stacked
+from et_jax.models.params import Params, describe, in_stacks, is_stacked
 
 S = TypeVar("S", bound=ModelShape)
 

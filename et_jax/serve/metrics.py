@@ -7,8 +7,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from et_jax.decode.cost import Price
 from et_jax.io.files import replace_file
 from et_jax.serve.compilation import Made
+from et_jax.serve.completions import Completion, TokenTrace
 
 _PREFIX = "et_jax_"
 
@@ -59,6 +61,27 @@ class Metrics:
         self.tracing_seconds += made.tracing
         self.compiling_seconds += made.compiling
         self.loading_seconds += made.loading
+
+    def add_rows(self, num_rows: int, num_served: int, idle: Price) -> None:
+        """Count the rows of a step, and what the idle ones came to: empty, failed, or past the end of their text."""
+        self.step_rows += num_rows
+        self.idle_rows += num_rows - num_served
+        self.idle_flops += idle.flops
+        self.idle_cost += 0.0 if num_served else idle.shared
+
+    def add_token(self, token: TokenTrace) -> None:
+        """Count a token that was produced, and those that were drafted beside it."""
+        self.generated_tokens += 1
+        self.drafted_tokens += token.drafted
+        self.accepted_tokens += token.accepted
+        self.small_tokens += token.by_small is True
+
+    def add_completion(self, done: Completion) -> None:
+        """Count one continuation that ended, and what it came to."""
+        self.finish(done.finish_reason)
+        self.entropic_time += done.entropic_time
+        self.cost += done.cost
+        self.flops += done.flops
 
     def finish(self, reason: str) -> None:
         """Count one continuation that ended for `reason`."""

@@ -11,21 +11,19 @@ from typing import Any
 
 import jax
 
-from et_jax.decode.backends import serving_backend
 from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.decoder import Decoder, decoder
-from et_jax.decode.eight_bits import dtype_name
 from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
-from et_jax.models.model import ModelWeights, device_of, dtype_of, put
-from et_jax.models.weights import num_bytes
+from et_jax.models.model import ModelWeights, device_of, put
 from et_jax.scope import own_settings
-from et_jax.serve import executables, min_context
+from et_jax.serve import executables
 from et_jax.serve.completions import Completion, TokenEvent
-from et_jax.serve.config import LENGTHS, Control, EngineConfig
+from et_jax.serve.config import Control, EngineConfig
+from et_jax.serve.description import description
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.preflight import Plan
 from et_jax.serve.prompts import as_request, refused, requests_of, sequences_of
@@ -246,50 +244,7 @@ class Model:
 
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
-        c, d = self.config, self.decoder_config
-        weights = f"{num_bytes(self.params) / 1e6:.1f} MB {d.quantize or dtype_of(self.params)}"
-        refusals = serving_backend(c, d.page_size, d.weights_dtype, d.cache_dtype)[1]
-        return [
-            f"model {self.name}: {c.architecture}, {c.num_layers} layers, {weights}",
-            f"device {jax.devices()[0].device_kind}, attention backend {d.backend}",
-            *(f"not chosen: {refusal}" for refusal in refusals),
-            *self._scoring(),
-            f"cache {d.num_pages} pages of {d.page_size} tokens in {dtype_name(d.cache_dtype)}, "
-            f"{d.num_slots} slots of {d.max_length} tokens, {d.batch} served in a step"
-            + ("" if self.settings.replicas == 1 else f", {self.settings.replicas} times over"),
-            *self._drafting(),
-            *self._experts(),
-            *([] if self._plan is None else self._plan.table()),
-            f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
-        ]
-
-    def _drafting(self) -> list[str]:
-        """Say how tokens are drafted."""
-        if self.decoder_config.controller.switch is not None:
-            return [f"takes turns with {self.settings.small}, by the entropy of what the one who speaks predicts"]
-        if self.settings.draft is None:
-            return []
-        most, length = self.settings.most_drafted, self.settings.draft_length or LENGTHS[0]
-        return [f"up to {most} tokens drafted by {self.settings.draft}, {length} length"]
-
-    def _experts(self) -> list[str]:
-        """Say how many experts there are, and how many of them tokens go to."""
-        found, rule = self.config.experts, self.decoder_config.controller.experts
-        if found is None:
-            return []
-        by_rule = "" if rule is None else f" at most, by {rule}"
-        layers = f"{sum(found.layers)} of {self.config.num_layers} layers"
-        return [f"experts {found.num_experts} in {layers}, of which a token goes to {found.num_per_token}{by_rule}"]
-
-    def _scoring(self) -> list[str]:
-        """Say what scores blocks, where the model's own controller chooses any."""
-        config = self.decoder_config
-        if all(selector.reads_all for selector in config.selectors):
-            return []
-        backend, refusals = config.scoring
-        least = config.controller.min_context
-        chosen = [] if least is None else [f"blocks are chosen {min_context.told(least)}; min_context 0 chooses always"]
-        return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals), *chosen]
+        return description(self.settings, self.decoder_config, self.params, self._plan)
 
     def _requests(self, prompts: Prompts, params: SamplingParams | None, settings: dict) -> list[GenerationRequest]:
         return requests_of(prompts, params, settings, self.max_model_len)

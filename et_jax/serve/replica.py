@@ -224,11 +224,7 @@ class Replica:
         self._vacate(sequence)
         sequence.row, sequence.swapped = None, []
         if event.completion is not None:
-            done = event.completion
-            self.metrics.finish(done.finish_reason)
-            self.metrics.entropic_time += done.entropic_time
-            self.metrics.cost += done.cost
-            self.metrics.flops += done.flops
+            self.metrics.add_completion(event.completion)
             if sequence.admitted is not None:
                 self.metrics.waiting_seconds += sequence.admitted - sequence.arrived
                 self.metrics.serving_seconds += time.monotonic() - sequence.admitted
@@ -364,7 +360,9 @@ class Replica:
             for position in range(burst.num_positions(step)):
                 running = self._with(Status.RUNNING)
                 if position == 0:
-                    self._count_idle(burst, step, running)
+                    num_served = burst.num_served(step, running)
+                    idle = burst.idle(step, self.config.batch - num_served)
+                    self.metrics.add_rows(self.config.batch, num_served, idle)
                 for slot, sequence in running.items():
                     row = burst.row(step, position, slot, asked[slot], num_sharing, sequence.unpaid)
                     sequence.unpaid = row.unpaid
@@ -379,26 +377,13 @@ class Replica:
             self.device.compress(slot)
             self.slots[slot].left_out = self.pool.left_out(slot)
 
-    def _count_idle(self, burst: Burst, step: int, running: dict[int, Sequence]) -> None:
-        """Count the rows of a step that served no sequence: empty, failed, or past the end of their text."""
-        num_served = burst.num_served(step, running)
-        num_idle = self.config.batch - num_served
-        idle = burst.idle(step, num_idle)
-        self.metrics.step_rows += self.config.batch
-        self.metrics.idle_rows += num_idle
-        self.metrics.idle_flops += idle.flops
-        self.metrics.idle_cost += 0.0 if num_served else idle.shared
-
     def _take(self, slot: int, sequence: Sequence, row: StepRow) -> None:
         """Hand on what a step did for a sequence."""
         if row.fault:
             return self._end(sequence, self._last(sequence, "error", faults.sentence(row.fault, len(sequence.trace))))
         if row.trace is None:
             return None
-        self.metrics.generated_tokens += 1
-        self.metrics.drafted_tokens += row.trace.drafted
-        self.metrics.accepted_tokens += row.trace.accepted
-        self.metrics.small_tokens += row.trace.by_small is True
+        self.metrics.add_token(row.trace)
         self.pool.write(slot)
         try:
             event = sequence.take(row.trace, row.finished)

@@ -9,7 +9,7 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io.files import replace_file
-from et_jax.models.transformer import Params, num_weights
+from et_jax.models.params import Params, num_weights
 from et_jax.training import corpus
 from et_jax.training.loop import evaluate
 from et_jax.training.schedule import Curriculum

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from et_jax.errors import UsageError
 from et_jax.models import checkpoint
 from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import Params
+from et_jax.models.params import Params
 from et_jax.models.weights import Dense
 from et_jax.training import corpus, loss
 from et_jax.training.settings import Settings

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from et_jax.io.files import replace_file
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.config import ModelConfig
-from et_jax.models.transformer import Params
+from et_jax.models.params import Params
 from et_jax.training.corpus import END_OF_TEXT
 from et_jax.training.loss import unstack
 

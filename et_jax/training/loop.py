@@ -22,7 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 
 from et_jax.errors import UsageError
-from et_jax.models.transformer import Params, initialise
+from et_jax.models.params import Params
+from et_jax.models.transformer import initialise
 from et_jax.training import corpus, loss, probe
 from et_jax.training.distillation import Teacher, agreement, projected
 from et_jax.training.mixture import Batch, mixed_rows

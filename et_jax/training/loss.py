@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import rms_norm
-from et_jax.models.transformer import LayerParams, Params, angles_of_layers, block, embed
+from et_jax.models.params import LayerParams, Params
+from et_jax.models.transformer import angles_of_layers, block, embed
 from et_jax.softmax import Softmax
 from et_jax.training import balance as balancing
 from et_jax.types import replace

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 from tokenizers import Tokenizer
 
-from et_jax.models.transformer import Params
+from et_jax.models.params import Params
 from et_jax.tasks.base import sentences
 from et_jax.tasks.generators import TASKS, example
 from et_jax.training import corpus, loss

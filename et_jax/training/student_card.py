@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from et_jax.io.files import replace_file
-from et_jax.models.transformer import Params
+from et_jax.models.params import Params
 from et_jax.training import card, corpus, probe
 from et_jax.training.distillation import NEARNESS, Teacher, agreement
 from et_jax.training.loop import evaluate

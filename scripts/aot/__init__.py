@@ -1,5 +1,8 @@
-"""Programs compiled for chips that are absent: which chips, which models, what of notebooks, slices, which programs.
+"""Programs compiled for chips that are absent.
 
-Nothing here imports JAX before the first program is built, so that the compilers can be told first that no chip is
-there.
+    kernels, decoders -> programs, chips
+    notebooks, slices -> decoders
+
+`chips` has the chips and the models, `programs` what is asked of a program and how it is traced. No weight exists, and
+nothing here runs on a device: the compilers can be told first that no chip is there.
 """

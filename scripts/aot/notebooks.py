@@ -5,16 +5,34 @@ The module of `own_model` is read from the cell of the notebook that writes it.
 
 import dataclasses
 import json
+import math
+from functools import partial
 from typing import Any
 
+import jax
+from flax import nnx
+
+from aot.chips import CHIPS, Chip
+from aot.decoders import function_program, weights_on
+from aot.programs import Lowering, Program, device_of, traced_for
 from et_jax.control.base import ControlState, Signals, chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.control.temperature import Thermostat
+from et_jax.decode.backends import serving_backend
 from et_jax.evidence.results import REPOSITORY
+from et_jax.models.bundled import bundled_folder
+from et_jax.models.checkpoint import read_config, stored_dtype
+from et_jax.models.module import ModuleConfig
+from et_jax.models.module_reading import read_module
+from et_jax.models.params import abstract
+from et_jax.models.stacks import stacked_on
+from et_jax.serve.config import EngineConfig
+from et_jax.serve.sizing import decoder_config
 from et_jax.types import replace
 
+CHIP = "TPU v5e"  # that Colab lends
 PAGE_SIZE, PREFILL_BATCH = 128, 512  # on a TPU, unless the caller says otherwise
 MODULE_CLASS, MODULE_SETTINGS = "LanguageModel", {"vocab_size": 4096, "num_layers": 2}
 
@@ -61,15 +79,38 @@ RUNS = (
 )
 
 
+def notebook_programs() -> list[Program]:
+    """Return the functions of what notebooks run, for the chip that they ask for."""
+    return [
+        Program(
+            name=f"{run.name} {function}",
+            chip=chip.name,
+            build=partial(notebook_program, run, chip, function),
+        )
+        for chip in CHIPS
+        if chip.name == CHIP
+        for run in RUNS
+        for function in run.functions
+    ]
+
+
+def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
+    """Return one function of a decoder that a notebook runs, by the best kernels that serve its model on the chip.
+
+    Of its pages it is asked only that they are written in place: all of them fit a vector memory, which XLA uses.
+    """
+    device = device_of(chip)
+    plain, _ = configured(run, "xla")
+    assert chip.backend is not None
+    with traced_for(device):
+        backend, _ = serving_backend(plain.model, chip.page_size, plain.weights_dtype, plain.cache_dtype, chip.backend)
+    config, weights = configured(run, backend)
+    lowering = function_program(function, config, weights_on(weights, device), device)
+    return dataclasses.replace(lowering, pool={}, temporary_bound=math.inf)
+
+
 def configured(run: Run, backend: str) -> tuple[Any, Any]:
     """Return the configuration of a run's decoder on a TPU, and the shapes of its weights, of one model."""
-    from et_jax.models.bundled import bundled_folder
-    from et_jax.models.checkpoint import read_config, stored_dtype
-    from et_jax.models.stacks import stacked_on
-    from et_jax.models.transformer import abstract
-    from et_jax.serve.config import EngineConfig
-    from et_jax.serve.sizing import decoder_config
-
     if run.own:
         model, weights = own_module()
         dtype = model.dtype
@@ -84,12 +125,6 @@ def configured(run: Run, backend: str) -> tuple[Any, Any]:
 
 def own_module() -> tuple[Any, Any]:
     """Return the module that `own_model` writes, as part of a program, and its weights."""
-    import jax
-    from flax import nnx
-
-    from et_jax.models.module import ModuleConfig
-    from et_jax.models.module_reading import read_module
-
     cells = json.loads((REPOSITORY / "notebooks/own_model.ipynb").read_text(encoding="utf-8"))["cells"]
     [source] = [text for text in ("".join(cell["source"]) for cell in cells) if f"class {MODULE_CLASS}(" in text]
     names: dict[str, Any] = {"jax": jax, "jnp": jax.numpy, "nnx": nnx, "__name__": "own_model"}

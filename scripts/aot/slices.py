@@ -1,12 +1,24 @@
 """Models that are split over a whole slice of chips that are not here, in full depth: what each chip holds and does."""
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec
+
 from aot.chips import MIXTRAL_8X7B, Chip, Decoding
-from aot.programs import TEMPORARY_SHARE, Lowering, Program, arguments_of, decoder_config, served
+from aot.decoders import TEMPORARY_SHARE, arguments_of, decoder_config, served
+from aot.programs import Lowering, Program, by_path
+from et_jax.decode.decoder import decoder
+from et_jax.decode.sharded import split
+from et_jax.decode.state import empty
+from et_jax.models.params import abstract
+from et_jax.models.sharding import AXIS, shardings, weight_specs
+from et_jax.models.weights import num_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,9 @@ DECODINGS = (
 )
 
 
+COLLECTIVES = {"decode": "1 all-gather, 4 all-reduce", "prefill": "3 all-reduce"}  # once for all layers of a loop
+
+
 def slice_programs() -> list[Program]:
     """Return the functions of every decoder for every slice."""
     return [
@@ -62,18 +77,6 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
 
     Its sizes are those of one chip.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, PartitionSpec
-
-    from et_jax.decode.decoder import decoder
-    from et_jax.decode.sharded import split
-    from et_jax.decode.state import empty
-    from et_jax.models.sharding import AXIS, shardings, weight_specs
-    from et_jax.models.transformer import abstract
-
     mesh = Mesh(np.array(topologies.get_topology_desc(**one.chip.topology).devices), (AXIS,))
     backend = one.chip.backend
     assert backend is not None
@@ -93,7 +96,7 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
     state = jax.tree.map(put, state, shardings(mesh, split(state)))
     program, arguments = getattr(decoder(config), function), arguments_of(function, config, (weights,), state, put)
     own_weights, cache = (jax.tree.map(held, tree) for tree in (weights, state.plants[0].cache))
-    pages = _bytes([place.pages for place in cache.layers])
+    pages = num_bytes([place.pages for place in cache.layers])
 
     def lower() -> Any:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -104,16 +107,10 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
     return Lowering(
         lower=lower,
         pool_bytes=pages,
-        pool={jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)},
+        pool=by_path(cache),
         temporary_bound=TEMPORARY_SHARE * pages / config.model.num_layers,
         in_place=True,
-        on_chip=f"{kernels}; {_bytes(own_weights) / 1e9:.2f} GB of weights, {_bytes(cache) / 1e9:.2f} of cache",
+        on_chip=f"{kernels}; {num_bytes(own_weights) / 1e9:.2f} GB of weights, {num_bytes(cache) / 1e9:.2f} of cache",
         memory=one.memory,
+        collectives=COLLECTIVES[function],
     )
-
-
-def _bytes(tree: Any) -> int:
-    """The bytes of all arrays of a tree."""
-    import jax
-
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

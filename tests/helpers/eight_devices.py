@@ -16,8 +16,9 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import decoder
 from et_jax.models.config import ClampedSwish, ExpertConfig, ModelConfig
+from et_jax.models.params import Params, in_stacks
 from et_jax.models.sharding import AXIS, placed
-from et_jax.models.transformer import Params, in_stacks, initialise
+from et_jax.models.transformer import initialise
 from et_jax.types import replace
 
 TOKENS, TOLERANCE = 24, 0.5

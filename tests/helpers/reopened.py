@@ -1,7 +1,7 @@
 """The same model and compiled programs, with another host around them."""
 
 from et_jax.decode.config import DecoderConfig
-from et_jax.models.transformer import Params
+from et_jax.models.params import Params
 from et_jax.serve import engine
 from et_jax.types import replace
 

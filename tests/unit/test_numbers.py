@@ -25,6 +25,7 @@ from et_jax.control.base import as_value, chain
 from et_jax.control.compression import Compression
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.presets import KNOBS, NAMES, PRESETS, preset
+from et_jax.control.selector import MaskSelector
 from et_jax.control.settings import _names, adjusted
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
@@ -109,7 +110,7 @@ EXAMPLES = [
     priority.Aged(priority.FCFS(), 1.0, 0.1),
     select.Guarded(select.Dense()),
     select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy()),
-    select.MaskSelector(len),
+    MaskSelector(len),
     select.Quest(3),
     temperature_rules.CoolOnly(temperature_rules.Newton(2.0)),
     tolerance.Shuffled(np.zeros((2, 3))),

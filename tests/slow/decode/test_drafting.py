@@ -28,7 +28,7 @@ from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
-from et_jax.control.draft import AcceptanceLength, FixedLength, StopEntropy
+from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength, StopEntropy
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.presets import preset
 from et_jax.control.select import ActiveSet, Certified, PerHead, Quest, coded_bounds
@@ -364,6 +364,26 @@ def test_a_model_that_drafts_for_itself_and_leaves_nothing_out_is_always_right()
     # a step reads its newest token, and each drafted one twice: to go on from the one before it, and to verify it
     every = np.asarray(output.work[0].tokens)[:ran].sum(axis=1)
     assert (every == np.where(drafted > 0, 1 + 2 * drafted, (every > 0))).all() and (tokens <= every).all()
+
+
+def test_when_a_sequence_drafts_does_not_depend_on_its_company():
+    """Of one that wants no draft nothing is noted, though another wants one: before its first it waits for a step."""
+    bound = float(np.median(np.concatenate([rows["signals"].entropy for rows in plain("off")[1].values()])))
+    d = made("off", Drafting(most=4, length=EntropyLength(bound), drafter=Pruned(share=0.3)))
+    params = given_to(d)
+
+    def drafted(*slots: int) -> dict[int, list[int]]:
+        state = begun(d, params)
+        for slot in PROMPTS.keys() - set(slots):
+            state = d.release(state, slot)
+        _, output, ran = d.decode(params, state, 32)
+        counts, produced = (np.asarray(x)[: int(ran)].reshape(-1, 3) for x in (output.drafted, output.produced))
+        return {slot: counts[produced[:, slot], slot].tolist() for slot in slots}
+
+    together = drafted(*PROMPTS)
+    assert all(any(counts) and not all(counts) for counts in together.values())
+    for slot in PROMPTS:
+        assert drafted(slot)[slot] == together[slot]
 
 
 def test_the_small_model_reads_a_text_once():

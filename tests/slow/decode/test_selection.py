@@ -26,6 +26,7 @@ from small_model import (
 from et_jax.control import bounds, contribution, select, tolerance
 from et_jax.control.base import chain, unpack_blocks
 from et_jax.control.controller import Controller
+from et_jax.control.selector import Selection
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import mass
 from et_jax.decode import decoder as decoding
@@ -150,7 +151,7 @@ def test_the_residual_is_its_formula_and_errs_no_more_than_its_bound(sink):
         certain=jnp.zeros((1, n), bool),
     )
     single = functools.partial(jnp.asarray, dtype=jnp.float32)
-    chosen = select.Selection(opened=jnp.asarray(opened), estimate=single(np.log(guess)), upper=None)
+    chosen = Selection(opened=jnp.asarray(opened), estimate=single(np.log(guess)), upper=None)
     with np.errstate(divide="ignore"):
         log_read = single(np.log(read))
     stored = single(np.concatenate([key.mean(-2), mean], axis=-1)[0])  # a page's mean key, then its mean value

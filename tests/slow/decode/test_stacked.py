@@ -16,8 +16,8 @@ from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ExpertConfig, ModelConfig
+from et_jax.models.params import Params, in_stacks
 from et_jax.models.stacks import stacks_of
-from et_jax.models.transformer import Params, in_stacks
 from et_jax.serve.chunks import calls
 from et_jax.types import Table
 

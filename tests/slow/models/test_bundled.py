@@ -9,7 +9,7 @@ from et_jax.models.bundled import bundled_folder, is_bundled, named_folder
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import read_config
 from et_jax.models.hub import resolve
-from et_jax.models.transformer import num_weights
+from et_jax.models.params import num_weights
 from et_jax.training import corpus, distillation, recipe
 
 NAMES = "bundled", "bundled-small"

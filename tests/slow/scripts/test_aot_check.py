@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from aot.programs import Lowering, Program
 from scripts_here import script
 
 POOL = {
@@ -55,6 +56,23 @@ ROOT %all-reduce.2 = (s32[16]{0}, f32[16]{0}) all-reduce(%all-reduce.1, %z), cha
 def test_what_chips_tell_each_other_is_counted():
     assert script("aot_check").collectives(TALK) == "1 all-gather, 2 all-reduce"
     assert script("aot_check").collectives(TEXT) == ""
+
+
+def test_a_program_of_other_talk_than_is_recorded_fails():
+    aot_check, memory = script("aot_check"), dict.fromkeys(("temp", "argument", "output", "alias"), 0)
+    sizes = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in memory.items()})
+    compiled = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: TALK)
+    lowered = SimpleNamespace(compile=lambda: compiled)
+
+    def line(recorded: str) -> tuple[str, bool]:
+        asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True, "collectives": recorded}
+        lowering = Lowering(lower=lambda: lowered, **asked)
+        return aot_check.check(Program(name="", chip="", build=lambda: lowering))
+
+    assert line("1 all-gather, 2 all-reduce")[1]
+    for recorded in ("2 all-reduce", ""):
+        told, passed = line(recorded)
+        assert not passed and f"1 all-gather, 2 all-reduce, not {recorded or 'nothing'}" in told
 
 
 def test_a_copy_of_a_whole_array_is_found_and_named():

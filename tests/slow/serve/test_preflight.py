@@ -19,7 +19,7 @@ from et_jax.errors import UsageError
 from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
 from et_jax.models.model import weight_bytes
-from et_jax.models.transformer import describe
+from et_jax.models.params import describe
 from et_jax.serve.device_memory import usable_memory
 from et_jax.serve.preflight import decoder_bytes, plan, size_text, step_bytes
 from et_jax.types import replace

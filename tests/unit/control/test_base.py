@@ -30,7 +30,8 @@ from et_jax.control.bounds import Interval
 from et_jax.control.clock import FallClock, RecordClock
 from et_jax.control.guards import Saturation
 from et_jax.control.priority import EntropyDrift
-from et_jax.control.select import Dense, MaskSelector, Selection, Selector, SinksWindow, selection
+from et_jax.control.select import Dense, SinksWindow
+from et_jax.control.selector import MaskSelector, Selection, Selector, selection
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.temperature import Fixed, Thermostat
 from et_jax.control.view import BlockView

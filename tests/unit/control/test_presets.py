@@ -14,7 +14,7 @@ from et_jax.control.presets import NAMES, PRESETS, Adaptive, Certified, preset
 from et_jax.decode import decoder as decoding
 from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration
-from et_jax.models.transformer import describe
+from et_jax.models.params import describe
 from et_jax.types import Table, replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")

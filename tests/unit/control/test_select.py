@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import bounds, contribution, select
+from et_jax.control.selector import as_selector
 from et_jax.control.view import last_mass, mass
 from et_jax.types import Count, replace, value
 
@@ -231,7 +232,7 @@ class _Before:
 
 
 def test_the_numbers_of_a_mask_are_leaves():
-    one, other = (select.as_selector(_Before(end)) for end in (4, 8))
+    one, other = (as_selector(_Before(end)) for end in (4, 8))
     assert jax.tree.leaves(one) == [4] and one != other
     assert jax.tree.structure(one) == jax.tree.structure(other)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from small_model import MODEL
 
-from et_jax.control.select import Selection, SinksWindow
+from et_jax.control.select import SinksWindow
+from et_jax.control.selector import Selection
 from et_jax.decode import cache as kv
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant

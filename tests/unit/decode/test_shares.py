@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.control.select import Selection
+from et_jax.control.selector import Selection
 from et_jax.decode.selection import blocks_of, in_units_read, shares_after
 
 PAGE, LENGTHS = 4, np.asarray([23, 9], np.int32)  # six blocks, and three

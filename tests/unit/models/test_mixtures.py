@@ -11,7 +11,8 @@ from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
 
 from et_jax.models.config import ClampedSwish, ExpertConfig
 from et_jax.models.experts import Experts, choose, gate, mixed, rows_per_turn
-from et_jax.models.transformer import initialise, num_multiplied, num_weights
+from et_jax.models.params import num_multiplied, num_weights
+from et_jax.models.transformer import initialise
 from et_jax.models.weights import quantized
 from et_jax.types import replace
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from et_jax.evidence.shapes import LLAMA_3_8B
 from et_jax.models.config import ExpertConfig, ModelShape
+from et_jax.models.params import abstract
 from et_jax.models.sharding import check, expert_specs, of_chip, weight_specs
-from et_jax.models.transformer import abstract
 from et_jax.types import replace
 
 EXPERTS = ExpertConfig(

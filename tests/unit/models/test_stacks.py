@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_model import MODEL, configuration
 
+from et_jax.decode.decoder import Decoder, decoder
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ExpertConfig
 from et_jax.models.stacks import (
@@ -67,6 +68,19 @@ def test_programs_are_told_so_where_layers_lie_in_stacks_alone():
     assert config.compiler_options("gpu") == compiler_options("gpu") and config.compiler_options("tpu") is None
     assert configuration().compiler_options("gpu") is None
     assert configuration(stacked=True, model=alone).compiler_options("gpu") is None
+
+
+def test_every_function_of_a_decoder_is_compiled_as_its_configuration_says(monkeypatch):
+    config, jit, given = configuration(stacked=True), jax.jit, []
+
+    def noting(function, **how):
+        given.append(how["compiler_options"])
+        return jit(function, **how)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "jit", noting)
+    decoder(config)
+    assert given == [compiler_options("gpu")] * (len(dataclasses.fields(Decoder)) - 1)
 
 
 STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)

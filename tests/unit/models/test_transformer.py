@@ -14,7 +14,8 @@ from small_model import MODEL, NARROW, VOCABULARY, weights
 from et_jax.models import transformer
 from et_jax.models.config import Rope, RopeScaling
 from et_jax.models.layers import feed_forward, rms_norm, rope_angles, rope_frequencies, rotate
-from et_jax.models.transformer import abstract, describe, forward, initialise, num_weights, weight_bytes
+from et_jax.models.params import abstract, describe, num_weights, weight_bytes
+from et_jax.models.transformer import forward, initialise
 from et_jax.models.weights import quantized
 
 LENGTH = 12

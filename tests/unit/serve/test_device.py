@@ -105,14 +105,19 @@ def test_a_program_that_is_awaited_or_drafts_nothing_is_the_only_one(settings):
 
 
 @pytest.mark.parametrize(
-    ("active", "length", "program"), [(True, 0, "plain"), (True, 3, "drafting"), (False, 3, "plain")]
+    ("active", "length", "program"),
+    [
+        ((True, True, True), (0, 0, 0), "plain"),
+        ((True, True, True), (0, 3, 0), "drafting"),
+        ((True, False, True), (0, 3, 0), "plain"),
+    ],
 )
 def test_a_model_that_drafts_for_itself_runs_the_program_that_can_where_a_draft_is_wanted(active, length, program):
     go = threading.Event()
     go.set()
     device = warmed_up(go, drafts=True, draft=Drafting(drafter=Pruned()))
-    draft = replace(started(FixedLength(), jnp.full(3, 8, jnp.int32)), length=jnp.full(3, length, jnp.int32))
-    state = replace(empty(device.config), active=jnp.full(3, active))
+    draft = replace(started(FixedLength(), jnp.full(3, 8, jnp.int32)), length=jnp.asarray(length, jnp.int32))
+    state = replace(empty(device.config), active=jnp.asarray(active))
     for law in (draft, replace(draft, length=0 * draft.length, before=draft)):
         device.state = replace(state, draft=law)
         assert ran(device) == program

@@ -13,7 +13,7 @@ from et_jax.decode.cache import token_width
 from et_jax.decode.plant import costs
 from et_jax.decode.state import empty
 from et_jax.errors import UsageError
-from et_jax.models import transformer
+from et_jax.models import params
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import RopeScaling
 from et_jax.serve.config import EngineConfig
@@ -53,13 +53,13 @@ def test_the_cache_has_the_dtype_asked_for_or_that_of_the_weights(dtype, asked):
     assert jnp.dtype(sized.cache_dtype) == cached and jnp.dtype(sized.weights_dtype) == dtype
     state = jax.eval_shape(lambda: empty(sized)).plants[0]
     assert {layer.pages.dtype for layer in state.cache.layers} == {cached}
-    weights = transformer.abstract(MODEL, dtype)
+    weights = params.abstract(MODEL, dtype)
     scales = 2 * 4 if cached.itemsize == 1 else 0  # of a key and of a value, in float32
     block = sized.page_size * (token_width(MODEL.head_dim) * cached.itemsize + scales)
     [model] = costs(sized.plants, (weights,), (state,), sized.by_mass_of)
     assert model.block == block
     planned = plan(sized, 10**9)
-    assert planned.weights == transformer.num_weights(MODEL) * jnp.dtype(dtype).itemsize
+    assert planned.weights == params.num_weights(MODEL) * jnp.dtype(dtype).itemsize
     held = MODEL.num_layers * MODEL.num_kv_heads * block
     assert planned.page - held == 4 + 4  # a page's reference count, and its place among the free
 

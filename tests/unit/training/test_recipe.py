@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.models.transformer import num_multiplied, num_weights
+from et_jax.models.params import num_multiplied, num_weights
 from et_jax.training import recipe
 from et_jax.training.recipe import bundled_settings, long_settings
 from et_jax.training.schedule import Curriculum
