@@ -170,9 +170,9 @@ class StepClock:
         self._noted += 1
         if self._noted % EVERY:
             return None
-        done, seconds = (np.array([getattr(one, name) for one in self._bursts]) for name in ("done", "seconds"))
-        fit = fitted(drafting.times, done, seconds)
-        for one in list(self._bursts)[-EVERY:]:
+        bursts = list(self._bursts)
+        fit = fitted(drafting.times, np.array([one.done for one in bursts]), np.array([one.seconds for one in bursts]))
+        for one in bursts[-EVERY:]:
             gain = saved(fit.times, one.steps, one.done, one.plain, one.brought)
             self._record.note(one.steps, one.tried, one.accepted, gain)
         sequences = float(produced.sum(axis=1).mean())
