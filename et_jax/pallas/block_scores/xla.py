@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +12,8 @@ from et_jax.pallas.apart import in_tiles
 from et_jax.pallas.backend import platform
 from et_jax.softmax import capped
 from et_jax.sums import log_sum_exp
+
+Scores = TypeVar("Scores", bound=tuple[Array, ...])
 
 # Measured on x86-64 with two cores, 2 rows of 16k tokens and 16 of 8k: larger pieces fall out of the processor's cache.
 PIECE_TOKENS = 512
@@ -84,12 +87,12 @@ def code_scores(
 
 
 def _by_length(
-    walk: Callable[..., tuple[Array, ...]],
+    walk: Callable[..., Scores],
     q: Float[Array, "b h d"],
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
     num_kv_heads: int,
-) -> tuple[Array, ...]:
+) -> Scores:
     """Walk a few rows at a time, all of them where they run at once, or where one query alone has other bits."""
     all_at_once = platform() != "cpu" or q.shape[1] == num_kv_heads
     size = len(lengths) if all_at_once else ROWS_TOGETHER
