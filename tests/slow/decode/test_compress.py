@@ -17,6 +17,7 @@ from small_model import (
     NARROW,
     OTHER,
     PAGE,
+    VOCABULARY,
     configuration,
     fill,
     prompt,
@@ -316,6 +317,11 @@ def test_a_text_is_the_same_alone_and_in_company():
     assert together == alone and all(len(text) == 18 for text in alone.values())
 
 
+def nonsense(text, newest, most):
+    return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
+
+
+DRAFTERS = {"nonsense": nonsense, "itself": Pruned(share=0.5)}
 DRAFTED = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 2) * 13}  # the last goes round in circles
 
 
@@ -338,7 +344,8 @@ def written_with(d) -> tuple[DecodeState, dict[int, list], int]:
         state, output = d.step(params, state)
         output = jax.tree.map(np.asarray, output)
         held += int(output.accepted.sum())
-        assert not output.drafted[:, compressed].any()  # where the mass lies now has not been seen
+        if d.config.pruned is not None:  # where the mass lies now has not been seen
+            assert not output.drafted[:, compressed].any()
         for slot, tokens in DRAFTED.items():
             assert not any(before[slot] < point < state.length[slot] for point in points(d, len(tokens)))
             for at in np.flatnonzero(output.produced[:, slot]):
@@ -347,12 +354,18 @@ def written_with(d) -> tuple[DecodeState, dict[int, list], int]:
     return state, told, held
 
 
-def test_drafts_beside_a_compressed_cache_change_no_bit():
-    """Those by lookups are held to it by the tests of the engine."""
-    drafting = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.5))
-    before, expected, _ = written_with(compressing("adakv", 8, penalties=True))
+@functools.cache
+def written_plainly():
+    return written_with(compressing("adakv", 8, penalties=True))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_beside_a_compressed_cache_change_no_bit(drafter):
+    """Those that hold, and those that fail; lookups, of which some do, are held to it by the tests of the engine."""
+    drafting = Drafting(most=4, length=FixedLength(), drafter=DRAFTERS[drafter])
+    before, expected, _ = written_plainly()
     after, told, held = written_with(compressing("adakv", 8, penalties=True, draft=drafting))
-    assert held > 0
+    assert held > 0 or drafter == "nonsense"
     assert {slot: len(rows) for slot, rows in told.items()} == dict.fromkeys(DRAFTED, 20)
     assert same_bits(told, expected)
     assert same_bits(shift_of(after), shift_of(before)) and int(shift_of(after).min()) > 0
