@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,12 @@ hypothesis.settings.load_profile("repeatable")
 
 SLOW = Path(__file__).parent / "slow"
 WEEK = 7 * 24 * 3600.0
-# Processes take the files with the most tests first. A long one of few tests would be begun last, the others idle.
-LONG = {"test_readme.py", "test_bench_selection.py", "test_bench_steps.py", "test_measure_reading.py"}
+# Begun first, though they have few tests: a long file that is begun last leaves the other processes idle.
+LONG = {
+    *("test_readme.py", "test_bench_selection.py", "test_bench_steps.py", "test_measure_reading.py", "test_ray.py"),
+    *("test_sharded.py", "test_kept_programs.py", "test_walks.py", "test_abandoned.py", "test_stacked.py"),
+    *("test_drafts.py", "test_cache_dtype.py", "test_request_control.py", "test_loop.py", "test_killed.py"),
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,23 +55,31 @@ def pytest_sessionstart() -> None:
     scope.SETTINGS["numpy_dtype_promotion"] = "strict"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in `slow`, and put files of few tests that take long before others of as many."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+def scope_of(nodeid: str) -> str:
+    """Return what stays in one process, which makes its models once: a test file, or a capability with all laws."""
+    file, _, test = nodeid.partition("::")
+    return test[test.index("[") :] if file.startswith("tests/laws/") and "[" in test else file
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Mark what lies in `slow`; of what is chosen put first what takes long, then what has the most tests."""
     for item in items:
         if item.path.is_relative_to(SLOW):
             item.add_marker(pytest.mark.slow)
+    yield
+    count = Counter(scope_of(item.nodeid) for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONG, -count[scope_of(item.nodeid)]))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let each test file, and each capability with all its laws, stay in one process: it makes its models once."""
+    """Let processes take scopes in the order of the tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            return test[test.index("[") :] if file.startswith("tests/laws/") else file
+            return scope_of(nodeid)
 
     return Together(config, log) if config.getoption("dist") == "loadscope" else None
 

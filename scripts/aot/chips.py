@@ -217,16 +217,19 @@ DECODINGS = (
             ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "TPU v6e", "H200")),
         )
     ),
-    Decoding(name="adaptive", control="adaptive", **WHOLE),
+    Decoding(name="adaptive", control="adaptive", seldom=("TPU v6e",), **WHOLE),
     *(
         Decoding(
             name=f"entropyinfer {name}",
             control="entropyinfer",
             functions=("prefill",),
-            seldom=("TPU v6e",),
+            seldom=("TPU v6e", other),  # what the two read by is one kernel
             **WHOLE | {"model": model, "num_layers": num_layers},
         )
-        for name, model, num_layers in (("llama3_8b", LLAMA3_8B, 32), ("qwen3_8b", QWEN3_8B, 36))
+        for name, model, num_layers, other in (
+            ("llama3_8b", LLAMA3_8B, 32, "TPU v5e"),
+            ("qwen3_8b", QWEN3_8B, 36, "H200"),
+        )
     ),
     Decoding(name="last masses", control="paper", functions=("decode",), seldom=("TPU v6e", "H200"), **WHOLE),
     Decoding(
@@ -312,7 +315,7 @@ DECODINGS = (
         prefill_batch=512,
         functions=("decode",),
         by_xla=False,
-        seldom=("TPU v6e",),
+        seldom=("TPU v5e", "TPU v6e"),  # slices of which take its full depth
     ),
     *(
         Decoding(
@@ -320,10 +323,13 @@ DECODINGS = (
             model=LLAMA3_8B,
             small=LLAMA3_1B,
             functions=("decode",),
-            seldom=("TPU v6e",),
+            seldom=("TPU v6e", other),
             **LARGE | of_two,
         )
-        for name, of_two in (("drafts", {"drafts": 4}), ("turns", {"control": "ead_guarded"}))
+        for name, of_two, other in (  # a step of drafts is compiled for an H200 by "self", in full depth
+            ("drafts", {"drafts": 4}, "H200"),
+            ("turns", {"control": "ead_guarded"}, "TPU v5e"),
+        )
     ),
 )
 ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B

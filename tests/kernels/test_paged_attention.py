@@ -15,7 +15,7 @@ from et_jax.pallas.paged_attention import paged_attention, xla
 from et_jax.softmax import Softmax
 
 NAMED = {shape.name: shape for shape in SHAPES}
-# What the shapes for Hopper vary beside the others is nothing to jax.numpy and XLA: the slow tests have these alone.
+# What the shapes for Hopper vary beside the others is nothing to XLA; a slow test has the definition of these.
 HOPPER = [shape for shape in TESTED if shape.name.startswith("hopper")]
 PLAIN = [shape for shape in TESTED if shape not in HOPPER]
 SOFTMAX = Softmax(scale=1.0)
@@ -101,11 +101,6 @@ def xla_is_right(shape: Shape):
 
 def test_xla_equals_reference(rung):
     rung("paged_attention xla = reference", PLAIN, 41, xla_is_right)
-
-
-@pytest.mark.slow
-def test_xla_equals_reference_in_the_shapes_for_hopper(rung):
-    rung("paged_attention xla = reference, for Hopper", HOPPER, 19, xla_is_right)
 
 
 def poisoned(arguments, shape: Shape):

@@ -88,7 +88,7 @@ def test_pages_that_are_not_listed_may_be_nan(name):
     assert_equals_reference(simulate(with_nan_beyond_the_lists(arguments, shape), shape), arguments, shape)
 
 
-@pytest.mark.parametrize("name", ["hopper_block_sums", "hopper_window"])
+@pytest.mark.parametrize("name", ["hopper_window"])
 def test_dense_is_listing_every_block(name):
     """Bit for bit, with block sums and without them."""
     shape = NAMED[name]

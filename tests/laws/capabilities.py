@@ -174,15 +174,14 @@ def _small() -> str:
 
 
 SLOW = {
-    *("bfloat16", "cache in int8", "window", "module", "own", "surprisals", "small"),
-    *("paper", "adaptive, lookup", "certified, self", "lookup, else self", "ead", "budget", "int8"),
-    *("experts by entropy", "compressed", "compressed by head", "stacked, experts by mass"),
+    *("bfloat16, small", "int8", "cache in int8", "window", "module", "own", "surprisals", "paper", "adaptive, self"),
+    *("ead", "budget", "compressed by head", "stacked, experts by entropy"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
 CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "plain": Capability,
-    "bfloat16": lambda: Capability(settings={"dtype": "bfloat16"}),
+    "bfloat16, small": lambda: Capability(settings={"dtype": "bfloat16", "draft": _small()} | _DRAFTS, drafts=True),
     "int8": lambda: Capability(settings={"quantize": "int8"} | _LOOKUP, drafts=True),
     "cache in int8": lambda: Capability(
         settings={"cache_dtype": "int8", "control": pruned("certified", tolerance=0.5)} | _LOOKUP,
@@ -207,19 +206,9 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         drafts=True,
         keeps_prefixes=False,
     ),
-    "lookup": lambda: Capability(settings=_LOOKUP, drafts=True),
-    "lookup, else self": lambda: Capability(settings=_SELF | {"draft": "lookup+self"}, drafts=True),
-    "small": lambda: Capability(settings={"draft": _small()} | _DRAFTS, drafts=True),
     "self": lambda: Capability(settings=_SELF, drafts=True),
-    "certified, self": lambda: Capability(
-        settings={"control": pruned("certified", tolerance=0.5)} | _SELF,
-        dense={"tolerance": 0.0},
-        prunes=True,
-        drafts=True,
-        certifies=0.5,
-    ),
-    "adaptive, lookup": lambda: Capability(
-        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _LOOKUP,
+    "adaptive, self": lambda: Capability(
+        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _SELF,
         dense={"tolerance": 0.0},
         prunes=True,
         drafts=True,
@@ -236,17 +225,10 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         dense={"share": 1.0},
         drafts=True,
     ),
-    "experts by entropy": lambda: Capability(
-        load=functools.partial(tiny, MIXTURE), settings={"experts": Entropy(least=0.3)}, dense={"least": 1.0}
-    ),
-    "compressed": lambda: Capability(settings={"cache_budget": 40} | _SELF, dense=None, drafts=True),
     "compressed by head": lambda: Capability(
         settings={"cache_budget": SPLIT} | _SELF | {"draft": "lookup+self"}, dense=None, prunes=True, drafts=True
     ),
-    "stacked, experts by mass": lambda: Capability(
-        load=functools.partial(stacked, MIXTURE),
-        settings={"experts": "mass", "expert_share": 0.6} | _LOOKUP,
-        dense={"share": 1.0},
-        drafts=True,
+    "stacked, experts by entropy": lambda: Capability(
+        load=functools.partial(stacked, MIXTURE), settings={"experts": Entropy(least=0.3)}, dense={"least": 1.0}
     ),
 }

@@ -17,7 +17,6 @@ from small_model import (
     NARROW,
     OTHER,
     PAGE,
-    POOL,
     VOCABULARY,
     configuration,
     fill,
@@ -37,15 +36,17 @@ from et_jax.control.select import Certified, Dense, Quest, coded_bounds
 from et_jax.decode import decoder as decoding
 from et_jax.decode import request as requests
 from et_jax.decode import snapshots
-from et_jax.decode.draft import Drafting, Pruned, lookup
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
 from et_jax.models.transformer import forward
 from et_jax.serve.chunks import pack
+from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 BUDGET, WINDOW, GAP = 16, 6, 3
+POOL = 49  # every slot may hold all it can
 MODELS = {"plain": MODEL, "narrow": NARROW, "windows": dataclasses.replace(MODEL, windows=(6, 6))}
 TOKENS = prompt(11, 41)
 
@@ -54,7 +55,8 @@ TOKENS = prompt(11, 41)
 def compressing(name: str, every: int = 0, model: str = "plain", **changes) -> decoding.Decoder:
     how = named(name, BUDGET, window=WINDOW, gap=GAP, every=every)
     keep = frozenset({"logits"})
-    return decoding.decoder(configuration(model=MODELS[model], compression=how, keep=keep, **changes))
+    sizes = {"num_pages": POOL} | changes
+    return decoding.decoder(configuration(model=MODELS[model], compression=how, keep=keep, **sizes))
 
 
 def room_of(d: decoding.Decoder) -> int:
@@ -162,15 +164,18 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
     return np.asarray(logits[0, : len(text)]), [np.asarray(key) for _, key in memory], held
 
 
-CASES = [
-    *itertools.product(["latent", "adakv", "pyramidkv", "streaming"], ["plain"], [0, 8]),
-    ("latent", "narrow", 8),
-    ("pyramidkv", "narrow", 0),
-    ("adakv", "narrow", 8),
-]
-
-
-@pytest.mark.parametrize(("name", "model", "every"), CASES)
+@pytest.mark.parametrize(
+    ("name", "model", "every"),
+    [
+        ("latent", "plain", 0),
+        ("latent", "plain", 8),
+        ("adakv", "plain", 8),
+        ("adakv", "narrow", 8),
+        ("pyramidkv", "plain", 8),
+        ("pyramidkv", "narrow", 0),
+        ("streaming", "plain", 8),
+    ],
+)
 def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model, every):
     d, params = compressing(name, every, model), weights()
     at = [point for point in points(d, len(TOKENS)) if point < len(TOKENS) + 18]
@@ -226,7 +231,7 @@ def test_a_window_that_the_budget_holds_sees_all_it_saw():
 
 def test_pages_are_given_back_and_memory_stays_flat_for_thousands_of_tokens():
     every, length = 32, 4096
-    d = compressing("latent", every, max_length=length, num_pages=POOL)
+    d = compressing("latent", every, max_length=length)
     params, tokens, room = weights(), TOKENS, BUDGET
     state = start(d, params, d.empty(), 1, tokens, limit=3000, temperature=0.0)
     state, _, _ = d.decode((params,), state, GAP + 1)
@@ -282,12 +287,14 @@ def texts_of_steps(d, params, state, slots: dict[int, int], steps: int):
 
 def test_where_pages_are_short_nothing_changes():
     """A fork holds every page of its source, and no page is free: the source's region has no room."""
-    d, params = compressing("latent", num_pages=13), weights()  # twelve pages
+    d, params = compressing("latent", 8), weights()
     tokens = prompt(13, 45)
     state = start(d, params, d.empty(), 0, tokens, limit=19)
-    state, _, _ = d.decode((params,), state, 4)  # 48 tokens, twelve full pages
+    for _ in range(4):
+        state, _ = d.step((params,), state)  # 48 tokens, twelve full pages
     state, granted = d.fork(state, 0, 1)
-    assert granted and int(state.table.num_free) == 0
+    assert granted and int(state.table.num_free) == POOL - 1 - 12
+    state = replace(state, table=replace(state.table, num_free=jnp.int32(0)))
     before = jax.tree.map(np.asarray, state)
     state, granted = d.compress(state, 0)
     assert not granted and same_bits(before, state)
@@ -297,7 +304,7 @@ def test_where_pages_are_short_nothing_changes():
 
 
 def test_a_text_is_the_same_alone_and_in_company():
-    d, params = compressing("adakv", 8, num_pages=49), weights()
+    d, params = compressing("adakv", 8), weights()
     prompts = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 9)}
     alone = {}
     for slot, tokens in prompts.items():
@@ -314,7 +321,7 @@ def nonsense(text, newest, most):
     return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
 
 
-DRAFTERS = {"lookup": lookup, "nonsense": nonsense, "itself": Pruned(share=0.5)}
+DRAFTERS = {"nonsense": nonsense, "itself": Pruned(share=0.5)}
 DRAFTED = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 2) * 13}  # the last goes round in circles
 
 
@@ -348,15 +355,16 @@ def written_with(d) -> tuple[DecodeState, dict[int, list], int]:
 
 
 @functools.cache
-def written_plainly(name: str):
-    return written_with(compressing(name, 8, num_pages=49, penalties=True))
+def written_plainly():
+    return written_with(compressing("adakv", 8, penalties=True))
 
 
-@pytest.mark.parametrize(("name", "drafter"), [("latent", "itself"), ("adakv", "lookup"), ("adakv", "nonsense")])
-def test_drafts_beside_a_compressed_cache_change_no_bit(name, drafter):
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_beside_a_compressed_cache_change_no_bit(drafter):
+    """Those that hold, and those that fail; lookups, of which some do, are held to it by the tests of the engine."""
     drafting = Drafting(most=4, length=FixedLength(), drafter=DRAFTERS[drafter])
-    before, expected, _ = written_plainly(name)
-    after, told, held = written_with(compressing(name, 8, num_pages=49, penalties=True, draft=drafting))
+    before, expected, _ = written_plainly()
+    after, told, held = written_with(compressing("adakv", 8, penalties=True, draft=drafting))
     assert held > 0 or drafter == "nonsense"
     assert {slot: len(rows) for slot, rows in told.items()} == dict.fromkeys(DRAFTED, 20)
     assert same_bits(told, expected)
@@ -364,9 +372,8 @@ def test_drafts_beside_a_compressed_cache_change_no_bit(name, drafter):
     assert same_bits(after.table.num_blocks, before.table.num_blocks)
 
 
-@pytest.mark.parametrize("name", ["latent", "adakv"])
-def test_a_compressed_sequence_swapped_out_and_in_goes_on_as_it_would(name):
-    d, params = compressing(name, 8), weights()
+def test_a_compressed_sequence_swapped_out_and_in_goes_on_as_it_would():
+    d, params = compressing("adakv", 8), weights()
     state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
     undisturbed = texts_of_steps(d, params, state, {0: len(TOKENS)}, 20)[1][0]
     state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
@@ -385,9 +392,8 @@ def test_a_compressed_sequence_swapped_out_and_in_goes_on_as_it_would(name):
     assert before[0] + after[2] == undisturbed
 
 
-@pytest.mark.parametrize("name", ["latent", "adakv"])
-def test_a_compressed_sequence_comes_back_from_a_disk(name, tmp_path):
-    d, params = compressing(name, 8), weights()
+def test_a_compressed_sequence_comes_back_from_a_disk(tmp_path):
+    d, params = compressing("adakv", 8), weights()
     state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
     state, _ = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
     assert int(shift_of(state)[0]) > 0
@@ -410,7 +416,7 @@ def test_a_fork_of_a_compressed_sequence_writes_what_its_source_does():
 
 
 def test_a_released_slot_starts_anew():
-    d, params = compressing("adakv"), weights()
+    d, params = compressing("adakv", 8), weights()
     fresh = texts_of_steps(d, params, start(d, params, d.empty(), 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1]
     state = start(d, params, d.empty(), 0, prompt(17, 44), limit=19)
     state, _ = texts_of_steps(d, params, state, {0: 44}, 10)
@@ -420,10 +426,9 @@ def test_a_released_slot_starts_anew():
     assert texts_of_steps(d, params, start(d, params, state, 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1] == fresh
 
 
-@pytest.mark.parametrize("selector", [Quest(64), Certified(coded_bounds)], ids=["quest", "certified"])
-def test_selectors_see_what_is_kept(selector):
-    """Asked for everything, they read what dense attention reads: so summaries and codes are those of the region."""
-    d, params = compressing("latent", 8, controller=Controller(selector=selector)), weights()
+def test_a_selector_sees_what_is_kept():
+    """Asked for everything, it reads what dense attention reads: so summaries and codes are those of the region."""
+    d, params = compressing("latent", 8, controller=Controller(selector=Certified(coded_bounds))), weights()
     state, text, logits = decoded(d, params, 1, TOKENS, 14, temperature=0.0)
     expected, _, _ = reference("latent", MODEL, params, text, [44, 52], BUDGET)
     np.testing.assert_allclose(logits, expected[len(TOKENS) - 1 :], rtol=1e-3, atol=1e-3)
@@ -432,12 +437,9 @@ def test_selectors_see_what_is_kept(selector):
         keys = np.asarray(layer.pages[:, table])[..., : MODEL.head_dim]
         box = np.asarray(layer.summary.key_box[:, table])[..., : 2 * MODEL.head_dim]
         np.testing.assert_array_equal(box, np.concatenate([keys.min(2), keys.max(2)], axis=-1))
-        if layer.key_codes is not None:
-            low, high = box[..., None, : MODEL.head_dim], box[..., None, MODEL.head_dim :]
-            codes = np.asarray(layer.key_codes[:, table]).reshape(keys.shape).astype(np.float32)
-            np.testing.assert_allclose(
-                low + (codes + 128) * (high - low) / 255, keys, atol=float((high - low).max()) / 500
-            )
+        low, high = box[..., None, : MODEL.head_dim], box[..., None, MODEL.head_dim :]
+        codes = np.asarray(layer.key_codes[:, table]).reshape(keys.shape).astype(np.float32)
+        np.testing.assert_allclose(low + (codes + 128) * (high - low) / 255, keys, atol=float((high - low).max()) / 500)
 
 
 def entries(state: DecodeState, layer: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -449,11 +451,10 @@ def entries(state: DecodeState, layer: int, num_tokens: int) -> tuple[np.ndarray
     return pages.reshape(heads, -1, pages.shape[-1])[:, :num_tokens], scales.reshape(heads, -1, 2)[:, :num_tokens]
 
 
-@pytest.mark.parametrize("cache_dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_entries_in_8_bits_are_moved_with_their_scales(cache_dtype):
+def test_entries_in_8_bits_are_moved_with_their_scales():
     """Each head holds tokens that it had, bit for bit and in their order; boxes are of what they are read as."""
     selector = Controller(selector=Quest(64))
-    d, params = compressing("latent", cache_dtype=cache_dtype, dtype=jnp.float32, controller=selector), weights()
+    d, params = compressing("latent", cache_dtype=jnp.int8, dtype=jnp.float32, controller=selector), weights()
     state = start(d, params, d.empty(), 1, TOKENS, temperature=0.0, limit=20)
     while int(state.length[1]) < points(d, len(TOKENS))[0]:
         state, _ = d.step((params,), state)
@@ -475,7 +476,7 @@ def test_entries_in_8_bits_are_moved_with_their_scales(cache_dtype):
 
 def test_reads_are_counted_as_they_are():
     """Heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets."""
-    d, params = compressing("adakv"), weights()
+    d, params = compressing("adakv", 8), weights()
     state, _, _ = decoded(d, params, 0, TOKENS, 5)
     heads, new = MODEL.num_layers * MODEL.num_kv_heads, 1
     assert int(state.signals.blocks_read[0]) == heads * (BUDGET // PAGE + new)

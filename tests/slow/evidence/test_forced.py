@@ -40,11 +40,14 @@ def text():
     return tokens, forced.text(MODEL, weights(), tokens, START)
 
 
-def step_by_step(selector, tolerance: float, residual: bool, tokens: list[int]):
-    """The decoder's log-probabilities and blocks read, the next token given each time."""
+def decoder_of(selector, tolerance: float, residual: bool) -> decoding.Decoder:
     controller = Controller(law=chain(EmaEntropy(), Constant(tolerance)), selector=selector, residual=residual)
     measured = Calibration(sensitivity=Table(np.asarray(SENSITIVITY)))
-    d = decoding.decoder(configuration(controller=controller, keep=frozenset({"logits"}), calibration=measured))
+    return decoding.decoder(configuration(controller=controller, keep=frozenset({"logits"}), calibration=measured))
+
+
+def step_by_step(d: decoding.Decoder, tokens: list[int]):
+    """The decoder's log-probabilities and blocks read, the next token given each time."""
     state = start(d, weights(), d.empty(), SLOT, tokens[: START + 1], temperature=0.0, limit=LENGTH)
     logits, signals = [], []
     for token in tokens[START + 1 :]:
@@ -66,11 +69,11 @@ def score(line: forced.ForcedText, arm: forced.Arm, tolerance: float, factor: fl
 def test_an_arm_is_the_decoder_under_its_selector(text, name):
     selector, tolerance, residual = ARMS[name]
     tokens, line = text
-    arm = forced.Arm(selector, float(residual))
+    arm, d = forced.Arm(selector, float(residual)), decoder_of(selector, tolerance, residual)
     got = score(line, arm, tolerance)
     assert int(got.read.sum()) < int(got.held.sum())
     for row, given in enumerate(tokens.tolist()):
-        logits, signals = step_by_step(selector, tolerance, residual, given)
+        logits, signals = step_by_step(d, given)
         np.testing.assert_array_equal(got.read[row], signals.blocks_read)
         true = np.asarray(line.log_probs[row], np.float64)
         divergence = (np.exp(true) * (true - logits)).sum(-1)

@@ -22,7 +22,7 @@ def test_a_token_has_the_same_bits_among_any_number(dtype, num_experts, changes)
     config = dataclasses.replace(CONFIG, num_experts=num_experts, width=48, **changes)
     experts, x = drawn(config, dtype, 256), tokens(700, dtype, 256)
     most = np.asarray(mix(config, experts, x, "loop"))
-    for number in (2, 3, 17, 64, 130):
+    for number in (2, 17, 130):
         assert np.asarray(mix(config, experts, x[:number], "loop")).tobytes() == most[:number].tobytes(), number
         assert np.asarray(mix(config, experts, x[-number:], "loop")).tobytes() == most[-number:].tobytes(), number
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from reopened import SIZES
+from reopened import SIZES, reopened
 
 import et_jax
 from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
@@ -60,7 +60,7 @@ def test_pages_of_another_control_are_not_met(model, together):
 
 
 def test_preemption_changes_nothing(model, together):
-    restless = et_jax.load(**SIZES, control=Controller(budget=LAW), audit=True, preempt_every=2)
+    restless = reopened(model, preempt_every=2)
     again = restless.generate(PROMPTS, PARAMS)
     assert restless.metrics.preemptions > 0
     assert [one.token_ids for one in again] == [one.token_ids for one in together]

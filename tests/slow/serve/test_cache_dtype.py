@@ -71,9 +71,6 @@ def test_a_cache_in_8_bits_is_charged_by_its_bytes_scales_included(cache_dtype, 
 @pytest.mark.parametrize(
     ("settings", "cache_dtype"),
     [
-        ({"control": "certified"}, "bfloat16"),
-        ({"draft": "lookup"}, "bfloat16"),
-        ({"cache_budget": 36}, "bfloat16"),
         ({"control": "adaptive"}, "fp8"),
         ({"draft": "self", "draft_tokens": 3, "draft_length": "fixed"}, "int8"),
         ({"cache_budget": 36, "control": "certified"}, "int8"),

@@ -108,8 +108,8 @@ def test_no_company_and_no_kept_page_changes_a_bit(plain):
     assert dict((i, texts_of([one])[0]) for i, one in plain.as_completed(requests)) == dict(enumerate(together))
 
 
-@pytest.mark.parametrize("name", ["off", "paper", "guarded", "certified", "adaptive"])
-def test_every_preset_runs(plain, name):
+@pytest.mark.parametrize("name", ["off", "guarded", "adaptive"])
+def test_presets_run_over_it(plain, name):
     chosen = preset(name) if name == "off" else preset(name, min_blocks=1, window=8)
     for done in plain.generate(asked(3), control=chosen):
         assert done.finish_reason == "length" and all(np.isfinite(row.entropy) for row in done.trace)
@@ -129,19 +129,14 @@ def test_a_prompt_may_be_read_in_part(plain):
 
 
 def test_drafts_change_no_text(plain):
+    """By lookups, and by a small model where these find nothing."""
     circle = GenerationRequest(prompt=SENTENCE * 2, params=SamplingParams(max_tokens=30, temperature=0.0))
-    drafted = loaded(Plain, draft="lookup", draft_tokens=4, draft_length="fixed")
+    drafted = loaded(Plain, draft="lookup+bundled-small", draft_tokens=4, draft_length="fixed")
     requests = [*asked(3, temperature=0.0), circle]
     done = drafted.generate(requests)
     assert [one.token_ids for one in done] == [one.token_ids for one in plain.generate(requests)]
     assert sum(row.accepted for one in done for row in one.trace) > 0
-
-
-@pytest.mark.slow
-def test_a_small_model_may_write_the_drafts():
-    drafted = loaded(Plain, draft="bundled-small", draft_tokens=2)
-    [done] = drafted.generate(asked(1, temperature=0.0))
-    assert sum(row.drafted for row in done.trace) > 0 and len(done.token_ids) == 10
+    assert done[0].trace[0].drafted > 0  # after nine tokens that are all different
 
 
 def test_a_cache_is_compressed():

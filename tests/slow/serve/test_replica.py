@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from reopened import reopened
 
-import et_jax
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -137,16 +136,6 @@ def test_a_pool_that_runs_short_preempts_and_no_text_changes(model):
     apart = [quiet.generate(request)[0] for request in growing]
     assert all(same(*pair) for pair in zip(busy.generate(growing), apart, strict=True))
     assert busy.metrics.preemptions > 0 and quiet.metrics.preemptions == 0
-
-
-def test_under_pruning_too(model, requests):
-    few = requests[:16]
-    quiet, busy = opened(model, prefix_cache=False), opened(model, preempt_every=2)
-    apart = [quiet.generate(request, control=et_jax.preset("certified"))[0] for request in few]
-    together = busy.generate(few, control=et_jax.preset("certified"))
-    assert all(same(*pair) for pair in zip(together, apart, strict=True))
-    assert busy.metrics.preemptions > 4 and busy.metrics.cached_prompt_tokens > 0
-    assert any(row.blocks_read < row.blocks_held for completion in together for row in completion.trace)
 
 
 def test_a_company_that_did_leak_would_be_seen(model, requests, alone):

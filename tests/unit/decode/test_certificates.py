@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 ROWS, KV_HEADS, GROUP, DIM, PAGE, BLOCKS = 48, 2, 3, 8, 4, 16
 HEADS = ROWS * KV_HEADS * GROUP  # in one draw
-DRAWS = 22  # of every case: 15 cases x 22 x 288 = 95,040 query heads
+DRAWS = 10  # of every case: 15 cases x 10 x 288 = 43,200 query heads
 SLOPE = 0.8
 FAMILIES = ("random", "corners", "needle", "alike", "far")
 
@@ -123,7 +123,7 @@ def test_no_head_leaves_more_unread_than_its_own_tolerance(bounds, of_layer, dty
         seen += HEADS
     case = f"{bounds}, window {window}, cap {soft_cap}, {dtype}"
     print(f"{case}: {seen} query heads, {closed} blocks closed, worst {worst:.6f}")
-    assert seen == DRAWS * HEADS and closed > 50
+    assert seen == DRAWS * HEADS and closed > 25
     assert worst <= 1.0
 
 

@@ -86,10 +86,10 @@ def test_a_run_repeats_and_a_killed_one_resumes_to_the_same_losses(mixed_setting
 
 
 @pytest.mark.slow
-def test_sixty_steps_of_a_mixture_of_experts_repeat_and_resume(mixed_settings, mixed_data, tmp_path, monkeypatch):
+def test_a_mixture_of_experts_repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch):
     mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
-    mixed_settings = dataclasses.replace(mixed_settings, model=mixture, save_every=15, evaluate_every=60)
-    repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps=60, killed_at=51)
+    mixed_settings = dataclasses.replace(mixed_settings, model=mixture, save_every=5, evaluate_every=20)
+    repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps=20, killed_at=17)
 
 
 def test_a_mixture_needs_the_tokenizer(mixed_settings, mixed_data, tmp_path):
