@@ -151,6 +151,18 @@ def throughput(rows: Sequence[Case]) -> str:
     return table([*header, "compiled after warm-up"], lines)
 
 
+def versions(rows: Sequence[Case]) -> str:
+    """Return how many tokens a second an older version served, and this one."""
+    header = ["model", "slots", "control", "served", "before, tokens/s", "now", "ratio", "in single rounds"]
+    lines = []
+    for row in rows:
+        ratios = [now / before for before, now in row["rounds"]]
+        what = f"one, {row['alone']} tokens kept" if row["alone"] else "short prompts, all slots"
+        single = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        lines.append([row["model"], row["rows"], row["case"], what, row["before"], row["now"], row["ratio"], single])
+    return table(header, lines)
+
+
 def ray(found: Case) -> str:
     """Return how fast one engine and two are, in a process and as actors, what a line costs more, and of Ray alone."""
     over, alone = found["two_actors_over"], found["short_lines"]
