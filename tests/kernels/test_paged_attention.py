@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -289,10 +290,14 @@ def test_temporaries_do_not_grow_with_the_pool(name):
 
 
 def test_the_number_of_steps_is_read_from_the_counts():
-    """A step count known to the compiler would be that of the whole list, however little is listed."""
+    """A step count known to the compiler would be that of the whole list, however little is listed.
+
+    Known is how many slots there are to be walked apart; not how far, apart or together.
+    """
     shape = NAMED["group_3"]
     text = compiled(paged_attention, backend="xla").lower(example(shape)).compile().as_text() or ""
-    assert " while(" in text and "known_trip_count" not in text
+    known = re.findall(r'known_trip_count":{"n":"(\d+)"', text)
+    assert known == [str(len(shape.lengths))] and text.count(" while(") == len(known) + 2
 
 
 WRONG = {
