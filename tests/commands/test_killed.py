@@ -160,6 +160,7 @@ def test_an_output_that_is_removed_amid_the_job_is_no_success(tmp_path: Path) ->
     assert len(rows(output)) == 1000 and not rescued.exists()
 
 
+@pytest.mark.slow
 def test_an_input_that_is_cut_amid_the_job_is_no_interrupt(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(source, 3000, 8)

@@ -195,13 +195,16 @@ def test_rows_walked_in_tiles_have_the_bits_of_rows_walked_at_once(dtype):
         return results(xla.paged_attention, arguments, config=config)
 
     expected = walked(None)
-    for rows in (1, 2, 4, 11, 12):
+    for rows in (1, 4, 12):
         for got, wanted in zip(walked(rows), expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("heads", [(1, 2), (1, 7), (3, 3), (2, 4), (4, 1)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [("float32", (1, 2)), ("float32", (4, 1)), ("bfloat16", (1, 7)), ("bfloat16", (3, 3)), ("bfloat16", (4, 1))],
+    ids=str,
+)
 def test_a_row_has_the_same_bits_alone_and_beside_others(dtype, heads):
     """Beside rows whose lists are empty it is walked alone, beside rows as long not."""
     kv_heads, group = heads

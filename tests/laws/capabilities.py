@@ -175,7 +175,7 @@ def _small() -> str:
 
 SLOW = {
     *("bfloat16, small", "int8", "cache in int8", "window", "module", "own", "surprisals", "paper", "adaptive, self"),
-    *("ead", "budget", "compressed by head", "stacked, experts by entropy"),
+    *("self", "ead", "budget", "compressed by head", "stacked, experts by entropy"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 

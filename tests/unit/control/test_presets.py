@@ -62,7 +62,8 @@ def test_each_knob_reaches_what_it_is_named_for():
         assert few.blocks_read.sum() < signals_of("certified", **loose | change).blocks_read.sum()
 
 
-@pytest.mark.parametrize("name", ["paper", pytest.param("guarded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paper", "guarded"])
 def test_a_threshold_prunes_only_what_the_entropy_calls_certain(name):
     """After an entropy above the reference of 2 nats nothing is left out; a surer model leaves out."""
     unsure, sure = (signals_of(name, sharpness, tolerance=5.0, min_blocks=1, window=1) for sharpness in (1.0, 30.0))

@@ -50,7 +50,7 @@ def pruned(residual: bool) -> SelectedOfLayer:
     )
 
 
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("soft_cap", [None, pytest.param(1.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_cap, sinks):
     logits = jnp.asarray([1.0, 3.0, -1.0, 2.0]) if sinks else None

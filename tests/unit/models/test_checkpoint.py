@@ -356,7 +356,7 @@ MIXED = dataclasses.replace(
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("written", [write_hugging_face, save_converted])
+@pytest.mark.parametrize("written", [write_hugging_face, pytest.param(save_converted, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [dataclasses.replace(TIED, num_layers=3, windows=(None,) * 3), MIXED])
 def test_layers_are_stacked_as_they_are_read(tmp_path, config, written, quantize):
     written(tmp_path, config, random_params(config))

@@ -14,6 +14,7 @@ from et_jax.errors import UsageError
 from et_jax.training import compact, loop, recipe
 
 
+@pytest.mark.slow
 def test_a_compact_state_keeps_the_weights_and_rounds_the_memory(mixed_settings, mixed_data, tmp_path):
     run(mixed_settings, mixed_data, tmp_path / "run", 3)
     state, step = loop.load_state(tmp_path / "run", mixed_settings)
