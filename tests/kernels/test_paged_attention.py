@@ -209,11 +209,11 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(dtype, heads):
     """Beside rows whose lists are empty it is walked alone, beside rows as long not."""
     kv_heads, group = heads
     shape = dataclasses.replace(
-        NAMED["group_3"], dtype=dtype, num_kv_heads=kv_heads, num_heads=kv_heads * group, lengths=(200,) * 3
+        NAMED["group_3"], dtype=dtype, num_kv_heads=kv_heads, num_heads=kv_heads * group, lengths=(200,) * 8
     )
     arguments = example(shape)
     beside = results(paged_attention, arguments, backend="xla")
-    only = np.array([0, 1, 0], np.int32)
+    only = (np.arange(8) == 1).astype(np.int32)
     empty = {"counts": arguments["counts"] * only[:, None], "lengths": arguments["lengths"] * only}
     alone = results(paged_attention, arguments | empty, backend="xla")
     for got, wanted in zip(alone, beside, strict=True):

@@ -34,7 +34,7 @@ def block_scores(
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.block_scores` documents."""
     walk = partial(_block_scores, key_box=key_box, mean=mean, page_size=page_size, scale=scale)
-    return _by_length(walk, q, page_table, lengths, len(key_box))
+    return _by_length(walk, q, page_table, lengths)
 
 
 def _block_scores(
@@ -83,7 +83,7 @@ def code_scores(
     walk = partial(
         _code_scores, key_codes=key_codes, key_box=key_box, page_size=page_size, scale=scale, soft_cap=soft_cap
     )
-    return _by_length(walk, q, page_table, lengths, len(key_codes))
+    return _by_length(walk, q, page_table, lengths)
 
 
 def _by_length(
@@ -91,11 +91,9 @@ def _by_length(
     q: Float[Array, "b h d"],
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
-    num_kv_heads: int,
 ) -> Scores:
-    """Walk a few rows at a time, all of them where they run at once, or where one query alone has other bits."""
-    all_at_once = platform() != "cpu" or q.shape[1] == num_kv_heads
-    size = len(lengths) if all_at_once else ROWS_TOGETHER
+    """Walk a few rows at a time, but all of them on a device that runs them at once."""
+    size = ROWS_TOGETHER if platform() == "cpu" else len(lengths)
     return in_tiles(lambda rows: walk(*rows), size, lengths, (q, page_table, lengths))
 
 
