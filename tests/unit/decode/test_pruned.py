@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from et_jax.control.base import pack_blocks, unpack_blocks
+from et_jax.control.draft import PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.pruned import Noting, heavy, heavy_blocks, heavy_of, log_shares
 
@@ -94,3 +95,16 @@ def test_where_all_draft_alike_a_step_has_room_for_as_many_of_each():
 def test_a_share_is_one(wrong):
     with pytest.raises(ValueError, match="wanted a share above 0, up to 1"):
         Pruned(**wrong)
+
+
+@pytest.mark.parametrize(("context", "wants"), [(100, False), (60_000, True)])
+def test_a_text_wants_a_draft_at_its_first_step_where_its_law_does(context, wants):
+    """So that the first step notes; by what the law was told last: of drafts that never held it wants none."""
+    times = StepTimes(plain=3.0, plain_cached=6e-4, drafted=3.0, drafted_cached=6e-5, row=0.15, row_cached=6e-5)
+    drafting = Drafting(most=12, length=RooflineLength(times), drafter=Pruned(), times=times)
+    begun = drafting.started(jnp.int32(12), drafting.laws, jnp.int32(context))
+    assert bool(begun.wanted) == wants
+    assert not drafting.started(jnp.int32(0), drafting.laws, jnp.int32(context)).wanted  # whose request allows none
+    [law] = drafting.laws
+    never = law.told(times, 1.02, 0.0, PastDrafts(acceptance=0.0, credit=8.0))
+    assert not drafting.started(jnp.int32(12), (never,), jnp.int32(context)).wanted
