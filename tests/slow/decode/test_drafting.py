@@ -317,14 +317,14 @@ def test_where_a_lookup_has_a_guess_it_is_taken_and_else_the_model_drafts():
     after, rows, output, ran = decoded(made("off", whole))
     assert all(rows[slot]["token"].tolist() == expected[slot]["token"].tolist() for slot in PROMPTS)
     drafted, accepted = (np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted))
-    assert drafted[0].tolist() == [4, 0, 2] and drafted[1, 1] == 0  # nothing of its own yet
-    assert (drafted[2:4, 1] == 4).all() and (drafted[:, 1] == accepted[:, 1]).all()
+    assert drafted[0].tolist() == [4, 0, 2]  # nothing of its own yet
+    assert (drafted[1:3, 1] == 4).all() and (drafted[:, 1] == accepted[:, 1]).all()
     own, before = after.draft, after.draft.before
     assert before is not None
     assert before.acceptance[1] == 0.5 and own.acceptance[1] > 0.5  # of the second only the model spoke
     assert own.acceptance[0] == 0.5 and before.acceptance[0] < 0.2  # and never of the first
     passes = np.asarray(output.work[0].passes)[:ran, 0].max(axis=-1)
-    assert (passes[2:4] == 5).all() and (passes[:2] == 1).all()
+    assert (passes[1:3] == 5).all() and passes[0] == 1
 
 
 def test_a_small_model_that_is_the_model_is_always_right():
@@ -341,9 +341,9 @@ def test_a_model_that_drafts_for_itself_and_leaves_nothing_out_is_always_right()
     drafted, accepted, passes, tokens = (
         np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted, output.work[0].passes, output.work[0].tokens)
     )
-    # a draft is wanted after the first step, and the second notes what it reads; of the sequence with penalties a draft
-    # knows only those of the tokens before it
-    assert (drafted[:, :2] == accepted[:, :2]).all() and not drafted[:2].any() and (drafted[2:4] == 4).all()
+    # a draft is wanted from the first step on, which notes what it reads; of the sequence with penalties a draft knows
+    # only those of the tokens before it
+    assert (drafted[:, :2] == accepted[:, :2]).all() and not drafted[0].any() and (drafted[1:3] == 4).all()
     served = passes.max(axis=-1) > 0
     assert (passes.max(axis=-1)[served] == 1 + drafted.max(axis=-1)[served]).all()
     # a step reads its newest token, and each drafted one twice: to go on from the one before it, and to verify it
