@@ -63,11 +63,11 @@ class Version:
         self.answer()
 
     def answer(self) -> float:
-        """Return the tokens a second of the next line. Raises RuntimeError where the process ended."""
+        """Return the tokens a second of the next line. Where the process ended, having said why, so does this one."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process that serves ended with {self.process.wait()}")
+            raise SystemExit(f"The process that serves ended with {self.process.wait()}; above it says why.")
         return json.loads(line)["tokens_per_second"]
 
     def run(self) -> float:
