@@ -161,6 +161,16 @@ class DecoderConfig:
         return compiler_options(platform) if any(stack.depth > 1 for stack in found) else None
 
     @property
+    def few(self) -> tuple[int, ...]:
+        """The rows of steps that serve few sequences, in programs of their own: 2, 8 and so on, up to half of `batch`.
+
+        None beside drafts, whose program has steps of several widths.
+        """
+        if self.draft is not None:
+            return ()
+        return tuple(2 * 4**power for power in range(self.batch.bit_length()) if 4 * 4**power <= self.batch)
+
+    @property
     def takes_turns(self) -> bool:
         """Whether two models speak, each where the controller's switch says so."""
         return self.controller.switch is not None

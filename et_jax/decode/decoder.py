@@ -7,7 +7,7 @@ them with the state donated, so that the cache is updated in place.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,14 +36,18 @@ def decode(
     until_end: Bool[Array, ""] | bool = False,
     *,
     drafts: bool = True,
+    num_rows: int | None = None,
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
 
     With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting for. Without
-    `drafts` no step has any, and where the model drafts for itself it stops when a draft is wanted. Returns the outputs
-    stacked over `max_steps`, of which the returned number were run.
+    `drafts` no step has any, and where the model drafts for itself it stops when a draft is wanted. With `num_rows` a
+    step has that many rows, whatever `batch` is. Returns the outputs stacked over `max_steps`, of which the returned
+    number were run.
     """
-    one = jax.jit(partial(step, config, drafts=drafts))  # traced once, for the shapes and for the loop
+    one = jax.jit(
+        partial(step, config, drafts=drafts, num_rows=num_rows)
+    )  # traced once, for the shapes and for the loop
     _, shapes = jax.eval_shape(one, weights, state)
     outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
     num_steps = jnp.minimum(num_steps, config.max_steps)
@@ -87,7 +91,7 @@ class Decoder:
     """The functions of this module, of `compress` and of `slots`, their configuration bound, jitted.
 
     The state that a function returns anew is donated to it. `decode_plain` is `decode` without drafts, of which there
-    may be some.
+    may be some, and `decode_few` for few sequences, by the rows of a step.
     """
 
     config: DecoderConfig
@@ -97,6 +101,7 @@ class Decoder:
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
     decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
     decode_plain: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
+    decode_few: Mapping[int, Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]]
     compress: Callable[[DecodeState, Any], tuple[DecodeState, Bool[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
@@ -127,6 +132,7 @@ def decoder(config: DecoderConfig) -> Decoder:
         step=compiled(step, config, donate=1),
         decode=compiled(decode, config, donate=1),
         decode_plain=compiled(partial(decode, drafts=False), config, donate=1),
+        decode_few={rows: compiled(partial(decode, num_rows=rows), config, donate=1) for rows in config.few},
         compress=compiled(compress, config, donate=0),
         release=compiled(slots.release, donate=0),
         fork=compiled(slots.fork, config, donate=0),

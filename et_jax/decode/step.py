@@ -36,23 +36,26 @@ _MOST_CELLS = 3
 
 
 def step(
-    config: DecoderConfig, weights: Weights, state: DecodeState, *, drafts: bool = True
+    config: DecoderConfig, weights: Weights, state: DecodeState, *, drafts: bool = True, num_rows: int | None = None
 ) -> tuple[DecodeState, StepOutput]:
     """Advance the sequences served by one token, or by several where drafts are accepted.
 
     choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: no token, and its
     clock, key and control are unchanged. The output leads with the tokens of the step: one or, under `config.draft`,
     as many as may be accepted; what the first holds is a step without drafts. Without `drafts` it is such a step, a
-    much smaller program. Where two models take turns, a step is that of one of them, for the sequences in which it is
-    active.
+    much smaller program. With `num_rows` it serves no more sequences than that, to which it does what a step of `batch`
+    does. Where two models take turns, a step is that of one of them, for the sequences in which it is active.
     """
     check_weights(weights, len(config.plants))
+    shared = config.batch
+    if num_rows is not None:
+        config = replace(config, batch=num_rows)
     active, ready = turns.chosen(state)
     state, chosen = choose(config, state, ready)
     table, rows = reserve(config, state, chosen)
     state = replace(state, table=table)
     state = write_surprisals(state, rows)
-    price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), config.batch, active)
+    price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), shared, active)
     own, audit = config.plants[MODEL], None
     if config.draft is not None:
         if drafts:

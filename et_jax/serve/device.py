@@ -22,6 +22,7 @@ from et_jax.io import later
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
 from et_jax.serve.executables import Kept
+from et_jax.serve.few_rows import FewRows
 from et_jax.types import replace
 
 
@@ -38,11 +39,12 @@ class Device:
             self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
         self.promises: list[jax.Array] = []
         self._drafting: Future[object] | None = None  # what makes the program that drafts, while it is not awaited
+        self._few = FewRows(decoder, self._where.platform)
 
     @property
     def making(self) -> bool:
-        """Whether the program that drafts is made beside what is done."""
-        return self._drafting is not None and not self._drafting.done()
+        """Whether a program is made beside what is done: that which drafts, or one for few sequences."""
+        return self._few.making or (self._drafting is not None and not self._drafting.done())
 
     def warm_up(self, tell: Callable[[str], None], *, shares: bool, swaps: bool, drafts: bool = True) -> None:
         """Compile every program that serving can need, by running each on nothing.
@@ -65,7 +67,7 @@ class Device:
         programs["decode"] = lambda: self._burst(first, 0, until_end=False)
         if drafts and self.config.pruned is not None:
             programs["decode without drafts"] = lambda: self._burst(self.decoder.decode_plain, 0, until_end=False)
-        asked = self.weights, self.state, np.int32(0), np.bool_(False)
+        asked = self._nothing_to_decode
         first, drafting, lasting = self.decoder.decode, None, True
         if not drafts and self.config.draft is not None and isinstance(first, Kept):
             lasting = not first.is_kept(*asked)
@@ -96,21 +98,35 @@ class Device:
         """Start a sequence whose prompt is in the cache."""
         self.state = self.decoder.insert(self.state, np.int32(slot), asked)
 
-    def decode(self, num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
-        """Start a burst of steps and return its outputs and how many were run, both still to be fetched.
+    def decode(self, num_steps: int, running: int, *, until_end: bool) -> tuple[StepOutput, jax.Array, int]:
+        """Start a burst of steps of the `running` sequences.
 
-        A model that drafts for itself notes what it reads where a draft is wanted. While none is, the program that can
-        do neither runs.
+        Returns its outputs and how many steps were run, both still to be fetched, and the rows of each step. A model
+        that drafts for itself notes what it reads where a draft is wanted. While none is, the program that can do
+        neither runs.
         """
-        decode = self.decoder.decode
-        if self.making:
-            decode = self.decoder.decode_plain
-        elif self._drafting is not None:
+        rows, decode = self._few.chosen(running) or (self.config.batch, self._of_all_rows())
+        return *self._burst(decode, num_steps, until_end=until_end), rows
+
+    def _of_all_rows(self) -> Callable[..., Any]:
+        """The program of all rows that is to run, with drafts or without."""
+        if self._drafting is not None:
+            if not self._drafting.done():
+                return self.decoder.decode_plain
             self._drafting.result()  # what kept it from being made
             self._drafting = None
         if self.config.pruned is not None and not wants_drafts(self.state):
-            decode = self.decoder.decode_plain
-        return self._burst(decode, num_steps, until_end=until_end)
+            return self.decoder.decode_plain
+        return self.decoder.decode
+
+    def note(self, running: int, rows: int, seconds: float) -> None:
+        """Note how long a burst of so many sequences took in `rows`, and the prompts before it."""
+        self._few.note(running, rows, seconds, *self._nothing_to_decode)
+
+    @property
+    def _nothing_to_decode(self) -> tuple[Any, ...]:
+        """What a program that decodes is given to run no step."""
+        return self.weights, self.state, np.int32(0), np.bool_(False)
 
     def _burst(self, decode: Callable[..., Any], num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
         self.state, outputs, ran = decode(self.weights, self.state, np.int32(num_steps), np.bool_(until_end))

@@ -44,19 +44,24 @@ def kept(bound: Decoder) -> Decoder:
         return bound
     programs = {field.name: getattr(bound, field.name) for field in dataclasses.fields(bound)}
     made = {name: Kept(one, name, told) for name, one in programs.items() if isinstance(one, Program)}
-    return dataclasses.replace(bound, **made)
+    few = {
+        rows: Kept(one, f"decode_{rows}", told) for rows, one in bound.decode_few.items() if isinstance(one, Program)
+    }
+    return dataclasses.replace(bound, **made, decode_few=few)
 
 
 class Kept(Program):
     """A program that is loaded, not traced, where a process before this one has kept it; else it is kept.
 
     Arguments are arrays that were put on one device, and values of numpy. With others, within transformations of JAX,
-    and where JAX keeps programs in no `ProgramStore`, it is the program that it was.
+    and where JAX keeps programs in no `ProgramStore`, it is the program that it was. `seconds` is what it took to make,
+    when that was done; None before.
     """
 
     def __init__(self, program: Program, name: str, config: str) -> None:
         super().__init__(program.jitted)
         self._name, self._config = name, config
+        self.seconds: float | None = None
         self._ready: dict[str, jax.stages.Compiled] = {}  # by key
         self._lock = threading.Lock()
         self._want, self._make = within(self._wanted), within(self._made)
@@ -110,12 +115,15 @@ class Kept(Program):
             if wanted.key in self._ready:  # by another thread
                 return self._ready[wanted.key]
             calls = _own(wanted.store.folder / _FOLDER)
-            compiled = None if calls is None else _loaded(calls, wanted)
-            if compiled is None:
+            found = None if calls is None else _loaded(calls, wanted)
+            if found is None:
+                began = time.monotonic()
                 with wanted.store.asked() as names:
                     compiled = self.jitted.lower(*arguments).compile()
+                found = compiled, time.monotonic() - began
                 if calls is not None:
-                    _keep(calls, wanted, compiled, names)
+                    _keep(calls, wanted, *found, names)
+            compiled, self.seconds = found
             self._ready = {wanted.key: compiled} | self._ready
         return compiled
 
@@ -187,26 +195,32 @@ def _digest(program: bytes) -> bytes:
     return hashlib.blake2b(program, digest_size=32).digest()
 
 
-def _keep(calls: ProgramStore, wanted: _Wanted, compiled: Any, names: list[str]) -> None:
-    """Keep what it takes to call a program, which JAX asked the store for by the last of these names."""
+def _keep(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: float, names: list[str]) -> None:
+    """Keep what it takes to call a program, which JAX asked the store for by the last of these names.
+
+    Beside it is kept how many seconds it took to make.
+    """
     program = wanted.store.get(names[-1]) if names else None
     unloaded = getattr(compiled._executable, "_unloaded_executable", None)
     if program is None or unloaded is None or compiled._params.const_args or unloaded.host_callbacks:
         return  # a program that JAX keeps nowhere, or one with more to it than arguments and results
     information = jax.tree.leaves(compiled.args_info)
     with io.BytesIO() as file:
-        _Pickler(file, names[-1], _digest(program)).dump((unloaded, information, compiled.out_tree))
+        _Pickler(file, names[-1], _digest(program)).dump((unloaded, information, compiled.out_tree, seconds))
         calls.put(wanted.key, file.getvalue())
 
 
-def _loaded(calls: ProgramStore, wanted: _Wanted) -> jax.stages.Compiled | None:
-    """The program that was kept under a key, None where there is none, or none that can be loaded."""
+def _loaded(calls: ProgramStore, wanted: _Wanted) -> tuple[jax.stages.Compiled, float] | None:
+    """The program that was kept under a key, and the seconds that it took to make, when it was made.
+
+    None where there is none, or none that can be loaded.
+    """
     began = time.monotonic()
     entry = calls.get(wanted.key)
     if entry is None:
         return None
     try:
-        unloaded, information, results = _Unpickler(io.BytesIO(entry), wanted.store, wanted.device).load()
+        unloaded, information, results, seconds = _Unpickler(io.BytesIO(entry), wanted.store, wanted.device).load()
         loaded = jax.stages.Compiled(unloaded.load(), [], wanted.structure.unflatten(information), results)
     except _GoneError:
         return None
@@ -214,4 +228,4 @@ def _loaded(calls: ProgramStore, wanted: _Wanted) -> jax.stages.Compiled | None:
         _LOG.warning(f"A kept program cannot be loaded ({type(error).__name__}: {error}); it is compiled anew.")
         return None
     compilation.count_loaded(time.monotonic() - began)
-    return loaded
+    return loaded, seconds

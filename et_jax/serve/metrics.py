@@ -26,9 +26,9 @@ class Metrics:
 
     `finished` counts continuations by finish reason. `cached_prompt_tokens` are the prompt tokens that
     the prefix cache held already. `cost` and `flops` are those of ended continuations; idle rows, which a
-    step runs with the others, are counted apart. `programs_compiled_late` are those of `programs_compiled` that came
-    after warm-up. `waiting_seconds` (submission to first slot) and `serving_seconds` (first slot to end) are sums over
-    requests.
+    step runs with the others, are counted apart. `programs_compiled_late` are those of `programs_compiled` that a round
+    waited for after warm-up. `waiting_seconds` (submission to first slot) and `serving_seconds` (first slot to end)
+    are sums over requests.
     """
 
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,9 @@ class Metrics:
     idle_rows: int = _counter("idle_rows_total", "Rows of decode steps that served no sequence.")
     preemptions: int = _counter("preemptions_total", "Sequences that gave up their slot before their end.")
     programs_compiled: int = _counter("programs_compiled_total", "Programs compiled or read from the cache.")
-    programs_compiled_late: int = _counter("programs_compiled_late_total", "Programs compiled after warm-up.")
+    programs_compiled_late: int = _counter(
+        "programs_compiled_late_total", "Programs that were waited for after warm-up."
+    )
     tracing_seconds: float = _counter("tracing_seconds_total", "Seconds of tracing and lowering programs.", 0.0)
     compiling_seconds: float = _counter("compiling_seconds_total", "Seconds of compiling programs.", 0.0)
     loading_seconds: float = _counter("loading_seconds_total", "Seconds of loading programs that were kept.", 0.0)

@@ -116,7 +116,7 @@ class Replica:
             raise
         late = made() - before
         self.metrics.add_programs(late)
-        if not making:  # it was one that was not awaited
+        if not (making or self.device.making):  # else it was one that was not awaited
             self.metrics.programs_compiled_late += late.programs
 
     def _round(self) -> None:
@@ -338,8 +338,8 @@ class Replica:
         steps = 1 if pending else self._steps
         steps = self._make_room(steps if most is None else min(steps, most))
         promises, self.device.promises = self.device.promises, []
-        began = time.perf_counter()
-        outputs, ran = self.device.decode(steps, until_end=bool(self.queue.waiting))
+        began, running = time.perf_counter(), len(self._with(Status.RUNNING))
+        outputs, ran, num_rows = self.device.decode(steps, running, until_end=bool(self.queue.waiting))
         asked = {slot: sequence.request.params.logprobs for slot, sequence in self.slots.items()}
         if not any(asked.values()):
             outputs = replace(outputs, top_tokens=None, top_logprobs=None)
@@ -347,8 +347,9 @@ class Replica:
         ran = int(ran)
         if not all(map(np.all, granted)) or output.refused[:ran].any():
             raise RuntimeError("a sequence was promised pages and did not get them")
+        seconds = time.perf_counter() - began
+        self.device.note(running, num_rows, seconds)
         if not promises:  # a prefill's time would be counted with that of the steps
-            seconds = time.perf_counter() - began
             self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
             laws = None if self.device.making else self._clock.note(output, ran, seconds)  # a compiler takes its time
             if laws is not None:
@@ -358,12 +359,11 @@ class Replica:
         for step in range(ran):
             num_sharing = burst.num_sharing(step, self._with(Status.RUNNING))
             for position in range(burst.num_positions(step)):
-                running = self._with(Status.RUNNING)
+                now = self._with(Status.RUNNING)
                 if position == 0:
-                    num_served = burst.num_served(step, running)
-                    idle = burst.idle(step, self.config.batch - num_served)
-                    self.metrics.add_rows(self.config.batch, num_served, idle)
-                for slot, sequence in running.items():
+                    num_served = burst.num_served(step, now)
+                    self.metrics.add_rows(num_rows, num_served, burst.idle(step, num_rows - num_served))
+                for slot, sequence in now.items():
                     row = burst.row(step, position, slot, asked[slot], num_sharing, sequence.unpaid)
                     sequence.unpaid = row.unpaid
                     self._take(slot, sequence, row)

@@ -95,9 +95,9 @@ def first_rows(config, state, rows: int):
     return config, jax.tree.map(lambda x, like: x if x.shape == like.shape else x[:rows], state, shapes)
 
 
-def after_steps(config, params, state, steps: int = 3):
+def after_steps(config, params, state, steps: int = 3, **settings):
     """The state, and the last output."""
-    advance = jax.jit(functools.partial(step, config))
+    advance = jax.jit(functools.partial(step, config, **settings))
     for _ in range(steps):
         state, output = advance((params,), state)
     return state, output
@@ -146,6 +146,23 @@ def test_a_row_has_the_same_bits_among_any_number_by_products_in_8_bits(model, d
 
 def test_a_row_has_the_same_bits_among_any_number_over_a_cache_in_8_bits():
     check(SLIDING, jnp.float32, "certified", (3, 18), cache_dtype=jnp.int8)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "control"), [(WIDE, jnp.float32, "off"), (SLIDING, jnp.bfloat16, "certified")]
+)
+def test_sequences_have_the_same_bits_where_a_step_has_rows_for_few(model, dtype, control):
+    """In slots of any number, at the same price, for the laws may go by that."""
+    config, params, state = full(model, dtype, control, 18)
+    running = jnp.isin(jnp.arange(18), jnp.asarray([3, 11]))
+    state = replace(state, active=running)
+    (state, output), few = (after_steps(config, params, state, num_rows=number) for number in (None, 2))
+    assert output.produced[0].tolist() == running.tolist()
+    assert same_bits(state, few[0])
+    told, found = (
+        jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda x: x[:, running], one)) for one in (output, few[1])
+    )
+    assert [jax.tree_util.keystr(at) for (at, x), (_, y) in zip(told, found, strict=True) if not same_bits(x, y)] == []
 
 
 def folded(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, page_size: int = 16, **rest) -> Shape:

@@ -62,7 +62,8 @@ def warmed_up(go: threading.Event, drafts: bool, failure: Exception | None = Non
 
 def ran(device: Device) -> str:
     """Decode, and return the name of the program that did."""
-    output, _ = device.decode(3, until_end=False)
+    output, _, rows = device.decode(3, 1, until_end=False)
+    assert rows == device.config.batch
     [name] = [
         one.name for one in map(told, (device.decoder.decode, device.decoder.decode_plain)) if one.output is output
     ]

@@ -89,13 +89,16 @@ def calls(programs, tmp_path):
 
 
 def test_a_program_that_was_kept_gives_the_same_bits_untraced(programs, calls):
-    expected = bits(programs.start())
-    assert programs.num_traced == 1
+    first = programs.start()
+    assert first.seconds is None
+    expected = bits(first)
+    assert programs.num_traced == 1 and first.seconds > 0
     before, again, pair = compilation.made(), programs.start(), given()
     assert bits(again, pair) == expected == bits(again)
     spent = compilation.made() - before
     assert programs.num_traced == 1
     assert spent.programs == 1 and spent.loading > 0 and spent.tracing == spent.compiling == 0
+    assert again.seconds == first.seconds  # what it took when it was compiled
     assert pair.x.is_deleted() and again(given(), np.int32(2))[0].power == 3
     assert stat.S_IMODE(calls.stat().st_mode) == 0o700
     assert [stat.S_IMODE(entry.stat().st_mode) for entry in calls.iterdir()] == [0o600]

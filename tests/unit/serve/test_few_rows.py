@@ -1,0 +1,110 @@
+"""Programs of few rows: which of them serves a burst, and when one is made."""
+
+import threading
+from typing import Any
+
+import jax
+import pytest
+from small_model import configuration
+
+from et_jax.decode.decoder import Program, decoder
+from et_jax.models.config import ModelConfig
+from et_jax.serve import few_rows
+from et_jax.serve.executables import Kept
+from et_jax.serve.few_rows import FewRows
+from et_jax.types import replace
+
+
+class Told(Kept):
+    """A program by its rows, that took 2 seconds to make, or has to be; it is made once `go` is set, or cannot be."""
+
+    def __init__(self, rows: int, *, kept: bool = False, failure: Exception | None = None) -> None:
+        super().__init__(Program(jax.jit(lambda: None)), str(rows), "")
+        self.rows, self.kept, self.failure = rows, kept, failure
+        self.num_asked, self.num_made, self.go = 0, 0, threading.Event()
+
+    def is_kept(self, *arguments: Any) -> bool:
+        self.num_asked += 1
+        return self.kept
+
+    def ahead(self, *arguments: Any) -> Any:
+        def make() -> None:
+            assert self.go.wait(60) and arguments == ("weights", "state")
+            self.num_made += 1
+            if self.failure is not None:
+                raise self.failure
+
+        return make
+
+
+class Served:
+    """Programs of 2 and 8 rows beside that of all 16, which took 2 seconds to make."""
+
+    def __init__(self, platform: str = "cpu", **settings: Any) -> None:
+        bound = decoder(configuration(num_slots=16, batch=16, num_pages=257))
+        assert list(bound.decode_few) == [2, 8]
+        whole = Told(16)
+        whole.seconds = 2.0
+        self.two, self.eight = Told(2, **settings), Told(8)
+        self.few = FewRows(replace(bound, decode=whole, decode_few={8: self.eight, 2: self.two}), platform)
+
+    def burst(self, running: int, seconds: float) -> int:
+        """Run one that takes so long, and return its rows."""
+        rows, _ = self.few.chosen(running) or (16, None)
+        self.few.note(running, rows, seconds, "weights", "state")
+        return rows
+
+    def made(self, program: Told) -> None:
+        """Have a program made that is being made, and wait for it."""
+        assert self.few.making
+        program.go.set()
+        for made in self.few._made.values():
+            made.exception(60)
+
+
+def test_a_program_of_few_rows_is_made_once_its_bursts_took_as_long_as_that_of_all_took_to_make():
+    served = Served()
+    assert [served.burst(1, 0.75) for _ in range(2)] == [16, 16] and not served.few.making
+    assert served.burst(9, 60.0) == 16 and not served.few.making  # which no other could have served
+    assert served.burst(2, 0.5) == 16 and served.few.making
+    assert served.burst(1, 60.0) == 16  # while it is made
+    served.made(served.two)
+    assert [served.burst(running, 0.1) for running in (1, 2, 3)] == [2, 2, 16]
+    assert served.two.num_made == 1 and served.two.num_asked == 1  # whether it is kept is asked once
+
+
+def test_more_sequences_run_in_the_next_that_there_is():
+    served = Served()
+    served.burst(5, 2.0)
+    served.made(served.eight)
+    assert [served.burst(running, 0.1) for running in (1, 2, 8, 9, 16)] == [8, 8, 8, 16, 16]
+    assert served.burst(1, 1.9) == 8 and served.few.making
+    served.made(served.two)
+    assert [served.burst(running, 0.1) for running in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, 16]
+
+
+def test_a_program_that_is_kept_is_made_at_once():
+    served = Served(kept=True)
+    served.burst(1, 1e-3)
+    served.made(served.two)
+    assert served.burst(1, 1e-3) == 2
+
+
+def test_where_a_program_cannot_be_made_texts_go_on_without_and_a_line_says_so(caplog):
+    served = Served(kept=True, failure=MemoryError("no room"))
+    served.burst(1, 1e-3)
+    served.made(served.two)
+    assert served.burst(1, 0.1) == 16 and served.two.num_made == 1
+    assert "The program of 2 rows cannot be made (MemoryError: no room); it is not used." in caplog.text
+
+
+def test_a_module_of_the_callers_own_has_none(monkeypatch):
+    monkeypatch.setattr(few_rows, "ModuleModel", ModelConfig)
+    served = Served(kept=True)
+    assert served.burst(1, 60.0) == 16 and not served.few.making
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_an_accelerator_has_none(platform):
+    served = Served(platform)
+    assert served.burst(1, 60.0) == 16 and not served.few.making and served.two.num_asked == 0
