@@ -118,6 +118,9 @@ class EngineConfig:
             raise UsageError(
                 f"draft is {self.draft}; after the plus name self or a smaller model, or take lookup alone."
             )
+        if str(self.draft).endswith(f"+{LOOKUP}"):
+            other = str(self.draft).removesuffix(f"+{LOOKUP}")
+            raise UsageError(f"draft is {self.draft}; the lookup is asked first, so write {LOOKUP_BEFORE}{other}.")
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
         if self.cache_budget is not None and not isinstance(self.cache_budget, Compression):

@@ -17,6 +17,7 @@ from jax._src import compilation_cache
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = 32  # bytes at the beginning of an entry
+_LEFT = 24 * 3600.0  # seconds after which what a process was writing is taken to have been left by it
 MOST_BYTES = 4 * 2**30  # of all entries of a folder
 
 
@@ -92,7 +93,11 @@ class ProgramStore:
             return file.read()
 
     def _make_room(self) -> None:
-        """Remove the entries that were used last the longest ago, while there is too much."""
+        """Remove the entries that were used last the longest ago, while there is too much, and halves left by others."""
+        for half in self.folder.glob(".*.new"):
+            with contextlib.suppress(OSError):
+                if half.stat().st_mtime < time.time() - _LEFT:
+                    half.unlink()
         used = []
         for entry in self.folder.glob("*.program"):
             with contextlib.suppress(OSError):  # another process may have been faster

@@ -119,6 +119,7 @@ def test_a_control_that_leaves_nothing_to_draft_is_refused_wherever_it_is_given(
         ({"draft": "lookup", "draft_tokens": 0}, "draft_tokens is 0"),
         ({"draft_tokens": 17}, "draft_tokens is 17"),
         ({"draft": "lookup+lookup"}, "draft is lookup+lookup; after the plus name self or a smaller model"),
+        ({"draft": "self+lookup"}, "draft is self+lookup; the lookup is asked first, so write lookup+self."),
         ({"draft": "lookup+"}, "draft is lookup+; after the plus name self or a smaller model"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,6 +92,16 @@ def test_what_was_used_last_the_longest_ago_makes_room(tmp_path):
     store.put("d", b"d" * 1000)
     store.put("e", b"e" * 1000)
     assert sorted(entry.stem for entry in tmp_path.iterdir()) == ["a", "d", "e"]
+
+
+def test_what_processes_left_half_written_is_removed_and_what_is_being_written_is_not(tmp_path):
+    store = program_store.ProgramStore(tmp_path)
+    for name, hours in (("left", 25), ("under way", 23)):
+        half = tmp_path / f".{name}.new"
+        half.write_bytes(b"half")
+        os.utime(half, (time.time(), time.time() - 3600 * hours))
+    store.put("a", b"whole")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".under way.new", "a.program"]
 
 
 def test_the_keys_that_a_thread_asks_for_are_gathered(tmp_path):
