@@ -93,7 +93,7 @@ class ProgramStore:
             return file.read()
 
     def _make_room(self) -> None:
-        """Remove the entries that were used last the longest ago, while there is too much, and what was left half written."""
+        """Remove what was left half written and, while there is too much, what was used last the longest ago."""
         for half in self.folder.glob(".*.new"):
             with contextlib.suppress(OSError):
                 if half.stat().st_mtime < time.time() - _LEFT:
