@@ -4,8 +4,9 @@
 
 Every version serves the same requests in a process of its own, and waits while another does. Each case is a model, a
 control and a number of sequences at once. With `--alone` above 0 it is one sequence in an engine with room for so many,
-which goes on from a prompt of so many tokens that the engine has kept. Medians are of the rounds, the ratio is the
-median of the rounds' own.
+which goes on from a prompt of so many tokens that the engine has kept. Before it is timed each process serves for
+`--settle` seconds, for programs for few sequences are made once some have been served. Medians are of the rounds, the
+ratio is the median of the rounds' own.
 """
 
 import argparse
@@ -32,7 +33,7 @@ MODELS = ("bundled", "135M")
 PROMPT = "It was late in the autumn when the letter came, and nobody in the house would say from whom it was. "
 
 
-def serve(model: str, rows: int, case: str, alone: int) -> None:
+def serve(model: str, rows: int, case: str, alone: int, settle: float) -> None:
     """Serve the requests of a case once for every line of the standard input, and print the tokens a second."""
     tokens = 192 if model == "bundled" and not alone else 48
     room = alone + 2 * tokens if alone else 512
@@ -42,6 +43,9 @@ def serve(model: str, rows: int, case: str, alone: int) -> None:
         words = loaded.tokenizer.encode(PROMPT)
         prompts = [(words * -(-alone // len(words)))[:alone]]
     settings: dict[str, Any] = {"max_tokens": tokens, "seed": 1, "ignore_eos": True}
+    until = time.perf_counter() + settle
+    while time.perf_counter() < until:
+        loaded.generate(prompts, **settings)
     for _ in itertools.chain([None], sys.stdin):  # the first, which compiles, is not asked for
         began = time.perf_counter()
         loaded.generate(prompts, **settings)
@@ -106,6 +110,7 @@ def main() -> None:
     parser.add_argument("--rows", type=arguments.count(2), nargs="+", default=[2, 16], help="sequences at once")
     parser.add_argument("--case", nargs="+", choices=CASES, default=[*CASES], help="controls (default all)")
     parser.add_argument("--alone", type=arguments.count(0), nargs="+", default=[0], help="tokens of the one prompt")
+    parser.add_argument("--settle", type=float, default=0.0, help="seconds of serving before (default 0)")
     parser.add_argument("--rounds", type=arguments.count(), default=7)
     parser.add_argument("--output", type=arguments.output, default=RESULTS / "versions.json", help="a JSON file")
     args = parser.parse_args()
@@ -113,17 +118,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = {"bundled": "bundled", "135M": str(random_folder(Path(folder), SMOLLM_135M, "bfloat16"))}
         for name, rows, case, alone in itertools.product(args.model, args.rows, args.case, args.alone):
-            what = models[name], str(rows), case, str(alone)
+            what = models[name], str(rows), case, str(alone), str(args.settle)
             figures = compared([args.checkout.resolve(), REPOSITORY], args.rounds, *what)
             found.append({"model": name, "rows": rows, "case": case, "alone": alone} | figures)
             print(found[-1], flush=True)
-    write(args.output, "scripts/bench_versions.py", {"rounds": args.rounds}, versions=found)
+    settings = {"rounds": args.rounds, "settle": args.settle}
+    write(args.output, "scripts/bench_versions.py", settings, versions=found)
     header = ["model", "rows", "case", "alone", "before", "now", "ratio"]
     print(table(header, [[row[key] for key in header] for row in found]))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+        serve(sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), float(sys.argv[6]))
     else:
         main()

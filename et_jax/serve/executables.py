@@ -80,6 +80,11 @@ class Kept(Program):
             return super().__call__(*arguments)
         return self._run(self._make(wanted, arguments), *arguments)
 
+    @property
+    def ready(self) -> bool:
+        """Whether one was made in this process."""
+        return bool(self._ready)
+
     def ahead(self, *arguments: Any) -> Callable[[], object]:
         """Return what makes the program for such arguments, which another thread may do, even once they are deleted."""
         wanted = self._want(arguments)

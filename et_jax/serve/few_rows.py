@@ -43,7 +43,7 @@ class FewRows:
     def chosen(self, running: int) -> tuple[int, Callable[..., Any]] | None:
         """Return the rows and the program for a burst of so many sequences; None where it is that of all rows."""
         for rows, program in self._programs.items():
-            if rows >= running and rows in self._made and self._made[rows].done():
+            if rows >= running and rows in self._made and self._made[rows].done() and program.ready:
                 return rows, program
         return None
 
