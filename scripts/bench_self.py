@@ -141,7 +141,7 @@ class Run:
         texts: list[list[int]] = [[] for _ in range(self.sequences)]
         counts = dict.fromkeys(("drafted", "accepted", "steps", "blocks"), 0)
         seconds, steps = 0.0, 1
-        while len(texts[0]) < tokens:
+        while min(map(len, texts)) < tokens:  # drafts of one hold more often than those of another
             began = time.perf_counter()
             decode = self.decoder.decode if wants_drafts(state) else self.decoder.decode_plain
             state, output, ran = decode(weights, state, np.int32(steps))

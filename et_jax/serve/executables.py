@@ -86,15 +86,15 @@ class Kept(Program):
         return bool(self._ready)
 
     def ahead(self, *arguments: Any) -> Callable[[], object]:
-        """Return what makes the program for such arguments, which another thread may do, even once they are deleted."""
+        """Return what makes the program for such arguments in any thread, and holds none of their data."""
         wanted = self._want(arguments)
         if wanted is None:
             return lambda: None
-        told = within(settings)()
+        told, described = within(settings)(), jax.tree.map(_described, arguments)
 
         def make() -> None:
             if within(settings)() == told:  # else this thread would make another
-                self._make(wanted, arguments)
+                self._make(wanted, described)
 
         return make
 
@@ -141,6 +141,14 @@ class _Wanted:
     structure: Any
     device: Any
     store: ProgramStore
+
+
+def _described(leaf: Any) -> Any:
+    """What a program is made for, of one argument."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    place = leaf.format if leaf.committed else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=leaf.weak_type)
 
 
 def _store(backend: Any) -> ProgramStore | None:

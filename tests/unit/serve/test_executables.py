@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -269,12 +270,15 @@ def test_another_thread_makes_a_program_ahead(programs):
         program, pair = programs.start(), given()
         with own_settings(), jax.transfer_guard("allow"):  # as a model has them that serves
             make = program.ahead(pair, np.int32(2))
-        pair.x.delete()  # as a program does that runs meanwhile
+        data = weakref.ref(pair.x)
+        del pair
+        assert data() is None  # the memory is free for what runs meanwhile
         threads.submit(make).result()
         before = compilation.made()
         make()  # as one does that has waited for another
         assert programs.num_traced == 1 and compilation.made() == before
-        assert bits(program) == expected and programs.num_traced == 1
+        pair = given()
+        assert bits(program, pair) == expected and programs.num_traced == 1 and pair.x.is_deleted()
         assert bits(programs.start()) == expected and programs.num_traced == 1
         late = programs.start("a third")
         with jax.log_compiles():  # which that thread does not know of
