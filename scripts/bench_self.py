@@ -14,7 +14,7 @@ context, freely: whatever holds.
 Texts have `--tokens`, or fewer where a plain one would take more than `--seconds`, but `--fewest`. In every round each
 way writes a text after a plain one. Programs are compiled once for each number of sequences, with room for the longest
 context whose caches take no more than `--gigabytes`; longer ones are left out. Every case is written down as it comes;
-`--resume` keeps those that the file of results holds. The whole takes about half an hour on two cores.
+`--resume` keeps those that the file of results holds. The whole takes more than an hour on two cores.
 """
 
 import dataclasses
