@@ -81,7 +81,7 @@ def begun(served, slots: int = 2) -> Device:
             end = min(at + chunk, length - 1)
             device.prefill([(slot, prompt[at:end])], ends=[slot] if end == length - 1 else [])
         device.insert(slot, request(device.config, prompt, limit=30, seed=slot, temperature=float(slot)))
-    device.decode(5, until_end=False)
+    device.decode(5, device.config.batch, until_end=False)
     assert all(granted.all() for granted in device.promises)
     return device
 

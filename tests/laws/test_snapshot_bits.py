@@ -11,20 +11,20 @@ from et_jax.decode import snapshots
 def test_a_state_from_disk_goes_on_as_it_would_have(served, tmp_path):
     device = begun(served)
     snapshots.save(tmp_path / "state", device.state)
-    output, ran = device.decode(12, until_end=False)
+    output, ran, _ = device.decode(12, device.config.batch, until_end=False)
     other = served.device()
     other.state = jax.device_put(snapshots.restore(tmp_path / "state", other.state), other._where)
-    again, _ = other.decode(12, until_end=False)
+    again, *_ = other.decode(12, other.config.batch, until_end=False)
     assert same_bits((device.state, output), (other.state, again))
     assert ran == 12 and np.asarray(output.produced).sum() >= 24
 
 
 def test_a_fork_writes_what_its_source_does_and_leaves_it_alone(served):
     apart, device = begun(served), begun(served)
-    apart.decode(12, until_end=False)
+    apart.decode(12, apart.config.batch, until_end=False)
     device.state, granted = device.decoder.fork(device.state, np.int32(0), np.int32(2))
     assert granted
-    output, _ = device.decode(12, until_end=False)
+    output, *_ = device.decode(12, device.config.batch, until_end=False)
     produced, tokens = np.asarray(output.produced), np.asarray(output.token)
     texts = [tokens[..., slot][produced[..., slot]].tolist() for slot in range(3)]
     assert texts[2] == texts[0] and len(texts[0]) >= 12

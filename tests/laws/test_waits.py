@@ -8,7 +8,7 @@ from served import begun
 def test_waits_are_counted(served):
     device = begun(served, slots=4)
     waited = np.asarray(device.state.control.wait)
-    output, ran = device.decode(4, until_end=False)
+    output, ran, _ = device.decode(4, device.config.batch, until_end=False)
     advanced = np.asarray(output.produced)[:ran].reshape(ran, -1, len(waited)).any(axis=1)
     for step in advanced:
         waited = np.where(step, 0, waited + 1)

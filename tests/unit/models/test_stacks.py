@@ -71,7 +71,7 @@ def test_programs_are_told_so_where_layers_lie_in_stacks_alone():
 
 
 def test_every_function_of_a_decoder_is_compiled_as_its_configuration_says(monkeypatch):
-    config, jit, given = configuration(stacked=True), jax.jit, []
+    config, jit, given = configuration(stacked=True, num_slots=8, batch=8), jax.jit, []
 
     def noting(function, **how):
         given.append(how["compiler_options"])
@@ -80,7 +80,8 @@ def test_every_function_of_a_decoder_is_compiled_as_its_configuration_says(monke
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "jit", noting)
     decoder(config)
-    assert given == [compiler_options("gpu")] * (len(dataclasses.fields(Decoder)) - 1)
+    assert config.few == (2,)
+    assert given == [compiler_options("gpu")] * (len(dataclasses.fields(Decoder)) - 2 + len(config.few))
 
 
 STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)
