@@ -147,7 +147,7 @@ def _described(leaf: Any) -> Any:
     """What a program is made for, of one argument."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    place = leaf.format if leaf.committed else None
+    place = getattr(leaf, "format") if leaf.committed else None  # noqa: B009 - the declared type of an array lacks it
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=leaf.weak_type)
 
 
