@@ -189,7 +189,7 @@ def test_entries_that_are_damaged_or_not_the_user_s_own_are_made_anew(programs, 
     for damage in (
         lambda: os.truncate(entry, 100),
         lambda: os.truncate(entry, 0),
-        lambda: entry.write_bytes(whole[:-9] + b"\0" + whole[-8:]),
+        lambda: entry.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]),
         lambda: entry.chmod(0o666),
         *((lambda: os.chown(entry, 12345, -1),) if os.geteuid() == 0 else ()),
     ):
