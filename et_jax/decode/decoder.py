@@ -45,9 +45,8 @@ def decode(
     step has that many rows, whatever `batch` is. Returns the outputs stacked over `max_steps`, of which the returned
     number were run.
     """
-    one = jax.jit(
-        partial(step, config, drafts=drafts, num_rows=num_rows)
-    )  # traced once, for the shapes and for the loop
+    # traced once, for the shapes and for the loop
+    one = jax.jit(partial(step, config, drafts=drafts, num_rows=num_rows))
     _, shapes = jax.eval_shape(one, weights, state)
     outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
     num_steps = jnp.minimum(num_steps, config.max_steps)

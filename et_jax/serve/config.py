@@ -118,8 +118,8 @@ class EngineConfig:
             raise UsageError(
                 f"draft is {self.draft}; after the plus name self or a smaller model, or take lookup alone."
             )
-        if str(self.draft).endswith(f"+{LOOKUP}"):
-            other = str(self.draft).removesuffix(f"+{LOOKUP}")
+        other, _, last = str(self.draft).rpartition("+")
+        if other and last == LOOKUP:
             raise UsageError(f"draft is {self.draft}; the lookup is asked first, so write {LOOKUP_BEFORE}{other}.")
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
