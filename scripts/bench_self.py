@@ -121,7 +121,7 @@ class Run:
     def compiled(self, weights: Weights, caches: list[PlantState]) -> None:
         """Compile what decodes, with drafts and without, by running no step."""
         state = self._going_on(caches, PAGE, 2)
-        for decode in (self.decoder.decode, self.decoder.decode_plain):
+        for decode in self.decoder.variants.values():
             state, _, _ = decode(weights, state, np.int32(0))
         caches.append(state.plants[0])
 
@@ -143,7 +143,7 @@ class Run:
         seconds, steps = 0.0, 1
         while min(map(len, texts)) < tokens:  # drafts of one hold more often than those of another
             began = time.perf_counter()
-            decode = self.decoder.decode if wants_drafts(state) else self.decoder.decode_plain
+            decode = self.decoder.variants[config.whole._replace(drafts=wants_drafts(state))]
             state, output, ran = decode(weights, state, np.int32(steps))
             output, ran = jax.device_get((output, ran))
             taken, ran = time.perf_counter() - began, int(ran)

@@ -28,7 +28,8 @@ from et_jax.evidence.shapes import SMOLLM_135M
 
 CASES = {
     "off": ["--control", "off"],
-    "certified": ["--control", "certified"],
+    "certified": ["--control", "certified"],  # which never chooses blocks on a CPU
+    "certified, choosing": ["--control", "certified", "--min-context", "1"],
     "lookup": ["--control", "off", "--draft", "lookup"],
     "certified, lookup": ["--control", "certified", "--draft", "lookup"],
 }

@@ -1,7 +1,8 @@
 """What is fixed for the life of a decoder."""
 
 import dataclasses
-from typing import Literal
+import itertools
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,14 @@ from et_jax.pallas.checks import EIGHT_BITS
 
 Keep = Literal["codes", "surprisals", "logits"]
 """What a state may hold beyond what selectors need: 8-bit keys, every token's surprisal, every slot's last logits."""
+
+
+class Variant(NamedTuple):
+    """What a program that decodes can do: its `rows` a step, whether it has drafts, and whether it `chooses` blocks."""
+
+    rows: int
+    drafts: bool
+    chooses: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,14 +170,28 @@ class DecoderConfig:
         return compiler_options(platform) if any(stack.depth > 1 for stack in found) else None
 
     @property
-    def few(self) -> tuple[int, ...]:
-        """The rows of steps that serve few sequences, in programs of their own: 2, 8 and so on, up to half of `batch`.
+    def whole(self) -> Variant:
+        """The program that decodes whatever there is."""
+        return Variant(self.batch, self.draft is not None, True)
 
-        None beside drafts, whose program has steps of several widths.
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The programs that decode, the whole one first: those beside it do less of what it does, and the same.
+
+        Steps that serve few sequences have 2 rows, 8 and so on, up to half of `batch`, but none beside drafts, whose
+        program has steps of several widths.
         """
-        if self.draft is not None:
-            return ()
-        return tuple(2 * 4**power for power in range(self.batch.bit_length()) if 4 * 4**power <= self.batch)
+        rows, drafts = [self.batch], [self.draft is not None]
+        if self.draft is None:
+            rows += [2 * 4**power for power in range(self.batch.bit_length()) if 4 * 4**power <= self.batch]
+        else:
+            drafts += [False]
+        chooses = [True] if self.controller.min_context is None else [True, False]
+        return tuple(Variant(*one) for one in itertools.product(rows, drafts, chooses))
+
+    def may_choose(self, laws: Controller) -> bool:
+        """Return whether a sequence under such laws may ever be long enough for its blocks to be chosen."""
+        return laws.min_context is None or bool(laws.min_context <= self.max_length)
 
     @property
     def takes_turns(self) -> bool:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from et_jax.decode import slots
 from et_jax.decode.compress import compress
-from et_jax.decode.config import DecoderConfig
+from et_jax.decode.config import DecoderConfig, Variant
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.prefill import prefill
@@ -35,18 +35,18 @@ def decode(
     num_steps: Int[Array, ""],
     until_end: Bool[Array, ""] | bool = False,
     *,
-    drafts: bool = True,
-    num_rows: int | None = None,
+    variant: Variant | None = None,
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
 
-    With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting for. Without
-    `drafts` no step has any, and where the model drafts for itself it stops when a draft is wanted. With `num_rows` a
-    step has that many rows, whatever `batch` is. Returns the outputs stacked over `max_steps`, of which the returned
-    number were run.
+    With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting for. A `variant`
+    other than the whole does no more than it says; without drafts it stops where the model drafts for itself and a
+    draft is wanted. Returns the outputs stacked over `max_steps`, of which the returned number were run.
     """
+    variant = variant or config.whole
+    rows = None if variant.rows == config.batch else variant.rows
     # traced once, for the shapes and for the loop
-    one = jax.jit(partial(step, config, drafts=drafts, num_rows=num_rows))
+    one = jax.jit(partial(step, config, drafts=variant.drafts, chooses=variant.chooses, num_rows=rows))
     _, shapes = jax.eval_shape(one, weights, state)
     outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
     num_steps = jnp.minimum(num_steps, config.max_steps)
@@ -60,7 +60,7 @@ def decode(
         state, output = one(weights, state)
         outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
         stop = until_end & jnp.any(output.finished | (output.fault > 0))
-        if not drafts and config.pruned is not None:
+        if not variant.drafts and config.pruned is not None:
             stop |= jnp.any(state.active & state.draft.wanted)
         return i + 1, state, outputs, stop
 
@@ -89,8 +89,8 @@ class Program:
 class Decoder:
     """The functions of this module, of `compress` and of `slots`, their configuration bound, jitted.
 
-    The state that a function returns anew is donated to it. `decode_plain` is `decode` without drafts, of which there
-    may be some, and `decode_few` for few sequences, by the rows of a step.
+    The state that a function returns anew is donated to it. `variants` are the programs of `decode`, which is the whole
+    one.
     """
 
     config: DecoderConfig
@@ -98,9 +98,7 @@ class Decoder:
     prefill: Callable[[Weights, DecodeState, Any, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
     insert: Callable[[DecodeState, Any, Request], DecodeState]
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
-    decode: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
-    decode_plain: Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]
-    decode_few: Mapping[int, Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]]
+    variants: Mapping[Variant, Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]]
     compress: Callable[[DecodeState, Any], tuple[DecodeState, Bool[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
@@ -111,6 +109,11 @@ class Decoder:
     read_pages: Callable[[DecodeState, Any, Any], slots.Pages]
     write_row: Callable[[DecodeState, Any, slots.SlotRow], tuple[DecodeState, Bool[Array, ""]]]
     write_pages: Callable[[DecodeState, Any, Any, slots.Pages], DecodeState]
+
+    @property
+    def decode(self) -> Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]:
+        """The program that decodes whatever there is."""
+        return self.variants[self.config.whole]
 
 
 def decoder(config: DecoderConfig) -> Decoder:
@@ -129,9 +132,7 @@ def decoder(config: DecoderConfig) -> Decoder:
         prefill=compiled(prefill, config, donate=1),
         insert=compiled(slots.insert, config, donate=0),
         step=compiled(step, config, donate=1),
-        decode=compiled(decode, config, donate=1),
-        decode_plain=compiled(partial(decode, drafts=False), config, donate=1),
-        decode_few={rows: compiled(partial(decode, num_rows=rows), config, donate=1) for rows in config.few},
+        variants={one: compiled(partial(decode, variant=one), config, donate=1) for one in config.variants},
         compress=compiled(compress, config, donate=0),
         release=compiled(slots.release, donate=0),
         fork=compiled(slots.fork, config, donate=0),

@@ -85,11 +85,11 @@ class Selected:
     Blocks are chosen anew every `refresh_every` tokens: where a row is not `fresh`, the blocks of `block_mask`, those
     last read, are read again; `kept_mass` is what was kept then. `selectors` are those of every layer, their numbers
     with a row each. A row of fewer than `min_context` tokens reads all, and nothing is scored for it; None scores every
-    row. `skipped` counts the blocks at the beginning that a KV head holds nothing of, None where each holds
-    all. `block_mass` is what share each query head had on each block when that was last read; None where no selector
-    goes by it. `residual` lets unread blocks count as their mean. `sensitivity` is that of the model's heads, where it
-    has been measured. Where the model drafts for itself, `pruned`, the blocks that held the mass are noted as `noting`
-    says, in pages of `page_size`.
+    row. What does not choose, for no row is that long (`chooses`), has nothing to score with. `skipped` counts the
+    blocks at the beginning that a KV head holds nothing of, None where each holds all. `block_mass` is what share each
+    query head had on each block when that was last read; None where no selector goes by it. `residual` lets unread
+    blocks count as their mean. `sensitivity` is that of the model's heads, where it has been measured. Where the model
+    drafts for itself, `pruned`, the blocks that held the mass are noted as `noting` says, in pages of `page_size`.
     """
 
     tolerance: Float[Array, " r"]
@@ -106,6 +106,7 @@ class Selected:
     noting: Noting | None = None
     pruned: Pruned | None = static(default=None)
     page_size: int = static(default=0)
+    chooses: bool = static(default=True)
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
         """Return what the selector of every layer is told by: its structure, and the very numbers that it has."""
@@ -133,6 +134,7 @@ class Selected:
             refresh_every=self.refresh_every,
             residual=self.residual,
             noting=self.noting,
+            chooses=self.chooses,
         )
 
     def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
@@ -211,6 +213,7 @@ class SelectedOfLayer:
     noting: Noting | None
     refresh_every: int = static()
     residual: bool = static()
+    chooses: bool = static()
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
@@ -229,7 +232,8 @@ class SelectedOfLayer:
         lengths, queries = chunk.lengths, q[:, 0]
         blocks = blocks_of(chunk.table, lengths, plant.page_size, softmax.window)
         grouped = _grouped(queries, plant, softmax)
-        scored = self.fresh if self.min_context is None else self.fresh & (lengths >= self.min_context)
+        long = self._long(lengths)
+        scored = self.fresh & long
         chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         out, log_read, block_lse = read_chosen(
             plant, softmax, queries, cached, chunk.table, chosen.opened, lengths, chunk.at
@@ -247,9 +251,7 @@ class SelectedOfLayer:
             out = whole.astype(out.dtype).reshape(out.shape)
         entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
-        kept = (
-            self.kept_mass if self.min_context is None else jnp.where(lengths < self.min_context, 1.0, self.kept_mass)
-        )
+        kept = jnp.where(long, self.kept_mass, 1.0)
         looked = Looked(
             kept_mass=jnp.where(scored, least_share_read(chosen, blocks, log_read), kept),
             summaries_read=jnp.where(scored, summaries, 0),
@@ -264,6 +266,12 @@ class SelectedOfLayer:
             place = jnp.repeat(place, plant.model.group_size, axis=1)
             lse = jnp.take_along_axis(self.noting.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf)
         return out[:, None], reads_of(chosen.opened, mass, looked, lse)
+
+    def _long(self, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
+        """Whether rows are long enough for blocks to be chosen."""
+        if not self.chooses:
+            return jnp.zeros_like(lengths, bool)
+        return jnp.ones_like(lengths, bool) if self.min_context is None else lengths >= self.min_context
 
     def _choose(
         self,
@@ -289,21 +297,21 @@ class SelectedOfLayer:
             return select(self.selector, replace(view, sensitivity=self.sensitivity), blocks)
 
         given = query, blocks, self.mass
-        if self.refresh_every == 1 and self.min_context is None:
+        if self.chooses and self.refresh_every == 1 and self.min_context is None:
             return choose(given)
         shapes = jax.eval_shape(choose, given)
         if self.refresh_every > 1 and shapes.upper is not None:
             raise ValueError("refresh_every: a certified selector proves something of this token's query alone; use 1")
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        chosen = run_if(jnp.any(scored), lambda _, given: choose(given), nothing, given)
+        chosen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        if self.chooses:
+            chosen = run_if(jnp.any(scored), lambda _, given: choose(given), chosen, given)
         opened = chosen.opened
         if self.refresh_every > 1:
             last = unpack_blocks(self.last)[..., : blocks.readable.shape[1]]
             again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
             opened = jnp.where(self.fresh[:, None, None], opened, again)
-        if self.min_context is not None:
-            short = blocks.length < self.min_context
-            opened = jnp.where(short[:, None, None], blocks.readable[:, None], opened)
+        long = self._long(blocks.length)
+        opened = jnp.where(long[:, None, None], opened, blocks.readable[:, None])
         return replace(chosen, opened=opened)
 
 

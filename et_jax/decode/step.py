@@ -1,5 +1,6 @@
 """One step: choose, reserve, propose, extend, verify; a sequence gains a token, or several where drafts hold."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -36,14 +37,21 @@ _MOST_CELLS = 3
 
 
 def step(
-    config: DecoderConfig, weights: Weights, state: DecodeState, *, drafts: bool = True, num_rows: int | None = None
+    config: DecoderConfig,
+    weights: Weights,
+    state: DecodeState,
+    *,
+    drafts: bool = True,
+    chooses: bool = True,
+    num_rows: int | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Advance the sequences served by one token, or by several where drafts are accepted.
 
     choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: no token, and its
     clock, key and control are unchanged. The output leads with the tokens of the step: one or, under `config.draft`,
     as many as may be accepted; what the first holds is a step without drafts. Without `drafts` it is such a step, a
-    much smaller program. With `num_rows` it serves no more sequences than that, to which it does what a step of `batch`
+    much smaller program. So is one that never `chooses` blocks: it does the same to sequences that are shorter than
+    their `min_context`. With `num_rows` it serves no more sequences than that, to which it does what a step of `batch`
     does. Where two models take turns, a step is that of one of them, for the sequences in which it is active.
     """
     check_weights(weights, len(config.plants))
@@ -56,7 +64,7 @@ def step(
     state = replace(state, table=table)
     state = write_surprisals(state, rows)
     price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), shared, active)
-    own, audit = config.plants[MODEL], None
+    own, audit, reading = config.plants[MODEL], None, partial(extend_rows, chooses=chooses)
     if config.draft is not None:
         if drafts:
             guessed = guessed_before(config.draft, state, rows)
@@ -65,14 +73,16 @@ def step(
             widths = config.draft.widths(config.batch)
         else:
             drafted, widths = drafter.no_drafts(config, config.draft, len(rows.token)), (config.batch,)
-        state, logits, stats, whole, at = extend_drafted(config, config.draft, widths, weights, state, rows, drafted)
+        state, logits, stats, whole, at = extend_drafted(
+            config, config.draft, widths, weights, state, rows, drafted, reading
+        )
         state = write_drafted_surprisals(state, rows, drafted, logits, at)
         after, outputs = verify(config, config.draft, price, state, rows, drafted, logits, stats, at)
         done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read, stats.experts)
         produced = jax.vmap(rows.take)(outputs.produced)
         work = worked(by_position(done, at, drafted.count, produced), drafted)
     else:
-        state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, extend_rows)
+        state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, reading)
         after, output, _ = advance(config, price, state, rows, logits, stats, True)
         outputs, work, audit = jax.tree.map(lambda x: x[None], (output, work, audit))
     refused = rows.spread(config.num_slots, chosen.run & ~rows.run)
@@ -160,11 +170,13 @@ def extend_rows(
     end: Int[Array, " r"],
     at: Int[Array, "s t"] | None = None,
     noting: Noting | None = None,
+    *,
+    chooses: bool = True,
 ) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
     """Have the model read the rows' tokens as the laws say: the logits of what comes next, and what was read.
 
     A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`. Which blocks held the mass is noted
-    as `noting` says.
+    as `noting` says. Where none is to be chosen, `chooses` is False.
     """
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
     own_laws = rows.take(state.laws)
@@ -184,6 +196,7 @@ def extend_rows(
         noting=noting,
         pruned=config.pruned,
         page_size=config.page_size,
+        chooses=chooses,
     )
     rules = None
     if own_laws.experts is not None:
@@ -278,8 +291,9 @@ def extend_drafted(
     state: DecodeState,
     rows: Rows,
     drafts: Drafts,
+    reading: Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]],
 ) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Rows, Int[Array, "r t1"]]:
-    """Extend by the rows and their drafts, in the least number of rows of `widths` that holds them.
+    """Extend by the rows and their drafts, `reading` them in the least number of rows of `widths` that holds them.
 
     Returns the state, logits and stats of every row, all rows, and which of them each token of a row is.
     """
@@ -300,7 +314,7 @@ def extend_drafted(
         if noting is not None and width == config.batch:
             noting = replace(noting, rows=None)
         before = state.with_plant(MODEL, own)
-        after, logits, stats = extend_rows(config, weights, before, rows, end[:width], shared, noting)
+        after, logits, stats = reading(config, weights, before, rows, end[:width], shared, noting)
         return after.plants[MODEL], (logits, stats)
 
     _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole, noting))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from et_jax.control.draft import DraftLength
+from et_jax.decode.config import Variant
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.fresh import law_numbers
 from et_jax.decode.output import StepOutput
@@ -39,18 +40,24 @@ class Device:
             self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
         self.promises: list[jax.Array] = []
         self._drafting: Future[object] | None = None  # what makes the program that drafts, while it is not awaited
-        self._few = FewRows(decoder, self._where.platform)
+        # What decodes whatever there is, and what serves the sequences of the decoder's own controller.
+        whole = self.config.whole
+        self._whole, self._usual = whole, whole._replace(chooses=self.config.may_choose(self.config.controller))
+        self._few = {one: FewRows(decoder, one, self._where.platform) for one in {self._whole, self._usual}}
 
     @property
     def making(self) -> bool:
         """Whether a program is made beside what is done: that which drafts, or one for few sequences."""
-        return self._few.making or (self._drafting is not None and not self._drafting.done())
+        drafting = self._drafting is not None and not self._drafting.done()
+        return drafting or any(few.making for few in self._few.values())
 
     def warm_up(self, tell: Callable[[str], None], *, shares: bool, swaps: bool, drafts: bool = True) -> None:
         """Compile every program that serving can need, by running each on nothing.
 
         Sharing pages and swapping sequences are among them where `shares` and `swaps` say so. Without `drafts` the
-        program that drafts is not awaited: until another thread has made it, steps have no drafts.
+        program that drafts is not awaited: until another thread has made it, steps have no drafts. Where the
+        controller's own sequences are never long enough for blocks to be chosen, what chooses them is made when a
+        request asks for it.
         """
         programs: dict[str, Callable[[], Any]] = {
             "prefill": lambda: self.prefill([]),
@@ -66,12 +73,13 @@ class Device:
             programs["swap"] = lambda: self.swap_in(0, *jax.device_get(self.swap_out(0, 1)))
         programs["decode"] = lambda: self._burst(first, 0, until_end=False)
         if drafts and self.config.pruned is not None:
-            programs["decode without drafts"] = lambda: self._burst(self.decoder.decode_plain, 0, until_end=False)
-        asked = self._nothing_to_decode
-        first, drafting, lasting = self.decoder.decode, None, True
+            programs["decode without drafts"] = lambda: self._burst(plain, 0, until_end=False)
+        asked, usual = self._nothing_to_decode, self._usual
+        first, drafting, lasting = self.decoder.variants[usual], None, True
+        plain = self.decoder.variants[usual._replace(drafts=False)]
         if not drafts and self.config.draft is not None and isinstance(first, Kept):
             lasting = not first.is_kept(*asked)
-            first, drafting = self.decoder.decode_plain, first.ahead(*asked)
+            first, drafting = plain, first.ahead(*asked)
         beside = later.worker(lasting=lasting)  # the largest program is made beside the others, and run when they are
         if isinstance(first, Kept):
             ahead = beside.submit(first.ahead(*asked))
@@ -98,30 +106,34 @@ class Device:
         """Start a sequence whose prompt is in the cache."""
         self.state = self.decoder.insert(self.state, np.int32(slot), asked)
 
-    def decode(self, num_steps: int, running: int, *, until_end: bool) -> tuple[StepOutput, jax.Array, int]:
-        """Start a burst of steps of the `running` sequences.
+    def decode(
+        self, num_steps: int, running: int, *, may_choose: bool = True, until_end: bool
+    ) -> tuple[StepOutput, jax.Array, Variant]:
+        """Start a burst of steps of the `running` sequences, of which blocks may be chosen or never are.
 
-        Returns its outputs and how many steps were run, both still to be fetched, and the rows of each step. A model
-        that drafts for itself notes what it reads where a draft is wanted. While none is, the program that can do
-        neither runs.
+        Returns its outputs and how many steps were run, both still to be fetched, and what program ran. A model that
+        drafts for itself notes what it reads where a draft is wanted. While none is, the program that can do neither
+        runs.
         """
-        rows, decode = self._few.chosen(running) or (self.config.batch, self._of_all_rows())
-        return *self._burst(decode, num_steps, until_end=until_end), rows
+        whole = self._whole if may_choose else self._usual
+        few = self._few[whole].chosen(running)
+        variant = self._of_all_rows(whole) if few is None else whole._replace(rows=few)
+        return *self._burst(self.decoder.variants[variant], num_steps, until_end=until_end), variant
 
-    def _of_all_rows(self) -> Callable[..., Any]:
+    def _of_all_rows(self, whole: Variant) -> Variant:
         """The program of all rows that is to run, with drafts or without."""
+        plain = whole._replace(drafts=False)
         if self._drafting is not None:
             if not self._drafting.done():
-                return self.decoder.decode_plain
+                return plain
             self._drafting.result()  # what kept it from being made
             self._drafting = None
-        if self.config.pruned is not None and not wants_drafts(self.state):
-            return self.decoder.decode_plain
-        return self.decoder.decode
+        return plain if self.config.pruned is not None and not wants_drafts(self.state) else whole
 
-    def note(self, running: int, rows: int, seconds: float) -> None:
-        """Note how long a burst of so many sequences took in `rows`, and the prompts before it."""
-        self._few.note(running, rows, seconds, *self._nothing_to_decode)
+    def note(self, running: int, variant: Variant, seconds: float) -> None:
+        """Note how long a burst of so many sequences took a program, and the prompts before it."""
+        whole = self._whole if variant.chooses else self._usual
+        self._few[whole].note(running, variant.rows, seconds, *self._nothing_to_decode)
 
     @property
     def _nothing_to_decode(self) -> tuple[Any, ...]:

@@ -44,10 +44,11 @@ def kept(bound: Decoder) -> Decoder:
         return bound
     programs = {field.name: getattr(bound, field.name) for field in dataclasses.fields(bound)}
     made = {name: Kept(one, name, told) for name, one in programs.items() if isinstance(one, Program)}
-    few = {
-        rows: Kept(one, f"decode_{rows}", told) for rows, one in bound.decode_few.items() if isinstance(one, Program)
+    variants = {
+        variant: Kept(one, f"decode {variant}", told) if isinstance(one, Program) else one
+        for variant, one in bound.variants.items()
     }
-    return dataclasses.replace(bound, **made, decode_few=few)
+    return dataclasses.replace(bound, **made, variants=variants)
 
 
 class Kept(Program):

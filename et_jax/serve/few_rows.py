@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from et_jax.decode.config import Variant
 from et_jax.decode.decoder import Decoder
 from et_jax.io import later
 from et_jax.models.module import ModuleModel
@@ -21,17 +22,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class FewRows:
-    """The programs of few rows that there are for a decoder on a platform: none but on a CPU.
+    """The programs of few rows that there are beside a `whole` one of a decoder, on a platform: none but on a CPU.
 
     None are for a module of the caller's own, whose products may round in another way over fewer rows, and none where
     programs cannot be kept.
     """
 
-    def __init__(self, decoder: Decoder, platform: str) -> None:
-        rounds_alike = not isinstance(decoder.config.model, ModuleModel)
-        few = decoder.decode_few if platform == "cpu" and rounds_alike else {}
-        self._whole = decoder.decode
-        self._programs: Mapping[int, Kept] = {n: one for n, one in sorted(few.items()) if isinstance(one, Kept)}
+    def __init__(self, decoder: Decoder, whole: Variant, platform: str) -> None:
+        self._whole = decoder.variants[whole]
+        self._programs: Mapping[int, Kept] = {}
+        if platform == "cpu" and not isinstance(decoder.config.model, ModuleModel):
+            few = {v.rows: one for v, one in decoder.variants.items() if v._replace(rows=whole.rows) == whole != v}
+            self._programs = {rows: one for rows, one in sorted(few.items()) if isinstance(one, Kept)}
         self._missed = dict.fromkeys(self._programs, 0.0)  # seconds of bursts that each would have served
         self._made: dict[int, Future[object]] = {}
 
@@ -40,11 +42,11 @@ class FewRows:
         """Whether one is being made."""
         return any(not made.done() for made in self._made.values())
 
-    def chosen(self, running: int) -> tuple[int, Callable[..., Any]] | None:
-        """Return the rows and the program for a burst of so many sequences; None where it is that of all rows."""
+    def chosen(self, running: int) -> int | None:
+        """Return the rows of the program for a burst of so many sequences; None where it is that of all rows."""
         for rows, program in self._programs.items():
             if rows >= running and rows in self._made and self._made[rows].done() and program.ready:
-                return rows, program
+                return rows
         return None
 
     def note(self, running: int, rows: int, seconds: float, *asked: Any) -> None:

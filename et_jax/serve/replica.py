@@ -338,8 +338,10 @@ class Replica:
         steps = 1 if pending else self._steps
         steps = self._make_room(steps if most is None else min(steps, most))
         promises, self.device.promises = self.device.promises, []
-        began, running = time.perf_counter(), len(self._with(Status.RUNNING))
-        outputs, ran, num_rows = self.device.decode(steps, running, until_end=bool(self.queue.waiting))
+        running = self._with(Status.RUNNING).values()
+        may_choose = any(self.config.may_choose(sequence.laws) for sequence in running)
+        began, waiting = time.perf_counter(), bool(self.queue.waiting)
+        outputs, ran, variant = self.device.decode(steps, len(running), may_choose=may_choose, until_end=waiting)
         asked = {slot: sequence.request.params.logprobs for slot, sequence in self.slots.items()}
         if not any(asked.values()):
             outputs = replace(outputs, top_tokens=None, top_logprobs=None)
@@ -348,7 +350,7 @@ class Replica:
         if not all(map(np.all, granted)) or output.refused[:ran].any():
             raise RuntimeError("a sequence was promised pages and did not get them")
         seconds = time.perf_counter() - began
-        self.device.note(running, num_rows, seconds)
+        self.device.note(len(running), variant, seconds)
         if not promises:  # a prefill's time would be counted with that of the steps
             self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
             laws = None if self.device.making else self._clock.note(output, ran, seconds)  # a compiler takes its time
@@ -362,7 +364,7 @@ class Replica:
                 now = self._with(Status.RUNNING)
                 if position == 0:
                     num_served = burst.num_served(step, now)
-                    self.metrics.add_rows(num_rows, num_served, burst.idle(step, num_rows - num_served))
+                    self.metrics.add_rows(variant.rows, num_served, burst.idle(step, variant.rows - num_served))
                 for slot, sequence in now.items():
                     row = burst.row(step, position, slot, asked[slot], num_sharing, sequence.unpaid)
                     sequence.unpaid = row.unpaid

@@ -44,8 +44,7 @@ LONE = dataclasses.replace(WIDE, head_dim=128, num_heads=4, num_kv_heads=1)
 LAWS = {
     "off": Controller(law=chain(EmaEntropy(), FallClock())),
     "quest": Controller(selector=Quest(3), residual=True),
-    "adaptive": preset("adaptive", min_context=20),  # some rows are scored, others read all
-} | {name: preset(name) for name in ("paper", "certified")}
+} | {name: preset(name, min_context=20) for name in ("paper", "certified", "adaptive")}  # others read all
 SETTINGS = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9},
@@ -162,6 +161,20 @@ def test_sequences_have_the_same_bits_where_a_step_has_rows_for_few(model, dtype
     told, found = (
         jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda x: x[:, running], one)) for one in (output, few[1])
     )
+    assert [jax.tree_util.keystr(at) for (at, x), (_, y) in zip(told, found, strict=True) if not same_bits(x, y)] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "control"),
+    [(SLIDING, jnp.bfloat16, "certified"), (SLIDING, jnp.float32, "paper"), (LONE, jnp.float32, "adaptive")],
+)
+def test_short_sequences_have_the_same_bits_where_no_step_chooses_blocks(model, dtype, control):
+    config, params, state = full(model, dtype, control, MANY[-2])
+    never = jax.tree.map(lambda x: jnp.full_like(x, 2**20), state.laws.min_context)
+    state = replace(state, laws=replace(state.laws, min_context=never))
+    whole, other = (after_steps(config, params, state, chooses=chooses) for chooses in (True, False))
+    assert whole[1].produced.all() and not whole[1].signals.summaries_read.any()
+    told, found = map(jax.tree_util.tree_leaves_with_path, (whole, other))
     assert [jax.tree_util.keystr(at) for (at, x), (_, y) in zip(told, found, strict=True) if not same_bits(x, y)] == []
 
 

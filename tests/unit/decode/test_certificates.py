@@ -182,6 +182,7 @@ def test_certificates_hold_under_the_sinks_that_a_model_has_in_its_weights():
             refresh_every=1,
             residual=False,
             noting=None,
+            chooses=True,
         )
         out, notes = jax.jit(lambda *given, reader=reader: reader.read(plant, *given))(
             softmax, q[text, place][:, None], cached, None, chunk

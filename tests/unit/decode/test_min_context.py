@@ -3,14 +3,17 @@
 import functools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_model import MODEL, PAGE, configuration, fill, prompt, request, run, same_bits, weights
 
+from et_jax.control.draft import FixedLength
 from et_jax.control.presets import preset
-from et_jax.decode.decoder import decoder
+from et_jax.decode.decoder import decoder, snapshot
+from et_jax.decode.draft import Drafting, Pruned
 from et_jax.models.calibration import Calibration
-from et_jax.types import Table
+from et_jax.types import Table, replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -28,19 +31,26 @@ def controller(name: str, min_context: int = LEAST):
 
 
 @functools.cache
-def made(name: str):
-    return decoder(configuration(controller=controller(name), calibration=Calibration(sensitivity=Table(HEADS))))
+def made(name: str, drafts: Drafting | None = None):
+    how = {"controller": controller(name), "calibration": Calibration(sensitivity=Table(HEADS)), "draft": drafts}
+    return decoder(configuration(**how))
 
 
 def rows_of(name: str, lengths: dict[int, int], min_context: int = LEAST):
     """The rows of the output of every slot, whose prompts have these lengths."""
     d = made(name)
+    return run(d, weights(), begun(d, name, lengths, min_context))[1]
+
+
+def begun(d, name: str, lengths: dict[int, int], min_context: int = LEAST):
+    """A state with a prompt of each length."""
     state = d.empty()
     for slot, length in lengths.items():
         tokens = prompt(slot, length)
         asked = request(tokens[-1], control=controller(name, min_context), seed=slot, limit=STEPS)
+        asked = replace(asked, num_drafted=jnp.int32(4))  # where a decoder drafts at all
         state = d.insert(fill(d, weights(), state, slot, tokens), slot, asked)
-    return run(d, weights(), state)[1]
+    return state
 
 
 def text_and_reads(row):
@@ -57,6 +67,20 @@ def test_a_short_sequence_reads_all_and_nothing_is_scored(name):
     np.testing.assert_array_equal(rows.signals.kept_mass, 1.0)
     assert not rows.signals.summaries_read.any() and np.isnan(rows.signals.attention_entropy).all()
     assert len(rows.token) == STEPS
+
+
+ITSELF = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.3))
+
+
+@pytest.mark.parametrize("drafts", [None, pytest.param(ITSELF, marks=pytest.mark.slow)])
+def test_short_sequences_come_to_the_same_where_no_step_can_choose_blocks(drafts):
+    d = made("certified", drafts)
+    whole, never = d.config.whole, d.config.whole._replace(chooses=False)
+    state = begun(d, "certified", {0: SHORT, 2: SHORT + 3})
+    both = [d.variants[one]((weights(),), snapshot(state), STEPS) for one in (whole, never)]
+    assert int(both[0][2]) > 1 and both[0][1].produced.any() and same_bits(*both)
+    if drafts is not None:
+        assert both[0][1].drafted.any()
 
 
 @NAMES

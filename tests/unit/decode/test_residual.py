@@ -47,6 +47,7 @@ def pruned(residual: bool) -> SelectedOfLayer:
         refresh_every=1,
         residual=residual,
         noting=None,
+        chooses=True,
     )
 
 

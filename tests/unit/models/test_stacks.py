@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_model import MODEL, configuration
 
+from et_jax.control.presets import preset
 from et_jax.decode.decoder import Decoder, decoder
 from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ExpertConfig
@@ -70,8 +71,11 @@ def test_programs_are_told_so_where_layers_lie_in_stacks_alone():
     assert configuration(stacked=True, model=alone).compiler_options("gpu") is None
 
 
+CHOOSING = preset("certified", min_context=100)
+
+
 def test_every_function_of_a_decoder_is_compiled_as_its_configuration_says(monkeypatch):
-    config, jit, given = configuration(stacked=True, num_slots=8, batch=8), jax.jit, []
+    config, jit, given = configuration(stacked=True, num_slots=8, batch=8, controller=CHOOSING), jax.jit, []
 
     def noting(function, **how):
         given.append(how["compiler_options"])
@@ -80,8 +84,8 @@ def test_every_function_of_a_decoder_is_compiled_as_its_configuration_says(monke
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "jit", noting)
     decoder(config)
-    assert config.few == (2,)
-    assert given == [compiler_options("gpu")] * (len(dataclasses.fields(Decoder)) - 2 + len(config.few))
+    assert [(one.rows, one.chooses) for one in config.variants] == [(8, True), (8, False), (2, True), (2, False)]
+    assert given == [compiler_options("gpu")] * (len(dataclasses.fields(Decoder)) - 2 + len(config.variants))
 
 
 STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)

@@ -1,4 +1,4 @@
-"""What a device does while the program that drafts is made: it decodes without, and with it from then on."""
+"""Which program a device decodes with: one without drafts while what drafts is made, one that chooses where asked."""
 
 import threading
 from typing import Any, cast
@@ -10,6 +10,7 @@ import pytest
 from small_model import configuration, weights
 
 from et_jax.control.draft import FixedLength, started
+from et_jax.control.presets import preset
 from et_jax.decode.decoder import Program, decoder
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.output import StepOutput
@@ -54,20 +55,21 @@ def warmed_up(go: threading.Event, drafts: bool, failure: Exception | None = Non
     ready = threading.Event()
     ready.set()
     idle = {"prefill": nothing, "insert": lambda *_: state, "release": lambda *_: state, "empty": lambda: state}
-    programs = {"decode": Told("drafting", go, failure), "decode_plain": Told("plain", ready)}
-    device = Device((weights(),), replace(bound, **cast(Any, idle | programs)))
+    whole = bound.config.whole._replace(chooses=bound.config.may_choose(bound.config.controller))
+    programs = {one: Told(str(one), ready) for one in bound.variants}
+    programs |= {whole._replace(drafts=False): Told("plain", ready), whole: Told("drafting", go, failure)}
+    device = Device((weights(),), replace(bound, variants=programs, **cast(Any, idle)))
     device.warm_up(lambda _: None, shares=False, swaps=False, drafts=drafts)
     return device
 
 
-def ran(device: Device) -> str:
+def ran(device: Device, may_choose: bool = True) -> str:
     """Decode, and return the name of the program that did."""
-    output, _, rows = device.decode(3, 1, until_end=False)
-    assert rows == device.config.batch
-    [name] = [
-        one.name for one in map(told, (device.decoder.decode, device.decoder.decode_plain)) if one.output is output
-    ]
-    return name
+    output, _, variant = device.decode(3, 1, may_choose=may_choose, until_end=False)
+    assert variant.rows == device.config.batch
+    program = told(device.decoder.variants[variant])
+    assert program.output is output
+    return program.name
 
 
 def told(program: Any) -> Told:
@@ -102,7 +104,24 @@ def test_a_program_that_is_awaited_or_drafts_nothing_is_the_only_one(settings):
     go.set()
     device = warmed_up(go, **settings)
     assert not device.making and ran(device) == "drafting"
-    assert told(device.decoder.decode).num_made == 1 and told(device.decoder.decode_plain).num_made == 0
+    made = {one.name: one.num_made for one in map(told, device.decoder.variants.values())}
+    assert made == {"drafting": 1} | {name: 0 for name in made if name != "drafting"}
+
+
+LENGTH = configuration().max_length
+
+
+@pytest.mark.parametrize("draft", [None, Drafting()])
+@pytest.mark.parametrize("least", [LENGTH + 1, LENGTH, 0])
+def test_what_can_choose_blocks_is_not_made_before_a_sequence_may_be_long_enough(least, draft):
+    go, never = threading.Event(), least > LENGTH
+    go.set()
+    device = warmed_up(go, drafts=True, draft=draft, controller=preset("certified", min_context=least))
+    whole = device.config.whole
+    made = [variant for variant, one in device.decoder.variants.items() if told(one).num_made]
+    assert made == [whole._replace(chooses=not never)]
+    assert ran(device, may_choose=False) == "drafting"  # what is made, for it does the same
+    assert ran(device, may_choose=True) == (str(whole) if never else "drafting")
 
 
 @pytest.mark.parametrize(

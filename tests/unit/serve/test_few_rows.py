@@ -43,15 +43,15 @@ class Served:
 
     def __init__(self, platform: str = "cpu", **settings: Any) -> None:
         bound = decoder(configuration(num_slots=16, batch=16, num_pages=257))
-        assert list(bound.decode_few) == [2, 8]
-        whole = Told(16)
-        whole.seconds = 2.0
-        self.two, self.eight = Told(2, **settings), Told(8)
-        self.few = FewRows(replace(bound, decode=whole, decode_few={8: self.eight, 2: self.two}), platform)
+        assert [one.rows for one in bound.variants] == [16, 2, 8]
+        self.whole, self.two, self.eight = Told(16), Told(2, **settings), Told(8)
+        self.whole.seconds = 2.0
+        programs = dict(zip(bound.variants, (self.whole, self.two, self.eight), strict=True))
+        self.few = FewRows(replace(bound, variants=programs), bound.config.whole, platform)
 
     def burst(self, running: int, seconds: float) -> int:
         """Run one that takes so long, and return its rows."""
-        rows, _ = self.few.chosen(running) or (16, None)
+        rows = self.few.chosen(running) or 16
         self.few.note(running, rows, seconds, "weights", "state")
         return rows
 
