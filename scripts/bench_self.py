@@ -101,8 +101,8 @@ class Run:
     def __init__(self, decoder: Decoder, sequences: int, begun: DecodeState) -> None:
         self.decoder = decoder
         self.sequences, self.begun = sequences, begun
-        self.laws: tuple[DraftLength, ...] = begun.draft_laws
         self.clock = StepClock(decoder.config)
+        self.laws: tuple[DraftLength, ...] = law_numbers(self.clock.begin() or begun.draft_laws)
 
     def anew(self) -> "Run":
         """Return one that goes on from there, and has learnt nothing."""
@@ -143,12 +143,12 @@ class Run:
         seconds, steps = 0.0, 1
         while min(map(len, texts)) < tokens:  # drafts of one hold more often than those of another
             began = time.perf_counter()
-            decode = self.decoder.variants[config.whole._replace(drafts=wants_drafts(state))]
-            state, output, ran = decode(weights, state, np.int32(steps))
+            variant = config.whole._replace(drafts=wants_drafts(state))
+            state, output, ran = self.decoder.variants[variant](weights, state, np.int32(steps))
             output, ran = jax.device_get((output, ran))
             taken, ran = time.perf_counter() - began, int(ran)
             seconds, steps = seconds + taken, int(np.clip(BURST * ran / taken, 1, STEPS))
-            laws = self.clock.note(output, ran, taken)
+            laws = self.clock.note(output, ran, taken, variant)
             if laws is not None:
                 self.laws = jax.tree.map(jnp.asarray, law_numbers(laws))
                 state = replace(state, draft_laws=jax.tree.map(jnp.copy, self.laws))

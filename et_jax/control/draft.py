@@ -129,6 +129,15 @@ class DraftLength:
         """
         return self
 
+    @property
+    def memory(self) -> float:
+        """What a drafted token leaves of the running share of those accepted: it speaks of about the last ten."""
+        return 0.9
+
+    def waiting(self) -> "DraftLength":
+        """Return the law while it is not known what a plain step takes: one that goes by it drafts nothing."""
+        return self
+
     def by_past(self, begun: DraftState) -> DraftState:
         """Return what is known of a sequence before its first draft, by how those of others fared."""
         return begun
@@ -310,6 +319,15 @@ class RooflineLength(DraftLength):
         """Return the law with these."""
         return replace(self, times=times, worth=worth, past=past)
 
+    def waiting(self) -> "RooflineLength":
+        """Return the law for which no speed is worth it."""
+        return replace(self, worth=jnp.inf)
+
+    @property
+    def memory(self) -> float:
+        """It speaks of about the last thirty: what drafts may cost is bounded, and once they stop little is heard."""
+        return 0.97
+
     def by_past(self, begun: DraftState) -> DraftState:
         """Return what is known of a sequence before its first draft, by how those of others fared."""
         acceptance, credit = self.past.acceptance, self.past.credit
@@ -339,7 +357,6 @@ TRIAL = 0.01
 """Of plain steps: what trying whether drafts hold may cost."""
 
 _LENGTHS = range(MOST_DRAFTED + 1)
-_MEMORY = 0.9  # what a drafted token leaves of the running share: it speaks of about the last ten
 
 
 def _paid(widths: tuple[float, ...], length: int) -> float:
@@ -367,7 +384,7 @@ def updated(
     What drafts saved is the steps that accepted tokens would have taken, less what the draft took.
     """
     tried = jnp.minimum(accepted + 1, drafted)
-    kept = _MEMORY ** tried.astype(jnp.float32)
+    kept = law.memory ** tried.astype(jnp.float32)
     share = accepted.astype(jnp.float32) / jnp.maximum(tried, 1).astype(jnp.float32)
     saved = accepted.astype(jnp.float32) - jnp.where(drafted > 0, law.cost(drafted, context), 0.0)
     after = replace(

@@ -82,6 +82,8 @@ class Replica:
         self._batched_tokens = settings.max_num_batched_tokens
         self._costs = costs(self.config.plants, weights, self.device.state.plants, self.config.by_mass_of)
         self._clock = StepClock(self.config)
+        if (laws := self._clock.begin()) is not None:
+            self.device.set_draft_laws(laws)
         self._rounds = 0
         self._steps = 1
         queue.join(self.slots)
@@ -353,7 +355,9 @@ class Replica:
         self.device.note(len(running), variant, seconds)
         if not promises:  # a prefill's time would be counted with that of the steps
             self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
-            laws = None if self.device.making else self._clock.note(output, ran, seconds)  # a compiler takes its time
+            laws = (
+                None if self.device.making else self._clock.note(output, ran, seconds, variant)
+            )  # a compiler takes its time
             if laws is not None:
                 self.device.set_draft_laws(laws)
         self.metrics.steps += ran

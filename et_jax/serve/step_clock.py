@@ -2,8 +2,10 @@
 
 A burst of steps takes, as it is modelled here, the sum of what `work` counts in it times the `StepTimes`. Those are
 fitted to the last bursts, beginning with rough ones that are doubted, so that what was never done is still expected to
-take something. The spread of bursts about the fit says how well a speed is known. What drafts saved by those times, and
-how many of them were accepted, is told too, for the texts that begin (`past_drafts`).
+take something. The spread of bursts about the fit says how well a speed is known. A few plain steps are always among
+them, for by steps that draft alone nobody knows what a draft takes beside one: a model that drafts for itself waits for
+them, at first and whenever they are forgotten. What drafts saved by those times, and how many of them were accepted, is
+told too, for the texts that begin (`past_drafts`).
 """
 
 import collections
@@ -14,13 +16,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from et_jax.control.draft import SHORT, DraftLength, PastDrafts, StepTimes
-from et_jax.decode.config import DecoderConfig
+from et_jax.decode.config import DecoderConfig, Variant
 from et_jax.decode.draft import Drafting
 from et_jax.decode.output import StepOutput
 from et_jax.serve.past_drafts import DraftRecord
 
 REMEMBERED = 256  # bursts
-EVERY = 8  # bursts: how often times are fitted anew
+EVERY = 8  # bursts: how often times are fitted anew; those of a kind of which there are fewer at once
+PLAIN = 4  # steps without drafts, fewer than which do not say what one takes
 DOUBT = 0.3  # standard deviation of a rough time, over it
 LEAST_SPREAD = 0.02  # of a burst's time, over what is expected of it
 GAIN = 1.02  # speed over plain decoding's below which nothing is drafted, however well it is known
@@ -116,14 +119,16 @@ def _above_zero(
 class _Burst:
     """What a burst of `steps` did and how long it took; `plain` is what as many steps without drafts do.
 
-    Where the model drafted, so many tokens were `tried`, those before them accepted, and so many `accepted`; these
-    come to `brought` of a token for every sequence served.
+    It `drafts` where the model does for itself, or a small one, in any step. Where the model drafted, so many tokens
+    were `tried`, those before them accepted, and so many `accepted`; these come to `brought` of a token for every
+    sequence served.
     """
 
     done: Float[np.ndarray, " f"]
     plain: Float[np.ndarray, " f"]
     seconds: float
     steps: int
+    drafts: bool
     tried: int
     accepted: int
     brought: float
@@ -135,10 +140,23 @@ class StepClock:
     def __init__(self, config: DecoderConfig) -> None:
         self._config, self._drafting = config, config.draft
         self._bursts: collections.deque[_Burst] = collections.deque(maxlen=REMEMBERED)
-        self._noted, self._record = 0, DraftRecord()
+        self._untold, self._record = 0, DraftRecord()
+        self._ran: set[tuple[Variant, float]] = set()  # programs, and the rows beside those of a plain step
 
-    def note(self, output: StepOutput, ran: int, seconds: float) -> tuple[DraftLength, ...] | None:
-        """Note a burst of `ran` steps, and return the laws by what is known now, every few bursts; otherwise None."""
+    def begin(self) -> tuple[DraftLength, ...] | None:
+        """Return the laws before anything is noted; None where nothing will be."""
+        if self._drafting is None or self._drafting.times is None:
+            return None
+        first, *others = self._drafting.laws
+        return first.waiting(), *others
+
+    def note(self, output: StepOutput, ran: int, seconds: float, variant: Variant) -> tuple[DraftLength, ...] | None:
+        """Note a burst of `ran` steps, and return the laws by what is known now, every few bursts; otherwise None.
+
+        While few bursts are known that draft, or few that do not, what one of them says is told at once. A burst says
+        nothing in which a program has some number of rows for the first time, for XLA makes ready then what it runs;
+        nor one in which a model that drafts for itself has only noted what it read.
+        """
         drafting = self._drafting
         if drafting is None or drafting.times is None or not ran:
             return None
@@ -153,7 +171,12 @@ class StepClock:
         passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
         held = np.where(produced, np.minimum(length, pages * size), 0)  # of a compressed cache less than its text
         own = passes > 0  # steps; where something is asked for guesses before the model, it may have made some of them
-        done = work(drafting, self._config.batch, drafted, passes, held).sum(axis=0)
+        each = work(drafting, self._config.batch, drafted, passes, held)
+        new = {(variant, rows) for rows in each[:, _NAMES.index("row")].tolist()} - self._ran
+        self._ran |= new
+        if new or (drafting.pruned is not None and variant.drafts and not own.any()):
+            return None
+        done = each.sum(axis=0)
         none = np.where(own, 0, drafted.T).T  # in steps where the model drafted
         plain = work(drafting, self._config.batch, none, 0 * passes, held).sum(axis=0)
         self._bursts.append(
@@ -162,22 +185,27 @@ class StepClock:
                 plain=plain,
                 seconds=seconds,
                 steps=ran,
+                drafts=bool(own.any()),
                 tried=int(np.minimum(accepted + 1, drafted)[own].sum()),
                 accepted=int(accepted[own].sum()),
                 brought=float((accepted.sum(axis=1) / produced.sum(axis=1))[own].sum()),
             )
         )
-        self._noted += 1
-        if self._noted % EVERY:
-            return None
+        self._untold += 1
         bursts = list(self._bursts)
+        alike = sum(one.drafts == bursts[-1].drafts for one in bursts)
+        if self._untold < EVERY < alike:
+            return None
         fit = fitted(drafting.times, np.array([one.done for one in bursts]), np.array([one.seconds for one in bursts]))
-        for one in bursts[-EVERY:]:
+        for one in bursts[-self._untold :]:
             gain = saved(fit.times, one.steps, one.done, one.plain, one.brought)
             self._record.note(one.steps, one.tried, one.accepted, gain)
+        self._untold = 0
         sequences = float(produced.sum(axis=1).mean())
         context = float(held.sum() / produced.sum())
-        return told(drafting, self._config.batch, fit, sequences, context, self._record.told())
+        first, *others = told(drafting, self._config.batch, fit, sequences, context, self._record.told())
+        known = sum(one.steps for one in bursts if not one.drafts) >= PLAIN
+        return first if known else first.waiting(), *others
 
 
 def told(

@@ -104,6 +104,21 @@ def test_xla_equals_reference(rung):
     rung("paged_attention xla = reference", PLAIN, 41, xla_is_right)
 
 
+FAR = ("group_3", "page_64", "sparse", "window", "all_of_them_bfloat16", "int8", "rows_5", "rows_apart")
+
+
+@pytest.fixture
+def read_in_lanes(monkeypatch):
+    """As if lists were long from their first group on."""
+    monkeypatch.setattr(xla, "NEAR_TOKENS", 1)
+    monkeypatch.setattr(xla, "FAR_TOKENS", 32)
+
+
+@pytest.mark.usefixtures("read_in_lanes")
+def test_what_lies_far_behind_in_a_list_is_read_in_lanes(rung):
+    rung("paged_attention xla in lanes = reference", [NAMED[name] for name in FAR], 8, xla_is_right)
+
+
 def poisoned(arguments, shape: Shape):
     """The same pool with NaN out of every query's sight: null page, unlisted pages, tails, padding columns."""
     seen = np.zeros(arguments["pages"].shape[:3], bool)

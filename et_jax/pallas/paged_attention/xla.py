@@ -3,7 +3,8 @@
 Slots are walked in tiles, those with lists of like length together, and a tile's loop stops at its
 longest list; where most of that would be walked for slots whose lists have ended, one slot after the other.
 A group that lies past a row's own list changes no bit of that row: its maximum stays, the old sums are scaled
-by exactly 1 and exactly 0 is added.
+by exactly 1 and exactly 0 is added. On a CPU larger groups are read of what lies far behind in a list: which group an
+entry is in follows from its place in the list alone, so that a row is summed in the same order in any company.
 
 Rows of one slot share what is gathered. All between gather and products is done row by row, in arrays of the
 shape that as many slots of one row would have: XLA rounds an exponential otherwise in another shape.
@@ -25,6 +26,7 @@ from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import padded_width, require_counts, wider
 from et_jax.pallas.folding import split
 from et_jax.pallas.gather import page_rows, token_scales, tokens
+from et_jax.pallas.paged_attention.lanes import LANES, Running, Slots, begun, in_lanes
 from et_jax.pallas.workspace import Workspace
 from et_jax.softmax import Softmax, finite
 
@@ -33,6 +35,9 @@ from et_jax.softmax import Softmax, finite
 # 0.8 times as long as one of 128.
 GROUP_PAGES = 8
 LEAST_TOKENS, MOST_TOKENS = 128, 512
+# Measured likewise, one and four slots of 8k to 32k tokens: two groups of 1,024 tokens at a time take 0.6 to 0.9 of the
+# time of groups of 128 where a slot has one row, 0.5 to 0.65 where it has five or nine.
+NEAR_TOKENS, FAR_TOKENS = 4096, 1024
 # Measured likewise: products of bfloat16 are so cheap that at smaller head dims it pays to double them and gather once.
 SPLIT_DIM = 128
 # Measured likewise: 32 rows of 8 to 388 tokens, 151 in the mean, take 0.6 of the time in tiles of 8.
@@ -47,11 +52,15 @@ class Config:
     joint: gather a token whole and let the query ignore the value (zeros beside it): twice the
         products, but one copy of the token. Otherwise keys and values are gathered apart.
     rows: slots walked together, where their lists are alike; None is all of them, which keeps a parallel device busy.
+    near: list entries read in groups of `group`, a multiple of it; None is all of them.
+    far: list entries in a group of those behind, which are read slot by slot, `LANES` groups at a time.
     """
 
     group: int
     joint: bool
     rows: int | None = None
+    near: int | None = None
+    far: int | None = None
 
     def __post_init__(self) -> None:
         require_counts(self)
@@ -60,11 +69,15 @@ class Config:
 def heuristic(page_size: int, head_dim: int, dtype: jnp.dtype, platform: str) -> Config:
     """Return the walk for a page size in tokens, a head dim, the dtype of the products and a platform."""
     cheap = dtype == jnp.bfloat16 and head_dim < SPLIT_DIM
+    group = max(1, LEAST_TOKENS // page_size, min(GROUP_PAGES, MOST_TOKENS // page_size))
+    on_cpu = platform == "cpu"
     return Config(
-        group=max(1, LEAST_TOKENS // page_size, min(GROUP_PAGES, MOST_TOKENS // page_size)),
+        group=group,
         # a gather of some columns makes XLA copy the pool on a TPU
         joint=cheap or platform == "tpu",
-        rows=ROWS_TOGETHER if platform == "cpu" else None,
+        rows=ROWS_TOGETHER if on_cpu else None,
+        near=group * max(1, NEAR_TOKENS // (group * page_size)) if on_cpu else None,
+        far=max(1, FAR_TOKENS // page_size) if on_cpu else None,
     )
 
 
@@ -74,6 +87,8 @@ def workspace(
     """Return what `api.workspace` documents."""
     walk = heuristic(page_size, head_dim, jnp.dtype(dtype), platform())
     walked = min(rows, walk.rows or rows) * walk.group * page_size
+    if walk.far is not None:
+        walked = max(walked, min(rows, LANES) * walk.far * page_size)
     width = padded_width(head_dim) if walk.joint else 2 * head_dim
     return Workspace(scores=4 * 2 * walked * num_heads, gathered=4 * walked * num_kv_heads * width)
 
@@ -111,43 +126,78 @@ def paged_attention(
         softmax=softmax,
         kv_scales=kv_scales,
     )
-    slots = (q.reshape(b, r, h, d), page_table, blocks, counts, readers, lengths.reshape(b, r))
+    alone = h == k  # one query alone is walked beside others, as above
+    m, g = blocks.shape[2], h // k
+    near = m if config.near is None or config.far is None or alone else min(config.near, m)
+    whole = config.joint and r == 1  # of many queries twice the products are more than a copy
+    slots = Slots(
+        query=q.reshape(b, r, h, d),
+        page_table=page_table,
+        blocks=blocks[..., :near],
+        counts=jnp.minimum(counts, near),
+        readers=None if readers is None else readers[..., :near],
+        lengths=lengths.reshape(b, r),
+        running=begun((b, k, r, g, pages.shape[3] if whole else d), softmax.sink_logits),
+    )
 
-    def together(slots):
-        return walk(*slots)
+    def together(slots: Slots) -> tuple[Running, Float[Array, "b k r g m"]]:
+        return walk(slots, group=config.group)
 
-    def by_length(slots):
-        return apart_or_together(together, jnp.max(slots[3], axis=1), slots)
+    def by_length(slots: Slots) -> tuple[Running, Float[Array, "b k r g m"]]:
+        return apart_or_together(together, slots.longest, slots)
 
     size = b if config.rows is None else max(1, config.rows // r)
-    alike = config.rows is None or size == 1 or h == k  # one query alone is walked beside others, as above
-    out, block_lse = in_tiles(together if alike else by_length, size, jnp.max(counts, axis=1), slots)
-    return out.reshape(b * r, h, d), block_lse.reshape(b * r, h, -1)
+    one_way = config.rows is None or size == 1 or alone
+    running, block_lse = in_tiles(together if one_way else by_length, size, slots.longest, slots)
+    if near < m:
+        behind = dataclasses.replace(
+            slots,
+            blocks=blocks[..., near:],
+            counts=jnp.maximum(counts - near, 0),
+            readers=None if readers is None else readers[..., near:],
+            running=running,
+        )
+
+        def far(slots: Slots) -> tuple[Running, Float[Array, "b k r g m"]]:
+            return lax.map(partial(in_lanes, partial(walk, group=config.far), config.far), slots)
+
+        def nothing(slots: Slots) -> tuple[Running, Float[Array, "b k r g m"]]:
+            return slots.running, jnp.full((*block_lse.shape[:-1], m - near), -jnp.inf, block_lse.dtype)
+
+        running, more = lax.cond(jnp.max(behind.counts) > 0, far, nothing, behind)
+        block_lse = jnp.concatenate([block_lse, more], axis=-1)
+
+    mixed = running.mixed[..., d : 2 * d] if whole else running.mixed
+    out = mixed / jnp.where(running.total == 0.0, 1.0, running.total)[..., None]
+    out, block_lse = (found.swapaxes(1, 2).reshape(b * r, h, -1) for found in (out, block_lse))
+    return out.astype(q.dtype), block_lse
 
 
 def _walk(
-    q: Float[Array, "b r h d"],
-    page_table: Int[Array, "b n"],
-    blocks: Int[Array, "b k m"],
-    counts: Int[Array, "b k"],
-    readers: Int[Array, "b k m"] | None,
-    lengths: Int[Array, "b r"],
+    slots: Slots,
     *,
+    group: int,
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     config: Config,
     dtype: jnp.dtype,
     softmax: Softmax,
     kv_scales: Float[Array, "k p 2 s"] | None,
-) -> tuple[Float[Array, "b r h d"], Float[Array, "b r h m"]]:
-    """Attention of slots that are walked together, products in `dtype`."""
-    b, r, h, d = q.shape
+) -> tuple[Running, Float[Array, "b k r g m"]]:
+    """The softmax of slots that are walked together after that many entries more, products in `dtype`."""
+    page_table, blocks, counts, readers, lengths = (
+        slots.page_table,
+        slots.blocks,
+        slots.counts,
+        slots.readers,
+        slots.lengths,
+    )
+    b, r, h, d = slots.query.shape
     k, p, s, e = pages.shape
     m, x, g = blocks.shape[2], b * r * k, h // k
-    group = config.group
-    whole = config.joint and r == 1  # of many queries twice the products are more than a copy
-    width = e if whole else d
+    width = slots.running.mixed.shape[-1]
+    whole = config.joint and r == 1
     # the rows of a slot stand together under each KV head, as the products take them
-    query = q.astype(dtype).reshape(b, r, k, g, d).swapaxes(1, 2)
+    query = slots.query.astype(dtype).reshape(b, r, k, g, d).swapaxes(1, 2)
     query = jnp.pad(query.reshape(x, g, d), ((0, 0), (0, 0), (0, width - d)))
     padding = -m % group
     blocks, readers = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, 0), (0, padding))), (blocks, readers))
@@ -244,22 +294,12 @@ def _walk(
         update = by_slot(partial(mixture, value), weights)
         return new_maximum, total, mixed * decay[..., None] + update, block_lse
 
-    # a sink is one more logit that mixes nothing in: the softmax starts from it
-    if softmax.sink_logits is None:
-        maximum, total = jnp.full((x, g), -jnp.inf, jnp.float32), jnp.zeros((x, g), jnp.float32)
-    else:
-        sinks = softmax.sink_logits.astype(jnp.float32).reshape(k, 1, g)
-        maximum = jnp.broadcast_to(sinks, (b, k, r, g)).reshape(x, g)
-        total = jnp.ones((x, g), jnp.float32)
-    mixed = jnp.zeros((x, g, width), jnp.float32)
+    before = (
+        one.reshape(x, *one.shape[3:]) for one in (slots.running.maximum, slots.running.total, slots.running.mixed)
+    )
     block_lse = jnp.full((x, g, m + padding), -jnp.inf, jnp.float32)
     steps = (jnp.minimum(jnp.max(counts), m) + group - 1) // group
-    _, total, mixed, block_lse = lax.fori_loop(0, steps, step, (maximum, total, mixed, block_lse))
-
-    out = mixed[..., d : 2 * d] if whole else mixed
-    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
-
-    def by_row(found):
-        return found.reshape(b, k, r, g, -1).swapaxes(1, 2).reshape(b, r, h, -1)
-
-    return by_row(out).astype(q.dtype), by_row(block_lse[..., :m])
+    maximum, total, mixed, block_lse = (
+        found.reshape(b, k, r, *found.shape[1:]) for found in lax.fori_loop(0, steps, step, (*before, block_lse))
+    )
+    return Running(maximum=maximum, total=total, mixed=mixed), block_lse[..., :m]

@@ -24,7 +24,7 @@ from et_jax.evidence.kernel_shapes.paged_attention import Shape, example
 from et_jax.models.calibration import Calibration
 from et_jax.models.transformer import initialise
 from et_jax.models.weights import quantized
-from et_jax.pallas.paged_attention import paged_attention
+from et_jax.pallas.paged_attention import paged_attention, xla
 from et_jax.types import Table, replace
 
 # Wide enough that sums over 2 rows are small to XLA, and those over 18 rows are not.
@@ -194,12 +194,17 @@ FOLDED = {
 }
 
 
-@pytest.mark.parametrize("name", FOLDED)
-def test_rows_of_a_slot_have_the_bits_of_rows_that_stand_alone(name):
+@pytest.mark.parametrize(
+    ("name", "near"), [*((name, None) for name in FOLDED), ("bfloat16", 256), ("three queries", 256), ("int8", 256)]
+)
+def test_rows_of_a_slot_have_the_bits_of_rows_that_stand_alone(name, near, monkeypatch):
     """Over page and group borders, in more slots than a tile has, some rows or all of a slot not running.
 
-    What lies behind a slot's longest row is NaN.
+    What lies behind a slot's longest row is NaN. What lies further off than `near` is read in lanes.
     """
+    if near is not None:
+        monkeypatch.setattr(xla, "NEAR_TOKENS", near)
+        monkeypatch.setattr(xla, "FAR_TOKENS", 64)
     shape, rows = FOLDED[name]
     newest = np.array([1, 14, 120, 126, 250, 700, 1020, 33, 800, 1100, 0])
     lengths = newest[:, None] + np.arange(rows)
