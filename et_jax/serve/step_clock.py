@@ -155,7 +155,7 @@ class StepClock:
 
         While few bursts are known that draft, or few that do not, what one of them says is told at once. A burst says
         nothing in which a program has some number of rows for the first time, for XLA makes ready then what it runs;
-        nor one in which a model that drafts for itself has only noted what it read.
+        nor one in which a model that alone drafts for itself has only noted what it read.
         """
         drafting = self._drafting
         if drafting is None or drafting.times is None or not ran:
@@ -170,11 +170,14 @@ class StepClock:
             return None
         passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
         held = np.where(produced, np.minimum(length, pages * size), 0)  # of a compressed cache less than its text
-        own = passes > 0  # steps; where something is asked for guesses before the model, it may have made some of them
+        own = np.asarray(
+            passes > 0
+        )  # steps; where something is asked for guesses before the model, it may have made some of them
         each = work(drafting, self._config.batch, drafted, passes, held)
         new = {(variant, rows) for rows in each[:, _NAMES.index("row")].tolist()} - self._ran
         self._ran |= new
-        if new or (drafting.pruned is not None and variant.drafts and not own.any()):
+        noting = drafting.pruned is not None and drafting.before is None and variant.drafts and not own.any()
+        if new or noting:
             return None
         done = each.sum(axis=0)
         none = np.where(own, 0, drafted.T).T  # in steps where the model drafted

@@ -1,14 +1,19 @@
 """What steps take by the clock: work counted by hand, times that made the seconds found again, laws told of them."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from small_model import configuration
 
-from et_jax.control.draft import AcceptanceLength, PastDrafts, RooflineLength, StepTimes
+from et_jax.control.draft import AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
+from et_jax.decode.config import Variant
 from et_jax.decode.draft import Drafting, Pruned, lookup
+from et_jax.decode.output import StepOutput
 from et_jax.serve import step_clock
-from et_jax.serve.step_clock import Fit, fitted, saved, told, work
+from et_jax.serve.step_clock import Fit, StepClock, fitted, saved, told, work
 
 SELF = Drafting(most=12, length=RooflineLength(StepTimes(*[1.0] * 6)), drafter=Pruned())
 TRUE = StepTimes(plain=0.03, plain_cached=1e-5, drafted=0.025, drafted_cached=1e-6, row=2e-3, row_cached=1e-6)
@@ -110,3 +115,65 @@ def test_what_drafts_saved_is_what_they_brought_less_what_they_took():
     expected = 3.0 - took / (0.03 + 1e-5 * 1000.5)
     assert saved(TRUE, 2, done, plain, 3.0) == pytest.approx(expected)
     assert saved(TRUE, 2, plain, plain, 0.0) == 0.0
+
+
+CONFIG = configuration(draft=Drafting(most=12, length=SELF.length, drafter=Pruned(), times=ROUGH))
+WHOLE, PLAIN_ONE = CONFIG.whole, CONFIG.whole._replace(drafts=False)
+
+
+def output(drafted: int, accepted: int, steps: int) -> StepOutput:
+    """That of steps in which the first sequence, of 800 tokens, drafted so many tokens and so many were accepted."""
+    first, slots = np.arange(CONFIG.num_slots) == 0, (steps, 1, CONFIG.num_slots)
+
+    def of_first(value: Any) -> np.ndarray:
+        return np.broadcast_to(np.where(first, value, 0), slots)
+
+    made = object.__new__(StepOutput)
+    signals = SimpleNamespace(length=of_first(800), pages_held=of_first(800))
+    told = {"produced": of_first(1).astype(bool), "drafted": of_first(drafted), "accepted": of_first(accepted)}
+    told |= {"signals": signals, "work": (SimpleNamespace(passes=of_first(1 + drafted)),)}
+    vars(made).update(told)
+    return made
+
+
+def worths(*bursts: tuple[int, int, Variant], seconds: float = 1.0) -> list[float | None]:
+    """How much a speed has to be worth at first, and after each of the bursts; None where nothing is told of it.
+
+    A burst has the tokens that each of its steps drafts, of which all are accepted, its steps, and its program.
+    """
+    clock = StepClock(CONFIG)
+    told = [clock.note(output(each, each, steps), steps, seconds * steps, one) for each, steps, one in bursts]
+    return [worth(clock.begin()), *map(worth, told)]
+
+
+def worth(laws: tuple[DraftLength, ...] | None) -> float | None:
+    if laws is None:
+        return None
+    assert isinstance(laws[0], RooflineLength)
+    return float(laws[0].worth)
+
+
+def test_a_model_drafts_for_itself_once_plain_steps_are_measured_and_waits_when_they_are_forgotten():
+    plain, drafting = (0, 1, PLAIN_ONE), (4, 1, WHOLE)
+    *waiting, known = worths(*[plain] * 5)
+    assert waiting == [np.inf, None, *[np.inf] * 3] and known is not None and 1.0 < known < 1.5
+    told = [one for one in worths(*[plain] * 5, *[drafting] * (step_clock.REMEMBERED + step_clock.EVERY)) if one]
+    assert told[-1] == np.inf and told.count(np.inf) < 8
+
+
+def test_what_is_new_is_told_at_once_and_then_every_few_bursts():
+    _, *told = worths(*[(0, 2, PLAIN_ONE)] * 25, *[(4, 1, WHOLE)] * 25)
+    of_kind = [one is not None for one in told[:25]], [one is not None for one in told[25:]]
+    for found in of_kind:
+        assert found[:9] == [False, *[True] * 8] and sum(found[9:]) == 2
+
+
+def test_a_burst_says_nothing_that_is_the_first_of_a_program_in_so_many_rows_or_only_notes_what_was_read():
+    short, long, noting = (4, 1, WHOLE), (12, 1, WHOLE), (0, 1, WHOLE)
+    _, *told = worths(*[(0, 4, PLAIN_ONE)] * 2, short, short, long, noting, noting, long)
+    assert [one is not None for one in told] == [False, True, False, True, False, False, False, True]
+
+
+def test_a_law_that_goes_by_no_plain_step_does_not_wait():
+    law = AcceptanceLength(0.1)
+    assert law.waiting() is law
