@@ -9,10 +9,10 @@ the plain one. It decodes in bursts, as a server does, and the laws of lengths a
 and how the drafts of earlier texts fared: of every rate alone, from its first text on, which is told apart (`first`)
 from the `--rounds` after it. Beside them stands what reading less would gain if it were trusted, under `certified` and
 `adaptive`, and the share of blocks that each read. Then the bundled model goes on from prompts of nearly its whole
-context, freely: whatever holds.
+context, freely: whatever holds. Which of a pair comes first changes from round to round.
 
 Texts have `--tokens`, or fewer where a plain one would take more than `--seconds`, but `--fewest`. In every round each
-way writes a text after a plain one. Programs are compiled once for each number of sequences, with room for the longest
+way writes a text beside a plain one. Programs are compiled once for each number of sequences, with room for the longest
 context whose caches take no more than `--gigabytes`; longer ones are left out. Every case is written down as it comes;
 `--resume` keeps those that the file of results holds. The whole takes more than an hour on two cores.
 """
@@ -22,7 +22,8 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -58,6 +59,7 @@ from et_jax.types import Table, replace
 RATES = (0.9, 0.45, 0.0)  # of drafted tokens that hold: as on the bundled models, half as often, never
 TRUSTED = ("certified", "adaptive")
 PAGE, MOST, BURST, STEPS = 16, 12, 0.05, 32  # tokens; tokens drafted; seconds; steps of a burst at most
+FREE = 5  # times as many rounds of the bundled model, whose texts take a fraction of a second
 PROMPT = REPOSITORY / "README.md"  # of the bundled model's prompts
 
 
@@ -215,20 +217,23 @@ class Shapes:
 
         runs = {rate: self.drafting.anew() for rate in rates}
 
-        def pair(rate: float) -> tuple[float, float]:
+        def pair(number: int, rate: float) -> tuple[float, float]:
             right = np.random.default_rng(1).random(np.shape(expected)) < rate
             wrong = (np.asarray(expected) + 1) % SMOLLM_135M.vocab_size
             guesses = np.where(right, expected, wrong).astype(np.int32)
-            plain, _, _ = self.plain.timed(self.weights, self.caches, context, tokens)
-            seconds, texts, facts[rate] = runs[rate].timed(self.weights, self.caches, context, tokens, guesses)
-            if texts != expected:
-                raise SystemExit(f"drafts that hold at {rate} changed a text at {context} tokens")
-            return plain, seconds
+
+            def drafting() -> float:
+                seconds, texts, facts[rate] = runs[rate].timed(self.weights, self.caches, context, tokens, guesses)
+                if texts != expected:
+                    raise SystemExit(f"drafts that hold at {rate} changed a text at {context} tokens")
+                return seconds
+
+            return in_turns(number, lambda: self.plain.timed(self.weights, self.caches, context, tokens)[0], drafting)
 
         facts: dict[float, dict[str, Any]] = {}
         pairs: dict[float, list[tuple[float, float]]] = {rate: [] for rate in rates}
-        for _, rate in itertools.product(range(1 + rounds), rates):
-            pairs[rate].append(pair(rate))
+        for number, rate in itertools.product(range(1 + rounds), rates):
+            pairs[rate].append(pair(number, rate))
         for rate in rates:
             (plain, seconds), *others = pairs[rate]
             case = self._case(context, tokens, f"{rate:g}", others)
@@ -256,6 +261,13 @@ class Shapes:
         }
 
 
+def in_turns(number: int, one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
+    """Return what both give, the other one first in every second round."""
+    found = [each() for each in (one, other)[:: -1 if number % 2 else 1]]
+    first, second = found[:: -1 if number % 2 else 1]
+    return first, second
+
+
 def of_bundled(prompts: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
     """Return what the bundled model gains on prompts that leave room for so many tokens, greedily and sampled."""
     plain, drafted = (load(max_num_seqs=1, prefix_cache=False, draft=draft) for draft in (None, "self"))
@@ -270,7 +282,8 @@ def of_bundled(prompts: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
             [expected], [got] = plain.generate([prompt], params), drafted.generate([prompt], params)
             if got.token_ids != expected.token_ids:
                 raise SystemExit(f"drafts changed the text after prompt {number} at {heat}")
-            pairs = [tuple(seconds_of(model, prompt, params) for model in (plain, drafted)) for _ in range(rounds)]
+            each = [partial(seconds_of, model, prompt, params) for model in (plain, drafted)]
+            pairs = [in_turns(number, *each) for number in range(FREE * rounds)]
             found.append(
                 {
                     "prompt": number,
