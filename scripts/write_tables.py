@@ -50,6 +50,7 @@ SERVING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "starts": ("starts.json", lambda found: serving_tables.starts(found["starts"])),
     "versions": ("versions.json", lambda found: serving_tables.versions(found["versions"])),
     "few_rows": ("few_rows.json", lambda found: serving_tables.versions(found["versions"])),
+    "long_texts": ("long_texts.json", lambda found: serving_tables.versions(found["versions"])),
     "peers": ("peers.json", lambda found: serving_tables.peers(found["cases"], found["agreement"])),
 }
 DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
