@@ -10,6 +10,7 @@ ratio is the median of the rounds' own.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -116,7 +117,9 @@ def main() -> None:
     args = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        models = {"bundled": "bundled", "135M": str(random_folder(Path(folder), SMOLLM_135M, "bfloat16"))}
+        longest = max(SMOLLM_135M.max_positions, 2 * max(args.alone))  # the rotation of positions knows no end
+        shape = dataclasses.replace(SMOLLM_135M, max_positions=longest)
+        models = {"bundled": "bundled", "135M": str(random_folder(Path(folder), shape, "bfloat16"))}
         for name, rows, case, alone in itertools.product(args.model, args.rows, args.case, args.alone):
             what = models[name], str(rows), case, str(alone), str(args.settle)
             figures = compared([args.checkout.resolve(), REPOSITORY], args.rounds, *what)
