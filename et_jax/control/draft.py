@@ -6,6 +6,7 @@ clock.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +105,9 @@ def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:
 class DraftLength:
     """Decides how many tokens the next step drafts, from how earlier drafts fared. Derive from it, as a `value`."""
 
+    # What a drafted token leaves of the running share of those accepted, which so speaks of about the last ten.
+    memory: ClassVar[float] = 0.9
+
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the drafted tokens of the next step, cut to what the request allows.
 
@@ -128,11 +132,6 @@ class DraftLength:
         as it was.
         """
         return self
-
-    @property
-    def memory(self) -> float:
-        """What a drafted token leaves of the running share of those accepted: it speaks of about the last ten."""
-        return 0.9
 
     def waiting(self) -> "DraftLength":
         """Return the law while it is not known what a plain step takes: one that goes by it drafts nothing."""
@@ -291,6 +290,9 @@ class RooflineLength(DraftLength):
     hold, one token is drafted again when that costs a hundredth of the steps since.
     """
 
+    # Of about the last thirty tokens: what drafts may cost is bounded, and once they stop little is heard.
+    memory: ClassVar[float] = 0.97
+
     times: StepTimes
     worth: Number = WORTH
     widths: tuple[float, ...] = static(default=())
@@ -322,11 +324,6 @@ class RooflineLength(DraftLength):
     def waiting(self) -> "RooflineLength":
         """Return the law for which no speed is worth it."""
         return replace(self, worth=jnp.inf)
-
-    @property
-    def memory(self) -> float:
-        """It speaks of about the last thirty: what drafts may cost is bounded, and once they stop little is heard."""
-        return 0.97
 
     def by_past(self, begun: DraftState) -> DraftState:
         """Return what is known of a sequence before its first draft, by how those of others fared."""

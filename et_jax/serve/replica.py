@@ -355,9 +355,8 @@ class Replica:
         self.device.note(len(running), variant, seconds)
         if not promises:  # a prefill's time would be counted with that of the steps
             self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
-            laws = (
-                None if self.device.making else self._clock.note(output, ran, seconds, variant)
-            )  # a compiler takes its time
+            compiling = self.device.making  # which takes its time
+            laws = None if compiling else self._clock.note(output, ran, seconds, variant)
             if laws is not None:
                 self.device.set_draft_laws(laws)
         self.metrics.steps += ran

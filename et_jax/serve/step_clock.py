@@ -170,9 +170,8 @@ class StepClock:
             return None
         passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
         held = np.where(produced, np.minimum(length, pages * size), 0)  # of a compressed cache less than its text
-        own = np.asarray(
-            passes > 0
-        )  # steps; where something is asked for guesses before the model, it may have made some of them
+        # steps; where something is asked for guesses before the model, it may have made some of them
+        own = np.asarray(passes > 0)
         each = work(drafting, self._config.batch, drafted, passes, held)
         new = {(variant, rows) for rows in each[:, _NAMES.index("row")].tolist()} - self._ran
         self._ran |= new
