@@ -2,14 +2,15 @@
 
     python scripts/bench_self.py [--resume]
 
-Two parts. A random model of SmolLM-135M's shape goes on from caches that are filled with random keys and values to
+Three parts. A random model of SmolLM-135M's shape goes on from caches that are filled with random keys and values to
 `--contexts` tokens, in `--sequences` sequences. Its drafts are drawn from passes of its own, and then made to hold at a
 given `--rates` of the tokens: as often as on the bundled model, half as often, and never; every text is checked to be
 the plain one. It decodes in bursts, as a server does, and the laws of lengths are told by the clock what steps take,
 and how the drafts of earlier texts fared: of every rate alone, from its first text on, which is told apart (`first`)
 from the `--rounds` after it. Beside them stands what reading less would gain if it were trusted, under `certified` and
-`adaptive`, and the share of blocks that each read. Then the bundled model goes on from prompts of nearly its whole
-context, freely: whatever holds. Which of a pair comes first changes from round to round.
+`adaptive`, and the share of blocks that each read. Single steps of the same model tell what bounds it: what one takes
+that drafts so many tokens and verifies them, beside a plain one. Then the bundled model goes on from prompts of nearly
+its whole context, freely: whatever holds. Which of a pair comes first changes from round to round.
 
 Texts have `--tokens`, or fewer where a plain one would take more than `--seconds`, but `--fewest`. In every round each
 way writes a text beside a plain one. Programs are compiled once for each number of sequences, with room for the longest
@@ -59,7 +60,8 @@ from et_jax.types import Table, replace
 RATES = (0.9, 0.45, 0.0)  # of drafted tokens that hold: as on the bundled models, half as often, never
 TRUSTED = ("certified", "adaptive")
 PAGE, MOST, BURST, STEPS = 16, 12, 0.05, 32  # tokens; tokens drafted; seconds; steps of a burst at most
-FREE = 5  # times as many rounds of the bundled model, whose texts take a fraction of a second
+FORCED = (0, 1, 4, 8, 12)  # tokens that a step drafts which is timed alone, in every sequence
+STEPPED, FREE = 3, 5  # times as many rounds of single steps, and of the bundled model, which take little time
 PROMPT = REPOSITORY / "README.md"  # of the bundled model's prompts
 
 
@@ -160,10 +162,36 @@ class Run:
                 text += token[produced[:, slot], slot].tolist()
             found = (output.drafted[:ran].sum(), output.accepted[:ran].sum(), ran, read[produced].sum())
             counts = {name: counts[name] + int(more) for name, more in zip(counts, found, strict=True)}
-        [plant] = state.plants
-        caches.append(replace(plant, num_cached=jnp.zeros_like(plant.num_cached)))
+        self._give_back(caches, state)
         blocks = config.plants[0].all_kv_heads * -(-context // PAGE) * tokens * self.sequences
         return seconds, texts, {"share_read": counts.pop("blocks") / blocks} | counts
+
+    def stepped(self, weights: Weights, caches: list[PlantState], context: int, rounds: int) -> dict[int, list[float]]:
+        """Return the seconds of single steps after a context that draft as many tokens as they are told to, in turns.
+
+        Before each goes one that is not counted: it notes which blocks the next one reads.
+        """
+        config, state = self.decoder.config, self._going_on(caches, context, MOST + 2)
+        active, length = (jax.device_get(x) for x in (state.active, state.length))
+        taken: dict[int, list[float]] = {drafted: [] for drafted in FORCED}
+        for drafted, counted in itertools.product(FORCED * rounds, (False, True)):
+            decode = self.decoder.variants[config.whole._replace(drafts=drafted > 0)]
+            wanted = replace(state.draft, length=jnp.where(active, jnp.int32(drafted), 0))
+            again = {"length": jnp.asarray(length), "generated": jnp.zeros_like(state.generated)}
+            state = jax.block_until_ready(replace(state, draft=wanted, **again))
+            began = time.perf_counter()
+            state, output, _ = jax.block_until_ready(decode(weights, state, np.int32(1)))
+            if counted:
+                taken[drafted].append(time.perf_counter() - began)
+                got = np.asarray(output.drafted)[0, 0, : self.sequences]
+                if (got != drafted).any():
+                    raise SystemExit(f"a step drafted {got} tokens where it was told to draft {drafted}")
+        self._give_back(caches, state)
+        return taken
+
+    def _give_back(self, caches: list[PlantState], state: DecodeState) -> None:
+        [plant] = state.plants
+        caches.append(replace(plant, num_cached=jnp.zeros_like(plant.num_cached)))
 
 
 def started(config: DecoderConfig) -> tuple[DecodeState, PlantState]:
@@ -238,6 +266,12 @@ class Shapes:
             (plain, seconds), *others = pairs[rate]
             case = self._case(context, tokens, f"{rate:g}", others)
             yield case | facts[rate] | {"rate": rate, "first": plain / seconds}
+
+    def at_steps(self, context: int, rounds: int) -> dict[str, Any]:
+        """Return what single steps take that draft so many tokens."""
+        taken = self.drafting.anew().stepped(self.weights, self.caches, context, rounds)
+        seconds = {str(drafted): statistics.median(each) for drafted, each in taken.items()}
+        return {"context": context, "sequences": self.sequences, "seconds": seconds}
 
     def at_trust(self, context: int, tokens: int, rounds: int, control: str) -> dict[str, Any]:
         """Return what a controller gains that reads less and is trusted."""
@@ -316,7 +350,7 @@ def fits(context: int, sequences: int, tokens: int, gigabytes: float) -> bool:
 
 def main() -> None:
     parser = arguments.parser(__doc__, results="self_drafting.json")
-    parser.add_argument("--part", choices=["filled", "bundled"], help="of the two parts, one alone (default both)")
+    parser.add_argument("--part", choices=["filled", "steps", "bundled"], help="one alone (default all)")
     parser.add_argument("--contexts", type=arguments.count(), nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--sequences", type=arguments.count(), nargs="+", default=[1, 4, 16])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
@@ -329,7 +363,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the cases that the file of results holds")
     args = parser.parse_args()
     kept = json.loads(args.output.read_text(encoding="utf-8")) if args.resume and args.output.exists() else {}
-    cases, free = kept.get("cases", []), kept.get("free", [])
+    cases, steps, free = (kept.get(part, []) for part in ("cases", "steps", "free"))
     settings = {"rounds": args.rounds, "tokens": args.tokens, "seconds": args.seconds, "page_size": PAGE, "most": MOST}
     settings |= {"share": Pruned.share, "mass": Pruned.mass}
     left_out = []
@@ -338,18 +372,25 @@ def main() -> None:
         for case in more:
             print(case, flush=True)
             cases.append(case)
-        write(args.output, "scripts/bench_self.py", settings, cases=cases, left_out=left_out, free=free)
+        write(args.output, "scripts/bench_self.py", settings, cases=cases, steps=steps, left_out=left_out, free=free)
 
     for sequences in args.sequences if args.part != "bundled" else ():
+        stepped = {case["context"] for case in steps if case["sequences"] == sequences}
         done = {(case["context"], case["way"]) for case in cases if case["sequences"] == sequences}
         room = [context for context in args.contexts if fits(context, sequences, args.tokens, args.gigabytes)]
         left_out += [[context, sequences] for context in args.contexts if context not in room]
         ways = [*(f"{rate:g}" for rate in args.rates), *(TRUSTED if sequences == 1 else ())]
         missing = {context: [way for way in ways if (context, way) not in done] for context in room}
-        if not any(missing.values()):
+        missing = missing if args.part != "steps" else {}
+        alone = [context for context in room if context not in stepped and args.part != "filled"]
+        if not alone and not any(missing.values()):
             continue
         shapes = Shapes(max(room), sequences, args.tokens)
-        lengths = {one: shapes.length(one, args.tokens, args.fewest, args.seconds) for one in room if missing[one]}
+        for context in alone:
+            steps.append(shapes.at_steps(context, STEPPED * args.rounds))
+            print(steps[-1], flush=True)
+            keep()
+        lengths = {one: shapes.length(one, args.tokens, args.fewest, args.seconds) for one in missing if missing[one]}
         for context, tokens in lengths.items():
             rates = [rate for rate in args.rates if f"{rate:g}" in missing[context]]
             if rates:
@@ -357,10 +398,11 @@ def main() -> None:
         for control, (context, tokens) in itertools.product(TRUSTED, lengths.items()):
             if control in missing[context]:
                 keep(shapes.at_trust(context, tokens, args.rounds, control))
-    if args.part != "filled":
+    if args.part in (None, "bundled"):
         free[:] = of_bundled(args.prompts, args.tokens, args.rounds)
     keep()
-    print(draft_tables.self_drafting(cases), draft_tables.self_drafting_free(free), sep="\n\n")
+    tables = draft_tables.self_drafting(cases), draft_tables.self_steps(steps), draft_tables.self_drafting_free(free)
+    print(*tables, sep="\n\n")
 
 
 if __name__ == "__main__":

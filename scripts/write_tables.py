@@ -59,6 +59,7 @@ DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "drafting_forced": ("drafting_forced.json", lambda found: draft_tables.drafting_forced(found["forced"])),
     "draft_lengths": ("acceptance.json", lambda found: draft_tables.draft_lengths(found["drafts"], COST)),
     "self_drafting": ("self_drafting.json", lambda found: draft_tables.self_drafting(found["cases"])),
+    "self_steps": ("self_drafting.json", lambda found: draft_tables.self_steps(found["steps"])),
     "self_drafting_free": ("self_drafting.json", lambda found: draft_tables.self_drafting_free(found["free"])),
     "self_acceptance": ("acceptance.json", lambda found: draft_tables.self_acceptance(found["self"])),
     "self_readers": ("acceptance.json", lambda found: draft_tables.self_readers(found["readers"])),

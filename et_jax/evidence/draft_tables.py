@@ -59,6 +59,24 @@ def _after_the_first(case: Case) -> str:
     return f"{case['ratio']:.2f}{first}"
 
 
+def self_steps(cases: Sequence[Case], held: float = 0.9) -> str:
+    """Return what a step takes that drafts so many tokens for itself, and what it brings where a share of them holds.
+
+    The tokens of a step that drafts n are (1 - h^(n + 1)) / (1 - h) on average, of which each but the first is there
+    only if all before it held, with a chance of h = `held` each.
+    """
+    lines = []
+    for case in cases:
+        plain = case["seconds"]["0"]
+        told = [f"{1000 * plain:.0f}"]
+        for drafted, seconds in list(case["seconds"].items())[1:]:
+            tokens = (1 - held ** (int(drafted) + 1)) / (1 - held)
+            told.append(f"{1000 * seconds:.0f} ({tokens * plain / seconds:.2f})")
+        lines.append([case["context"], case["sequences"], *told])
+    drafted = [f"{n} drafted" for case in cases[:1] for n in list(case["seconds"])[1:]]
+    return table(["tokens", "sequences", "plain step, ms", *drafted], lines)
+
+
 def self_drafting_free(cases: Sequence[Case]) -> str:
     """Return what the bundled model gains on texts that it writes freely."""
     lines = []

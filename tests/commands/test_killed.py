@@ -81,8 +81,8 @@ def disturb(model: str, source: Path, output: Path, count: int, kills: int) -> N
 @pytest.mark.parametrize(
     ("model", "count", "kills", "max_tokens"),
     [
-        pytest.param("paper", 500, 8, 8, marks=pytest.mark.slow),
-        pytest.param("bundled", 500, 4, 6, marks=pytest.mark.slow),
+        pytest.param("paper", 500, 5, 8, marks=pytest.mark.slow),
+        pytest.param("bundled", 200, 3, 6, marks=pytest.mark.slow),
     ],
 )
 def test_every_line_is_answered_once_and_as_if_undisturbed(

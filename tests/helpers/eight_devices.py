@@ -28,7 +28,6 @@ ODD = dataclasses.replace(EXPERTS, shared_width=16, biases=True, activation=Clam
 PRUNED = {"tolerance": TOLERANCE, "min_blocks": 1, "window": 4, "target_entropy": 2.0}
 MODELS = {
     "llama": LLAMA,
-    "mixtral": dataclasses.replace(LLAMA, experts=EXPERTS),
     "odd": dataclasses.replace(
         LLAMA,
         experts=ODD,
@@ -44,8 +43,7 @@ MODELS = {
 CASES = {
     "llama off": ("llama", Controller(), False),
     "llama certified": ("llama", preset("certified", **PRUNED), True),
-    "mixtral paper": ("mixtral", preset("paper", **PRUNED), True),
-    "odd off": ("odd", Controller(), False),
+    "odd paper": ("odd", preset("paper", **PRUNED), False),
 }
 
 

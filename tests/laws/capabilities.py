@@ -174,27 +174,35 @@ def _small() -> str:
 
 
 SLOW = {
-    *("bfloat16, small", "int8", "cache in int8", "window", "module", "own", "surprisals", "paper", "adaptive, self"),
-    *("self", "ead", "budget", "compressed by head", "stacked, experts by entropy"),
+    *("window, bfloat16, small", "cache and weights in int8", "module", "own, budget", "surprisals"),
+    *("adaptive, self", "ead", "compressed by head", "paper, stacked, experts by entropy"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
 CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "plain": Capability,
-    "bfloat16, small": lambda: Capability(settings={"dtype": "bfloat16", "draft": _small()} | _DRAFTS, drafts=True),
-    "int8": lambda: Capability(settings={"quantize": "int8"} | _LOOKUP, drafts=True),
-    "cache in int8": lambda: Capability(
-        settings={"cache_dtype": "int8", "control": pruned("certified", tolerance=0.5)} | _LOOKUP,
+    "window, bfloat16, small": lambda: Capability(
+        load=functools.partial(tiny, SLIDING), settings={"dtype": "bfloat16", "draft": _small()} | _DRAFTS, drafts=True
+    ),
+    "cache and weights in int8": lambda: Capability(
+        settings={"cache_dtype": "int8", "quantize": "int8", "control": pruned("certified", tolerance=0.5)} | _LOOKUP,
         dense={"tolerance": 0.0},
         prunes=True,
         drafts=True,
         certifies=0.5,
     ),
-    "window": lambda: Capability(load=functools.partial(tiny, SLIDING)),
-    "module": lambda: Capability(load=of_module),
-    "own": lambda: Capability(settings={"control": own_controller()}, dense=None, prunes=True),
-    "paper": lambda: Capability(
-        settings={"control": pruned("paper", tolerance=0.5)}, dense={"tolerance": 0.0}, prunes=True
+    "module": lambda: Capability(
+        load=of_module,
+        settings={"control": pruned("certified", tolerance=0.5)},
+        dense={"tolerance": 0.0},
+        prunes=True,
+        certifies=0.5,
+    ),
+    "own, budget": lambda: Capability(
+        settings={"control": replace(own_controller(), budget=preset("entropyinfer", prefill_budget=16).budget)},
+        dense=None,
+        prunes=True,
+        keeps_prefixes=False,
     ),
     "certified": lambda: Capability(
         settings={"control": pruned("certified", tolerance=0.5)}, dense={"tolerance": 0.0}, prunes=True, certifies=0.5
@@ -206,7 +214,6 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         drafts=True,
         keeps_prefixes=False,
     ),
-    "self": lambda: Capability(settings=_SELF, drafts=True),
     "adaptive, self": lambda: Capability(
         settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _SELF,
         dense={"tolerance": 0.0},
@@ -215,9 +222,6 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
     "ead": lambda: Capability(
         settings={"control": preset("ead_guarded", tau=3.0), "small": _small()}, dense={"tau": -1.0}
-    ),
-    "budget": lambda: Capability(
-        settings={"control": preset("entropyinfer", prefill_budget=16)}, dense=None, keeps_prefixes=False
     ),
     "experts by mass": lambda: Capability(
         load=functools.partial(tiny, MIXTURE),
@@ -228,7 +232,10 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "compressed by head": lambda: Capability(
         settings={"cache_budget": SPLIT} | _SELF | {"draft": "lookup+self"}, dense=None, prunes=True, drafts=True
     ),
-    "stacked, experts by entropy": lambda: Capability(
-        load=functools.partial(stacked, MIXTURE), settings={"experts": Entropy(least=0.3)}, dense={"least": 1.0}
+    "paper, stacked, experts by entropy": lambda: Capability(
+        load=functools.partial(stacked, MIXTURE),
+        settings={"control": pruned("paper", tolerance=0.5), "experts": Entropy(least=0.3)},
+        dense={"tolerance": 0.0, "least": 1.0},
+        prunes=True,
     ),
 }

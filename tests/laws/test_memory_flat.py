@@ -3,10 +3,8 @@
 import gc
 
 import jax
-import pytest
 
 
-@pytest.mark.slow
 def test_nothing_piles_up(served):
     model, counts = served.anew(preempt_every=3), []
     for _ in range(3):

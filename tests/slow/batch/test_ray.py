@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 ray: Any = pytest.importorskip("ray", reason="needs the extra ray")
 
 PATIENCE = 240.0
-SHARDS = 3
+SHARDS, LINES = 3, 60
 LENGTH = ("--max-model-len", "128")
 
 
@@ -45,7 +44,7 @@ def cluster(hardly_optimised: None) -> Iterator[str]:
 
 
 def lines(shard: int) -> list[dict[str, Any]]:
-    """Return a hundred mixed lines; four are refused, one by the engine."""
+    """Return mixed lines; two are refused, one by the engine."""
 
     def line(i: int) -> dict[str, Any]:
         made: dict[str, Any] = {"id": f"s{shard}-{i}", "prompt": f"It was the {i}th of {shard}"}
@@ -58,7 +57,7 @@ def lines(shard: int) -> list[dict[str, Any]]:
             made |= {"prompt": "long " * 200} if i == 24 else {"temperature": "warm"}
         return made
 
-    return [line(i) for i in range(100)]
+    return [line(i) for i in range(LINES)]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         made.append(path / f"{source.name}.out.jsonl")
         assert main(["-i", str(source), "-o", str(made[-1]), *LENGTH]) == 0
     found = rows(*made)
-    assert len(found) == 100 * SHARDS
+    assert len(found) == LINES * SHARDS
     return found
 
 
@@ -143,40 +142,32 @@ def test_an_actor_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], t
     while num_rows(tmp_path / "out") < 20 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     found = engines(process)
-    assert len(found) == 2 and num_rows(tmp_path / "out") < 100 * SHARDS
+    assert len(found) == 2 and num_rows(tmp_path / "out") < LINES * SHARDS
     os.kill(found[0], signal.SIGKILL)
     said = finish(process)
-    assert f"[{100 * SHARDS} lines: " in said and "of slots idle" in said and "nats/s" in said
+    assert f"[{LINES * SHARDS} lines: " in said and "of slots idle" in said and "nats/s" in said
     assert rows(*outputs(tmp_path / "out")) == plain
 
 
-def test_the_driver_is_killed_again_and_again(
-    folder: Path, plain: dict[str, Any], tmp_path: Path, cluster: str
-) -> None:
-    draw, output, kills = random.Random(0), tmp_path / "out", 2
-    at = [0, *sorted(draw.randrange(16, 240) for _ in range(kills - 1))]
-    for point in at:
-        process = start(folder, output, "--ray-address", cluster)
-        deadline = time.monotonic() + PATIENCE
-        while num_rows(output) < point and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.2) if point else draw.uniform(1.0, 6.0))
-        assert process.poll() is None
-        process.kill()
-        process.communicate()
-    assert 0 < num_rows(output) < 100 * SHARDS
+def test_the_driver_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], tmp_path: Path, cluster: str) -> None:
+    output = tmp_path / "out"
+    process = start(folder, output, "--ray-address", cluster)
+    deadline = time.monotonic() + PATIENCE
+    while num_rows(output) < 24 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+    assert 0 < num_rows(output) < LINES * SHARDS
     said = finish(start(folder, output, "--ray-address", cluster, "--ray-actors", "2"))
     assert "done before" in said
     assert rows(*outputs(output)) == plain
-    assert "0 answered" in finish(start(folder, output, "--ray-address", cluster))
 
 
 def test_what_a_cluster_cannot_do_is_one_sentence(folder: Path, tmp_path: Path, cluster: str) -> None:
-    many = start(folder, tmp_path / "many", "--ray-address", cluster, "--ray-actors", "9")
-    long = start(folder, tmp_path / "long", "--ray-address", cluster, "--max-model-len", "100000")
-    for process, words in (many, "9 actors of CPU=1, and beside the reading there is room for 2"), (long, "100000"):
-        said = process.communicate(timeout=PATIENCE)[1].splitlines()[-1]
-        assert process.returncode == 2 and said.startswith("error: ") and words in said and said.endswith(".")
+    process = start(folder, tmp_path / "long", "--ray-address", cluster, "--max-model-len", "100000")
+    said = process.communicate(timeout=PATIENCE)[1].splitlines()[-1]
+    assert process.returncode == 2 and said.startswith("error: ") and "100000" in said and said.endswith(".")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,6 @@ from small_model import (
     NARROW,
     OTHER,
     PAGE,
-    VOCABULARY,
     configuration,
     fill,
     prompt,
@@ -317,11 +316,6 @@ def test_a_text_is_the_same_alone_and_in_company():
     assert together == alone and all(len(text) == 18 for text in alone.values())
 
 
-def nonsense(text, newest, most):
-    return (newest[:, None] * 7 + jnp.arange(most, dtype=jnp.int32) * 3) % VOCABULARY
-
-
-DRAFTERS = {"nonsense": nonsense, "itself": Pruned(share=0.5)}
 DRAFTED = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 2) * 13}  # the last goes round in circles
 
 
@@ -359,13 +353,12 @@ def written_plainly():
     return written_with(compressing("adakv", 8, penalties=True))
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_drafts_beside_a_compressed_cache_change_no_bit(drafter):
-    """Those that hold, and those that fail; lookups, of which some do, are held to it by the tests of the engine."""
-    drafting = Drafting(most=4, length=FixedLength(), drafter=DRAFTERS[drafter])
+def test_drafts_beside_a_compressed_cache_change_no_bit():
+    """Those of the model itself; lookups are held to it by the tests of the engine."""
+    drafting = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.5))
     before, expected, _ = written_plainly()
     after, told, held = written_with(compressing("adakv", 8, penalties=True, draft=drafting))
-    assert held > 0 or drafter == "nonsense"
+    assert held > 0
     assert {slot: len(rows) for slot, rows in told.items()} == dict.fromkeys(DRAFTED, 20)
     assert same_bits(told, expected)
     assert same_bits(shift_of(after), shift_of(before)) and int(shift_of(after).min()) > 0

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 # to the cache these are as others are
 ALIKE = {"llama2", "llama_linear", "llama_untied", "llama_yarn", "mixtral_window", "qwen3_moe_unnormalised", "gemma3"}
-ALIKE |= {"gpt_oss_mxfp4", "phi3", "qwen2", "qwen2_moe", "qwen3_moe"}
+ALIKE |= {"gpt_oss_mxfp4", "mistral", "olmo2", "phi3", "phi4_mini", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 FAMILIES = sorted({folder.name for folder in GOLDEN.iterdir() if folder.is_dir()} - ALIKE)
 SELECTORS = {"dense": None, "coded": select.Certified(select.coded_bounds)}
 

@@ -44,11 +44,11 @@ ENTROPYINFER = preset("entropyinfer", prefill_budget=16)
 WAYS = {
     "off": {},
     "entropyinfer": {"controller": ENTROPYINFER},
-    "certified, lookup": {"draft": Drafting(most=3), "controller": CERTIFIED},
+    "certified": {"controller": CERTIFIED},
     "self": {"draft": Drafting(most=3, drafter=Pruned(share=0.2))},
 }
 PAIRS = [
-    ("llama", "certified, lookup"),
+    ("llama", "certified"),
     ("gemma", "entropyinfer"),
     ("gemma", "self"),
     ("mixture", "off"),

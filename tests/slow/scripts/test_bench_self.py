@@ -43,5 +43,9 @@ def test_a_run_that_was_cut_keeps_its_cases_and_goes_on(tmp_path, monkeypatch):
     assert ways == {(int(context), way) for context in CONTEXTS for way in ("0.9", "0.45", "0", "certified")}
     assert len(found["cases"]) == 8 and all(case["ratio"] > 0 and case["tokens"] == 6 for case in found["cases"])
     assert "certified, trusted" in draft_tables.self_drafting(found["cases"])
+    apart = run("--resume", "--part", "steps", "--contexts", *CONTEXTS)
+    assert apart["cases"] == found["cases"] and [case["context"] for case in apart["steps"]] == [64, 128]
+    assert all(seconds > 0 for case in apart["steps"] for seconds in case["seconds"].values())
+    assert "12 drafted" in draft_tables.self_steps(apart["steps"])
     left = run("--contexts", *CONTEXTS, "--rates", "0", "--gigabytes", "0.0002")
     assert left["left_out"] and {case["context"] for case in left["cases"]} <= {64}

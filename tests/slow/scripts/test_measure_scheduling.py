@@ -39,7 +39,6 @@ def stretch(model):
 SCORES = {  # of a request by its number, the tokens that it has and the steps that it has waited
     "fcfs": lambda i, had, waited: -i,
     "srpt (oracle)": lambda i, had, waited: had - LENGTHS[i],
-    "round robin": lambda i, had, waited: waited,
     "least attained": lambda i, had, waited: -had,
 }
 

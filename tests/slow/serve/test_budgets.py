@@ -27,14 +27,6 @@ def together(model):
     return model.generate(PROMPTS, PARAMS)
 
 
-def test_a_text_is_the_same_alone_and_in_company(model, together):
-    for prompt, wanted in zip(PROMPTS, together, strict=True):
-        [alone] = model.generate(prompt, PARAMS)
-        assert alone.token_ids == wanted.token_ids
-        assert [row.entropy for row in alone.trace] == [row.entropy for row in wanted.trace]
-        assert alone.prompt_read == wanted.prompt_read
-
-
 def test_what_was_read_of_a_prompt_is_told(together):
     short, long = together[2], together[3]
     assert short.prompt_read.blocks_read == short.prompt_read.blocks_held and short.prompt_read.mass_kept is None

@@ -66,21 +66,6 @@ def test_texts_are_the_same_alone_in_company_and_when_preempted(model):
     assert model.metrics.cached_prompt_tokens > 0 == without.metrics.cached_prompt_tokens
 
 
-def test_drafts_change_no_text_and_no_compression(model):
-    """Texts go round in circles, so that drafts hold; what is left out is left out where it would be without them."""
-    requests = [*asked(model.tokenizer, frequency_penalty=-1.0), *twins(model.tokenizer)]
-    expected = [text_of(one) for one in reopened(model).generate(requests)]
-    drafts = {"draft": "lookup+self", "draft_tokens": 4, "draft_length": "fixed"}
-    drafting = engine.load(**(SIZES | SMALL | drafts))
-    assert [text_of(one) for one in drafting.generate(requests)] == expected
-    assert drafting.metrics.drafted_tokens > drafting.metrics.accepted_tokens > 20
-    assert_balanced(drafting)
-    preempted = reopened(drafting, preempt_every=3)
-    assert [text_of(one) for one in preempted.generate(requests)] == expected
-    assert preempted.metrics.preemptions > 5
-    assert_balanced(preempted)
-
-
 def test_the_cache_of_a_long_text_stays_small_and_another_text_is_written(model):
     config, [request] = model.decoder_config, asked(model.tokenizer, 1, max_tokens=200, temperature=0.0)
     [done] = model.generate([request])

@@ -63,7 +63,7 @@ def test_the_numbers_of_laws_are_in_no_program(one, other, settings):
 
 def test_processes_side_by_side_and_after_one_another_give_one_text(tmp_path):
     command = [sys.executable, "-m", "et_jax.generate", "--model", "bundled-small", "--prompt", "It was", "--seed", "3"]
-    command += ["--max-tokens", "12", "--control", "certified", "--draft", "lookup", "--json"]
+    command += ["--max-tokens", "12", "--control", "certified", "--json"]
     environment = {name: text for name, text in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 

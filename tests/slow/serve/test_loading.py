@@ -108,7 +108,7 @@ def test_no_company_and_no_kept_page_changes_a_bit(plain):
     assert dict((i, texts_of([one])[0]) for i, one in plain.as_completed(requests)) == dict(enumerate(together))
 
 
-@pytest.mark.parametrize("name", ["off", "guarded", "adaptive"])
+@pytest.mark.parametrize("name", ["off", "adaptive"])
 def test_presets_run_over_it(plain, name):
     chosen = preset(name) if name == "off" else preset(name, min_blocks=1, window=8)
     for done in plain.generate(asked(3), control=chosen):

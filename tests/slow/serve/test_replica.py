@@ -186,7 +186,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.slow
 def test_recorded_traffic_leaves_memory_flat(shared):
-    """The lengths of 3,000 requests, scaled down: all answered, pages back, memory as after the first third."""
+    """The lengths of 1,500 requests, scaled down: all answered, pages back, memory as after the first third."""
     trace = shared / "traces/mooncake/conversation_trace.jsonl.gz"
     if not trace.exists():
         pytest.skip(f"{trace} is absent")
@@ -195,7 +195,7 @@ def test_recorded_traffic_leaves_memory_flat(shared):
 
     def arrivals():
         with gzip.open(trace, "rt") as file:
-            for number, row in enumerate(itertools.islice(map(json.loads, file), 3000)):
+            for number, row in enumerate(itertools.islice(map(json.loads, file), 1500)):
                 length = min(200, max(1, row["input_length"] // 200))
                 start = row["hash_ids"][1] % 7 if len(row["hash_ids"]) > 1 else 0
                 params = SamplingParams(max_tokens=max(1, row["output_length"] // 100), seed=number, ignore_eos=True)
@@ -206,9 +206,9 @@ def test_recorded_traffic_leaves_memory_flat(shared):
         assert completion.finish_reason == "length" and index not in answered
         overtaken = max(overtaken, len(answered) - index)
         answered.add(index)
-        if len(answered) == 1000:
+        if len(answered) == 500:
             bytes_at_a_third = resident_bytes()
-    assert len(answered) == 3000
+    assert len(answered) == 1500
     assert resident_bytes() < bytes_at_a_third * 1.05
     assert overtaken < 500 and busy.metrics.preemptions > 30 and busy.metrics.programs_compiled_late == 0
     for replica in busy.replicas().replicas:

@@ -44,9 +44,8 @@ def signals_of(name: str, sharpness: float = 1.0, **knobs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("e")])
-def test_tolerance_zero_reads_everything_and_changes_no_text(name):
-    d = bound(preset(name, **({} if name == "off" else {"tolerance": 0.0})))
+def test_tolerance_zero_reads_everything_and_changes_no_text():
+    d = bound(preset("guarded", tolerance=0.0))  # as others do that stand in the table of capabilities
     rows = paged_texts(d, weights(), temperature=0.8)
     assert texts(rows) == texts(paged_texts(bound(Controller()), weights(), temperature=0.8))
     for row in rows.values():

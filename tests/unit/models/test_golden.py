@@ -12,6 +12,7 @@ from et_jax.models.experts import choose, gate
 from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
 from et_jax.models.transformer import mix_as_trained
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
 
 
