@@ -14,7 +14,7 @@ from et_jax.serve import engine
 from et_jax.serve.completions import Completion
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from et_jax.serve.step_clock import StepClock
+from et_jax.serve.step_clock import GAIN, StepClock
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
