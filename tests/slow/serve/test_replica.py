@@ -210,7 +210,7 @@ def test_recorded_traffic_leaves_memory_flat(shared):
             bytes_at_a_third = resident_bytes()
     assert len(answered) == 1500
     assert resident_bytes() < bytes_at_a_third * 1.05
-    assert overtaken < 500 and busy.metrics.preemptions > 30 and busy.metrics.programs_compiled_late == 0
+    assert overtaken < 500 and busy.metrics.preemptions > 15 and busy.metrics.programs_compiled_late == 0
     for replica in busy.replicas().replicas:
         replica.forget_prefixes()
         assert int(replica.device.state.table.num_free) == busy.decoder_config.num_pages - 1 == replica.pool.num_free
