@@ -1,8 +1,8 @@
-"""Nothing is compiled after warm-up, under a control for one call too; a law holds every row of its table to that."""
+"""Nothing is compiled after warm-up under a control for one call; a law holds every row of its table to that."""
 
 import jax.numpy as jnp
 import pytest
-from reopened import SIZES, reopened
+from reopened import SIZES
 
 from et_jax.control.base import Law, chain, claim, noted
 from et_jax.control.controller import Controller
@@ -13,11 +13,6 @@ from et_jax.types import replace, value
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine.load(**SIZES)
 
 
 def everything(tokenizer) -> list[GenerationRequest]:
@@ -60,23 +55,10 @@ def own() -> Controller:
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"prefix_cache": False},
-        {"preempt_every": 2},
-        {"replicas": 2},
-        {"control": "own"},
-    ],
-    ids=str,
-)
-def test_a_mixture_of_everything_compiles_nothing_late(model, settings):
-    control = settings.pop("control", "off")
-    served = reopened(model, **settings)
-    control = own() if control == "own" else control
+def test_a_mixture_of_everything_compiles_nothing_late():
+    served, control = engine.load(**SIZES), own()
     served.warm_up(control)
-    requests = everything(model.tokenizer)
+    requests = everything(served.tokenizer)
     done = [completion for _, completion in served.as_completed(requests, control=control)]
     stream = served.stream(requests[2], control=control)
     next(stream)
