@@ -80,8 +80,6 @@ def test_texts_and_traces_are_those_without_drafts(plain, control, settings):
     metrics = model.metrics
     assert metrics.drafted_tokens >= metrics.accepted_tokens > 0
     assert metrics.accepted_tokens == sum(row.accepted for row in rows)
-    if "preempt_every" in settings:
-        assert metrics.preemptions > 0
     assert (control == "certified") == ("MB int8" in model.describe()[0])
     assert not any(row.drafted or row.accepted for row in done[-2].trace)
     assert_balanced(model)
