@@ -7,6 +7,7 @@ them with the state donated, so that the cache is updated in place.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -69,6 +70,17 @@ def decode(
     return state, outputs, ran
 
 
+def in_float32(function: Callable) -> Callable:
+    """Return a function whose products of float32 are float32's: a GPU rounds what it multiplies to TF32's ten bits."""
+
+    @functools.wraps(function.func if isinstance(function, partial) else function)
+    def traced(*arguments: Any, **named: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*arguments, **named)
+
+    return traced
+
+
 @within
 def snapshot(state: DecodeState) -> DecodeState:
     """Return a copy that outlives a donating step."""
@@ -118,10 +130,12 @@ class Decoder:
 
 def decoder(config: DecoderConfig) -> Decoder:
     """Return the decoder of a configuration."""
-    options = config.compiler_options(jax.default_backend())
+    platform = jax.default_backend()
+    options = config.compiler_options(platform)
 
     def compiled(function: Callable, *bound: Any, donate: int | tuple[int, ...] = ()) -> Callable:
-        own = partial(function, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
+        served = in_float32(function) if platform == "gpu" else function
+        own = partial(served, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
         if config.mesh is not None:
             own = returning_split(config.mesh, own)
         return Program(jax.jit(own, donate_argnums=donate, compiler_options=options))

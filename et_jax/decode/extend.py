@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.decode import queries, sharded, work
 from et_jax.decode.cache import LayerCache, with_place, write
@@ -25,8 +25,16 @@ from et_jax.decode.work import Work
 from et_jax.models.experts import Experts
 from et_jax.models.model import ModelWeights, arrangement, forward
 from et_jax.models.stacks import Layer, Threaded, by_layer, depths_of, located, parts
+from et_jax.pallas.backend import platform
 from et_jax.softmax import Softmax
 from et_jax.types import replace
+
+GPU_ROWS = 64
+"""On a GPU tokens are multiplied by so many at a time, or a multiple of it.
+
+By how many there are the library chooses how it sums, below: a text would have other bits where some of its tokens are
+verified side by side.
+"""
 
 
 @runtime_checkable
@@ -89,6 +97,11 @@ def extend(
         raise ValueError("weights: got layers that lie in other stacks than those of the cache, wanted the same")
 
     run = attend if plant.mesh is None else partial(sharded.by_heads, attend)
+    num_rows = len(chunk.token)
+    beside = -num_rows % GPU_ROWS if plant.mesh is None and chunk.token.shape[1] == 1 and platform() == "gpu" else 0
+
+    def multiplied(x: Shaped[Array, "r *rest"]) -> Shaped[Array, "n *rest"]:
+        return jnp.pad(x, [(0, beside), *[(0, 0)] * (x.ndim - 1)]) if beside else x
 
     def attending(
         layer: int | Layer, q: Array, k: Array, v: Array, memory: Threaded, softmax: Softmax
@@ -97,20 +110,20 @@ def extend(
         cache, took = memory.carried
         place = cache.layers[layer.place]
         own = replace(chunk, table=place.numbers(chunk.table, layer.turn))
+        q, k, v = (x[:num_rows] for x in (q, k, v))
         out, place, noted = run(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
         told = noted, None if watch is None else watch.seen(q)
         carried = with_place(cache, layer.place, place), took
-        return out, Threaded(carried=carried, told=(*memory.told, told))
+        return multiplied(out), Threaded(carried=carried, told=(*memory.told, told))
 
     def mixing(layer: int | Layer, experts: Experts, x: Array, memory: Threaded) -> tuple[Array, Threaded]:
         cache, took = memory.carried
-        out, took = mix(plant, experts, x, chunk, rules, took)
-        return out, replace(memory, carried=(cache, took))
+        out, took = mix(plant, experts, x[:num_rows], chunk, rules, took)
+        return multiplied(out), replace(memory, carried=(cache, took))
 
     begun = Threaded(carried=(state.cache, no_experts(plant, chunk.token.shape[0])))
-    logits, memory = forward(
-        weights, plant.model, chunk.token, chunk.positions, attending, begun, mixing, reader.kinds(plant)
-    )
+    tokens, positions = multiplied(chunk.token), multiplied(chunk.positions)
+    logits, memory = forward(weights, plant.model, tokens, positions, attending, begun, mixing, reader.kinds(plant))
     if plant.mesh is not None:
         logits = sharded.whole(plant.mesh, logits)
     cache, took = memory.carried
@@ -119,7 +132,7 @@ def extend(
         stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
     notes = parts(memory.told, itemgetter(0))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
-    return logits, after, reader.noted(chunk, notes), took
+    return logits[:num_rows], after, reader.noted(chunk, notes), took
 
 
 @partial(jax.jit, static_argnums=0)

@@ -17,7 +17,7 @@ from et_jax.control.presets import preset
 from et_jax.decode.backends import scoring_backend, serving_backend
 from et_jax.decode.compress import compress
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.decoder import decode, step
+from et_jax.decode.decoder import decode, in_float32, step
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.eight_bits import dtype_named
 from et_jax.decode.prefill import prefill
@@ -132,6 +132,7 @@ def function_program(function: str, config: DecoderConfig, params: Any, device: 
     program = {"step": step, "decode": decode, "prefill": prefill, "compress": compress}[function]
     arguments = arguments_of(function, config, params, state, on_chip)
     donated, options = 0 if arguments[0] is state else 1, config.compiler_options(device.platform)
+    program = in_float32(program) if device.platform in ("gpu", "cuda") else program
     jitted = jax.jit(partial(program, config), donate_argnums=donated, compiler_options=options)
     pools = tuple(plant.cache for plant in state.plants)
     places = [one for cache in pools for one in cache.layers]

@@ -58,10 +58,10 @@ def test_a_missing_wait_is_found(name, broken_gpu):
 def test_a_wrong_page_is_found(name, broken_gpu):
     shape = NAMED["hopper_dim_128"]
     copy = plgpu.copy_gmem_to_smem
-    whole = {"block": (1, 2 * shape.head_dim), "code": (shape.page_size, shape.head_dim)}[name]
+    whole = {"block": (1, shape.head_dim), "code": (shape.page_size, shape.head_dim)}[name]
 
     def copy_the_null_page(source, target, barrier):
-        wrong = source.ref.at[0, :1] if name == "block" else source.ref.at[0, 0]
+        wrong = source.ref.at[0, :1, : shape.head_dim] if name == "block" else source.ref.at[0, 0]
         copy(wrong if source.shape == whole else source, target, barrier)
 
     broken_gpu("copy_gmem_to_smem", copy_the_null_page)

@@ -1,7 +1,8 @@
 """`block_scores` and `code_scores` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
 
 A program is one warpgroup. It takes one KV head of one row and either 64 blocks, whose summaries it copies row by row
-into shared memory, or one block, whose codes it copies 64 tokens at a time. Rows lie on the 64 rows of a wgmma's
+into shared memory, their least, most and mean keys each to a place of its own (of a part of a place the compiler takes
+the swizzle of the whole), or one block, whose codes it copies 64 tokens at a time. Rows lie on the 64 rows of a wgmma's
 accumulator, so that sums over channels stay within four threads; there is no wgmma: products are float32.
 """
 
@@ -44,9 +45,10 @@ def block_scores(
         functools.partial(_score_blocks, group=h // k),
         out_type=(result,) * 3,
         scratch_types=(
-            plgpu.SMEM((TILE, 2 * d), key_box.dtype),
+            plgpu.SMEM((TILE, d), key_box.dtype),
+            plgpu.SMEM((TILE, d), key_box.dtype),
             plgpu.SMEM((TILE, d), mean.dtype),
-            plgpu.Barrier(num_arrivals=2 * TILE),
+            plgpu.Barrier(num_arrivals=3 * TILE),
         ),
         grid=(result.shape[2] // TILE, k, b),
         grid_names=("tile", "head", "row"),
@@ -117,7 +119,8 @@ def _score_blocks(
     high_ref,
     middle_ref,
     # scratch, in shared memory
-    boxes_ref,
+    least_ref,
+    most_ref,
     means_ref,
     arrived,
     *,
@@ -132,13 +135,13 @@ def _score_blocks(
         def fetch(j, _):
             page = pl.ds(table_ref[row, jnp.minimum(first + j, held - 1)], 1)
             own = pl.ds(j, 1)
-            plgpu.copy_gmem_to_smem(box_ref.at[head, page, pl.ds(0, 2 * d)], boxes_ref.at[own], arrived)
+            plgpu.copy_gmem_to_smem(box_ref.at[head, page, pl.ds(0, d)], least_ref.at[own], arrived)
+            plgpu.copy_gmem_to_smem(box_ref.at[head, page, pl.ds(d, d)], most_ref.at[own], arrived)
             plgpu.copy_gmem_to_smem(mean_ref.at[head, page, pl.ds(0, d)], means_ref.at[own], arrived)
 
         lax.fori_loop(0, TILE, fetch, None)
         plgpu.barrier_wait(arrived)
-        parts = boxes_ref.at[:, pl.ds(0, d)], boxes_ref.at[:, pl.ds(d, d)], means_ref
-        least, most, mean = (_rows(part) for part in parts)
+        least, most, mean = (_rows(part) for part in (least_ref, most_ref, means_ref))
         for place in range(group):
             query = _below(q_ref.at[row, head * group + place], least.shape)
             at_min, at_max = query * least, query * most

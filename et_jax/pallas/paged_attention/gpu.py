@@ -43,7 +43,7 @@ MOST_COLUMNS_OF_TWO = 16  # at 24 the assembler gives a thread 158 registers, an
 MOST_VALUES = 4096  # sums that are in registers, one for each query of all rows and column of values
 SMALL = 14 * 1024  # bytes of shared memory that queries, weights, barriers and the compiler's own take, at the most
 DEEP = 3  # stages: one read, one arriving, one asked for
-PART_TOKENS = 1536
+PART_TOKENS = 768  # of two bytes a number
 PRODUCER, CONSUMER = 0, 1
 
 
@@ -65,10 +65,10 @@ class Config:
 def heuristic(page_size: int, group: int, width: int, dtype: DTypeLike = jnp.bfloat16) -> Config:
     """Return the settings for a page size in tokens, a query group, a token's width in columns and the pool's dtype.
 
-    A part ends in 8 float32 sums for each column of values: 1536 tokens of bfloat16 keep these under 1% of what
-    is read (in 8 bits twice the tokens; for 32 queries 1.4%), and still cut one list of 32k tokens into 21
-    programs. Two programs share a multiprocessor, so that one copies while the other begins or ends, unless that left
-    either with a shallow pipeline, or their registers would not be enough.
+    A part is as long whatever the group is, so that a row has the same bits read alone and beside others of its slot.
+    It ends in float32 sums, which for eight columns of queries are 1.3% of what it reads in bfloat16, for 64 10%, and
+    one list of 32k tokens is cut into 43 programs. Two programs share a multiprocessor, so that one copies while the
+    other begins or ends, unless that left either with a shallow pipeline, or their registers would not be enough.
     """
     bytes_per_tile = hopper.tile_bytes(width, dtype)
     # one tile of 8 bits is turned into bfloat16
@@ -76,8 +76,8 @@ def heuristic(page_size: int, group: int, width: int, dtype: DTypeLike = jnp.bfl
     stages = (hopper.SHARED // 2 - taken) // bytes_per_tile
     if stages < DEEP or columns(group) > MOST_COLUMNS_OF_TWO:
         stages = (hopper.SHARED - taken) // bytes_per_tile
-    part_tokens = PART_TOKENS * columns(group) // COLUMNS * (2 // jnp.dtype(dtype).itemsize)
-    return Config(part=part_tokens // page_size, stages=stages)
+    part_tokens = PART_TOKENS * 2 // jnp.dtype(dtype).itemsize
+    return Config(part=max(1, part_tokens // page_size), stages=stages)
 
 
 def columns(group: int) -> int:

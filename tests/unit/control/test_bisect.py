@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from et_jax.control.bisect import above_threshold
+from et_jax.control.bisect import above_threshold, by_halves, by_parts, ordered
 
 # Few distinct values, so that ties are common; signed zeros and -inf are scores too.
 SCORES = st.sampled_from([-np.inf, -3e30, -2.5, -1e-40, -0.0, 0.0, 1e-40, 0.5, 0.50000006, 7.0, np.inf])
@@ -35,3 +35,18 @@ def test_reach_cuts_as_high_as_allowed_with_ties_together(score, goals):
             expected.append(row >= max(allowed, default=-np.inf))
         np.testing.assert_array_equal(opened, expected)
         np.testing.assert_array_equal(opened_for(jnp.asarray(view), goal), expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(hnp.arrays(np.float32, (4, 9), elements=st.floats(-(2.0**99), 2.0**99, width=32)), st.integers(0, 11))
+def test_both_ways_find_one_cut(score, goal):
+    """Of scores of all kinds, in whose patterns every byte matters."""
+    score = np.where(np.abs(score) < 1e-37, 0.0, score).astype(np.float32)
+    np.testing.assert_array_equal(*(found(ordered(jnp.asarray(score)), goal) for found in ways))
+
+
+def cut_by(find):
+    return jax.jit(lambda keys, goal: find(lambda opened: jnp.sum(opened, axis=-1) >= goal, keys))
+
+
+ways = [cut_by(find) for find in (by_halves, by_parts)]

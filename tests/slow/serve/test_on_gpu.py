@@ -1,0 +1,45 @@
+"""On a GPU that is here: a text has the same bits alone, in company, and with drafts; without one nothing is run."""
+
+import pytest
+
+import et_jax
+from et_jax.evidence.results import REPOSITORY
+from et_jax.io.texts import read_text
+from et_jax.pallas.backend import platform
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.skipif(platform() != "gpu", reason="no GPU here")
+
+DRAFTED = {"self": 4, "lookup": 8}
+
+
+def written(slots: int, alone: bool = False, **drafts):
+    """The bits of six texts, greedy and sampled, after prompts of 500 to 1,500 letters, and the tokens accepted."""
+    model, text = et_jax.load(dtype="bfloat16", max_num_seqs=slots, **drafts), read_text(REPOSITORY / "README.md", "It")
+    asked = [
+        GenerationRequest(
+            prompt=text[1500 * number :][: 1500 - 200 * number],
+            params=SamplingParams(max_tokens=60, temperature=0.7 * (number % 2), seed=number, ignore_eos=True),
+        )
+        for number in range(6)
+    ]
+    done = [model.generate([one])[0] for one in asked] if alone else model.generate(asked)
+    bits = [[(row.token, row.entropy, row.varentropy, row.surprisal) for row in one.trace] for one in done]
+    return bits, sum(row.accepted for one in done for row in one.trace)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return written(2, alone=True)[0]
+
+
+@pytest.mark.parametrize("slots", [2, 6])
+def test_company_changes_no_bit(expected, slots):
+    assert written(slots)[0] == expected
+
+
+@pytest.mark.parametrize("slots", [2, 6])
+@pytest.mark.parametrize("draft", DRAFTED)
+def test_drafts_change_no_bit(expected, draft, slots):
+    bits, accepted = written(slots, draft=draft, draft_length="fixed", draft_tokens=DRAFTED[draft])
+    assert bits == expected and accepted > 50
