@@ -49,17 +49,20 @@ from et_jax.evidence.shapes import SMOLLM_135M
 from et_jax.evidence.states import filled, with_random_pages
 from et_jax.io.texts import read_text
 from et_jax.models.calibration import Calibration
+from et_jax.models.params import Params, in_stacks
+from et_jax.models.stacks import stacked_on
 from et_jax.models.transformer import initialise
 from et_jax.pallas.backend import pick
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import SamplingParams
-from et_jax.serve.sizing import read_sizes
+from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, read_sizes
 from et_jax.serve.step_clock import StepClock
 from et_jax.types import Table, replace
 
 RATES = (0.9, 0.45, 0.0)  # of drafted tokens that hold: as on the bundled models, half as often, never
 TRUSTED = ("certified", "adaptive")
-PAGE, MOST, BURST, STEPS = 16, 12, 0.05, 32  # tokens; tokens drafted; seconds; steps of a burst at most
+SHORT = 16  # tokens of the texts by which programs are compiled
+MOST, BURST, STEPS = 12, 0.05, 32  # tokens drafted; seconds; steps of a burst at most
 FORCED = (0, 1, 4, 8, 12)  # tokens that a step drafts which is timed alone, in every sequence
 STEPPED, FREE = 3, 5  # times as many rounds of single steps, and of the bundled model, which take little time
 PROMPT = REPOSITORY / "README.md"  # of the bundled model's prompts
@@ -67,24 +70,32 @@ PROMPT = REPOSITORY / "README.md"  # of the bundled model's prompts
 
 def configuration(context: int, sequences: int, tokens: int, **settings: Any) -> DecoderConfig:
     """Return a decoder that has room for so many sequences of so many tokens, and for those to come."""
-    length = -(-(context + tokens + MOST + 1) // PAGE) * PAGE
+    page = DEFAULT_PAGE_SIZE[jax.default_backend()]
+    length = -(-(context + tokens + MOST + 1) // page) * page
     model, slots = dataclasses.replace(SMOLLM_135M, max_positions=length), max(2, sequences)
     heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
     return DecoderConfig(
         model=model,
         num_slots=slots,
         batch=slots,
-        page_size=PAGE,
-        num_pages=slots * length // PAGE + 1,
+        page_size=page,
+        num_pages=slots * length // page + 1,
         max_length=length,
-        prefill_batch=PAGE,
-        chunk=PAGE,
+        prefill_batch=page,
+        chunk=page,
         max_steps=STEPS,
         cache_dtype=jnp.bfloat16,
         backend=pick(),
         calibration=Calibration(sensitivity=Table(heads)),
+        stacked=stacked_on(jax.default_backend()),
         **settings,
     )
+
+
+def random_weights(config: DecoderConfig) -> Params:
+    """Return random weights, those of layers that are alike stacked where the decoder has them so."""
+    weights = initialise(config.model, jax.random.key(0), jnp.bfloat16)
+    return in_stacks(weights, config.model, lambda *each: jnp.stack(each)) if config.stacked else weights
 
 
 def told(state: DecodeState, rows: Any, logits: Array, position: Int[Array, " r"]) -> Int[Array, " r"]:
@@ -124,7 +135,7 @@ class Run:
 
     def compiled(self, weights: Weights, caches: list[PlantState]) -> None:
         """Compile what decodes, with drafts and without, by running no step."""
-        state = self._going_on(caches, PAGE, 2)
+        state = self._going_on(caches, SHORT, 2)
         for decode in self.decoder.variants.values():
             state, _, _ = decode(weights, state, np.int32(0))
         caches.append(state.plants[0])
@@ -163,7 +174,7 @@ class Run:
             found = (output.drafted[:ran].sum(), output.accepted[:ran].sum(), ran, read[produced].sum())
             counts = {name: counts[name] + int(more) for name, more in zip(counts, found, strict=True)}
         self._give_back(caches, state)
-        blocks = config.plants[0].all_kv_heads * -(-context // PAGE) * tokens * self.sequences
+        blocks = config.plants[0].all_kv_heads * -(-context // config.page_size) * tokens * self.sequences
         return seconds, texts, {"share_read": counts.pop("blocks") / blocks} | counts
 
     def stepped(self, weights: Weights, caches: list[PlantState], context: int, rounds: int) -> dict[int, list[float]]:
@@ -207,7 +218,7 @@ class Shapes:
         plain = configuration(context, sequences, tokens)
         times = rough_times(plain.batch, read_sizes(plain), passing=1.0, share=Pruned.share)
         how = Drafting(most=MOST, length=by_roofline(MOST, plain.batch, times), drafter=Pruned(), times=times)
-        self.sequences, self.weights = sequences, (initialise(plain.model, jax.random.key(0), jnp.bfloat16),)
+        self.sequences, self.weights = sequences, (random_weights(plain),)
         begun, cache = started(plain)
         self.caches = [cache]
         laws = replace(plain, draft=how).draft_laws
@@ -219,7 +230,7 @@ class Shapes:
         )
         self.plain = Run(decoder(plain), sequences, begun)
         self.drafting = Run(decoder(replace(plain, draft=how)), sequences, drafted)
-        self.plain.timed(self.weights, self.caches, PAGE, 2)  # compiled here, and below where a draft is what is told
+        self.plain.timed(self.weights, self.caches, SHORT, 2)  # compiled here, and below where a draft is what is told
         with mock.patch.object(drafter, "guess", told):
             self.drafting.compiled(self.weights, self.caches)
         self._trusted: dict[str, tuple[Run, list[PlantState]]] = {}
@@ -230,7 +241,7 @@ class Shapes:
             config = replace(self.plain.decoder.config, controller=preset(control))
             state, cache = started(config)
             run, caches = Run(decoder(config), self.sequences, state), [cache]
-            run.timed(self.weights, caches, PAGE, 2)
+            run.timed(self.weights, caches, SHORT, 2)
             self._trusted = {control: (run, caches)}  # one at a time: each has a cache of its own
         return self._trusted[control]
 
@@ -345,7 +356,7 @@ def seconds_of(model: Model, prompt: list[int], params: SamplingParams) -> float
 def fits(context: int, sequences: int, tokens: int, gigabytes: float) -> bool:
     """Return whether the caches of so many sequences take no more than so many gigabytes."""
     config = configuration(context, sequences, tokens)
-    return read_sizes(config).token * PAGE * config.num_pages <= 1e9 * gigabytes
+    return read_sizes(config).token * config.page_size * config.num_pages <= 1e9 * gigabytes
 
 
 def main() -> None:
@@ -364,8 +375,8 @@ def main() -> None:
     args = parser.parse_args()
     kept = json.loads(args.output.read_text(encoding="utf-8")) if args.resume and args.output.exists() else {}
     cases, steps, free = (kept.get(part, []) for part in ("cases", "steps", "free"))
-    settings = {"rounds": args.rounds, "tokens": args.tokens, "seconds": args.seconds, "page_size": PAGE, "most": MOST}
-    settings |= {"share": Pruned.share, "mass": Pruned.mass}
+    settings = {"rounds": args.rounds, "tokens": args.tokens, "seconds": args.seconds, "most": MOST}
+    settings |= {"page_size": DEFAULT_PAGE_SIZE[jax.default_backend()], "share": Pruned.share, "mass": Pruned.mass}
     left_out = []
 
     def keep(*more: dict[str, Any]) -> None:

@@ -60,6 +60,8 @@ DRAFTING: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "draft_lengths": ("acceptance.json", lambda found: draft_tables.draft_lengths(found["drafts"], COST)),
     "self_drafting": ("self_drafting.json", lambda found: draft_tables.self_drafting(found["cases"])),
     "self_steps": ("self_drafting.json", lambda found: draft_tables.self_steps(found["steps"])),
+    "self_drafting_h200": ("self_drafting-h200.json", lambda found: draft_tables.self_drafting(found["cases"])),
+    "self_steps_h200": ("self_drafting-h200.json", lambda found: draft_tables.self_steps(found["steps"])),
     "self_drafting_free": ("self_drafting.json", lambda found: draft_tables.self_drafting_free(found["free"])),
     "self_acceptance": ("acceptance.json", lambda found: draft_tables.self_acceptance(found["self"])),
     "self_readers": ("acceptance.json", lambda found: draft_tables.self_readers(found["readers"])),
@@ -97,6 +99,9 @@ QUANTIZED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "four_bits": ("four_bits.json", lambda found: serving_tables.four_bits(found["cases"])),
     "cache": ("cache.json", lambda found: serving_tables.cached(found["quality"], found["speed"])),
 }
+KERNELS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "kernels_h200": ("kernels-nvidia-h200.json", lambda found: tables.kernels(found["rows"])),
+}
 SCALE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {"ray": ("ray.json", serving_tables.ray)}
 DOCUMENTS = {
     "measurements.md": CONTROL,
@@ -106,6 +111,7 @@ DOCUMENTS = {
     "entropyinfer.md": ENTROPYINFER,
     "reports.md": REPORTS,
     "scale.md": SCALE,
+    "kernels.md": KERNELS,
     "quantized.md": QUANTIZED,
     "experts.md": EXPERTS,
 }
@@ -115,9 +121,9 @@ def origin(results: dict[str, Any]) -> str:
     """Return the line that says where figures come from."""
     machine = results["machine"]
     settings = ", ".join(f"{name} {value}" for name, value in results["settings"].items())
-    return (
-        f"`{results['script']}` on {machine['processor']}, {machine['cores']} cores, jax {machine['jax']} ({settings})."
-    )
+    cpu = f"{machine['processor']}, {machine['cores']} cores"
+    where = cpu if machine["device"] == "cpu" else machine["device"]
+    return f"`{results['script']}` on {where}, jax {machine['jax']} ({settings})."
 
 
 def insert(document: Path, name: str, text: str) -> None:

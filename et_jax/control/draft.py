@@ -56,14 +56,15 @@ MOST_CREDIT = 4.0
 
 @value
 class PastDrafts:
-    """How the drafts of earlier texts fared, for a text of which nothing is known yet.
+    """How the drafts of all texts have fared, for a text of which nothing is known yet.
 
     `acceptance` is the share of drafted tokens that is expected to be accepted, `credit` the plain steps that drafts of
-    all texts may cost until more are saved.
+    all texts may cost until more are saved. `several` is 1 where more texts than one are written at once, else 0.
     """
 
     acceptance: Number = 0.9  # most: few blocks hold nearly all of the mass
     credit: Number = FIRST_CREDIT
+    several: Number = 0.0
 
 
 @pytree
@@ -200,23 +201,32 @@ class Costs:
 
     `row` is the time of a row beside others, over that of reading the weights once; `cached_row` that of a row which
     meets a sequence's cache beside another, over reading that cache once; `cached` that of a byte of the cache, over a
-    byte of the weights. What a pass takes beside all that is the time of reading `passing` bytes of the weights.
+    byte of the weights. What a layer takes in a pass beside all that is the time of reading `passing` bytes of the
+    weights, and what verifying one position more does, in however many rows, that of `position` bytes.
     """
 
     row: float
     cached_row: float
     cached: float
     passing: float
+    position: float = 0.0
 
 
-ON_CPUS = Costs(row=0.1, cached_row=0.3, cached=3.0, passing=40e6)
+ON_CPUS = Costs(row=0.1, cached_row=0.3, cached=3.0, passing=1.3e6)
 """A row costs 0.04 by `benchmarks/results/drafting_forced.json`, more where the machine's cache holds the weights.
 
 The others are rough: chosen by a few timings of the shape of SmolLM-135M on two cores, in bfloat16.
 """
 
-ON_CHIPS = Costs(row=0.01, cached_row=0.01, cached=1.0, passing=0.0)
-"""On a GPU or TPU, by their rooflines; not measured."""
+ON_GPUS = Costs(row=0.01, cached_row=0.01, cached=1.0, passing=320e6, position=1.0e9)
+"""By single steps of the shape of SmolLM-135M on an H200 (`benchmarks/results/self_drafting-h200.json`).
+
+A layer's two dozen kernels take some 75 microseconds, however little they read, and what is done of a verified position
+some 0.25 milliseconds, at 4.2 TB/s.
+"""
+
+ON_TPUS = Costs(row=0.01, cached_row=0.01, cached=1.0, passing=0.0)
+"""By their rooflines; not measured."""
 
 
 WORTH = 1.15
@@ -288,6 +298,9 @@ class RooflineLength(DraftLength):
     draft made that costs more than there is credit for: all texts together may lose eight plain steps, one of them
     four, and a hundredth of the others, and spend what they have saved. Where drafts would pay if they held, but do not
     hold, one token is drafted again when that costs a hundredth of the steps since.
+
+    Texts that are written at once draft alike, by the share and the credit of all: a step takes as many passes as its
+    longest draft, so that one that stands out is paid for by all, and one that does not draft is waited for.
     """
 
     # Of about the last thirty tokens: what drafts may cost is bounded, and once they stop little is heard.
@@ -300,9 +313,10 @@ class RooflineLength(DraftLength):
 
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
         """Return the best length, or one token to try again."""
-        cost = self._costs(context)
-        speed = _brought(draft.acceptance) / (1.0 + cost)
-        within = cost <= jnp.minimum(draft.credit, self.past.credit)
+        cost, past = self._costs(context), self.past
+        alike = jnp.asarray(past.several) > 0
+        speed = _brought(jnp.where(alike, past.acceptance, draft.acceptance)) / (1.0 + cost)
+        within = cost <= jnp.where(alike, past.credit, jnp.minimum(draft.credit, past.credit))
 
         def best(speed: Float[Array, " k"]) -> Int[Array, ""]:
             speed = jnp.where(within, speed, 0.0)

@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Int
 
 from et_jax.control.draft import (
     MOST_DRAFTED,
-    ON_CHIPS,
     ON_CPUS,
+    ON_GPUS,
+    ON_TPUS,
     SHORT,
     AcceptanceLength,
     Costs,
@@ -158,29 +159,31 @@ def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadSizes:
-    """What a step reads: bytes of `weights`, and of a `token` of one sequence in the cache, over all layers.
+    """What a step reads: bytes of `weights`, and of a `token` of one sequence in the cache, over all `layers`.
 
     Where the rows of a sequence do not read its pages `together` each of them reads them all.
     """
 
     weights: int
     token: int
+    layers: int
     together: bool = True
 
 
 def rough_times(batch: int, sizes: ReadSizes, passing: float = 0.0, share: float = 0.0) -> StepTimes:
-    """Return what steps of `batch` sequences are taken to take, in readings of the weights (`Costs`).
+    """Return what steps of `batch` sequences are taken to take, in passes that read the weights once (`Costs`).
 
     A pass that drafts takes `passing` of a plain step without a cache, and reads a `share` of the cache.
     """
     costs = _costs()
-    plain, cached = 1.0 + costs.row * batch, costs.cached * sizes.token / (sizes.weights + costs.passing)
+    bytes_of_pass = sizes.weights + sizes.layers * costs.passing
+    plain, cached = 1.0 + costs.row * batch, costs.cached * sizes.token / bytes_of_pass
     return StepTimes(
         plain=plain,
         plain_cached=cached,
         drafted=passing * plain,
         drafted_cached=share * cached,
-        row=costs.row,
+        row=costs.row + costs.position / bytes_of_pass / batch,
         row_cached=(costs.cached_row if sizes.together else 1.0) * cached,
     )
 
@@ -194,7 +197,7 @@ def by_roofline(most: int, batch: int, times: StepTimes) -> RooflineLength:
 
 
 def _costs() -> Costs:
-    return ON_CPUS if jax.default_backend() == "cpu" else ON_CHIPS
+    return {"cpu": ON_CPUS, "gpu": ON_GPUS}.get(jax.default_backend(), ON_TPUS)
 
 
 @pytree

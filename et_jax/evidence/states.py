@@ -78,6 +78,12 @@ def with_random_pages(config: DecoderConfig, state: DecodeState, seed: int = 0) 
             return layer
         return replace(layer, key_codes=kv.encode(tokens[..., :d], summary.key_box))
 
+    def in_place(layer: LayerCache, key: Array) -> LayerCache:
+        """Draw a layer, or each of those that are stacked."""
+        if layer.pages.ndim == 4:
+            return drawn(layer, key)
+        return jax.jit(jax.vmap(drawn), donate_argnums=0)(layer, jax.random.split(key, len(layer.pages)))
+
     keys = jax.random.split(jax.random.key(seed), len(plant.cache.layers))
-    layers = tuple(drawn(layer, key) for layer, key in zip(plant.cache.layers, keys, strict=True))
+    layers = tuple(in_place(layer, key) for layer, key in zip(plant.cache.layers, keys, strict=True))
     return replace(state, plants=(replace(plant, cache=replace(plant.cache, layers=layers)), *others))

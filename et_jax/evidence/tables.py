@@ -253,3 +253,18 @@ def selection_cost(cases: Sequence[Case]) -> str:
 def with_interval(share: Sequence[float] | None) -> str | None:
     """Return a share with its interval, None where there is none."""
     return None if share is None else f"{share[0]:.3f} ({share[1]:.3f} to {share[2]:.3f})"
+
+
+def kernels(rows: Sequence[Case]) -> str:
+    """Return what decode attention takes, all blocks and a share of them, and what moves as many bytes beside it."""
+    shares = sorted({row["share"] for row in rows}, reverse=True)
+    lines = []
+    for batch, context, name in dict.fromkeys((row["batch"], row["context"], row["name"]) for row in rows):
+        own = {
+            row["share"]: row for row in rows if (row["batch"], row["context"], row["name"]) == (batch, context, name)
+        }
+        each = [f"{1000 * own[share]['median_ms']:.0f}" if share in own else None for share in shares]
+        lines.append([f"{batch} x {context // 1024}k", name, *each, own[1.0]["share_of_copy"]])
+    return table(
+        ["rows x tokens", "by", *(f"{share:g} read, us" for share in shares), "bytes a second, of a copy's"], lines
+    )

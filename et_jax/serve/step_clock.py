@@ -224,6 +224,7 @@ def told(
         for count in (0, min(SHORT, drafting.most))
     )
     worth = GAIN + fit.doubt(plain, short)
+    past = dataclasses.replace(past, several=float(sequences > 1.0))
     own = fit.times.alike(sequences, batch if drafting.pruned is not None else sequences)
     first, *others = drafting.laws
     before = dataclasses.replace(own, drafted=0.0, drafted_cached=0.0)

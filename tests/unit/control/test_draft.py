@@ -205,6 +205,18 @@ def test_no_draft_costs_more_than_all_texts_have_credit_for():
         assert int(found) == most, credit
 
 
+def test_texts_written_at_once_draft_alike_by_what_all_of_them_know():
+    """Whatever held of a text's own drafts, and whatever these cost: at 60,000 tokens 0.9 of all held, or 0.3."""
+    for acceptance, credit in ((0.99, 4.0), (0.2, 4.0), (0.9, -0.1)):
+        own = state(most=16, acceptance=acceptance, credit=credit)
+        lengths = [
+            int(replace(ROOFLINE, past=PastDrafts(share, 99.0, several=1.0)).length(own, NO_ENTROPY, jnp.int32(60_000)))
+            for share in (0.9, 0.3)
+        ]
+        expected = [max(range(17), key=lambda k, p=share: self_speed(p, k, 60_000)) for share in (0.9, 0.3)]
+        assert lengths == [expected[0], expected[1] if self_speed(0.3, expected[1], 60_000) >= 1.15 else 0]
+
+
 def test_times_of_sequences_alike_are_those_of_one_as_often():
     found = TIMES.alike(3.0, 5.0)
     assert found == StepTimes(

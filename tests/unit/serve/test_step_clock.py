@@ -4,13 +4,15 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from small_model import configuration
+from timed_world import World
 
 from et_jax.control.draft import AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.config import Variant
-from et_jax.decode.draft import Drafting, Pruned, lookup
+from et_jax.decode.draft import Drafting, Pruned, ReadSizes, by_roofline, lookup, rough_times
 from et_jax.decode.output import StepOutput
 from et_jax.serve import step_clock
 from et_jax.serve.step_clock import Fit, StepClock, fitted, saved, told, work
@@ -89,7 +91,7 @@ def test_laws_are_told_of_sequences_alike():
     before = Drafting(most=12, length=AcceptanceLength(0.1, widths=(4.0, 8.0, 12.0)), drafter=lookup)
     past = PastDrafts(acceptance=0.4, credit=1.5)
     own, first = told(dataclasses.replace(SELF, before=before), 4, fit, 3.0, 1000.0, past)
-    assert own == RooflineLength(TRUE.alike(3.0, 4.0), 1.02, past=past)
+    assert own == RooflineLength(TRUE.alike(3.0, 4.0), 1.02, past=dataclasses.replace(past, several=1.0))
     assert isinstance(first, AcceptanceLength)
     # of each of the three sequences 2e-3 x 4 rows and 1e-6 x 3000 tokens met, over 0.03 + 1e-5 x 3000
     assert first.row_cost == pytest.approx((8e-3 + 3e-3) / 0.06)
@@ -177,3 +179,36 @@ def test_a_burst_says_nothing_that_is_the_first_of_a_program_in_so_many_rows_or_
 def test_a_law_that_goes_by_no_plain_step_does_not_wait():
     law = AcceptanceLength(0.1)
     assert law.waiting() is law
+
+
+def test_a_pass_of_a_gpu_takes_more_than_its_bytes_and_a_verified_position_too(monkeypatch):
+    """Of 30 layers, 270 MB and 23,040 bytes a token: the layers take as long as 9.6 GB, a position as 1 GB."""
+    sizes = ReadSizes(weights=270_000_000, token=23_040, layers=30)
+    for platform, of_pass, row in (("gpu", 9.87e9, 0.01 + 1e9 / 9.87e9 / 4), ("tpu", 0.27e9, 0.01)):
+        monkeypatch.setattr(jax, "default_backend", lambda name=platform: name)
+        times = rough_times(4, sizes, passing=1.0, share=0.08)
+        assert times.plain == pytest.approx(1.04) and times.row == pytest.approx(row)
+        assert times.plain_cached == pytest.approx(23_040 / of_pass)
+
+
+ON_H200 = StepTimes(
+    plain=3.9e-3, plain_cached=5.5e-9, drafted=2.6e-3, drafted_cached=4.4e-10, row=4.5e-5, row_cached=0.0
+)
+"""What steps of 16 sequences take of the shape of SmolLM-135M, as `self_drafting-h200.json` has it."""
+
+
+@pytest.mark.parametrize(
+    ("context", "rate", "least", "most"), [(32_768, 0.9, 1.1, 1.4), (32_768, 0.45, 0.95, 1.02), (2048, 0.9, 0.95, 1.02)]
+)
+def test_texts_decoded_together_draft_where_that_pays_and_lose_little_where_it_does_not(
+    context, rate, least, most, monkeypatch
+):
+    """Of a step's drafts the longest is paid for: where each text goes by its own luck one comes to 0.79 at first."""
+    with monkeypatch.context() as gpu:
+        gpu.setattr(jax, "default_backend", lambda: "gpu")
+        times = rough_times(16, ReadSizes(weights=270_000_000, token=23_040, layers=30), 1.0, Pruned.share)
+    drafting = Drafting(most=12, length=by_roofline(12, 16, times), drafter=Pruned(), times=times)
+    config = configuration(num_slots=16, batch=16, draft=drafting)
+    world = World(config=config, times=ON_H200, start=1.5e-3, context=context, rate=rate)
+    speeds = [world.speed(200) for _ in range(5)]
+    assert min(speeds) > 0.95 and least < speeds[-1] < most
