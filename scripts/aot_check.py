@@ -4,8 +4,9 @@ Runs in an environment of its own, `pip install -e '.[aot]'`, on any Linux machi
 are handed to the compilers: no weight exists. A decoder passes when it compiles, when the page pool it is given is
 written in place (donated in, aliased out), and when its temporaries could not hold a copy of one layer's pages; a
 kernel when it compiles, which it does not if the chip's scalar and vector memory are too small, and when its
-temporaries are under a hundredth of the pool. In neither may the compiled text copy, transpose or convert an array
-that has an entry for each page: a copy may also hide in the place of an output. `ALLOWED` names the exceptions.
+temporaries are under a hundredth of the pool, of a decode step on Hopper under five. In neither may the compiled text
+copy, transpose or convert an array that has an entry for each page: a copy may also hide in the place of an output.
+`ALLOWED` names the exceptions.
 Where a model is split over a slice of chips, sizes are those of one chip, which must have the memory; what its chips
 tell each other is counted as it stands in the text, once for all layers of a loop, and must be what is recorded.
 """
