@@ -250,7 +250,7 @@ DECODINGS = (
             seldom=seldom,
             **LARGE,
         )
-        for cache_dtype, seldom in (("int8", ("TPU v6e",)), ("fp8", ("TPU v5e", "TPU v6e", "H200")))
+        for cache_dtype, seldom in (("int8", ("TPU v6e", "H200")), ("fp8", ("TPU v5e", "TPU v6e", "H200")))
     ),
     Decoding(name="self", drafts=8, functions=("decode",), seldom=("TPU v5e", "TPU v6e"), **WHOLE),
     Decoding(

@@ -80,7 +80,7 @@ def but_for_drafts(done: list[Completion]) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "many"), [("adaptive, self", 40), ("compressed by head", 24)])
+@pytest.mark.parametrize(("name", "many"), [("adaptive, self", 30), ("compressed by head", 16)])
 def test_requests_of_all_kinds_have_the_bits_that_each_has_alone_without_drafts(name, many):
     capability = CAPABILITIES[name]()
     plain = {setting: one for setting, one in capability.settings.items() if not setting.startswith("draft")}
