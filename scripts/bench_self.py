@@ -373,7 +373,14 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.0, help="that a cache may take (default 8)")
     parser.add_argument("--resume", action="store_true", help="keep the cases that the file of results holds")
     args = parser.parse_args()
-    kept = json.loads(args.output.read_text(encoding="utf-8")) if args.resume and args.output.exists() else {}
+    if not all(0.0 <= rate <= 1.0 for rate in args.rates):
+        parser.error("argument --rates: each is a share of the drafted tokens, from 0 to 1")
+    try:
+        kept = json.loads(args.output.read_text(encoding="utf-8")) if args.resume and args.output.exists() else {}
+    except ValueError as error:
+        raise SystemExit(
+            f"{args.output} holds no results ({error}); leave out --resume, or name another file."
+        ) from error
     cases, steps, free = (kept.get(part, []) for part in ("cases", "steps", "free"))
     settings = {"rounds": args.rounds, "tokens": args.tokens, "seconds": args.seconds, "most": MOST}
     settings |= {"page_size": DEFAULT_PAGE_SIZE[jax.default_backend()], "share": Pruned.share, "mass": Pruned.mass}

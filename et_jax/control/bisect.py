@@ -39,7 +39,7 @@ def by_halves(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g
 
 
 def by_parts(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
-    """Return the same cut, by the first of its four bytes that `allowed` permits above the least key, then the next."""
+    """Return the same cut, byte by byte: of 256 cuts at once the greatest that is allowed, then of 256 above it."""
     low = jnp.min(keys, axis=-1)
     room = jnp.max(keys, axis=-1) - low  # a cut at low is allowed or opens all; none above low + room opens any
     for shift in (24, 16, 8, 0):
