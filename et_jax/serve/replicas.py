@@ -39,14 +39,15 @@ class Replicas:
     def advance(self, unless: Callable[[], bool]) -> None:
         """Have every replica with something to do run a round, and return when one round has ended.
 
-        Nothing happens where `unless` holds once the queue is at hand. An exception of a round is raised here.
+        Nothing happens where `unless` holds once the queue is at hand. An exception of a round is raised here, in
+        every caller, whenever the round has ended.
         """
         with self.queue.lock:
             if unless():
                 return
-            if self.broken:
-                raise RuntimeError("another stream of this model failed while it held the cache; start anew")
-            rounds = self._rounds = [running for running in self._rounds if not running.done()] + self._begun()
+            if not self.broken:
+                self._rounds = [each for each in self._rounds if not each.done() or each.exception()] + self._begun()
+            rounds = self._rounds
         for ended in wait(rounds, return_when=FIRST_COMPLETED).done:
             ended.result()
 

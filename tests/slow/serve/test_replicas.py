@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from reopened import reopened
@@ -80,6 +81,31 @@ def test_a_replica_that_fails_is_heard_of_and_the_model_goes_on(model, texts, mo
     with pytest.raises(RuntimeError, match="the device is gone"):
         served.generate(PROMPTS, PARAMS)
     assert [list(done.token_ids) for done in served.generate(PROMPTS, PARAMS)] == texts
+
+
+def test_every_stream_hears_why_a_round_failed_that_ended_while_none_waited_for_it(model, monkeypatch):
+    served = reopened(model, replicas=2)
+    [first, second] = served.replicas().replicas
+    inside, go_on = threading.Event(), threading.Event()
+
+    def torn(*_):
+        inside.set()
+        second.queue.lock.release()
+        go_on.wait(20)
+        second.queue.lock.acquire()
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(second, "_decode", torn)
+    streams = [served.stream(PROMPTS, PARAMS), served.stream(PROMPTS[:1], PARAMS)]
+    while not inside.is_set() or not first.slots:
+        next(streams[0])
+    next(streams[1])
+    go_on.set()
+    while not second.broken:
+        time.sleep(0.01)
+    for stream in streams:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            list(stream)
 
 
 def test_a_stream_closed_while_a_round_runs_leaves_nothing(model):
