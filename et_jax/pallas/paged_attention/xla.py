@@ -66,9 +66,9 @@ class Config:
         require_counts(self)
 
 
-def heuristic(page_size: int, head_dim: int, dtype: jnp.dtype, platform: str) -> Config:
-    """Return the walk for a page size in tokens, a head dim, the dtype of the products and a platform."""
-    cheap = dtype == jnp.bfloat16 and head_dim < SPLIT_DIM
+def heuristic(page_size: int, head_dim: int, dtype: jnp.dtype, platform: str, rows: int = 1) -> Config:
+    """Return the walk for a page size in tokens, a head dim, the dtype of the products, a platform and a slot's rows."""
+    cheap = dtype == jnp.bfloat16 and head_dim < SPLIT_DIM and rows == 1  # of many queries it is more than a copy
     group = max(1, LEAST_TOKENS // page_size, min(GROUP_PAGES, MOST_TOKENS // page_size))
     on_cpu = platform == "cpu"
     return Config(
@@ -115,7 +115,7 @@ def paged_attention(
     b = page_table.shape[0]
     dtype = q.dtype if kv_scales is not None else wider(q.dtype, pages.dtype)
     if config is None:
-        by_rule = heuristic(s, d, dtype, platform())
+        by_rule = heuristic(s, d, dtype, platform(), r)
         facts = {"page_size": s, "head_dim": d, "queries": h // k, "dtype": pages.dtype}
         config = tuned.settings(by_rule, "paged_attention/xla", **facts)
     walk = partial(
@@ -129,7 +129,7 @@ def paged_attention(
     alone = h == k  # one query alone is walked beside others, as above
     m, g = blocks.shape[2], h // k
     near = m if config.near is None or config.far is None or alone else min(config.near, m)
-    whole = config.joint and r == 1  # of many queries twice the products are more than a copy
+    whole = config.joint and r == 1
     slots = Slots(
         query=q.reshape(b, r, h, d),
         page_table=page_table,
@@ -238,7 +238,8 @@ def _walk(
             token = lax.optimization_barrier(token)
             return (token, token) if whole else tuple(lax.optimization_barrier((token[..., :d], token[..., d : 2 * d])))
         key, value = (tokens(pages, rows, start, d).astype(dtype) for start in (0, d))
-        return key, clean(value)
+        key_value = key, clean(value)
+        return lax.optimization_barrier(key_value) if r > 1 else key_value
 
     def for_each_row(scale):
         """The scales "b*k m s" of the tokens of a slot, for each of its rows: "x m s"."""
