@@ -212,7 +212,7 @@ class Costs:
     position: float = 0.0
 
 
-ON_CPUS = Costs(row=0.1, cached_row=0.3, cached=3.0, passing=1.3e6)
+ON_CPUS = Costs(row=0.1, cached_row=0.2, cached=3.0, passing=1.3e6)
 """A row costs 0.04 by `benchmarks/results/drafting_forced.json`, more where the machine's cache holds the weights.
 
 The others are rough: chosen by a few timings of the shape of SmolLM-135M on two cores, in bfloat16.
