@@ -9,6 +9,8 @@ from scripts_here import script
 from et_jax.evidence import draft_tables
 from et_jax.evidence.shapes import SMALL
 
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 CONTEXTS = ("64", "128")
 
 
