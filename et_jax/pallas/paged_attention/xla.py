@@ -67,8 +67,8 @@ class Config:
 
 
 def heuristic(page_size: int, head_dim: int, dtype: jnp.dtype, platform: str, rows: int = 1) -> Config:
-    """Return the walk for a page size in tokens, a head dim, the dtype of the products, a platform and a slot's rows."""
-    cheap = dtype == jnp.bfloat16 and head_dim < SPLIT_DIM and rows == 1  # of many queries it is more than a copy
+    """Return the walk for a page size in tokens, a head dim, the dtype of the products, a platform, rows of a slot."""
+    cheap = dtype == jnp.bfloat16 and head_dim < SPLIT_DIM and rows == 1  # of more queries copies are cheaper
     group = max(1, LEAST_TOKENS // page_size, min(GROUP_PAGES, MOST_TOKENS // page_size))
     on_cpu = platform == "cpu"
     return Config(
