@@ -25,14 +25,6 @@ from et_jax.decode.work import Work, no_work, of_chunks, of_tokens
 from et_jax.types import replace
 
 
-def no_drafts(config: DecoderConfig, how: Drafting, num_rows: int) -> Drafts:
-    """Return the drafts of a step that has none, as `step.propose` returns some."""
-    work = no_work(config.plants[SMALL], num_rows) if how.drafter is None else None
-    own = no_work(config.plants[MODEL], num_rows) if isinstance(how.drafter, Pruned) else None
-    token, count = jnp.zeros((num_rows, how.most), jnp.int32), jnp.zeros(num_rows, jnp.int32)
-    return Drafts(token=token, count=count, work=work, own=own)
-
-
 @jax.named_scope("draft")
 def draft(
     config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]

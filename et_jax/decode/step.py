@@ -28,8 +28,8 @@ from et_jax.decode.readers import Selected
 from et_jax.decode.reads import ReadStats
 from et_jax.decode.rows import Rows, at_slots
 from et_jax.decode.state import DecodeState
-from et_jax.decode.verify import advance, verify
-from et_jax.decode.work import Work, by_position, of_tokens
+from et_jax.decode.verify import advance, undrafted, verify
+from et_jax.decode.work import Work, by_position, no_work, of_tokens
 from et_jax.types import replace
 
 # Cells of the grid of slots and their tokens for each row that there is: more, and rows are read one by one.
@@ -48,11 +48,12 @@ def step(
     """Advance the sequences served by one token, or by several where drafts are accepted.
 
     choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: no token, and its
-    clock, key and control are unchanged. The output leads with the tokens of the step: one or, under `config.draft`,
-    as many as may be accepted; what the first holds is a step without drafts. Without `drafts` it is such a step, a
-    much smaller program. So is one that never `chooses` blocks: it does the same to sequences that are shorter than
-    their `min_context`. With `num_rows` it serves no more sequences than that, to which it does what a step of `batch`
-    does. Where two models take turns, a step is that of one of them, for the sequences in which it is active.
+    clock, key and control are unchanged. The output leads with the tokens of the step: one or, with drafts, as many as
+    may be accepted; what the first holds is a step without drafts. Where `config.draft` is None, or without `drafts`,
+    it is such a step, a much smaller program. So is one that never `chooses` blocks: it does the same to sequences that
+    are shorter than their `min_context`. With `num_rows` it serves no more sequences than that, to which it does what a
+    step of `batch` does. Where two models take turns, a step is that of one of them, for the sequences in which it is
+    active.
     """
     check_weights(weights, len(config.plants))
     shared = config.batch
@@ -65,17 +66,11 @@ def step(
     state = write_surprisals(state, rows)
     price = partial(_price, costs(config.plants, weights, state.plants, config.by_mass_of), shared, active)
     own, audit, reading = config.plants[MODEL], None, partial(extend_rows, chooses=chooses)
-    if config.draft is not None:
-        if drafts:
-            guessed = guessed_before(config.draft, state, rows)
-            state, count = reserve_drafts(config, config.draft, state, rows, guessed)
-            state, drafted = propose(config, config.draft, weights, state, rows, count, guessed)
-            widths = config.draft.widths(config.batch)
-        else:
-            drafted, widths = drafter.no_drafts(config, config.draft, len(rows.token)), (config.batch,)
-        state, logits, stats, whole, at = extend_drafted(
-            config, config.draft, widths, weights, state, rows, drafted, reading
-        )
+    if config.draft is not None and drafts:
+        guessed = guessed_before(config.draft, state, rows)
+        state, count = reserve_drafts(config, config.draft, state, rows, guessed)
+        state, drafted = propose(config, config.draft, weights, state, rows, count, guessed)
+        state, logits, stats, whole, at = extend_drafted(config, config.draft, weights, state, rows, drafted, reading)
         state = write_drafted_surprisals(state, rows, drafted, logits, at)
         after, outputs = verify(config, config.draft, price, state, rows, drafted, logits, stats, at)
         done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read, stats.experts)
@@ -84,6 +79,9 @@ def step(
     else:
         state, logits, stats, work, audit = turns.extend_active(config, weights, state, rows, active, reading)
         after, output, _ = advance(config, price, state, rows, logits, stats, True)
+        if config.draft is not None:
+            after = undrafted(after, rows, stats)
+            work += tuple(no_work(plant, len(rows.token)) for plant in config.plants[len(work) :])
         outputs, work, audit = jax.tree.map(lambda x: x[None], (output, work, audit))
     refused = rows.spread(config.num_slots, chosen.run & ~rows.run)
     work, audit = jax.vmap(lambda each: rows.spread(config.num_slots, each))((work, audit))
@@ -286,21 +284,21 @@ def guesses(how: Drafting, state: DecodeState, rows: Rows, count: Int[Array, " r
 def extend_drafted(
     config: DecoderConfig,
     how: Drafting,
-    widths: tuple[int, ...],
     weights: Weights,
     state: DecodeState,
     rows: Rows,
     drafts: Drafts,
     reading: Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]],
 ) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Rows, Int[Array, "r t1"]]:
-    """Extend by the rows and their drafts, `reading` them in the least number of rows of `widths` that holds them.
+    """Extend by the rows and their drafts, `reading` them in the least of the numbers of rows that holds them.
 
     Returns the state, logits and stats of every row, all rows, and which of them each token of a row is.
     """
+    widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
     needed = how.needed(config.batch, drafts.count)
     noting = None
-    if how.pruned is not None and len(widths) > 1:
+    if how.pruned is not None:
         last = jnp.take_along_axis(at, drafts.count[:, None], axis=1)[:, 0]
         noting = Noting(rows=last, asked=rows.run & (rows.take(state.draft.length) > 0))
 

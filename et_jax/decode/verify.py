@@ -120,7 +120,7 @@ def verify(
     _, after, outputs, _, accepted = jax.lax.while_loop(more, go_on, (jnp.int32(0), light, outputs, rows.run, nothing))
     told = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
     outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in told.items()})
-    draft = fared(after, rows, drafts, accepted)
+    draft = fared(after, rows, drafts.count, accepted, drafts.before)
     held = -(-rows.placed(rows.take(after.length)) // config.page_size)
     most = last // config.page_size + 1
     surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - held, 0))
@@ -134,20 +134,39 @@ def verify(
     ), outputs
 
 
-def fared(after: DecodeState, rows: Rows, drafts: Drafts, accepted: Int[Array, " r"]) -> lengths.DraftState:
-    """Return how the drafts of the rows fare after a step, by the laws of whoever made them."""
+def undrafted(after: DecodeState, rows: Rows, stats: ReadStats) -> DecodeState:
+    """Return the state after a step in which nothing was drafted, though another step may draft."""
+    nothing = jnp.zeros(len(rows.token), jnp.int32)
+    return replace(
+        after,
+        draft=rows.put(after.draft, fared(after, rows, nothing, nothing)),
+        heavy_blocks=rows.put_where(rows.run, after.heavy_blocks, stats.heavy_blocks),
+    )
+
+
+def fared(
+    after: DecodeState,
+    rows: Rows,
+    count: Int[Array, " r"],
+    accepted: Int[Array, " r"],
+    from_before: Bool[Array, " r"] | None = None,
+) -> lengths.DraftState:
+    """Return how the drafts of the rows fare after a step, by the laws of whoever made them.
+
+    `count` tokens were drafted for each row, of those `from_before` by what is asked before the drafter.
+    """
     known, entropies, length = rows.take((after.draft, after.signals.entropy, after.length))
     cached = rows.placed(length)
 
     def told(law: lengths.DraftLength, draft: lengths.DraftState, own: Bool[Array, " r"] | bool) -> lengths.DraftState:
         updated = jax.vmap(partial(lengths.updated, law))
-        drafted, held = (jnp.where(own, count, 0) for count in (drafts.count, accepted))
+        drafted, held = (jnp.where(own, each, 0) for each in (count, accepted))
         return updated(draft, rows.run, drafted, held, entropies, cached)
 
-    if drafts.before is None or known.before is None:
+    if from_before is None or known.before is None:
         return told(after.draft_laws[0], known, True)
     own, before = after.draft_laws
-    return replace(told(own, known, ~drafts.before), before=told(before, known.before, drafts.before))
+    return replace(told(own, known, ~from_before), before=told(before, known.before, from_before))
 
 
 @jax.named_scope("measure")

@@ -48,8 +48,8 @@ WAYS = {
     "self": {"draft": Drafting(most=3, drafter=Pruned(share=0.2))},
 }
 PAIRS = [
-    ("llama", "certified"),
-    ("gemma", "entropyinfer"),
+    ("gemma", "certified"),
+    ("llama", "entropyinfer"),
     ("gemma", "self"),
     ("mixture", "off"),
 ]

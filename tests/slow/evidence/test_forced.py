@@ -28,7 +28,6 @@ CODED = select.Certified(select.coded_bounds)
 ARMS = {
     "certified": (CODED, 0.2, False),
     "per head": (select.PerHead(CODED, AttentionEntropy()), 0.1, True),
-    "top mass": (select.TopMass(), 0.1, False),
     "influence": (select.ActiveSet(contribution.relative_influence, mass), 0.2, True),
     "expected error": (ExpectedError(), 0.01, True),
 }

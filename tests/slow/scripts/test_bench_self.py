@@ -18,6 +18,8 @@ def test_a_run_that_was_cut_keeps_its_cases_and_goes_on(tmp_path, monkeypatch):
     bench = script("bench_self")
     monkeypatch.setattr(bench, "SMOLLM_135M", SMALL)
     monkeypatch.setattr(bench, "TRUSTED", ("certified",))
+    monkeypatch.setattr(bench, "MOST", 4)
+    monkeypatch.setattr(bench, "FORCED", (0, 1, 4))
     output = tmp_path / "self.json"
     small = ["--part", "filled", "--sequences", "1", "--tokens", "6", "--fewest", "6", "--rounds", "1"]
 
@@ -48,7 +50,7 @@ def test_a_run_that_was_cut_keeps_its_cases_and_goes_on(tmp_path, monkeypatch):
     apart = run("--resume", "--part", "steps", "--contexts", *CONTEXTS)
     assert apart["cases"] == found["cases"] and [case["context"] for case in apart["steps"]] == [64, 128]
     assert all(seconds > 0 for case in apart["steps"] for seconds in case["seconds"].values())
-    assert "12 drafted" in draft_tables.self_steps(apart["steps"])
+    assert "4 drafted" in draft_tables.self_steps(apart["steps"])
     by_hand = [{"context": 64, "sequences": 1, "seconds": {"0": 0.1, "1": 0.1, "2": 0.2}}]
     assert "| 100 | 100 (1.90) | 200 (1.35) |" in draft_tables.self_steps(by_hand)  # 1 + 0.9 tokens, 1 + 0.9 + 0.81
     left = run("--contexts", *CONTEXTS, "--rates", "0", "--gigabytes", "0.0002")

@@ -22,7 +22,7 @@ LIST = "The guests were these: Mr. Brown, Mrs. Brown, Miss Ada Brown, Mr. Grey. 
 DRAFTS = {"draft": "lookup", "draft_tokens": 4, "draft_length": "fixed"}
 
 
-def asked(control: dict | None = None) -> list[GenerationRequest]:
+def asked() -> list[GenerationRequest]:
     """Requests of every kind: greedy and sampled, cut, penalised, with stops, alternatives, one never drafted for."""
     several = [
         {"temperature": 0.0},
@@ -37,11 +37,7 @@ def asked(control: dict | None = None) -> list[GenerationRequest]:
         GenerationRequest(prompt=prompt, params=SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | settings))
         for prompt, settings in zip(prompts, several, strict=True)
     ]
-    return [
-        *requests[:-1],
-        dataclasses.replace(requests[-1], draft_tokens=0),
-        dataclasses.replace(requests[1], control=control),
-    ]
+    return [*requests[:-1], dataclasses.replace(requests[-1], draft_tokens=0)]
 
 
 def all_but_costs(completion: Completion):
@@ -50,40 +46,35 @@ def all_but_costs(completion: Completion):
     return completion.text, completion.finish_reason, rows
 
 
-def opened(control: str, **settings) -> engine.Model:
-    """A model, one that prunes with weights in 8 bits."""
-    chosen = {} if control == "off" else {"control": preset(control, target_entropy=2.0), "quantize": "int8"}
-    return engine.load(**(SIZES | {"max_model_len": 192} | chosen | settings))
+def opened(**settings) -> engine.Model:
+    return engine.load(**(SIZES | {"max_model_len": 192} | settings))
 
 
 @pytest.fixture(scope="module")
 def plain():
-    """What each control writes without drafts."""
-    controls = {"off": None, "certified": {"tolerance": 0.2}}
-    return {name: (control, opened(name).generate(asked(control))) for name, control in controls.items()}
+    """What is written without drafts."""
+    return opened().generate(asked())
 
 
 @pytest.mark.parametrize(
-    ("control", "settings"),
+    "settings",
     [
-        ("off", {"draft": "bundled-small", "draft_length": "entropy", "replicas": 2}),
-        ("certified", {"draft_length": "acceptance", "max_resident_seqs": 5, "num_pages": 40}),
+        {"draft": "bundled-small", "draft_length": "entropy", "replicas": 2},
+        {"draft_length": "acceptance", "max_resident_seqs": 5, "num_pages": 40},
     ],
 )
-def test_texts_and_traces_are_those_without_drafts(plain, control, settings):
-    numbers, expected = plain[control]
-    model = opened(control, **(DRAFTS | settings))
-    done = model.generate(asked(numbers))
-    for one, other in zip(done, expected, strict=True):
+def test_texts_and_traces_are_those_without_drafts(plain, settings):
+    model = opened(**(DRAFTS | settings))
+    done = model.generate(asked())
+    for one, other in zip(done, plain, strict=True):
         assert all_but_costs(one) == all_but_costs(other)
     rows = [row for completion in done for row in completion.trace]
     metrics = model.metrics
     assert metrics.drafted_tokens >= metrics.accepted_tokens > 0
     assert metrics.accepted_tokens == sum(row.accepted for row in rows)
-    assert (control == "certified") == ("MB int8" in model.describe()[0])
-    assert not any(row.drafted or row.accepted for row in done[-2].trace)
+    assert not any(row.drafted or row.accepted for row in done[-1].trace)
     assert_balanced(model)
-    again = model.generate(asked(numbers)[:1])  # its beginning is kept now
+    again = model.generate(asked()[:1])  # its beginning is kept now
     assert all_but_costs(again[0]) == all_but_costs(done[0])
 
 
@@ -95,7 +86,7 @@ def test_a_control_that_leaves_nothing_to_draft_is_refused_wherever_it_is_given(
         "ead": "^draft is for",
     }
     for draft in ("lookup", "bundled-small"):
-        model = opened("off", **DRAFTS | {"draft": draft})
+        model = opened(**DRAFTS | {"draft": draft})
         assert any(f"up to 4 tokens drafted by {draft}, fixed length" in line for line in model.describe())
         for control, sentence in sentences.items():
             with pytest.raises(UsageError, match=sentence):
@@ -135,7 +126,7 @@ def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
 @pytest.fixture(scope="module")
 def for_itself():
     """A model that drafts for itself."""
-    return opened("off", name="bundled-small", draft="self", draft_tokens=4)
+    return opened(name="bundled-small", draft="self", draft_tokens=4)
 
 
 def test_laws_told_by_the_clock_steer_how_much_is_drafted_and_no_text(for_itself, monkeypatch):
@@ -163,5 +154,5 @@ def test_the_clock_is_read_where_a_law_asks_for_times(for_itself):
     model.generate(["It was late in", LIST], max_tokens=150, ignore_eos=True)
     [own] = jax.device_get(replica.device.state.draft_laws)
     assert own.times != before.times and own.worth >= GAIN and own.times.plain > 0
-    fixed = opened("off", name="bundled-small", **DRAFTS).decoder_config.draft
+    fixed = opened(name="bundled-small", **DRAFTS).decoder_config.draft
     assert fixed is not None and fixed.times is None

@@ -61,35 +61,28 @@ def test_a_run_needs_exactly_one_end(settings, data, tmp_path):
         loop.load_params(tmp_path, settings)
 
 
-def repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps, killed_at):
-    assert run(mixed_settings, mixed_data, tmp_path / "whole", steps) == steps
+def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losses(
+    mixed_settings, mixed_data, tmp_path, monkeypatch
+):
+    mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
+    settings = dataclasses.replace(mixed_settings, model=mixture)
+    assert run(settings, mixed_data, tmp_path / "whole", 8) == 8
     made = loop.mixed_rows
 
     def killed(*arguments, **others):
-        if others["step"] == killed_at:
+        if others["step"] == 7:
             raise KeyboardInterrupt  # nothing is saved, as after kill -9
         return made(*arguments, **others)
 
     monkeypatch.setattr(loop, "mixed_rows", killed)
     with pytest.raises(KeyboardInterrupt):
-        run(mixed_settings, mixed_data, tmp_path / "cut", steps)
+        run(settings, mixed_data, tmp_path / "cut", 8)
     monkeypatch.undo()
-    assert run(mixed_settings, mixed_data, tmp_path / "cut", steps) == steps
+    assert run(settings, mixed_data, tmp_path / "cut", 8) == 8
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-
-
-def test_a_run_repeats_and_a_killed_one_resumes_to_the_same_losses(mixed_settings, mixed_data, tmp_path, monkeypatch):
-    repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps=8, killed_at=7)
     figures = log(tmp_path / "whole")
     assert {record["length"] for record in figures} == {128, 256}
     assert {f"accuracy/{task}" for task in TASKS} <= figures[-1].keys()
-
-
-@pytest.mark.slow
-def test_a_mixture_of_experts_repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch):
-    mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
-    mixed_settings = dataclasses.replace(mixed_settings, model=mixture, save_every=5, evaluate_every=20)
-    repeats_and_resumes(mixed_settings, mixed_data, tmp_path, monkeypatch, steps=20, killed_at=17)
 
 
 def test_a_mixture_needs_the_tokenizer(mixed_settings, mixed_data, tmp_path):
