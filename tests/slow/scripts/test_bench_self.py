@@ -53,5 +53,5 @@ def test_a_run_that_was_cut_keeps_its_cases_and_goes_on(tmp_path, monkeypatch):
     assert "4 drafted" in draft_tables.self_steps(apart["steps"])
     by_hand = [{"context": 64, "sequences": 1, "seconds": {"0": 0.1, "1": 0.1, "2": 0.2}}]
     assert "| 100 | 100 (1.90) | 200 (1.35) |" in draft_tables.self_steps(by_hand)  # 1 + 0.9 tokens, 1 + 0.9 + 0.81
-    left = run("--contexts", *CONTEXTS, "--rates", "0", "--gigabytes", "0.0002")
-    assert left["left_out"] and {case["context"] for case in left["cases"]} <= {64}
+    left = run("--contexts", *CONTEXTS, "--rates", "0", "--gigabytes", "1e-9")
+    assert left["left_out"] == [[64, 1], [128, 1]] and not left["cases"]
