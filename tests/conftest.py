@@ -1,7 +1,11 @@
-"""What every test shares: strict dtype promotion, repeatable examples, compiled programs, and the data folder."""
+"""What every test shares: strict dtype promotion, repeatable examples, compiled programs, and the data folder.
+
+Compiled programs outlive a clone: they are kept in `~/.cache/et_jax/tests`, up to 8 GB for each version of jaxlib, by
+keys in which JAX names the processor. ET_JAX_TEST_CACHE names another folder; `off` gives the run an empty one.
+"""
 
 import os
-import time
+import tempfile
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -9,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import jaxlib
 import jaxtyping
 import pytest
 from hurry import hurried
@@ -22,8 +27,8 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 
+PROGRAM_BYTES = 8 * 2**30
 SLOW = Path(__file__).parent / "slow"
-WEEK = 7 * 24 * 3600.0
 # Begun first, though they have few tests: a long file that is begun last leaves the other processes idle.
 LONG = {
     *("test_readme.py", "test_bench_selection.py", "test_bench_steps.py", "test_measure_reading.py", "test_ray.py"),
@@ -33,26 +38,30 @@ LONG = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled programs for a week: modules, runs and the commands that tests start ask for many of them again."""
-    folder = config.cache.mkdir("programs")  # pyright: ignore[reportOptionalMemberAccess]
-    for program in folder.iterdir():
-        if program.stat().st_mtime < time.time() - WEEK:
-            program.unlink(missing_ok=True)  # another process may have been faster
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    for name, value in settings.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # for those commands
+    """Name the folder of compiled programs, to this process and to those that it starts."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        chosen = os.environ.get("ET_JAX_TEST_CACHE") or "~/.cache/et_jax/tests"
+        if chosen == "off":
+            empty = tempfile.TemporaryDirectory(prefix="et_jax_tests_", ignore_cleanup_errors=True)
+            config.add_cleanup(empty.cleanup)
+            chosen = empty.name
+        settings = {
+            "jax_compilation_cache_dir": str(Path(chosen).expanduser().resolve() / f"jaxlib-{jaxlib.__version__}"),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        os.environ |= {name.upper(): str(value) for name, value in settings.items()}
 
 
 def pytest_sessionstart() -> None:
-    """Have the package promote strictly within its own settings too."""
+    """Have the package promote strictly within its own settings too, and keep programs as it does for its users."""
     from et_jax import scope  # not before the shapes of its signatures are checked
+    from et_jax.serve import program_store
 
     scope.SETTINGS["numpy_dtype_promotion"] = "strict"
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    program_store.use(folder, most_bytes=PROGRAM_BYTES)
 
 
 def scope_of(nodeid: str) -> str:

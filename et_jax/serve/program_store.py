@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import shutil
 import stat
@@ -19,6 +20,7 @@ _LOG = logging.getLogger(__name__)
 _DIGEST = 32  # bytes at the beginning of an entry
 _LEFT = 24 * 3600.0  # seconds after which what a process was writing is taken to have been left by it
 MOST_BYTES = 4 * 2**30  # of all entries of a folder
+_CHECKS = 100  # times that a folder is measured while it fills
 
 
 class ProgramStore:
@@ -26,14 +28,15 @@ class ProgramStore:
 
     A digest of key and program stands before the program. Entries that have another, because a disk was full, a copy
     went wrong or names were mixed up, are removed, and what is compiled in their place is kept. Of the first that
-    cannot be read, and of the first that cannot be kept, a sentence is logged. Where it would come to more than
-    `most_bytes`, those that were used last the longest ago are removed. With `own` an entry that is not the user's, or
-    that others may write, is as a damaged one.
+    cannot be read, and of the first that cannot be kept, a sentence is logged. When the folder exceeds `most_bytes`,
+    the least recently used entries are removed; it is measured after every hundredth of that. With `own` an entry that
+    is not the user's, or that others may write, is as a damaged one.
     """
 
     def __init__(self, folder: Path, *, own: bool = False, most_bytes: int = MOST_BYTES) -> None:
         self._path = self.folder = folder  # the first is what JAX names in its log
         self._own, self._most_bytes = own, most_bytes
+        self._unchecked = math.inf  # bytes written since the folder was last measured
         self._told: set[str] = set()
         self._here = threading.local()
 
@@ -71,7 +74,10 @@ class ProgramStore:
             reason = error.strerror or error
             self._tell(f"Compiled programs cannot be kept in {self.folder} ({reason}); make room, or name another.")
         else:
-            self._make_room()
+            self._unchecked += len(program) + _DIGEST
+            if self._unchecked > self._most_bytes / _CHECKS:
+                self._make_room()
+                self._unchecked = 0
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[list[str]]:
@@ -140,14 +146,14 @@ def not_own(about: os.stat_result, is_kind: Callable[[int], bool]) -> str | None
     return "others may write to it" if about.st_mode & 0o022 else None
 
 
-def use(folder: Path) -> None:
+def use(folder: Path, most_bytes: int = MOST_BYTES) -> None:
     """Have JAX keep programs in a folder, by a `ProgramStore`.
 
     JAX has settings for the folder and for what is kept, and none for how: what it writes by itself may stay torn for
     ever, for it writes into the file's place and never writes a file twice. So what makes its store is replaced, for
     this folder alone. A bound on the folder's size is kept by JAX's own store.
     """
-    store, made = ProgramStore(folder), compilation_cache.get_file_cache
+    store, made = ProgramStore(folder, most_bytes=most_bytes), compilation_cache.get_file_cache
 
     def chosen(path: str) -> tuple | None:
         bounded = jax.config.jax_compilation_cache_max_size != -1
