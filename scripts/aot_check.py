@@ -7,11 +7,17 @@ kernel when it compiles, which it does not if the chip's scalar and vector memor
 temporaries are under a hundredth of the pool, of a decode step on Hopper under five. In neither may the compiled text
 copy, transpose or convert an array that has an entry for each page: a copy may also hide in the place of an output.
 `ALLOWED` names the exceptions.
+A program that has passed is not compiled again while its lowered text, what is asked of it, the compilers and this file
+are the same: its line of the report is kept in `~/.cache/et_jax/tests/chips`. ET_JAX_TEST_CACHE names another folder
+than `~/.cache/et_jax/tests`; `off` compiles everything.
 Where a model is split over a slice of chips, sizes are those of one chip, which must have the memory; what its chips
 tell each other is counted as it stands in the text, once for all layers of a loop, and must be what is recorded.
 """
 
 import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
 import importlib.util
 import math
 import multiprocessing
@@ -27,7 +33,7 @@ from typing import Any
 from aot.decoders import decoder_programs
 from aot.kernels import kernel_programs
 from aot.notebooks import notebook_programs
-from aot.programs import Program
+from aot.programs import Lowering, Program
 from aot.slices import slice_programs
 
 RECORDED = 156  # usual programs when this list was last read; fewer is a failure, more asks for a new number here
@@ -47,6 +53,8 @@ INSTRUCTION = re.compile(
 # A part of a fusion whose result lies where its operand does: the layout has another name, and nothing is written.
 IN_PLACE = re.compile(r"output_to_operand_aliasing=\{\{\}: \(0, \{\}\)\}, calls=%([\w.-]+)")
 
+
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what compilers are told by the environment
 
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
 
@@ -93,11 +101,15 @@ def check_numbered(number: int) -> tuple[str, bool]:
 
 
 def check(program: Program) -> tuple[str, bool]:
-    """Compile a program. Return its line of the report, and whether it passed."""
+    """Compile a program, unless it has passed as it is. Return its line of the report, and whether it passed."""
     began = time.perf_counter()
     try:
         lowering = program.build()
-        compiled = lowering.lower().compile()
+        lowered = lowering.lower()
+        passed = passed_file(program, lowering, lowered.as_text())
+        if passed is not None and passed.exists():
+            return f"{passed.read_text(encoding='utf-8')} (passed before)", True
+        compiled = lowered.compile()
         memory = compiled.memory_analysis()
         text = compiled.as_text()
     except Exception as error:  # each compiler has its own; the report is where they belong
@@ -126,7 +138,26 @@ def check(program: Program) -> tuple[str, bool]:
     seconds = f"{time.perf_counter() - began:6.1f}"
     told = "; ".join(filter(None, (lowering.on_chip, said)))
     line = f"{program.chip:8} {program.name:{NAME_WIDTH}} {cells} {seconds}  {verdict} {told}"
-    return line.rstrip(), not faults
+    line = line.rstrip()
+    if passed is not None and not faults:
+        written = passed.with_suffix(f".{os.getpid()}")
+        written.write_text(line, encoding="utf-8")
+        written.replace(passed)
+    return line, not faults
+
+
+def passed_file(program: Program, lowering: Lowering, text: str) -> Path | None:
+    """Return the file that holds the report of this very program once it has passed; None where none are kept."""
+    if (chosen := os.environ.get("ET_JAX_TEST_CACHE") or "~/.cache/et_jax/tests") == "off":
+        return None
+    asked = {field.name: str(getattr(lowering, field.name)) for field in dataclasses.fields(lowering)}
+    del asked["lower"]
+    compilers = sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
+    flags = [re.sub(r"--xla_gpu_cuda_data_dir=\S+", "", os.environ.get(name, "")) for name in FLAGS]
+    parts = program.chip, program.name, asked, text, compilers, flags, Path(__file__).read_text(encoding="utf-8")
+    folder = Path(chosen).expanduser() / "chips"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / hashlib.blake2b(repr(parts).encode(), digest_size=24).hexdigest()
 
 
 def main() -> int:
@@ -170,6 +201,8 @@ def prepare_environment() -> None:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing is loaded onto a chip, so a lock left by another run is no matter
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        # Kernels are lowered with the places of their lines; a program is the same in another checkout.
+        "JAX_HLO_SOURCE_FILE_CANONICALIZATION_REGEX": f"{Path(__file__).resolve().parents[1]}/",
     }
     spec = importlib.util.find_spec("nvidia.cu13")
     for folder in spec.submodule_search_locations or () if spec else ():

@@ -1,6 +1,6 @@
 """What every test shares: strict dtype promotion, repeatable examples, compiled programs, and the data folder.
 
-Compiled programs outlive a clone: they are kept in `~/.cache/et_jax/tests`, up to 8 GB for each version of jaxlib, by
+Compiled programs outlive a clone: they are kept in `~/.cache/et_jax/tests`, up to 4 GB for each version of jaxlib, by
 keys in which JAX names the processor. ET_JAX_TEST_CACHE names another folder; `off` gives the run an empty one.
 """
 
@@ -27,7 +27,6 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 
-PROGRAM_BYTES = 8 * 2**30
 SLOW = Path(__file__).parent / "slow"
 # Begun first, though they have few tests: a long file that is begun last leaves the other processes idle.
 LONG = {
@@ -61,7 +60,7 @@ def pytest_sessionstart() -> None:
     scope.SETTINGS["numpy_dtype_promotion"] = "strict"
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
-    program_store.use(folder, most_bytes=PROGRAM_BYTES)
+    program_store.use(folder)
 
 
 def scope_of(nodeid: str) -> str:

@@ -146,14 +146,14 @@ def not_own(about: os.stat_result, is_kind: Callable[[int], bool]) -> str | None
     return "others may write to it" if about.st_mode & 0o022 else None
 
 
-def use(folder: Path, most_bytes: int = MOST_BYTES) -> None:
+def use(folder: Path) -> None:
     """Have JAX keep programs in a folder, by a `ProgramStore`.
 
     JAX has settings for the folder and for what is kept, and none for how: what it writes by itself may stay torn for
     ever, for it writes into the file's place and never writes a file twice. So what makes its store is replaced, for
     this folder alone. A bound on the folder's size is kept by JAX's own store.
     """
-    store, made = ProgramStore(folder, most_bytes=most_bytes), compilation_cache.get_file_cache
+    store, made = ProgramStore(folder), compilation_cache.get_file_cache
 
     def chosen(path: str) -> tuple | None:
         bounded = jax.config.jax_compilation_cache_max_size != -1
