@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from et_jax.control.base import ControlState, Signals, as_value, updated
-from et_jax.types import replace
 
 WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held"}
 
@@ -16,17 +15,12 @@ WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "a
 @pytest.fixture(scope="session")
 def signals():
     """Return a function that fills the signals it is not given with zeros, of one common shape."""
+    kinds = {field.name: jnp.int32 if field.name in WHOLE else jnp.float32 for field in dataclasses.fields(Signals)}
 
     def build(**fields) -> Signals:
-        shape = np.broadcast_shapes(*(np.shape(value) for value in fields.values()))
-        return Signals(
-            **{
-                field.name: jnp.broadcast_to(
-                    jnp.asarray(fields.get(field.name, 0), jnp.int32 if field.name in WHOLE else jnp.float32), shape
-                )
-                for field in dataclasses.fields(Signals)
-            }
-        )
+        shape = np.broadcast_shapes(*map(np.shape, fields.values()))
+        arrays = {name: jnp.asarray(fields.get(name, 0), kind) for name, kind in kinds.items()}
+        return Signals(**{name: jnp.broadcast_to(x, shape) for name, x in arrays.items()})
 
     return build
 
@@ -36,24 +30,11 @@ def state():
     """Return a function that gives the state of new sequences, as `law` starts them."""
 
     def build(law=None, shape=(), **fields) -> ControlState:
-        zero = jnp.zeros(shape, jnp.float32)
-        start = ControlState(
-            entropy=zero,
-            entropic_time=zero,
-            total_cost=zero,
-            temperature=zero + 1.0,
-            surprisal_cap=zero + jnp.inf,
-            tolerance=zero,
-            priority=zero,
-            wait=jnp.zeros(shape, jnp.int32),
-            block_mask=jnp.zeros((*shape, 1, 1, 1), jnp.uint32),
-            notes={},
-        )
-        fields = {
-            name: jnp.broadcast_to(jnp.asarray(value, getattr(start, name).dtype), shape)
-            for name, value in fields.items()
-        }
-        start = replace(start, **fields)
+        zeros = ("entropy", "entropic_time", "total_cost", "tolerance", "priority", "wait")
+        numbers = dict.fromkeys(zeros, 0.0) | {"temperature": 1.0, "surprisal_cap": np.inf} | fields
+        kinds = dict.fromkeys(numbers, jnp.float32) | {"wait": jnp.int32}
+        arrays = {name: jnp.broadcast_to(jnp.asarray(x, kinds[name]), shape) for name, x in numbers.items()}
+        start = ControlState(**arrays, block_mask=jnp.zeros((*shape, 1, 1, 1), jnp.uint32), notes={})
         return start if law is None else law.init(start)
 
     return build

@@ -44,29 +44,24 @@ def test_a_mask_packs_bit_by_bit_and_comes_back(num_blocks, seed):
     np.testing.assert_array_equal(unpack_blocks(words), padded.reshape(3, 2, -1))
 
 
-class WriteDown(Law):
-    """Adds its name to a list whenever it starts or runs."""
+class Doubles(Law):
+    """Doubles the temperature and adds a number, whenever it starts or runs."""
 
-    def __init__(self, name: str, ran: list[str]) -> None:
-        self.name, self.ran = name, ran
+    def __init__(self, added: float) -> None:
+        self.added = added
 
     def init(self, state: ControlState) -> ControlState:
-        self.ran.append(f"start {self.name}")
-        return state
+        return replace(state, temperature=2.0 * state.temperature + self.added)
 
     def __call__(self, _: Signals, state: ControlState) -> ControlState:
-        self.ran.append(self.name)
-        return replace(state, temperature=2.0 * state.temperature + ord(self.name))
+        return self.init(state)
 
 
 def test_a_chain_starts_and_runs_its_laws_in_order_each_from_the_state_of_the_one_before(signals, state):
-    ran: list[str] = []
-    a, b, c = (WriteDown(name, ran) for name in "abc")
-    law = Chain((a, Chain((b, c))))
+    law = Chain((Doubles(1), Chain((Doubles(2), Doubles(4)))))
     start = state(law)
-    assert ran == ["start a", "start b", "start c"]
-    assert float(law(signals(entropy=0.0), start).temperature) == 8 + 4 * ord("a") + 2 * ord("b") + ord("c")
-    assert ran[3:] == ["a", "b", "c"]
+    assert float(start.temperature) == 2 * (2 * (2 * 1 + 1) + 2) + 4 == 20
+    assert float(law(signals(entropy=0.0), start).temperature) == 2 * (2 * (2 * 20 + 1) + 2) + 4
     assert chain(EmaEntropy(), chain(Fixed(), FallClock())) == chain(chain(EmaEntropy(), Fixed()), FallClock())
     plain = chain(lambda signals, state: replace(state, tolerance=signals.entropy))
     assert plain.init(start) is start  # a plain function has nothing to start
@@ -128,15 +123,12 @@ def test_a_second_claim_to_a_note_is_refused(state, law):
 def test_a_selector_that_returns_no_mask_and_no_selection_is_named():
     view = blocks(0).view
     for said, answer in {
-        "int": 1,
-        "float": 1.0,
         "bool": True,
         "None": None,
         r"bool\[2\]": view.start[:2] > 0,
         r"int32\[10\]": view.start,
         r"bool\[\]": np.bool_(True),
         "{}": (),
-        "str": "all",
     }.items():
 
         def own(_, answer=answer):

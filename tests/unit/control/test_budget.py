@@ -85,7 +85,7 @@ def run(budget, q, k):
     return np.stack(opened, axis=1)
 
 
-def test_queries_past_the_end_of_a_segment_are_not_observed():
+def test_queries_past_the_end_of_a_segment_are_not_observed_and_ask_for_nothing():
     q, k = tensors(1, SEGMENT)
     part, low_high = jnp.asarray(q.transpose(2, 0, 1, 3)), ends(k)
     real = jnp.arange(SEGMENT) < 10
@@ -94,6 +94,8 @@ def test_queries_past_the_end_of_a_segment_are_not_observed():
             observed(part.at[10:].set(filler), real, *low_high), observed(part[:10], real[:10], *low_high)
         )
     np.testing.assert_array_equal(observed(part, real & False, *low_high), 0.0)
+    high = bounding(part, real, *low_high).high.reshape(HEADS, SEGMENT // BLOCK, -1)
+    assert np.all(high[:, :2] > -1e6) and np.all(high[:, 2:] < -1e30)  # groups of eight queries
 
 
 @pytest.mark.parametrize("printed", [True, False])
@@ -239,13 +241,6 @@ def test_a_certificate_opens_no_more_than_it_must_where_a_block_stands_out():
     np.testing.assert_array_equal(opened, [[True, False, False, False]])
     opened, _ = CertifiedBudget(left=1e-6).choose(segment, {})
     np.testing.assert_array_equal(opened, [[True, True, True, False]])
-
-
-def test_a_group_of_no_queries_asks_for_nothing():
-    q, k = tensors(8, SEGMENT)
-    part = jnp.asarray(q.transpose(2, 0, 1, 3))
-    got = interval(part, jnp.arange(SEGMENT) < BLOCK, *ends(k), BLOCK).high.reshape(HEADS, SEGMENT // BLOCK, -1)
-    assert np.all(got[:, 0] > -1e6) and np.all(got[:, 1:] < -1e30)
 
 
 @pytest.mark.parametrize(

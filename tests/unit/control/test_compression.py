@@ -140,8 +140,8 @@ def test_when_a_sequence_is_compressed_depends_on_its_tokens_alone(settings, pro
             shift = num_tokens - 16
         assert how.shift(prompt, num_tokens, 16) == shift
     assert found == points
-    left = how.until_point(jnp.full(len(texts), prompt), jnp.asarray(texts, jnp.int32), jnp.asarray(shifts, jnp.int32), 16)
-    assert jnp.where(left > 1e6, 2**30, left).tolist() == until
+    left = np.asarray(how.until_point(*map(jnp.asarray, ([prompt] * len(texts), list(texts), shifts)), 16))
+    assert np.where(left > 10**6, 2**30, left).tolist() == until
 
 
 @pytest.mark.parametrize(

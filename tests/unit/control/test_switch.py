@@ -1,7 +1,5 @@
 """Who speaks, along entropies of every kind, against the loop of the paper written out; how hysteresis departs."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,10 +57,3 @@ def test_with_hysteresis_every_mean_is_of_one_speaker(entropies):
     switch = Hysteresis(1.25, low=0.5, window=4, least=2)
     np.testing.assert_array_equal(speakers(switch, jnp.asarray(entropies, jnp.float32)), expected)
     assert len(np.unique(expected.sum(1))) > 5
-
-
-def test_at_either_end_of_the_bound_one_model_speaks():
-    row = jnp.asarray([[0.0, 3.0] * 20], jnp.float32)
-    assert np.all(speakers(AsPrinted(math.inf), row) == SMALL) and np.all(speakers(Hysteresis(math.inf), row) == SMALL)
-    assert np.all(speakers(Hysteresis(-1.0), row) == MODEL)
-    assert speakers(AsPrinted(-1.0), row)[0].tolist() == [SMALL] * 10 + [MODEL] * 30
