@@ -160,7 +160,7 @@ serve/scheduler.py | from et_jax.types import replace | scheduler is plain Pytho
 serve/page_pool.py | def f(): import numpy | page_pool is plain Python
 training/loss.py | def f(): import torch.nn | imports torch; the package never does
 evidence/tables.py | import hypothesis | imports hypothesis, which is installed for tests alone
-kernels/gpu.py | import jax | et_jax/kernels/gpu.py is on no layer; add 'kernels' to LAYERS in tests/
+attention.py | import jax | et_jax/attention.py is on no layer; add 'attention' to LAYERS in tests/
 """
 
 
