@@ -49,8 +49,6 @@ def imports(module: str, files: dict[str, Path]) -> Iterator[tuple[int, str]]:
 
     A target is a module of the package, or the top-level name of another package.
     """
-    path = files[module]
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
 
     def named(dotted: str) -> str:
         if dotted.split(".")[0] != module.split(".")[0]:
@@ -59,13 +57,11 @@ def imports(module: str, files: dict[str, Path]) -> Iterator[tuple[int, str]]:
             dotted = dotted.rpartition(".")[0]
         return dotted
 
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(files[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            outer = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-            source = ".".join([*outer, *filter(None, [node.module])])
-            names = [f"{source}.{alias.name}" for alias in node.names]
+            names = [f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in CALLED:
             names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         else:
@@ -94,7 +90,7 @@ def faults(package: Path) -> list[str]:
     for module, path in files.items():
         here, name = folder(module), path.relative_to(package.parent).as_posix()
         if here not in LAYERS:
-            found.append(f"{name} is on no layer; add {here!r} to LAYERS in tests/test_layers.py")
+            found.append(f"{name} is on no layer; add {here!r} to LAYERS in tests/unit/test_layers.py")
             continue
         for line, target in imports(module, files):
             targets.setdefault(module, set()).add(target)
@@ -103,6 +99,8 @@ def faults(package: Path) -> list[str]:
                 there = folder(target)
                 if there != here and LAYERS.get(there, -1) >= LAYERS[here]:
                     found.append(f"{where}, which is not on a lower layer; only a lower layer may be imported")
+            if not target:
+                found.append(f"{where}something relative; the package imports by full names")
             if target in NOWHERE:
                 found.append(f"{where}; the package never does, compare with golden files instead")
             if module in PLAIN and (target in NOT_PLAIN or (target in files and target not in PLAIN[module])):
@@ -134,8 +132,8 @@ def test_the_docstring_of_every_folder_names_its_modules():
 SOUND = """
 __init__.py | def __getattr__(name): return importlib.import_module('et_jax.serve.engine')
 types.py | import jax
-control/base.py | from ..types import replace
-control/clock.py | from . import base; from .base import Law
+control/base.py | from et_jax.types import replace
+control/clock.py | from et_jax.control.base import Law
 decode/pages.py | from et_jax.types import replace
 decode/step.py | from et_jax.decode import pages; import et_jax.control.clock
 text/tokenizer.py |
@@ -151,16 +149,17 @@ evidence/tables.py | from et_jax.training import loss
 WRONG = """
 types.py | import et_jax.decode.pages | et_jax/types.py:1: et_jax.types imports et_jax.decode.pages, which is not
 control/clock.py | from et_jax.text import tokenizer | imports et_jax.text.tokenizer, which is not on a lower
-decode/pages.py | def f(): from ..serve.engine import load | et_jax.decode.pages imports et_jax.serve.engine
+decode/pages.py | def f(): from et_jax.serve.engine import load | et_jax.decode.pages imports et_jax.serve.engine
 decode/pages.py | from et_jax import load | imports et_jax, which is not on a lower layer
 decode/pages.py | importlib.import_module('et_jax.serve.engine') | imports et_jax.serve.engine, which is not
 decode/pages.py | if TYPE_CHECKING: import et_jax.serve.engine | imports et_jax.serve.engine, which is not
-decode/pages.py | from .step import step | imports et_jax.decode.pages imports et_jax.decode.step, which is a circle
+decode/pages.py | from et_jax.decode.step import step | imports et_jax.decode.pages imports et_jax.decode.step
+decode/pages.py | from ..serve.engine import load | imports something relative; the package imports by full names
 serve/scheduler.py | from et_jax.types import replace | scheduler is plain Python
 serve/page_pool.py | def f(): import numpy | page_pool is plain Python
 training/loss.py | def f(): import torch.nn | imports torch; the package never does
 evidence/tables.py | import hypothesis | imports hypothesis, which is installed for tests alone
-attention.py | import jax | et_jax/attention.py is on no layer; add 'attention' to LAYERS in tests/
+attention.py | import jax | et_jax/attention.py is on no layer; add 'attention' to LAYERS
 """
 
 
