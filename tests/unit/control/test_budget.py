@@ -72,7 +72,7 @@ def segments(q, k, *, with_interval=False):
         )
 
 
-seen, bounding = jax.jit(observed), jax.jit(lambda *given: interval(*given, BLOCK))
+seen, bounding = jax.jit(observed), jax.jit(lambda q, real, low, high: interval(q, real, low, high, BLOCK))
 
 
 def run(budget, q, k):

@@ -140,7 +140,8 @@ def test_when_a_sequence_is_compressed_depends_on_its_tokens_alone(settings, pro
             shift = num_tokens - 16
         assert how.shift(prompt, num_tokens, 16) == shift
     assert found == points
-    left = np.asarray(how.until_point(*map(jnp.asarray, ([prompt] * len(texts), list(texts), shifts)), 16))
+    prompts, lengths, left_out = map(jnp.asarray, ([prompt] * len(texts), list(texts), shifts))
+    left = np.asarray(how.until_point(prompts, lengths, left_out, 16))
     assert np.where(left > 10**6, 2**30, left).tolist() == until
 
 

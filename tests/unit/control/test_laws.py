@@ -15,8 +15,9 @@ TOKENS, SEQUENCES = 24, 6
 
 
 def follow(signals, state):
-    """Set the temperature to the entropy, and the tolerance to the sum of its bounds."""
-    return replace(state, temperature=signals.entropy, tolerance=signals.entropy_high + signals.entropy_low)
+    """Set the temperature to the entropy, and the tolerance to the sum of the entropy and its bounds."""
+    total = signals.entropy + signals.entropy_high + signals.entropy_low
+    return replace(state, temperature=signals.entropy, tolerance=total)
 
 
 def falls(x):
@@ -71,8 +72,8 @@ def replayed(x):
     return REPLAYED[x["arrival"].astype(int) % 2, np.minimum(x["generated"].astype(int) - 1, 2)]
 
 
-def raised_bounds(x):
-    return np.maximum(x["entropy_low"], 1.0) + np.maximum(x["entropy_high"], 1.0)
+def sum_of_raised(x):
+    return sum(np.maximum(x[name], 1.0) for name in ("entropy", "entropy_low", "entropy_high"))
 
 
 MIROSTAT = temperature.Mirostat2(3.0, 0.2)
@@ -111,13 +112,8 @@ LAWS = {
         loop(3.0, lambda last, entropy, **_: np.clip(entropy, last - 2.0, last + 0.5)),
     ),
     guards.NeverAboveStart(follow, "temperature"): ("temperature", 3.0, lambda x: np.minimum(x["entropy"], 3.0)),
-    guards.Floored(follow, 1.0): ("tolerance", 0.0, raised_bounds),
+    guards.Floored(follow, 1.0): ("tolerance", 0.0, sum_of_raised),
     PAPER: ("tolerance", 0.0, lambda x: 0.3 * np.clip(1 - x["entropy"] / 2.0, 0, 1)),
-    guards.Floored(PAPER, 1.5): (
-        "tolerance",
-        0.0,
-        lambda x: 0.3 * np.clip(1 - np.maximum(x["entropy"], 1.5) / 2, 0, 1),
-    ),
     tolerance.EntropyTolerance(varentropy_limit=9.0, least_margin=0.3): ("tolerance", 1e-3, loop(1e-3, tolerated)),
     tolerance.Constant(0.02): ("tolerance", 0.02, lambda x: np.full_like(x["entropy"], 0.02)),
     tolerance.Shuffled(REPLAYED, first=0.7): ("tolerance", 0.7, replayed),

@@ -54,14 +54,15 @@ def solve(task: str, prompt: str) -> str:
 def test_a_reader_finds_every_answer_in_a_text_of_the_length_asked_for(task):
     answers = set()
     for seed in range(30):
-        asked = dict(count=count, length=(128, 300, 1000)[seed % 3], depth=seed / 29, seed=seed)
-        found = example(task, **asked)
+        length = (128, 300, 1000)[seed % 3]
+        asked = dict(count=count, depth=seed / 29, seed=seed)
+        found = example(task, length=length, **asked)
         assert solve(task, found.prompt) == found.answer
         assert right(found, found.answer + ". The") and not right(found, found.answer + "s")
         assert found.length == 1 + count(found.prompt + found.answer)
-        assert asked["length"] - 30 < found.length <= asked["length"] and example(task, **asked) == found
+        assert length - 30 < found.length <= length and example(task, length=length, **asked) == found
         answers.add(found.answer)
-        made = document(task, **asked | {"length": 400}, split="train", num_turns=6, num_pairs=5)
+        made = document(task, length=400, split="train", num_turns=6, num_pairs=5, **asked)
         for turn in made.turns:
             assert solve(task, made.context + turn.question) == turn.answer
         assert 1 + count(made.context + "".join(f"{turn.question}{turn.answer}." for turn in made.turns)) <= 400
