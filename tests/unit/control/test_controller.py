@@ -1,10 +1,11 @@
-"""A controller as a notebook shows it: every part that decides, with its numbers."""
+"""A controller: what it refuses, and its table in a notebook, of every part that decides with its numbers."""
 
 import re
 
 import jax
 import pytest
 
+from et_jax.control.budget import ConstantBudget
 from et_jax.control.controller import Controller
 from et_jax.control.presets import NAMES, preset
 from et_jax.control.select import Dense
@@ -22,12 +23,16 @@ def test_every_number_of_a_preset_is_shown(name: str):
     controller = preset(name)
     shown = " ".join(part for row in cells(controller) for part in row)
     for path, leaf in jax.tree.leaves_with_path(controller):
-        key, told = path[-1].name, re.escape(f"{leaf:.4g}" if isinstance(leaf, float) else f"{leaf}")
+        key, number = path[-1].name, re.escape(f"{leaf:.4g}" if isinstance(leaf, float) else f"{leaf}")
         if key not in ("deadband", "weight", "prior_variance"):  # worked out of the others
-            assert re.search(rf"\b{key} {told}(,| |$)", shown), (key, leaf)
+            assert re.search(rf"\b{key} {number}(,| |$)", shown), (key, leaf)
 
 
-def test_what_stands_within_another_is_set_in_below_it():
+def warm(signals, state):
+    return state
+
+
+def test_parts_are_shown_below_those_that_contain_them_functions_by_name_and_traced_numbers_by_their_form():
     rows = [row[1:] for row in cells(preset("paper"))]
     [at] = [i for i, row in enumerate(rows) if row[0] == "RateLimited"]
     assert rows[at : at + 3] == [
@@ -35,21 +40,28 @@ def test_what_stands_within_another_is_set_in_below_it():
         ["\xa0" * 4 + "Floored", "floor 0.1"],
         ["\xa0" * 8 + "EntropyThreshold", "greatest 0.05, reference_entropy 2"],
     ]
-
-
-def warm(signals, state):
-    return state
-
-
-def test_plain_functions_are_shown_by_name_and_layers_in_order():
     rows = cells(Controller(law=warm, selector=(Dense(), lambda view: view.start % 2 == 0)))
     assert ["law", "warm", ""] in rows
     at = [row[0] for row in rows].index("selector")
     assert [row[1].strip("\xa0") for row in rows[at : at + 2]] == ["Dense", "MaskSelector"]
-
-
-def test_numbers_that_are_being_traced_are_shown_by_their_form():
     seen = []
     jax.jit(lambda controller: seen.append(cells(controller)))(Controller(law=Thermostat(2.0)))
-    [rows] = seen
-    assert ["law", "Thermostat", ", ".join(f"{n} float32[]" for n in ("target_entropy", "gain", "low", "high"))] in rows
+    numbers = ", ".join(f"{n} float32[]" for n in ("target_entropy", "gain", "low", "high"))
+    assert ["law", "Thermostat", numbers] in seen[0]
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_controllers_are_told_by_their_values_and_refuse_what_they_cannot_use():
+    one, other = (Controller(law=Thermostat(2.0)) for _ in range(2))
+    assert len({one, other}) == 1 and one != Controller(law=Thermostat(2.5))
+    assert Controller(min_context=0) == Controller()
+    assert Controller(budget=ConstantBudget()).budget == ConstantBudget()
+    for changes, sentence in (
+        ({"min_context": -1}, "min_context: got -1, wanted 0"),
+        ({"budget": 5}, "budget: got int, wanted a Budget or None"),
+        ({"refresh_every": 0}, "refresh_every: got 0, wanted at least 1"),
+        ({"residual": True, "refresh_every": 2}, "residual: unread blocks are weighed by this token's query"),
+        ({"selector": 3}, "selector: got int, wanted a selector, a function, or a tuple of them"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Controller(**changes)

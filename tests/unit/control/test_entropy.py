@@ -1,4 +1,6 @@
-"""Entropy: moments against the formulas, shards against the whole, brackets against every tail they must hold."""
+"""Entropy: moments against the formulas, shards against all logits, intervals against every tail."""
+
+import functools
 
 import hypothesis.extra.numpy as hnp
 import jax
@@ -46,37 +48,16 @@ def shannon(p):
 
 
 @quick
-@given(LOGITS, TEMPERATURE)
-def test_entropy_and_varentropy_are_the_mean_and_variance_of_surprisal(z, temperature):
-    m = moments(z, np.full(3, temperature, np.float32))
-    mean, variance = surprisal_moments(z, temperature)
-    np.testing.assert_allclose(e.entropy(m), mean, atol=2e-5)
-    np.testing.assert_allclose(e.varentropy(m), variance, rtol=1e-4, atol=1e-3)
-
-
-@quick
-@given(LOGITS, TEMPERATURE)
-def test_entropy_rises_with_log_temperature_by_the_varentropy(z, temperature):
-    step = 1e-4
-    warmer, _ = surprisal_moments(z, temperature * np.exp(step))
-    cooler, _ = surprisal_moments(z, temperature * np.exp(-step))
-    slope = (warmer - cooler) / (2 * step)
-    np.testing.assert_allclose(
-        e.varentropy(moments(z, np.full(3, temperature, np.float32))), slope, rtol=1e-3, atol=2e-3
-    )
-
-
-@quick
 @given(LOGITS, TEMPERATURE, st.sampled_from([1, 7, 16]), st.booleans())
-def test_merged_shards_are_the_whole(z, temperature, cut, empty):
+def test_entropy_and_varentropy_are_the_mean_and_variance_of_surprisal_also_from_shards(z, temperature, cut, empty):
     heat = jnp.full(3, temperature, jnp.float32)
     shards = [z[:, :cut], z[:, cut:]] + ([np.full((3, 5), -np.inf, np.float32)] if empty else [])
     parts = [moments(shard, heat) for shard in shards]
-    for order in (parts, parts[::-1]):
-        m = order[0]
-        for part in order[1:]:
-            m = merge(m, part, heat)
-        mean, variance = surprisal_moments(z, temperature)
+    mean, variance = surprisal_moments(z, temperature)
+    for m in (
+        moments(z, heat),
+        *(functools.reduce(lambda a, b: merge(a, b, heat), order) for order in (parts, parts[::-1])),
+    ):
         np.testing.assert_allclose(e.entropy(m), mean, atol=2e-5)
         np.testing.assert_allclose(e.varentropy(m), variance, rtol=1e-4, atol=1e-3)
         np.testing.assert_allclose(
@@ -92,77 +73,29 @@ def tops(draw):
     return np.sort(p)[::-1], draw(st.sampled_from([1, 2, 13, 40]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tops())
-def test_the_interval_holds_the_entropy(top):
-    p, k = top
-    listed = jnp.asarray(np.log(p[:k]), jnp.float32)
-    for estimate in (top_k(listed, 40), tail_corrected(listed, 40), tail_corrected(listed, 40, 0.5)):
-        assert estimate.low - 1e-5 <= shannon(p) <= estimate.high + 1e-5
-        assert estimate.low <= estimate.high
-
-
-@quick
-@given(tops())
-def test_the_estimates_are_the_papers_formulas(top):
+def test_the_estimates_are_the_papers_formulas_and_the_interval_contains_the_entropy(top):
     p, k = top
     mass = p[:k].sum()
     rest = 1 - mass if k < 40 else 0.0
     truncated = shannon(p[:k] / mass)
     upper = mass * truncated + shannon(np.array([mass, rest])) + rest * np.log(max(40 - k, 1))
     listed = jnp.asarray(np.log(p[:k]), jnp.float32)
-    np.testing.assert_allclose(top_k(listed, 40).entropy, truncated, atol=2e-5)
-    np.testing.assert_allclose(tail_corrected(listed, 40).entropy, upper, atol=2e-5)
-    assert tail_corrected(listed, 40).entropy >= top_k(listed, 40).entropy - 2e-5
-    ends = [tail_corrected(listed, 40, share).entropy for share in (0.0, 1.0)]
-    np.testing.assert_allclose(tail_corrected(listed, 40, 0.5).entropy, sum(ends) / 2, rtol=1e-6)
+    lower, corrected, half, none = top_k(listed, 40), *(tail_corrected(listed, 40, share) for share in (1.0, 0.5, 0.0))
+    np.testing.assert_allclose(lower.entropy, truncated, atol=2e-5)
+    np.testing.assert_allclose(corrected.entropy, upper, atol=2e-5)
+    assert corrected.entropy >= lower.entropy - 2e-5 and lower.entropy <= lower.low + 1e-4  # for rounding
+    np.testing.assert_allclose(half.entropy, (none.entropy + corrected.entropy) / 2, rtol=1e-6)
+    for estimate in (lower, corrected, half):
+        assert estimate.low - 1e-5 <= shannon(p) <= estimate.high + 1e-5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), lower, top_k(listed[::-1], 40))
 
 
 def allowed(entropy: float, k: int, size: int, error: float = 0.0) -> float:
     """What an end of the interval may move by for rounding, k of `size` tokens listed, each off by `error` nats."""
     off = error + (2 * (entropy + 2) + min(k, 64) + 4) * 2.0**-24
     return off * (2 * np.log(size) + 3 - np.log(off))
-
-
-@quick
-@given(st.floats(0.01, 0.3), st.floats(0.01, 0.9))
-def test_the_interval_is_sharp(least, head):
-    """Both ends are entropies of real distributions with the same listed tokens."""
-    listed = np.array([head, least]) if head > least else np.array([least, least])
-    listed = listed / max(1.0, listed.sum() * 1.01)
-    rest, least, num_tail = 1 - listed.sum(), listed[1], 100
-    full = int(rest // least)
-    fullest = np.concatenate([listed, np.full(full, least), [rest - full * least]])
-    evenest = np.concatenate([listed, np.full(num_tail, rest / num_tail)])
-    estimate = top_k(jnp.asarray(np.log(listed), jnp.float32), num_tail + 2)
-    np.testing.assert_allclose(estimate.low, shannon(fullest), atol=2 * allowed(5.0, 2, num_tail + 2))
-    np.testing.assert_allclose(estimate.high, shannon(evenest), atol=2 * allowed(5.0, 2, num_tail + 2))
-
-
-@quick
-@given(tops())
-def test_the_truncated_entropy_never_exceeds_the_least_possible(top):
-    p, k = top
-    estimate = top_k(jnp.asarray(np.log(p[:k]), jnp.float32), 40)
-    assert estimate.entropy <= estimate.low + 1e-4  # by which `low` allows for rounding
-
-
-def test_the_listed_tokens_may_come_in_any_order():
-    p = np.log(np.array([0.4, 0.3, 0.2]))
-    first, second = (top_k(jnp.asarray(p[order], jnp.float32), 9) for order in ([0, 1, 2], [2, 0, 1]))
-    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-
-
-def test_more_tokens_than_the_vocabulary_are_refused():
-    with pytest.raises(ValueError, match="lists 5 tokens"):
-        e.top_k(jnp.zeros(5), 4)
-
-
-def test_the_exact_estimate_has_no_width():
-    estimate = e.exact(moments(jnp.asarray([[0.0, 0.0, 0.0, 0.0]])))
-    for value in (estimate.entropy, estimate.low, estimate.high):
-        np.testing.assert_allclose(value, np.log(4), rtol=1e-6)
 
 
 def test_agreement_by_hand():
@@ -184,7 +117,8 @@ def test_estimators_pick_the_likeliest_from_the_whole_vocabulary():
     given = jnp.asarray(log_p, jnp.float32), e.moments(jnp.asarray(z, jnp.float32))
     truth = -(np.exp(log_p) * log_p).sum(-1)
     listed = jnp.asarray(-np.sort(-log_p)[:, :16], jnp.float32)
-    np.testing.assert_allclose(e.ExactEstimator()(*given).entropy, truth, atol=1e-4)
+    exact = e.ExactEstimator()(*given)
+    np.testing.assert_allclose([exact.entropy, exact.low, exact.high], [truth] * 3, atol=1e-4)
     np.testing.assert_allclose(e.TopKEstimator(16)(*given).entropy, e.top_k(listed, 300).entropy, atol=1e-5)
     for share in (0.5, 1.0):
         expected = e.tail_corrected(listed, 300, share)
@@ -192,17 +126,16 @@ def test_estimators_pick_the_likeliest_from_the_whole_vocabulary():
         np.testing.assert_allclose(got.entropy, expected.entropy, atol=1e-5)
         assert np.all((got.low <= truth + 1e-4) & (truth <= got.high + 1e-4))
     np.testing.assert_allclose(e.TailCorrectedEstimator(999)(*given).entropy, truth, atol=1e-3)
+    with pytest.raises(ValueError, match="lists 16 tokens"):
+        e.top_k(listed, 15)
 
 
-def test_the_margin_is_the_lead_of_the_likeliest():
+def test_the_margin_is_the_lead_of_the_likeliest_and_near_zero_temperature_nothing_is_uncertain():
     z = jnp.asarray([[1.0, 4.0, 2.5], [3.0, 0.0, 3.0], [-jnp.inf, 0.0, -1.0]])
     np.testing.assert_allclose(e.margin(z, e.moments(z)), [1.5, 0.0, 1.0])
-
-
-@pytest.mark.parametrize("temperature", [1e-30, 2e-38, 1e-39])
-def test_a_temperature_near_zero_leaves_no_uncertainty(temperature):
-    m = e.moments(jnp.array([0.0, -5.0, -1000.0]), jnp.float32(temperature))
-    assert (e.entropy(m), e.varentropy(m)) == (0.0, 0.0)
+    for temperature in (1e-30, 2e-38, 1e-39):
+        m = e.moments(jnp.array([0.0, -5.0, -1000.0]), jnp.float32(temperature))
+        assert (e.entropy(m), e.varentropy(m)) == (0.0, 0.0)
 
 
 def tail(kind: str, size: int) -> np.ndarray:
@@ -216,18 +149,16 @@ def tail(kind: str, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["even", "falling", "few"])
-@pytest.mark.parametrize("left", [0.7, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 3e-6, 1e-6, 1e-7, 1e-9, 1e-12])
-def test_the_interval_holds_the_entropy_to_the_last_bit(kind, left):
+def test_the_interval_contains_the_entropy_to_the_last_bit(kind):
     """Of a vocabulary of 128k: what the tail lost in float32 is part of the interval, and the interval stays narrow."""
     size = 128 * 1024
-    p = np.concatenate([[1.0 - left], left * tail(kind, size - 1)])
-    p = np.sort(p)[::-1]
-    truth = shannon(p)
-    for k in (1, 4, 64, 1000):
-        estimate = tail_corrected(jnp.asarray(np.log(p[:k]), jnp.float32), size)
-        low, high = float(estimate.low), float(estimate.high)
-        assert low <= truth <= high
-        assert high <= greatest(p, k) + 2 * allowed(greatest(p, k), k, size)
+    for left in (0.7, 0.1, 1e-2, 1e-4, 3e-6, 1e-7, 1e-12):
+        p = np.sort(np.concatenate([[1.0 - left], left * tail(kind, size - 1)]))[::-1]
+        for k in (1, 64, 1000):
+            estimate = tail_corrected(jnp.asarray(np.log(p[:k]), jnp.float32), size)
+            low, high = float(estimate.low), float(estimate.high)
+            assert low <= shannon(p) <= high, (left, k)
+            assert high <= greatest(p, k) + 2 * allowed(greatest(p, k), k, size), (left, k)
 
 
 def greatest(p: np.ndarray, k: int) -> float:
@@ -260,12 +191,15 @@ def log_probs(z):
     return m, [*made, jax.nn.log_softmax(whole), jax.nn.log_softmax(z)]
 
 
-estimates = [jax.jit(make(k).__call__) for k in LISTED for make in (e.TopKEstimator, e.TailCorrectedEstimator)]
+@jax.jit
+def estimates(log_prob, m):
+    """By each number of tokens listed, the estimates of both estimators."""
+    return [(k, make(k)(log_prob, m)) for k in LISTED for make in (e.TopKEstimator, e.TailCorrectedEstimator)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
-    size=st.sampled_from([2, 152_064]),
+    size=st.sampled_from([2, 300, 152_064]),
     shape=st.sampled_from(list(SHAPES)),
     scale=st.floats(0.0, 15.0),
     offset=st.sampled_from([0.0]) | st.floats(-1e4, 1e4),
@@ -275,38 +209,32 @@ estimates = [jax.jit(make(k).__call__) for k in LISTED for make in (e.TopKEstima
 @example(size=152_064, shape="one above the rest", scale=5.0, offset=1e4, dtype=jnp.float32, seed=0)
 @example(size=131_072, shape="one above the rest", scale=3.0, offset=3e3, dtype=jnp.float32, seed=0)
 @example(size=152_064, shape="falling", scale=10.0, offset=0.0, dtype=jnp.bfloat16, seed=0)
-def test_the_interval_holds_the_entropy_of_logits_of_any_size(size, shape, scale, offset, dtype, seed):
-    """Whatever all logits have in common, and however they become log-probabilities."""
+@example(size=152_064, shape="normal", scale=10.0, offset=0.0, dtype=jnp.float32, seed=0)
+@example(size=300, shape="falling", scale=3.0, offset=0.0, dtype=jnp.float32, seed=0)
+def test_the_interval_contains_the_entropy_of_logits_of_any_size_and_is_hardly_wider(
+    size, shape, scale, offset, dtype, seed
+):
+    """Whatever all logits have in common, and however they become log-probabilities.
+
+    Without an offset, of a likeliest logit m, it is wider than the sharpest by 2^-24 (4 m + 4 log V + 132) in each
+    log-probability, 0.0012 nats at the most.
+    """
     z = jnp.asarray(SHAPES[shape](size, scale, np.random.default_rng(seed)) + offset, jnp.float32).astype(dtype)
-    truth, _ = surprisal_moments(np.asarray(z.astype(jnp.float32)))
+    exact = np.asarray(z.astype(jnp.float32))
+    truth, _ = surprisal_moments(exact)
+    p = np.sort(np.exp(log_softmax(exact)))[::-1]
+    error = (4 * abs(exact.max()) + 4 * np.log(size) + 132) * 2.0**-24
+    ordinary = offset == 0.0 and scale <= 10.0 and dtype == jnp.float32 and size > 2
     m, made = log_probs(z)
     for log_prob in made:
-        for estimate in estimates:
-            found = estimate(log_prob, m)
+        for k, found in estimates(log_prob, m):
             assert found.low <= truth <= found.high
             assert found.low >= 0.0 and found.high <= np.log(size) * (1 + 1e-6)
-
-
-@quick
-@given(
-    size=st.sampled_from([300, 152_064]),
-    shape=st.sampled_from(list(SHAPES)),
-    scale=st.floats(0.0, 10.0),
-    seed=st.integers(0, 100),
-)
-def test_the_interval_of_ordinary_logits_is_little_wider_than_the_sharpest(size, shape, scale, seed):
-    """Of a likeliest logit m: by 2^-24 (4 m + 4 log V + 132) in each log-probability, 0.0012 nats at the most."""
-    z = np.asarray(SHAPES[shape](size, scale, np.random.default_rng(seed)), np.float32)
-    p = np.sort(np.exp(log_softmax(z)))[::-1]
-    m, made = log_probs(jnp.asarray(z))
-    error = (4 * abs(z.max()) + 4 * np.log(size) + 132) * 2.0**-24
-    for log_prob in made:
-        for k, estimate in zip(np.repeat(LISTED, 2), estimates, strict=True):
-            k = min(int(k), size)
-            margin = allowed(greatest(p, k), k, size, error)
-            found = estimate(log_prob, m)
-            assert margin < 0.0012
-            assert found.high - found.low <= greatest(p, k) - least(p, k) + 4 * margin
+            if ordinary:
+                k = min(int(k), size)
+                margin = allowed(greatest(p, k), k, size, error)
+                assert margin < 0.0012
+                assert found.high - found.low <= greatest(p, k) - least(p, k) + 4 * margin
 
 
 def test_log_probabilities_are_those_of_softmax_at_any_temperature_and_offset():
@@ -315,19 +243,3 @@ def test_log_probabilities_are_those_of_softmax_at_any_temperature_and_offset():
     for temperature in (0.5, 1.0, 2.0):
         got = e.log_probabilities(jnp.asarray(z), e.moments(jnp.asarray(z), temperature), temperature)
         np.testing.assert_allclose(got, log_softmax(z, temperature), rtol=1e-6, atol=2e-6)
-
-
-def test_an_interval_has_the_same_bits_however_many_are_measured():
-    logits = 2 * jax.random.normal(jax.random.key(0), (144, 500))
-
-    @jax.jit
-    def estimates(z):
-        m = e.moments(z)
-        log_prob = e.log_probabilities(z, m)
-        return [estimator(log_prob, m) for estimator in (e.TopKEstimator(), e.TailCorrectedEstimator())]
-
-    among = estimates(logits)
-    for rows in (2, 17, 36):
-        for alone, whole in zip(estimates(logits[:rows]), among, strict=True):
-            for name in ("entropy", "low", "high"):
-                np.testing.assert_array_equal(getattr(alone, name), getattr(whole, name)[:rows], err_msg=name)

@@ -4,7 +4,6 @@ import collections
 import hashlib
 import re
 
-import numpy as np
 import pytest
 
 from et_jax.errors import UsageError
@@ -52,38 +51,26 @@ def solve(task: str, prompt: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_answer_is_what_a_reader_finds_in_the_text(task):
-    for seed in range(40):
-        found = example(task, count=count, length=300, depth=seed / 39, seed=seed)
+def test_a_reader_finds_every_answer_in_a_text_of_the_length_asked_for(task):
+    answers = set()
+    for seed in range(30):
+        length = (128, 300, 1000)[seed % 3]
+        asked = dict(count=count, depth=seed / 29, seed=seed)
+        found = example(task, length=length, **asked)
         assert solve(task, found.prompt) == found.answer
-        assert right(found, found.answer + ". The")
-        assert not right(found, found.answer + "s")
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_every_question_of_a_document_has_its_answer_in_the_context(task):
-    for seed in range(20):
-        made = document(task, count=count, length=400, depth=0.5, seed=seed, split="train", num_turns=6, num_pairs=5)
+        assert right(found, found.answer + ". The") and not right(found, found.answer + "s")
+        assert found.length == 1 + count(found.prompt + found.answer)
+        assert length - 30 < found.length <= length and example(task, length=length, **asked) == found
+        answers.add(found.answer)
+        made = document(task, length=400, split="train", num_turns=6, num_pairs=5, **asked)
         for turn in made.turns:
             assert solve(task, made.context + turn.question) == turn.answer
         assert 1 + count(made.context + "".join(f"{turn.question}{turn.answer}." for turn in made.turns)) <= 400
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_examples_fill_the_length_and_repeat_with_their_seed(task):
-    made = {}
-    for length in (128, 300, 1000):
-        for seed in (0, 1):
-            settings = dict(count=count, length=length, depth=0.3, seed=seed)
-            made[length, seed] = example(task, **settings)
-            assert length - 30 < made[length, seed].length <= length
-            assert made[length, seed].length == 1 + count(made[length, seed].prompt + made[length, seed].answer)
-            assert example(task, **settings) == made[length, seed]
-    assert len({found.prompt for found in made.values()}) == len(made)
+    assert len(answers) > 20
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "counting"])
-@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
 def test_the_answer_sits_at_its_depth(task, depth):
     made = document(task, count=count, length=1000, depth=depth, seed=3)
     context, [turn] = made.context, made.turns
@@ -122,16 +109,8 @@ def test_the_splits_share_no_word_no_key_and_no_passage():
             for item in document(task, count=count, length=200, depth=0.5, seed=seed, split=split, num_pairs=3).items
         }
 
-    trained, tested = hashes("train", range(150)), hashes("test", range(150))
-    assert len(trained) > 500
-    assert len(tested) > 500
-    assert not trained & tested
-
-
-def test_a_prompt_knows_nothing_of_its_answer_without_its_needle():
-    """One right answer in as many as there are words: the question, and the words around, tell nothing."""
-    answers = {example("single_key", count=count, length=60, depth=0.5, seed=seed).answer for seed in range(200)}
-    assert len(answers) > 60
+    trained, tested = hashes("train", range(50)), hashes("test", range(50))
+    assert len(trained) > 500 and len(tested) > 500 and not trained & tested
 
 
 @pytest.mark.parametrize(
@@ -160,23 +139,3 @@ def test_numbers_and_contained_answers_are_matched_as_they_say():
     assert not right(made("3", "number"), "none")
     assert right(made("The Sea", "contains"), "It was the sea, I think")
     assert not right(made("sea", "contains"), "It was")
-
-
-def test_counts_need_all_of_the_list():
-    """No short part of a list tells the word: the ends of many lists favour it, but not surely."""
-    told = 0
-    for seed in range(100):
-        found = example("counting", count=count, length=200, depth=0.0, seed=seed)
-        tail = found.prompt.split(" The most")[0].rstrip(".").split()[-12:]
-        told += collections.Counter(tail).most_common(1)[0][0] == found.answer.strip()
-    assert 30 < told < 90
-
-
-def test_streams_of_tasks_and_splits_are_apart():
-    drawn = [
-        tuple(np.random.default_rng([*task.encode(), side, seed]).integers(2**62, size=2))
-        for task in TASKS
-        for side in (0, 1)
-        for seed in range(3)
-    ]
-    assert len(set(drawn)) == len(drawn)
