@@ -67,6 +67,7 @@ class Model:
         tokenizer: Tokenizer,
         others: tuple[ModelShape, ...] = (),
         plan: Plan | None = None,
+        remarks: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.name, self.tokenizer = settings.name, tokenizer
@@ -74,7 +75,7 @@ class Model:
         self._others = others
         self.settings, self.config, self.decoder_config = settings, config.model, config
         self.metrics = Metrics()
-        self._plan, self._tell = plan, progress
+        self._plan, self._remarks, self._tell = plan, remarks, progress
         self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
         self._decoders: dict[Structure, Decoder] = {}
         self._replicas: dict[Structure, Replicas] = {}
@@ -251,7 +252,7 @@ class Model:
 
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
-        return description(self.settings, self.decoder_config, self.params, self._plan)
+        return description(self.settings, self.decoder_config, self.params, self._plan, self._remarks)
 
     def _requests(self, prompts: Prompts, params: SamplingParams | None, settings: dict) -> list[GenerationRequest]:
         return requests_of(prompts, params, settings, self.max_model_len)
