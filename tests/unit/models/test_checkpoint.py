@@ -178,6 +178,7 @@ def test_a_head_that_differs_from_the_tied_embedding_is_used_and_reported(tmp_pa
     config, loaded = load(tmp_path)
     assert config == CONFIG == read_model(tmp_path) and read_config(tmp_path) == TIED
     assert_same_bits(loaded.embedding, params.embedding)
+    assert loaded.head is not None
     assert np.array_equal(loaded.head.array, load_file(tmp_path / "model.safetensors")[HEAD])
     [said] = remarks(tmp_path, config)
     assert said.endswith(f"but {HEAD} differs from it; {HEAD} is used as the head.")
