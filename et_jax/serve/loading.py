@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,13 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     _keep_programs(settings.compilation_cache, tell)
     beside = {name: resolve(name) for name in settings.others}
     others = tuple(map(read_model, beside.values()))
-    said = _remarked(beside, others, "float32")  # they have the dtype of the first, whatever theirs is
     tell(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
     model = read_model(folder)
     check_weights(folder, model)
     fitting, tokenizer = fit(folder, model), load_tokenizer(folder)
     _check_others(settings, beside, others, model, tokenizer, tell)
-    said += _remarked({settings.name: folder}, [model], settings.dtype)
+    said = _remarked([folder], [model], settings.dtype) + _remarked_beside(beside, others)
     model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked())
     dtype, calibration = dtype_of(params), read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, others=others)
@@ -100,7 +99,6 @@ def opened_module(
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
     beside = {name: resolve(name) for name in settings.others}
     others = tuple(map(read_model, beside.values()))
-    said = _remarked(beside, others, "float32")
     tell(f"looking at {settings.name}")
     model, weights = read_module(module, config)
     if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
@@ -120,17 +118,23 @@ def opened_module(
     fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
     served = sizes(num_pages=fitting.num_pages)
     check_measured(settings.name, served)
+    said = _remarked_beside(beside, others)
     every = weights, *_others(beside, model.dtype, None, tell)
     return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting, remarks=said)
 
 
-def _remarked(folders: Mapping[str, Path], models: Sequence[ModelConfig], dtype: str) -> tuple[str, ...]:
+def _remarked(folders: Iterable[Path], models: Iterable[ModelConfig], dtype: str) -> tuple[str, ...]:
     """Return the remarks on the files of models, which are logged as warnings."""
-    pairs = zip(folders.values(), models, strict=True)
+    pairs = zip(folders, models, strict=True)
     said = tuple(remark for folder, model in pairs for remark in remarks(folder, model, dtype))
     for remark in said:
         _LOG.warning(remark)
     return said
+
+
+def _remarked_beside(beside: Mapping[str, Path], others: Sequence[ModelConfig]) -> tuple[str, ...]:
+    """Those on the models beside the first, which have its dtype, whatever their own is."""
+    return _remarked(beside.values(), others, "float32")
 
 
 def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tell: Callable[[str], None]) -> Weights:
