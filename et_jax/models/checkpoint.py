@@ -132,6 +132,15 @@ def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
     return _dtype(dtype, _said_dtype(folder), _encoding(folder))
 
 
+def loaded_dtype(folder: Path, model: ModelConfig, dtype: str = "auto") -> DTypeLike:
+    """Return the dtype that `load` gives the weights of a `read_model`, by the headers of its files."""
+    if (folder / CONVERTED).is_dir():
+        return stored_dtype(folder, dtype)
+    sources, encoding = sources_of(model), _encoding(folder)
+    embedding = check(model, sources, headers(folder), encoding)[embedding_of(sources)]
+    return _dtype(dtype, stored_as(embedding), encoding)
+
+
 def is_widened(folder: Path, dtype: str = "auto") -> bool:
     """Return whether `load` will most likely convert float16 weights to float32, from config.json alone."""
     return dtype == "auto" and _said_dtype(folder) == HALF and _encoding(folder) is None

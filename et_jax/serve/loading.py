@@ -17,7 +17,7 @@ from et_jax.errors import UsageError
 from et_jax.io.values import shown
 from et_jax.models import stacks
 from et_jax.models.calibration import read_calibration
-from et_jax.models.checkpoint import check_weights, read_config, read_model, remarks, stored_dtype
+from et_jax.models.checkpoint import check_weights, loaded_dtype, read_config, read_model, remarks, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.hub import resolve
@@ -58,9 +58,12 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     """
 
     def fit(folder: Path, model: ModelConfig | None = None) -> Plan:
-        """What a model needs, by default that of config.json. Raises UsageError where that is too much."""
-        model = model or read_config(folder)
-        wanted = decoder_config(settings, model, stored_dtype(folder, settings.dtype), others=others)
+        """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much."""
+        if model is None:
+            dtype = stored_dtype(folder, settings.dtype)
+        else:
+            dtype = loaded_dtype(folder, model, settings.dtype)
+        wanted = decoder_config(settings, model or read_config(folder), dtype, others=others)
         memory = usable_memory(settings.memory_fraction)
         return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
 

@@ -32,6 +32,12 @@ def loaded(folder, caplog, **settings):
         return model.describe(), [*caplog.messages], model
 
 
+def planned(described):
+    """The bytes of weights that were planned for."""
+    [size] = [f"{line.split()[1]} MB" for line in described if line.startswith("weights ")]
+    return size
+
+
 def ties(model):
     """Whether each model that the decoder runs has its embedding for a head."""
     return [vars(each)["tie_embeddings"] for each in model.decoder_config.models]
@@ -43,12 +49,14 @@ def test_float16_weights_are_reported_where_they_become_float32(folder, caplog):
 
     assert loaded(folder, caplog)[1] == []
     assert not any("(from float16" in line for line in verdict(EngineConfig(name=str(folder))))
-    rewrite(folder, half, torch_dtype="float16")
+    rewrite(folder, half)  # config.json says bfloat16 still, as where a file was converted by itself
     described, [said], model = loaded(folder, caplog)
+    assert f"{planned(described)} float32" in described[0]
     assert said in described and "float16 weights are converted to float32" in said
     assert model.decoder_config.dtype == jnp.float32
     for dtype in ("bfloat16", "float32"):
         assert loaded(folder, caplog, dtype=dtype)[1] == []
+    rewrite(folder, dict, torch_dtype="float16")
     checked = verdict(EngineConfig(name=str(folder)))
     assert any(line.startswith("weights in float32 (from float16; --dtype bfloat16 takes half)") for line in checked)
 
