@@ -59,10 +59,7 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
 
     def fit(folder: Path, model: ModelConfig | None = None) -> Plan:
         """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much."""
-        if model is None:
-            dtype = stored_dtype(folder, settings.dtype)
-        else:
-            dtype = loaded_dtype(folder, model, settings.dtype)
+        dtype = stored_dtype(folder, settings.dtype) if model is None else loaded_dtype(folder, model, settings.dtype)
         wanted = decoder_config(settings, model or read_config(folder), dtype, others=others)
         memory = usable_memory(settings.memory_fraction)
         return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
