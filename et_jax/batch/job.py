@@ -8,7 +8,7 @@ import array
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from et_jax.batch.journal import Journal
 from et_jax.batch.progress import Progress
 from et_jax.batch.serving import Serving, serve_entries
 from et_jax.batch.strict import shown
-from et_jax.batch.tasks import Defaults, Entry, Task, read_entries
+from et_jax.batch.tasks import Defaults, Entry, Task, ignored_fields, read_entries
 from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 
@@ -32,8 +32,8 @@ class Summary:
     """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
 
     `programs` were compiled for the model so far, `programs_late` of them after warm-up; `idle_flops` went
-    into rows that produced no token. `marks` tell the lines of the survey from others, eight bytes for each, and
-    `recorded` is 1 for those that had a row.
+    into rows that produced no token. `ignored` names the fields of lines that change no text here. `marks` tell the
+    lines of the survey from others, eight bytes for each, and `recorded` is 1 for those that had a row.
     """
 
     total: int = 0
@@ -48,6 +48,7 @@ class Summary:
     seconds: float = 0.0
     programs: int = 0
     programs_late: int = 0
+    ignored: set[str] = dataclasses.field(default_factory=set)
     marks: array.array = dataclasses.field(default_factory=lambda: array.array("Q"), repr=False)
     recorded: bytearray = dataclasses.field(default_factory=bytearray, repr=False)
 
@@ -64,8 +65,13 @@ class Summary:
             f"{self.tokens} tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s; "
             f"entropic time {self.entropic_time:.1f} nats, cost {self.cost / 1e6:.1f} MB moved and "
             f"{self.flops / 1e9:.2f} GFLOP, {self.idle_flops / 1e9:.2f} more in idle rows; "
-            f"{self.programs} programs compiled, {self.programs_late} after warm-up]"
+            f"{self.programs} programs compiled, {self.programs_late} after warm-up{ignored_text(self.ignored)}]"
         )
+
+
+def ignored_text(fields: Collection[str]) -> str:
+    """Return the end of a summary that names the fields of lines that were ignored."""
+    return f"; ignored: {', '.join(sorted(fields))}" if fields else ""
 
 
 def survey(path: Path, journal: Journal) -> Summary:
@@ -77,6 +83,7 @@ def survey(path: Path, journal: Journal) -> Summary:
     summary, strays = Summary(), set(journal.recorded)
     for entry in read_entries(path):
         summary.total += 1
+        summary.ignored |= ignored_fields(entry)
         done = _is_done(entry, journal)
         summary.before += done
         summary.recorded.append(done)

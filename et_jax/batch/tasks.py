@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from et_jax.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from et_jax.batch.strict import parse, shown
+from et_jax.control.presets import KNOBS
 from et_jax.errors import UsageError
 from et_jax.io.values import excerpt
 from et_jax.serve.requests import MAX_STOP_IDS, GenerationRequest, SamplingParams
@@ -31,11 +32,17 @@ _NUMBERS = {
 _OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
 SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
 """What a line may set beside its prompt."""
-_HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Fields not served here, with the value under which they change nothing.
+_LABELS = {"model", "user", "metadata", "store"}
+# Fields of the API that are not supported here and change no text here. A summary names those that a job has.
+_IGNORED = {
+    *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    *("reasoning_effort", "verbosity", "prediction"),
+}
+# Fields not supported here, with the value under which they change nothing.
 _NEUTRAL = {
     **{"stream": False, "stream_options": {}, "echo": False, "best_of": 1, "suffix": "", "logit_bias": {}},
-    **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+    **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+    **{"web_search_options": None},
 }
 
 
@@ -122,6 +129,14 @@ def read_entries(path: Path) -> Iterator[Entry]:
         yield Entry(line=line.number, custom_id=name, id=f"batch_req_{digest}", values=values, problem=problem)
 
 
+def ignored_fields(entry: Entry) -> set[str]:
+    """Return the names of those fields of a line that ask for what this engine does not have, and change no text."""
+    values = entry.values.get("body") if _is_envelope(entry.values) else entry.values
+    return (
+        {name for name in _IGNORED & values.keys() if values[name] is not None} if isinstance(values, dict) else set()
+    )
+
+
 def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Task:
     """Return the request that a line makes. Raises UsageError, one sentence for its error row."""
     if entry.problem is not None:
@@ -130,7 +145,9 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
     for field, value in body.items():
         if field in _NEUTRAL and value != _NEUTRAL[field]:
             raise UsageError(f"{field} is {shown(value)}, which is not supported here; leave it out.")
-        if field not in _INTEGERS | _NUMBERS | _OTHERS | _HARMLESS | _NEUTRAL.keys():
+        if field in KNOBS:
+            raise UsageError(f'{field} is a number of the controller; write it as "control": {{"{field}": ...}}.')
+        if field not in _INTEGERS | _NUMBERS | _OTHERS | _LABELS | _IGNORED | _NEUTRAL.keys():
             raise UsageError(f"{excerpt(field)} is not a field that is known here; leave it out, or correct its name.")
     params, wants_logprobs = _params(body, chat, defaults.params)
     priority, deadline = _number(body, "priority"), _number(body, "deadline")

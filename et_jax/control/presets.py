@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from et_jax.errors import UsageError
 from et_jax.io.knobs import Knob, defaults, knob, knobs
-from et_jax.io.values import shown
+from et_jax.io.values import fill_unset, shown
 
 if TYPE_CHECKING:
     from et_jax.control.controller import Controller
@@ -31,7 +31,7 @@ _WINDOW = _count("recent tokens always read", "tokens")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A controller by `name`, made of the knobs that are its fields.
+    """A controller by `name`, made of the knobs that are its fields; one that is None has its default.
 
     Raises UsageError, one sentence, for a value that is no number or out of range.
     """
@@ -39,6 +39,7 @@ class Preset:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
+        fill_unset(self)
         unset = defaults(self)
         for name, one in knobs(self).items():
             value = getattr(self, name)

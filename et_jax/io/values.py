@@ -5,8 +5,9 @@ sentences suit those who write JSON as well as those who write Python.
 """
 
 import array
+import dataclasses
 from collections import UserString
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -15,6 +16,20 @@ from et_jax.errors import UsageError
 _NUMBERS = "hHiIlLqQnNefd"  # formats of a memoryview that are no characters or bytes
 _SHOWN = 60  # characters of a value in a sentence
 _FLOAT32_MAX = 3.4e38  # numbers travel to the device as float32
+
+
+def fill_unset(settings: Any, *, but: Collection[str] = ()) -> None:
+    """Give every setting that is None its default: None says that a setting is not set.
+
+    `settings` is a frozen dataclass that is being made. Fields without a default, and those in `but`, stay as they are.
+    """
+    for field in dataclasses.fields(settings):
+        if getattr(settings, field.name) is not None or field.name in but:
+            continue
+        if field.default is not dataclasses.MISSING:
+            object.__setattr__(settings, field.name, field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            object.__setattr__(settings, field.name, field.default_factory())
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None, wanted: str = "") -> int:

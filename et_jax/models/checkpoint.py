@@ -32,6 +32,7 @@ from et_jax.models.stored import (
     Tensors,
     check,
     embedding_of,
+    has_own_head,
     headers,
     read_piece,
     read_whole,
@@ -51,7 +52,8 @@ from et_jax.models.weights import (
 from et_jax.types import replace
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-STORED_NAMES = {"bfloat16": "BF16", "float32": "F32"}
+HALF = "F16"
+STORED_NAMES = {"bfloat16": "BF16", "float32": "F32", "float16": HALF}
 CONVERTED = "orbax"
 
 
@@ -84,6 +86,38 @@ def read_config(folder: Path) -> ModelConfig:
     return from_hugging_face(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
+def read_model(folder: Path) -> ModelConfig:
+    """Return the configuration of the model that a folder's files hold: that of config.json, or with a head of its own.
+
+    Where config.json ties the head to the embedding and the files have a head with other numbers, that head is used, as
+    transformers does from version 5 on. Raises UsageError as `read_config` does, and where the files cannot be read.
+    """
+    config = read_config(folder)
+    if not config.tie_embeddings or (folder / CONVERTED).is_dir():
+        return config
+    return replace(config, tie_embeddings=not has_own_head(config, sources_of(config), headers(folder)))
+
+
+def remarks(folder: Path, model: ModelConfig, dtype: str = "auto") -> list[str]:
+    """Return sentences on what `load` makes of the files of a `read_model` that their owner may not expect."""
+    if (folder / CONVERTED).is_dir():
+        return []
+    sources, encoding, said = sources_of(model), _encoding(folder), []
+    if model != read_config(folder):
+        head = family_of(model).head
+        said.append(
+            f"{folder}: config.json ties the output head to the embedding, but {head} differs from it; {head} is used "
+            "as the head."
+        )
+    embedding = check(model, sources, headers(folder), encoding)[embedding_of(sources)]
+    if encoding is None and dtype == "auto" and stored_as(embedding) == HALF:
+        said.append(
+            f"{folder}: float16 weights are converted to float32, which takes twice the memory and bandwidth; for "
+            'bfloat16 use --dtype bfloat16, or load(dtype="bfloat16").'
+        )
+    return said
+
+
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raise UsageError where the headers of a folder's weights are not those of such a model; no weight is read.
 
@@ -95,9 +129,28 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
 
 def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
     """Return the dtype that `load` will most likely give the weights, from config.json alone."""
+    return _dtype(dtype, _said_dtype(folder), _encoding(folder))
+
+
+def loaded_dtype(folder: Path, model: ModelConfig, dtype: str = "auto") -> DTypeLike:
+    """Return the dtype that `load` gives the weights of a `read_model`, by the headers of its files."""
+    if (folder / CONVERTED).is_dir():
+        return stored_dtype(folder, dtype)
+    sources, encoding = sources_of(model), _encoding(folder)
+    embedding = check(model, sources, headers(folder), encoding)[embedding_of(sources)]
+    return _dtype(dtype, stored_as(embedding), encoding)
+
+
+def is_widened(folder: Path, dtype: str = "auto") -> bool:
+    """Return whether `load` will most likely convert float16 weights to float32, from config.json alone."""
+    return dtype == "auto" and _said_dtype(folder) == HALF and _encoding(folder) is None
+
+
+def _said_dtype(folder: Path) -> str:
+    """Return the dtype that config.json names, in the words of safetensors where that is one of theirs."""
     values = read_json(folder / "config.json")
     said = str(values.get("dtype") or values.get("torch_dtype"))
-    return _dtype(dtype, STORED_NAMES.get(said, said), _encoding(folder))
+    return STORED_NAMES.get(said, said)
 
 
 def load(
@@ -110,15 +163,15 @@ def load(
     `auto` keeps the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32); of weights
     that are stored quantised it is bfloat16. With `quantize` "int8" matrices are `Int8`: those that are stored so, by
     output, as they lie, and others rounded from what is stored. One leaf at a time passes through host memory, but
-    that converted weights are restored whole. Raises UsageError naming the file or the tensor that is absent, damaged
-    or of another shape.
+    that converted weights are restored whole. The configuration is that of `read_model`. Raises UsageError naming the
+    file or the tensor that is absent, damaged or of another shape.
     """
     folder = Path(folder)
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"dtype {dtype} is not supported; use auto, {' or '.join(DTYPES)}.")
     if quantize not in (None, *QUANTIZED):
         raise UsageError(f"quantize {quantize} is not supported; use {' or '.join(QUANTIZED)}, or leave it out.")
-    config = read_config(folder)
+    config = read_model(folder)
     if (folder / CONVERTED).is_dir():
         return config, _restore(folder, config, dtype, quantize, stacked)
     sources, encoding = sources_of(config), _encoding(folder)

@@ -31,7 +31,8 @@ class ModuleConfig:
 
     It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer;
     None leaves them to it. `calibration` is what was measured of the module, its sensitivity by
-    `evidence.sensitivity.head_sensitivity`. Raises UsageError for a field that is nothing of the kind.
+    `evidence.sensitivity.head_sensitivity`; None says that nothing was. Raises UsageError for a field that is nothing
+    of the kind.
     """
 
     max_positions: int
@@ -40,6 +41,7 @@ class ModuleConfig:
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
+        values.fill_unset(self)
         checked = {"max_positions": values.whole("max_positions", self.max_positions, 2, _MAX_POSITIONS)}
         if self.bos_token_id is not None:
             checked["bos_token_id"] = values.whole("bos_token_id", self.bos_token_id, 0, _MAX_ID)

@@ -3,7 +3,8 @@
 The name, shape and dtype of every tensor are checked before the first one is read. A tensor that the configuration
 does not call for is an error, since dropping it (a bias, a norm, a layer) would change the text; only the ones in
 `INERT` are passed over, and beside quantised weights those of `ACTIVATIONS` and biases of zeros, which some tools
-write.
+write. The first words of a name may be missing or others than the family's: so are those of a model that was saved
+without its head, or from within a larger one.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from et_jax.models.sources import Piece, Sources, tensor_shapes
 INERT = re.compile(r"rotary_emb\.inv_freq$")
 ACTIVATIONS = re.compile(r"\.(input_scale|activation_scale|[kqv]_scale|weight_shape)$")
 STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
+_ROWS_COMPARED = 1024  # of two matrices, at once
 FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn}
 
 
@@ -108,25 +110,83 @@ def check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], 
 
     Only the embedding of a model without a head may be kept under another, the head's.
     """
-    family = family_of(config)
+    family, tensors = family_of(config), _under_own_names(config, sources, tensors)
     embedding, head = embedding_of(sources), family.head
     found: dict[str, Stored | Encoded] = {}
     for name, shape in tensor_shapes(sources).items():
         kept = head if name == embedding and config.tie_embeddings and name not in tensors else name
         parts = _parts(kept, shape, tensors, encoding)
+        if name == head and parts is None and name not in tensors:
+            raise UsageError(
+                f"The weights have no output head ({head}) and config.json does not tie it to the embedding, so they "
+                f"predict no token; take the files of {family.class_name}, or set tie_word_embeddings to true if the "
+                "model was trained so."
+            )
         if parts is None or encoding is None:
             found[name] = _checked(kept, Part(tuple(STORED), (shape,)), tensors)
         else:
             checked = {last: _checked(encoding.beside(kept, last), part, tensors) for last, part in parts.items()}
             found[name] = Encoded(encoding, checked, shape)
-    inert = {head} if config.tie_embeddings else set()
-    used = {one.name for weight in found.values() for one in _stored(weight)}
-    for name in sorted(tensors.keys() - used - inert):
+    used = {(one.file, one.name) for weight in found.values() for one in _stored(weight)}
+    for name, one in sorted(tensors.items()):
+        if (one.file, one.name) in used or (config.tie_embeddings and name == head):
+            continue
         passed = INERT.search(name) or (family.apart and family.apart.match(name))
-        passed = passed or (encoding and (ACTIVATIONS.search(name) or _is_zero_bias(tensors[name])))
+        passed = passed or (encoding and (ACTIVATIONS.search(name) or _is_zero_bias(one)))
         if not passed:
-            raise UsageError(f"{tensors[name].file}: tensor {name} has no place in this {config.architecture} model.")
+            raise UsageError(f"{one.file}: tensor {one.name} has no place in this {config.architecture} model.")
     return found
+
+
+def has_own_head(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored]) -> bool:
+    """Return whether files have an output head that differs from the embedding; they are read up to where it does."""
+    tensors = _under_own_names(config, sources, tensors)
+    embedding, head = (tensors.get(name) for name in (embedding_of(sources), family_of(config).head))
+    if embedding is None or head is None or not {embedding.stored, head.stored} <= {*FLOATS}:
+        return False
+    if embedding.shape != head.shape or not head.shape:
+        return embedding.shape != head.shape
+    with _open(embedding.file) as of_embedding, _open(head.file) as of_head:
+        one, other = of_embedding.get_slice(embedding.name), of_head.get_slice(head.name)
+        for begin in range(0, head.shape[0], _ROWS_COMPARED):
+            rows = slice(begin, min(begin + _ROWS_COMPARED, head.shape[0]))
+            if not np.array_equal(_comparable(one[rows], other[rows]), _comparable(other[rows], one[rows])):
+                return True
+    return False
+
+
+def _comparable(array: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the bits of an array, where the other has its dtype; else its numbers in float32."""
+    return array.view(f"u{array.itemsize}") if array.dtype == other.dtype else array.astype(np.float32)
+
+
+def _under_own_names(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of files by the names that they have in files of the family.
+
+    A model that was saved without its head lacks the first words of them (`layers.0...`), and one from within a larger
+    model has others (`model.language_model.layers.0...`). The name of the embedding tells which.
+    """
+    embedding, head = embedding_of(sources), family_of(config).head
+    own, own_head = embedding.removesuffix("embed_tokens.weight"), head.removesuffix("lm_head.weight")
+    inner = {name.removeprefix(own).split(".")[0] for name in tensor_shapes(sources) if name.startswith(own)}
+    renamed = [
+        *((stem + part, own + part) for stem in _stems(tensors, "embed_tokens", own) for part in inner),
+        *((stem + "lm_head", own_head + "lm_head") for stem in _stems(tensors, "lm_head", own_head)),
+    ]
+    found: dict[str, Stored] = {}
+    for name, one in tensors.items():
+        words = next((words for words in renamed if name.startswith(f"{words[0]}.")), ("", ""))
+        name = words[1] + name.removeprefix(words[0])
+        if name in found:
+            raise UsageError(f"{one.file}: {one.name} and {found[name].name} are one tensor; use files of one model.")
+        found[name] = one
+    return found
+
+
+def _stems(tensors: Mapping[str, Stored], part: str, own: str) -> list[str]:
+    """Return what stands before a part of the model in names; none where that is the family's `own`, or ambiguous."""
+    stems = {found[1] for name in tensors if (found := re.match(rf"(|.*\.){part}\.", name))}
+    return [] if own in stems or len(stems) > 1 else [*stems]
 
 
 def _parts(
@@ -151,9 +211,13 @@ def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
     one = tensors[name]
     if one.shape not in part.shapes:
         wanted = f"{list(part.shapes[0])} by config.json"
-        raise UsageError(f"{one.file}: tensor {name} has shape {list(one.shape)} but {wanted}; use files of one model.")
+        raise UsageError(
+            f"{one.file}: tensor {one.name} has shape {list(one.shape)} but {wanted}; use files of one model."
+        )
     if one.stored not in part.stored:
-        raise UsageError(f"{one.file}: tensor {name} is stored as {one.stored}; use a {', '.join(part.stored)} model.")
+        raise UsageError(
+            f"{one.file}: tensor {one.name} is stored as {one.stored}; use a {', '.join(part.stored)} model."
+        )
     return one
 
 

@@ -12,7 +12,10 @@ from et_jax.serve.totals import Totals
 
 
 class Status:
-    """One line on standard error, rewritten as work goes on; on a terminal nothing of it stays after the context."""
+    """One line on standard error, rewritten as work goes on; on a terminal nothing of it stays after the context.
+
+    There the cursor waits at its start, so that what others print meanwhile has a line of its own.
+    """
 
     def __init__(self) -> None:
         self._shown = False
@@ -27,7 +30,7 @@ class Status:
         """Show what is going on, or a sentence: what is over."""
         line = what if what.endswith(".") else f"{what} ..."
         if takes_escapes(sys.stderr):
-            print(f"\r\x1b[K{fitted(line, sys.stderr)}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{fitted(line, sys.stderr)}\r", end="", file=sys.stderr, flush=True)
             self._shown = True
         else:
             print(line, file=sys.stderr, flush=True)

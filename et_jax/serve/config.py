@@ -1,7 +1,7 @@
 """What a caller may set of an engine, checked in one place; it travels as one value from there on."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ def _decisive(default: Any) -> Any:
 class EngineConfig:
     """The settings of `load`, which says what each of them means; sizes are integers.
 
-    What is None was not given, and the usual stands in for it. Raises UsageError, one sentence, for a value of another
+    What is None was not given, and its default stands in for it; but `compilation_cache` None keeps no programs, and
+    `name` is never None. Raises UsageError, one sentence, for a value of another
     type, one that cannot work with any model, and settings that do not go together (`decode.compat`).
     """
 
@@ -96,6 +97,7 @@ class EngineConfig:
     compilation_cache: str | Path | None = PROGRAMS
 
     def __post_init__(self) -> None:
+        values.fill_unset(self, but=("name", "compilation_cache"))
         checked = {
             "name": str(_text("name", self.name)),
             "dtype": str(_text("dtype", self.dtype)),
@@ -173,6 +175,26 @@ class EngineConfig:
         With the rule for experts, unless it has its own.
         """
         return self._with_experts(controller(control, platform()))
+
+    def with_knobs(self, control: Control | None, given: Mapping[str, Any]) -> Control | None:
+        """Return the control of a call, with those knobs of its preset that are `given`.
+
+        Without a `control` that is the preset that the engine was loaded with; without a knob it is `control` itself.
+        Raises UsageError for a knob that the preset does not have, and for a controller that is not made by a preset.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return control
+        named = self.control if control is None else control
+        if isinstance(named, str):
+            return min_context.named(named, platform(), **given)
+        made = controller(named).preset
+        if made is None:
+            raise UsageError(
+                f"{next(iter(given))} is a knob of presets, and control is a Controller that no preset made; set the "
+                "numbers of its laws where it is made."
+            )
+        return preset(made.name, **vars(made) | given).with_experts(named.experts)
 
     def _with_experts(self, laws: Controller) -> Controller:
         rule = self.experts

@@ -1,5 +1,7 @@
 """What runs where and what it needs, in lines for a person: a model as it is loaded."""
 
+from collections.abc import Sequence
+
 import jax
 
 from et_jax.decode.backends import serving_backend
@@ -12,13 +14,23 @@ from et_jax.serve.config import LENGTHS, EngineConfig
 from et_jax.serve.preflight import Plan
 
 
-def description(settings: EngineConfig, config: DecoderConfig, weights: ModelWeights, plan: Plan | None) -> list[str]:
-    """Return what is to be said of a model under its own controller, with the table of a plan that it was loaded by."""
+def description(
+    settings: EngineConfig,
+    config: DecoderConfig,
+    weights: ModelWeights,
+    plan: Plan | None,
+    remarks: Sequence[str] = (),
+) -> list[str]:
+    """Return what is to be said of a model under its own controller, with the table of a plan that it was loaded by.
+
+    `remarks` are those of its loading.
+    """
     model = config.model
     held = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"
     refusals = serving_backend(model, config.page_size, config.weights_dtype, config.cache_dtype)[1]
     return [
         f"model {settings.name}: {model.architecture}, {model.num_layers} layers, {held}",
+        *remarks,
         f"device {jax.devices()[0].device_kind}, attention backend {config.backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),
         *_scoring(config),

@@ -134,5 +134,6 @@ def load(
         others=found.others,
         tokenizer=found.tokenizer,
         plan=found.plan,
+        remarks=found.remarks,
         progress=tell,
     )

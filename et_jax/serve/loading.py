@@ -1,7 +1,8 @@
 """From a model's name, or a module, to what serves it: found, measured against the memory there is, and then read."""
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from et_jax.errors import UsageError
 from et_jax.io.values import shown
 from et_jax.models import stacks
 from et_jax.models.calibration import read_calibration
-from et_jax.models.checkpoint import check_weights, read_config, stored_dtype
+from et_jax.models.checkpoint import check_weights, loaded_dtype, read_config, read_model, remarks, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
-from et_jax.models.config import ModelShape
+from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.hub import resolve
 from et_jax.models.model import dtype_of, num_weights
 from et_jax.models.module import ModuleConfig
@@ -30,12 +31,15 @@ from et_jax.serve.preflight import Plan, plan
 from et_jax.serve.sizing import check_measured, decoder_config
 from et_jax.text import Tokenizer, as_tokenizer, load_tokenizer
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
     """Weights, tokenizer, and the sizes of a decoder for them that fit, as `plan` says.
 
-    `weights` are those of the models beside it too, of the configurations `others`.
+    `weights` are those of the models beside it too, of the configurations `others`. `remarks` are sentences on what the
+    files were taken for.
     """
 
     config: DecoderConfig
@@ -43,35 +47,39 @@ class Opened:
     others: tuple[ModelShape, ...]
     tokenizer: Tokenizer
     plan: Plan
+    remarks: tuple[str, ...] = ()
 
 
 def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     """Return what `settings` name, read; `tell` is told what is going on.
 
-    Raises UsageError where a name, a file or a folder cannot be used, or where not all of it would fit; that is found
-    out before a weight is read.
+    Remarks on the files are logged as warnings. Raises UsageError where a name, a file or a folder cannot be used, or
+    where not all of it would fit; that is found out before a weight is kept.
     """
 
-    def fit(folder: Path) -> Plan:
-        """What it will need, from config.json alone. Raises UsageError where that is too much."""
-        wanted = decoder_config(settings, read_config(folder), stored_dtype(folder, settings.dtype), others=others)
+    def fit(folder: Path, model: ModelConfig | None = None) -> Plan:
+        """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much."""
+        dtype = stored_dtype(folder, settings.dtype) if model is None else loaded_dtype(folder, model, settings.dtype)
+        wanted = decoder_config(settings, model or read_config(folder), dtype, others=others)
         memory = usable_memory(settings.memory_fraction)
         return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
 
     _keep_programs(settings.compilation_cache, tell)
     beside = {name: resolve(name) for name in settings.others}
-    others = tuple(map(read_config, beside.values()))
+    others = tuple(map(read_model, beside.values()))
     tell(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
-    check_weights(folder, read_config(folder))
-    fitting, tokenizer = fit(folder), load_tokenizer(folder)
-    _check_others(settings, beside, read_config(folder), tokenizer, tell)
+    model = read_model(folder)
+    check_weights(folder, model)
+    fitting, tokenizer = fit(folder, model), load_tokenizer(folder)
+    _check_others(settings, beside, others, model, tokenizer, tell)
+    said = _remarked([folder], [model], settings.dtype) + _remarked_beside(beside, others)
     model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked())
     dtype, calibration = dtype_of(params), read_calibration(folder, model)
     config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, others=others)
     check_measured(settings.name, config)
     weights = params, *_others(beside, dtype, settings.quantize, tell)
-    return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting)
+    return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting, remarks=said)
 
 
 def opened_module(
@@ -90,7 +98,7 @@ def opened_module(
     _keep_programs(settings.compilation_cache, tell)
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
     beside = {name: resolve(name) for name in settings.others}
-    others = tuple(map(read_config, beside.values()))
+    others = tuple(map(read_model, beside.values()))
     tell(f"looking at {settings.name}")
     model, weights = read_module(module, config)
     if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
@@ -104,14 +112,29 @@ def opened_module(
                 f"{settings.name} has a vocabulary of {model.vocab_size} tokens, without the id {token}; give "
                 f"ModuleConfig({name}=...) of its own."
             )
-    _check_others(settings, beside, model, found, tell)
+    _check_others(settings, beside, others, model, found, tell)
     sizes = partial(decoder_config, settings, model, model.dtype, calibration=config.calibration, others=others)
     memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
     fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
     served = sizes(num_pages=fitting.num_pages)
     check_measured(settings.name, served)
+    said = _remarked_beside(beside, others)
     every = weights, *_others(beside, model.dtype, None, tell)
-    return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting)
+    return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting, remarks=said)
+
+
+def _remarked(folders: Iterable[Path], models: Iterable[ModelConfig], dtype: str) -> tuple[str, ...]:
+    """Return the remarks on the files of models, which are logged as warnings."""
+    pairs = zip(folders, models, strict=True)
+    said = tuple(remark for folder, model in pairs for remark in remarks(folder, model, dtype))
+    for remark in said:
+        _LOG.warning(remark)
+    return said
+
+
+def _remarked_beside(beside: Mapping[str, Path], others: Sequence[ModelConfig]) -> tuple[str, ...]:
+    """Those on the models beside the first, which have its dtype, whatever their own is."""
+    return _remarked(beside.values(), others, "float32")
 
 
 def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tell: Callable[[str], None]) -> Weights:
@@ -131,13 +154,13 @@ def _stacked() -> bool:
 def _check_others(
     settings: EngineConfig,
     beside: dict[str, Path],
+    others: Sequence[ModelConfig],
     model: ModelShape,
     tokenizer: Tokenizer,
     tell: Callable[[str], None],
 ) -> None:
     """Raise UsageError where a model beside the first has other tokens; tell where it is no smaller."""
-    for name, folder in beside.items():
-        other = read_config(folder)
+    for (name, folder), other in zip(beside.items(), others, strict=True):
         check_weights(folder, other)
         if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
             raise UsageError(

@@ -26,7 +26,7 @@ from et_jax.serve.config import Control, EngineConfig
 from et_jax.serve.description import description
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.preflight import Plan
-from et_jax.serve.prompts import as_request, refused, requests_of, sequences_of
+from et_jax.serve.prompts import as_request, check_knobs, refused, requests_of, sequences_of, split_knobs
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
@@ -67,6 +67,7 @@ class Model:
         tokenizer: Tokenizer,
         others: tuple[ModelShape, ...] = (),
         plan: Plan | None = None,
+        remarks: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.name, self.tokenizer = settings.name, tokenizer
@@ -74,7 +75,7 @@ class Model:
         self._others = others
         self.settings, self.config, self.decoder_config = settings, config.model, config
         self.metrics = Metrics()
-        self._plan, self._tell = plan, progress
+        self._plan, self._remarks, self._tell = plan, remarks, progress
         self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
         self._decoders: dict[Structure, Decoder] = {}
         self._replicas: dict[Structure, Replicas] = {}
@@ -142,9 +143,11 @@ class Model:
         take theirs from a `SamplingParams`, its fields as keywords, or both, of which the keywords count:
         `model.generate("It was", temperature=0.7)`. A list of ids alone is one prompt, an empty list none.
         `control` stands in for the model's own; controllers that differ in numbers alone run in one program, as
-        do requests with a `control` of their own. `progress` shows a bar.
+        do requests with a `control` of their own. The knobs of a preset (`control.presets`) are keywords too:
+        `control="certified", tolerance=0.1`. A setting that is None is not set. `progress` shows a bar.
         """
-        self._check_call(control)
+        knobs, settings = split_knobs(settings)
+        control = self._check_call(control, knobs)
         requests = self._requests(prompts, params, settings)
         total = sum(request.params.n for request in requests)
         ended = []
@@ -162,7 +165,7 @@ class Model:
         params: SamplingParams | None = None,
         *,
         control: Control | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] | None = None,
         **settings: Any,
     ) -> Generator[TokenEvent]:
         """Yield every token of every continuation as it comes; prompts and settings as for `generate`.
@@ -170,7 +173,8 @@ class Model:
         Streams open at the same time share the slots. When `cancelled` answers True, every unfinished
         sequence ends with what it has, as "abort"; so it does when the caller closes the stream.
         """
-        self._check_call(control, cancelled)
+        knobs, settings = split_knobs(settings)
+        control = self._check_call(control, knobs, cancelled)
         requests = self._requests(prompts, params, settings)
         return self._serve(self._checked(requests, control), control, cancelled)
 
@@ -205,21 +209,26 @@ class Model:
         requests: Iterable[GenerationRequest],
         *,
         control: Control | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] | None = None,
+        **knobs: float | int | None,
     ) -> Iterator[tuple[int, Completion]]:
         """Yield (index of the request, completion) as continuations end, in any order, `n` for each request.
 
         Requests are taken from the iterable as they are needed, some ahead of the slots. One that cannot
-        be served yields a single completion whose `error` says why.
+        be served yields a single completion whose `error` says why, and the others are served; so does an item that is
+        no GenerationRequest. `knobs` are those of the preset, as for `generate`.
         """
         wrong = isinstance(requests, str | GenerationRequest) or values.is_bytes(requests)
         if wrong or not isinstance(requests, Iterable):
             raise UsageError(f"requests is {values.shown(requests)}; it must be a list of GenerationRequest(...).")
 
+        check_knobs(knobs)
+        control = self._check_call(control, knobs, cancelled)
+
         def sequences() -> Iterator[Sequence | TokenEvent]:
             for index, request in enumerate(requests):
                 try:
-                    yield from self.sequences(index, as_request(request), control)
+                    yield from self.sequences(index, as_request(index, request), control)
                 except UsageError as error:
                     yield refused(index, request, str(error))
                 except Exception as error:  # whatever a tokenizer may raise is an answer to its own request
@@ -231,7 +240,6 @@ class Model:
                     if event.completion is not None:
                         yield event.prompt_index, event.completion
 
-        self._check_call(control, cancelled)
         return completions()
 
     def warm_up(self, control: Control | None = None, *, drafts: bool = True) -> None:
@@ -244,17 +252,22 @@ class Model:
 
     def describe(self) -> list[str]:
         """Return lines that say what runs where and what it needs, for a person."""
-        return description(self.settings, self.decoder_config, self.params, self._plan)
+        return description(self.settings, self.decoder_config, self.params, self._plan, self._remarks)
 
     def _requests(self, prompts: Prompts, params: SamplingParams | None, settings: dict) -> list[GenerationRequest]:
         return requests_of(prompts, params, settings, self.max_model_len)
 
-    def _check_call(self, control: Control | None, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def _check_call(
+        self, control: Control | None, knobs: abc.Mapping[str, Any], cancelled: Callable[[], bool] | None = None
+    ) -> Control | None:
+        """Return the control of a call, its preset with the `knobs`. Raises UsageError where it cannot be served."""
         self._use.check()
         check_untraced()
+        control = self.settings.with_knobs(control, knobs)
         self._configuration(control)
-        if not callable(cancelled):
+        if not (cancelled is None or callable(cancelled)):
             raise UsageError(f"cancelled is {values.shown(cancelled)}; it must be a function without arguments.")
+        return control
 
     def _checked(self, requests: list[GenerationRequest], control: Control | None) -> list[Sequence]:
         """Check every request before any work is done for one."""
@@ -274,10 +287,10 @@ class Model:
         self,
         sequences: Iterable[Sequence | TokenEvent],
         control: Control | None,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] | None = None,
     ) -> Generator[TokenEvent]:
         ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
-        yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled)
+        yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled or _never)
 
     @untraced
     @own_settings()
@@ -355,6 +368,10 @@ class Model:
         check_measured(self.name, config)
         self._configured = control, keep, config
         return config
+
+
+def _never() -> bool:
+    return False
 
 
 def _structure(config: DecoderConfig) -> Structure:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from et_jax.control.controller import Controller
+from et_jax.control.presets import KNOBS
 from et_jax.control.settings import adjusted
 from et_jax.decode.config import DecoderConfig
 from et_jax.errors import UsageError
@@ -21,7 +22,7 @@ from et_jax.text import Tokenizer
 _BYTES_PER_BYTE = 4  # a tokenizer's normaliser may write one byte for so many: full-width letters, styled digits
 _WANTED = "a text, a list of token ids, a GenerationRequest, or a list of those"
 _SETTINGS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-_OTHERS = ("control", "progress", "cancelled")
+_OTHERS = ("control", "progress", "cancelled", *KNOBS)
 
 
 def requests_of(
@@ -29,10 +30,11 @@ def requests_of(
 ) -> list[GenerationRequest]:
     """Return a request for each prompt; a request among them stands as it is.
 
-    The settings of `params` are those of all others, changed by `settings`. A list of whole numbers, or an
-    array of one axis, is one prompt. Raises UsageError for anything else, and for ids in number above
+    The settings of `params` are those of all others, changed by `settings` where those are not None. A list of whole
+    numbers, or an array of one axis, is one prompt. Raises UsageError for anything else, and for ids in number above
     `most`, before they are looked at.
     """
+    settings = {name: value for name, value in settings.items() if value is not None or name not in _SETTINGS}
     asked = _params(params, settings)
     given = _prompts(prompts, most)
     if given and (params is not None or settings) and all(isinstance(one, GenerationRequest) for one in given):
@@ -150,11 +152,29 @@ def check_bytes(text: str, longest_token: int, most: int) -> None:
         )
 
 
-def as_request(value: Any) -> GenerationRequest:
-    """Return `value`, which is a request. Raises UsageError where it is not."""
+def as_request(index: int, value: Any) -> GenerationRequest:
+    """Return `value`, item `index` of the requests. Raises UsageError where it is no request."""
     if not isinstance(value, GenerationRequest):
-        raise UsageError(f"requests holds {values.shown(value)}; it must hold GenerationRequest(...) alone.")
+        advice = "; write GenerationRequest(prompt=...)" if isinstance(value, str) else ""
+        raise UsageError(f"requests[{index}] is {values.shown(value)}; it must be a GenerationRequest{advice}.")
     return value
+
+
+def split_knobs(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the knobs of presets among the settings of a call, and the other settings."""
+    of_preset = {name: value for name, value in settings.items() if name in KNOBS}
+    return of_preset, {name: value for name, value in settings.items() if name not in KNOBS}
+
+
+def check_knobs(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for a setting of a call of requests that is no knob: requests have settings of their own."""
+    for name in settings:
+        if name in _SETTINGS:
+            raise UsageError(f"{name} is given with requests that have settings of their own; set it in those.")
+        if name not in KNOBS:
+            near = difflib.get_close_matches(name, (*KNOBS, "control", "cancelled"), n=1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from control, cancelled, {', '.join(KNOBS)}."
+            raise UsageError(f"{name} is no setting; {advice}")
 
 
 def _params(params: Any, settings: Mapping[str, Any]) -> SamplingParams:
@@ -163,7 +183,7 @@ def _params(params: Any, settings: Mapping[str, Any]) -> SamplingParams:
     for name in settings:
         if name not in _SETTINGS:
             near = difflib.get_close_matches(name, (*_SETTINGS, *_OTHERS), n=1)
-            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_SETTINGS)}."
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join((*_SETTINGS, *_OTHERS))}."
             raise UsageError(f"{name} is no setting; {advice}")
     return dataclasses.replace(params or SamplingParams(), **settings)
 

@@ -50,8 +50,8 @@ class SamplingParams:
     `ignore_eos` disregards. `n` continuations are drawn, each from its own key derived from `seed`. `logprobs`
     asks for that many alternatives per token.
 
-    Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one.
-    Raises UsageError for a value of another type or out of range.
+    Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one. A field that is
+    None has its default. Raises UsageError for a value of another type or out of range.
     """
 
     max_tokens: int = 256
@@ -70,6 +70,7 @@ class SamplingParams:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
+        values.fill_unset(self)
         for name, (least, most, wanted) in _COUNTS.items():
             object.__setattr__(self, name, values.whole(name, getattr(self, name), least, most, wanted))
         for name, (fine, wanted) in _NUMBERS.items():
@@ -111,7 +112,8 @@ class GenerationRequest:
     """One prompt, a text or its token ids, how to continue it, how urgent that is, and how it is controlled.
 
     Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission. Ids
-    come as any list or array of whole numbers and are kept as a tuple. `control` sets numbers of the
+    come as any list or array of whole numbers and are kept as a tuple. A field that is None has its default, and so has
+    a number of `control`. `control` sets numbers of the
     controller for this request alone: by name, as `{"tolerance": 0.1}` (see `control.settings.adjusted`), or
     as a controller that differs in numbers alone. At most `draft_tokens` tokens are drafted for it in a step, 0 for
     none, None for as many as the engine drafts.
@@ -121,13 +123,14 @@ class GenerationRequest:
     """
 
     prompt: str | Sequence[int]
-    params: SamplingParams
+    params: SamplingParams = SamplingParams()
     priority: float = 0.0
     deadline: float | None = None
     control: Controller | Mapping[str, Any] | None = None
     draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        values.fill_unset(self)
         object.__setattr__(self, "prompt", _prompt(self.prompt))
         if self.control is not None and not isinstance(self.control, Controller):
             object.__setattr__(self, "control", _numbers(self.control))
@@ -145,11 +148,13 @@ class GenerationRequest:
 
 
 def _numbers(given: Any) -> dict[str, int | float]:
-    """Numbers by name, as plain ones; a whole one stays whole."""
+    """Numbers by name, as plain ones, without those that are None; a whole one stays whole."""
     if not isinstance(given, Mapping):
         raise UsageError(f"control is {values.shown(given)}; it must be a Controller, or numbers by name.")
     numbers = {}
     for name, number in given.items():
+        if number is None:
+            continue
         checked = values.number(f"control.{values.excerpt(name)}", number)
         numbers[name] = int(checked) if isinstance(values.plain(number), int) else checked
     return numbers

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from et_jax.decode.backends import serving_backend
 from et_jax.decode.eight_bits import dtype_name
 from et_jax.errors import UsageError
-from et_jax.models.checkpoint import read_config, stored_dtype
+from et_jax.models.checkpoint import is_widened, read_config, stored_dtype
 from et_jax.models.hub import resolve
 from et_jax.models.model import num_weights
 from et_jax.serve.config import EngineConfig
@@ -26,6 +26,7 @@ def verdict(settings: EngineConfig) -> list[str]:
     folder, *others = (resolve(name, config_only=True) for name in (settings.name, *settings.others))
     model, beside = read_config(folder), tuple(map(read_config, others))
     dtype = stored_dtype(folder, settings.dtype)
+    widened = " (from float16; --dtype bfloat16 takes half)" if is_widened(folder, settings.dtype) else ""
     memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
 
     def planned(length: int | None) -> Plan:
@@ -40,7 +41,7 @@ def verdict(settings: EngineConfig) -> list[str]:
     return [
         f"{settings.name} runs here: {model.architecture}, {_count_text(num_weights(model))} weights, "
         f"{model.num_layers} layers{seen}",
-        f"weights in {jnp.dtype(dtype).name}, cache in {dtype_name(config.cache_dtype)}",
+        f"weights in {jnp.dtype(dtype).name}{widened}, cache in {dtype_name(config.cache_dtype)}",
         f"device {jax.devices()[0].device_kind}, attention by {config.backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),
         f"{config.num_slots} sequences of {config.max_length} tokens each; one alone may have {longest} "

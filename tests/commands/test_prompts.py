@@ -141,8 +141,24 @@ def test_what_holds_no_requests_is_refused_at_once(model, requests):
 def test_one_that_is_no_request_is_answered_and_the_others_are_served(model):
     done = dict(model.as_completed([GenerationRequest(prompt="a", params=BRIEF), "b", None]))
     assert done[0].finish_reason == "length"
-    assert 'requests holds "b"; it must hold GenerationRequest' in done[1].error
-    assert "requests holds None" in done[2].error
+    sentence = 'requests[1] is "b"; it must be a GenerationRequest; write GenerationRequest(prompt=...).'
+    assert done[1].error == sentence and done[2].error == "requests[2] is None; it must be a GenerationRequest."
+
+
+def test_a_call_takes_none_for_unset_and_the_knobs_of_its_preset(model):
+    unset = model.generate("Once", stop=None, seed=None, max_tokens=2, tolerance=None, control=None)
+    assert unset == model.generate("Once", max_tokens=2)
+    assert [event.text for event in model.stream("Once", max_tokens=2, cancelled=None)]
+    asked = [GenerationRequest(prompt="a", params=BRIEF)]
+    for call in (model.generate, model.stream, model.as_completed):
+        with pytest.raises(UsageError, match=r'^control "off" has no tolerance; choose one of paper, guarded'):
+            call(asked, tolerance=0.1)
+        with pytest.raises(UsageError, match=r'^control "certified" has no tau; it has target_entropy, tolerance,'):
+            call(asked, control="certified", tau=0.1)
+    with pytest.raises(UsageError, match=r"^tolerence is no setting; did you mean tolerance[?]$"):
+        model.as_completed(asked, tolerence=0.1)
+    with pytest.raises(UsageError, match=r"^temperature is given with requests that have settings of their own"):
+        model.as_completed(asked, temperature=0.1)
 
 
 @pytest.mark.timeout(60)
@@ -193,7 +209,6 @@ def test_a_text_that_fits_is_never_refused_by_its_bytes(model):
         ({"max_resident_seqs": []}, "max_resident_seqs is an empty list; it must be a whole number."),
         ({"prefill_batch": b"1"}, 'prefill_batch is b"1"; it must be a whole number.'),
         ({"prefix_cache": 1}, "prefix_cache is 1; it must be true or false."),
-        ({"preempt_every": None}, "preempt_every is None; it must be a whole number."),
         ({"preempt_every": -1}, "preempt_every is -1; it must be 0 (never) or above."),
         ({"memory_fraction": "x"}, 'memory_fraction is "x"; it must be a number.'),
         ({"memory_fraction": float("nan")}, "memory_fraction is nan; it must be a finite number."),

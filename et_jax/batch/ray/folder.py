@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.batch.answers import answer_row, error_row
-from et_jax.batch.job import survey, surveyed
+from et_jax.batch.job import ignored_text, survey, surveyed
 from et_jax.batch.journal import SYNC_SECONDS, Journal, check_files, open_journal
 from et_jax.batch.progress import LINE_SECONDS
 from et_jax.batch.ray import cluster
@@ -146,7 +146,10 @@ class LineDecoder(Engine):
 
 @dataclasses.dataclass(kw_only=True)
 class Sums:
-    """What a run came to, over all shards; `engines` has of each the rows of its steps, and the idle ones."""
+    """What a run came to, over all shards; `engines` has of each the rows of its steps, and the idle ones.
+
+    `ignored` names the fields of lines that change no text here.
+    """
 
     total: int = 0
     before: int = 0
@@ -154,6 +157,7 @@ class Sums:
     refused: int = 0
     tokens: int = 0
     nats: float = 0.0
+    ignored: set[str] = dataclasses.field(default_factory=set)
     engines: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     began: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -174,7 +178,7 @@ class Sums:
         return (
             f"[{self.total} lines: {self.answered} answered, {self.refused} error rows{earlier}; {self.tokens} tokens "
             f"and {self.nats:.1f} nats in {time.monotonic() - self.began:.1f} s, {self.rates}"
-            f"{idle_share(rows, idle)} in {len(self.engines)} engines]"
+            f"{idle_share(rows, idle)} in {len(self.engines)} engines{ignored_text(self.ignored)}]"
         )
 
 
@@ -203,6 +207,7 @@ def run(
         journals = [stack.enter_context(open_journal(output, settings)) for output in placed.values()]
         surveys = [survey(source, journal) for source, journal in zip(placed, journals, strict=True)]
         sums = Sums(total=sum(one.total for one in surveys), before=sum(one.before for one in surveys))
+        sums.ignored.update(*(one.ignored for one in surveys))
         if sums.done < sums.total:
             items = [
                 {

@@ -44,8 +44,9 @@ class Family:
     """A family of models, as their files are written.
 
     `name` is the `architecture` of its configurations and the model_type of config.json, `class_name` what
-    architectures holds there. `meaning` adds to a configuration of what all families share what config.json says of
-    this one's own, and raises ValueError where that cannot be; `spelling` returns the config.json values of that.
+    architectures holds there, and `base_name` what it holds where a model was saved without its head. `meaning` adds to
+    a configuration of what all families share what config.json says of this one's own, and raises ValueError where that
+    cannot be; `spelling` returns the config.json values of that.
     `sources` says where the leaves of a model lie, given their shapes by name; `head` is the tensor of the output
     matrix, under whose name a model without one of its own may keep its embedding. `values` turns config.json into the
     words that `ConfigFile` knows, where it says things in its own way. `partial_rotary` says whether a part of a head
@@ -60,9 +61,15 @@ class Family:
     sources: Callable[[Mapping[str, Shape]], Sources]
     head: str = TENSORS["head"]
     values: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    base: str | None = None
     partial_rotary: bool = False
     attention_bias: bool = False
     apart: re.Pattern[str] | None = None
+
+    @property
+    def base_name(self) -> str:
+        """The class of the model without a head, by default the one that transformers names after `class_name`."""
+        return self.base or re.sub("ForCausalLM$|ForConditionalGeneration$", "Model", self.class_name)
 
 
 def tied_unless_said(file: ConfigFile) -> bool:

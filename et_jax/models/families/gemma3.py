@@ -43,5 +43,5 @@ FAMILY = Family(
     sources=one_to_one({leaf: f"language_model.{name}" for leaf, name in (TENSORS | NORMS | HEAD_NORMS).items()}),
     head="language_model.lm_head.weight",
     values=text_values,
-    apart=re.compile(r"vision_tower\.|multi_modal_projector\."),
+    apart=re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\."),
 )

@@ -43,6 +43,7 @@ def spelling(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma3_text",
     class_name="Gemma3ForCausalLM",
+    base="Gemma3TextModel",
     meaning=meaning,
     spelling=spelling,
     sources=one_to_one(TENSORS | NORMS | HEAD_NORMS),

@@ -55,7 +55,8 @@ def from_hugging_face(values: Mapping[str, Any], source: str = "config.json") ->
     """
     kind = checked(dict(values), KindFile, source)
     name = (kind.architectures or [kind.model_type or "none given"])[0]
-    family = {one.class_name: one for one in FAMILIES.values()}.get(name)
+    by_class = {name: one for one in FAMILIES.values() for name in (one.class_name, one.base_name)}
+    family = by_class.get(name)
     if family is None:
         supported = ", ".join(sorted(one.class_name for one in FAMILIES.values()))
         for pattern, reason in BEYOND.items():

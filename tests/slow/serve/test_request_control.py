@@ -55,6 +55,15 @@ def test_a_model_loaded_with_the_numbers_writes_the_same(model):
     assert uncharged(alone) == uncharged(asked)
 
 
+def test_a_call_sets_the_knobs_of_the_preset_that_the_model_has(model):
+    own = {"target_entropy": 3.0, "tolerance": 0.2}
+    [asked] = model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=own)])
+    [called] = model.generate([PROMPT], PARAMS, **own)
+    [(_, completed)] = model.as_completed([GenerationRequest(prompt=PROMPT, params=PARAMS)], **own)
+    assert uncharged(called) == uncharged(completed) == uncharged(asked)
+    assert uncharged(called) != uncharged(model.generate([PROMPT], PARAMS)[0])
+
+
 def test_a_controller_that_differs_in_numbers_serves_one_request(model):
     other = preset("guarded", target_entropy=1.0, tolerance=0.01)
     by_value = GenerationRequest(prompt=PROMPT, params=PARAMS, control=other)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from stand_in import Letters
 
-from et_jax.batch.tasks import CHAT, COMPLETIONS, Defaults, Task, read_entries, read_task
+from et_jax.batch.tasks import CHAT, COMPLETIONS, Defaults, Task, ignored_fields, read_entries, read_task
 from et_jax.errors import UsageError
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
@@ -251,3 +251,36 @@ def test_the_second_line_of_a_name_is_the_bad_one(tmp_path: Path) -> None:
     first, second = read_entries(tmp_path / "in.jsonl")
     assert (first.key, second.key) == ("x", 2) and first.id != second.id
     assert first.problem is None and 'custom_id "x" is that of line 1 already' in (second.problem or "")
+
+
+IGNORED = {
+    **{"reasoning_effort": "low", "verbosity": "high", "prompt_cache_key": "k", "safety_identifier": "s"},
+    **{"prediction": {"type": "content", "content": "It was"}, "service_tier": "flex"},
+    **{"prompt_cache_retention": "24h", "parallel_tool_calls": True},
+}
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_fields_of_the_api_that_change_no_text_are_ignored_and_named(tmp_path: Path, url: str) -> None:
+    body = {"prompt": "It was"} if url == COMPLETIONS else {"messages": USER}
+    labels = {"model": "any", "user": "me", "web_search_options": None}
+    plain, given = task(tmp_path, envelope(url, **body)), task(tmp_path, envelope(url, **body, **IGNORED, **labels))
+    assert given.request == plain.request
+    assert ignored_fields(given.entry) == IGNORED.keys() and ignored_fields(plain.entry) == set()
+    assert ignored_fields(task(tmp_path, {"prompt": "a", "verbosity": None, "service_tier": "auto"}).entry) == {
+        "service_tier"
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("web_search_options", {}, "web_search_options is {}, which is not supported here; leave it out."),
+        ("modalities", ["audio"], 'modalities is ["audio"], which is not supported here; leave it out.'),
+        ("tolerance", 0.1, 'tolerance is a number of the controller; write it as "control": {"tolerance": ...}.'),
+    ],
+)
+def test_a_field_that_would_change_the_text_is_refused(tmp_path: Path, field: str, value: Any, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        task(tmp_path, envelope(CHAT, messages=USER, **{field: value}))
+    assert str(refused.value) == sentence

@@ -17,8 +17,18 @@ from safetensors.numpy import load_file, save_file
 from et_jax.errors import UsageError
 from et_jax.evidence.shapes import SMALL
 from et_jax.models import checkpoint, weights
-from et_jax.models.checkpoint import load, restore_converted, save_converted, sources_of, write_hugging_face
+from et_jax.models.checkpoint import (
+    load,
+    read_config,
+    read_model,
+    remarks,
+    restore_converted,
+    save_converted,
+    sources_of,
+    write_hugging_face,
+)
 from et_jax.models.config import ExpertConfig
+from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, from_hugging_face
 from et_jax.models.params import abstract, in_stacks, num_weights
 from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import initialise
@@ -124,7 +134,10 @@ def test_a_dtype_asked_for_is_one_cast_of_the_file(tmp_path, written):
 def test_float16_becomes_float32(folder):
     half = {name: array.astype(np.float16) for name, array in load_file(folder / "model.safetensors").items()}
     save_file(half, folder / "model.safetensors")
-    _, params = load(folder)
+    config, params = load(folder)
+    [said] = remarks(folder, config)
+    assert "float16 weights are converted to float32" in said and 'load(dtype="bfloat16")' in said
+    assert remarks(folder, config, "bfloat16") == remarks(folder, config, "float32") == []
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     assert np.array_equal(params.embedding.array, half[EMBEDDING].astype(np.float32))
 
@@ -142,11 +155,40 @@ def test_a_tied_model_takes_its_one_matrix_under_either_name(tmp_path, kept):
     assert_same_bits(load(tmp_path)[1], params)
 
 
-def test_a_tied_model_ignores_a_head(tmp_path):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_tied_model_ignores_a_head_that_equals_its_embedding(tmp_path, dtype):
+    params = random_params(TIED, jnp.bfloat16)
+    write_hugging_face(tmp_path, TIED, params)
+    kept = {np.float32: lambda x: x.astype(np.float32), np.float64: np.copy}[dtype]  # of another dtype, or the same
+    change(tmp_path, lambda tensors: tensors.update({HEAD: kept(tensors[EMBEDDING])}))
+    assert_same_bits(load(tmp_path)[1], params)
+    assert remarks(tmp_path, read_model(tmp_path)) == []
+
+
+@pytest.mark.parametrize("row", [0, 23])
+def test_a_head_that_differs_from_the_tied_embedding_is_used_and_reported(tmp_path, row):
     params = random_params(TIED)
     write_hugging_face(tmp_path, TIED, params)
-    change(tmp_path, lambda tensors: tensors.update({HEAD: -tensors[EMBEDDING]}))
-    assert_same_bits(load(tmp_path)[1], params)
+
+    def alter(tensors):
+        tensors[HEAD] = tensors[EMBEDDING].copy()
+        tensors[HEAD][row, -1] += 1
+
+    change(tmp_path, alter)
+    config, loaded = load(tmp_path)
+    assert config == CONFIG == read_model(tmp_path) and read_config(tmp_path) == TIED
+    assert_same_bits(loaded.embedding, params.embedding)
+    assert loaded.head is not None
+    assert np.array_equal(loaded.head.array, load_file(tmp_path / "model.safetensors")[HEAD])
+    [said] = remarks(tmp_path, config)
+    assert said.endswith(f"but {HEAD} differs from it; {HEAD} is used as the head.")
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path):
+    write_hugging_face(tmp_path, TIED, random_params(TIED))
+    change(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING][:-1].copy()}))
+    with pytest.raises(UsageError, match=rf"tensor {HEAD} has shape \[23, 16\] but \[24, 16\] by config.json"):
+        load(tmp_path)
 
 
 def test_rotary_tables_are_passed_over(folder):
@@ -193,7 +235,10 @@ def write_config(text):
         (truncate(100), "truncated"),
         (truncate(-1), "truncated"),
         (altered(lambda tensors: tensors.pop(BIAS)), f"lack the tensor {BIAS}"),
-        (altered(lambda tensors: tensors.pop(HEAD)), f"lack the tensor {HEAD}"),
+        (
+            altered(lambda tensors: tensors.pop(HEAD)),
+            rf"have no output head \({HEAD}\).* take the files of Qwen2ForCausalLM",
+        ),
         (altered(lambda tensors: tensors.update({BIAS: np.zeros(3, np.float32)})), rf"{BIAS} has shape \[3\]"),
         (altered(lambda tensors: tensors.update({BIAS: np.zeros(16, np.int8)})), f"{BIAS} is stored as I8"),
         (altered(lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(16)})), "no place"),
@@ -382,3 +427,84 @@ def test_the_embedding_alone_is_put_as_it_is_looked_up_in(tmp_path, monkeypatch,
     assert order(found.embedding.array) == (1, 0)
     assert order(found.head.array) == (0, 1)
     np.testing.assert_array_equal(found.embedding.array, params.embedding.array)
+
+
+def moved(body: str, head: str):
+    """Alter names of tensors: what stands before those of the body, and before that of the head."""
+
+    def alter(tensors):
+        for name in [*tensors]:
+            own, stem = ("", head) if name == HEAD else ("model.", body)
+            tensors[stem + name.removeprefix(own)] = tensors.pop(name)
+
+    return alter
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED])
+@pytest.mark.parametrize(
+    ("body", "head"),
+    [
+        ("", ""),
+        ("language_model.", ""),
+        ("language_model.model.", "language_model."),
+        ("model.language_model.", ""),
+        ("model.language_model.", "model.language_model."),
+        ("_orig_mod.model.", "_orig_mod."),
+    ],
+)
+def test_a_model_from_within_another_or_without_its_first_words_returns_every_bit(tmp_path, config, body, head):
+    params = random_params(config)
+    write_hugging_face(tmp_path, config, params)
+    change(tmp_path, moved(body, head))
+    change(tmp_path, lambda tensors: tensors.update({f"{body}layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}))
+    loaded_config, loaded = load(tmp_path)
+    assert loaded_config == config
+    assert_same_bits(loaded, params)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_base_model_of_every_family_is_read_if_tied(tmp_path, family):
+    mixture = {"num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    values = config_to_hugging_face(SMALL) | mixture | {"shared_expert_intermediate_size": 8}
+    values |= {"architectures": [family.base_name], "model_type": family.name, "tie_word_embeddings": True}
+    shapes, drawn = tensor_shapes(sources_of(from_hugging_face(values))), np.random.default_rng(0)
+    tensors = {name: drawn.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    stem, base = ("language_model.model.", "language_model.") if family.name == "gemma3" else ("model.", "")
+    assert all(name.startswith(stem) for name in tensors)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = load(tmp_path)
+    save_file(
+        {base + name.removeprefix(stem): array for name, array in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    found = load(tmp_path)
+    assert found[0] == expected[0]
+    assert_same_bits(found[1], expected[1])
+    (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": False}))
+    with pytest.raises(UsageError, match=f"no output head .* take the files of {family.class_name}, or"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("alter", "words"),
+    [
+        (lambda tensors: tensors.update({"norm.weight": np.zeros(16)}), "norm.weight has no place"),
+        (
+            lambda tensors: tensors.update({"tower.embed_tokens.weight": np.zeros(16)}),
+            "tower.embed_tokens.weight has no",
+        ),
+        (moved("a.model.", "b."), None),
+        (
+            lambda t: [moved("a.", "")(t), t.update({"b.embed_tokens.weight": np.zeros(1)})],
+            f"lack the tensor {EMBEDDING}",
+        ),
+        (lambda t: [moved("a.", "")(t), t.update({"model.norm.weight": np.zeros(16)})], "are one tensor"),
+    ],
+)
+def test_names_of_two_models_are_not_mixed(folder, alter, words):
+    change(folder, alter)
+    if words is None:
+        assert_same_bits(load(folder)[1], random_params())
+        return
+    with pytest.raises(UsageError, match=words):
+        load(folder)

@@ -102,13 +102,14 @@ def config_of(**fields) -> ModuleConfig:
 
 def test_what_a_config_holds_is_checked_when_it_is_made():
     odd = ["x", b"x", 1.5, True, math.nan, -1, 2**31, 10**400, [[1]], object(), ("x",), [2**31], [None], {-1}]
-    fields = {"max_positions": [None, 1, 0, ()], "bos_token_id": [(1,)], "eos_token_ids": [0, 5], "calibration": [None]}
+    fields = {"max_positions": [None, 1, 0, ()], "bos_token_id": [(1,)], "eos_token_ids": [0, 5], "calibration": []}
     for name, more in fields.items():
         for value in [*odd, *more]:
             with pytest.raises(UsageError) as refusal:
                 config_of(**{name: value})
             said = str(refusal.value)
             assert name in said and said.endswith(".") and "\n" not in said, (name, value)
+    assert config_of(calibration=None) == CONFIG
     with pytest.raises(UsageError, match=r"^max_positions is 1; it must be at least 2\.$"):
         ModuleConfig(max_positions=1)
 

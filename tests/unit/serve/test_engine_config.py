@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 from et_jax import generate
-from et_jax.control.presets import preset
+from et_jax.control.controller import Controller
+from et_jax.control.experts import Mass
+from et_jax.control.presets import PRESETS, preset
 from et_jax.errors import UsageError
+from et_jax.io.knobs import knobs
+from et_jax.serve import min_context
 from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.engine import load
 
@@ -49,7 +53,6 @@ def test_a_size_that_cannot_be_is_named(name, value, said):
         ({"memory_fraction": "all"}, 'memory_fraction is "all"; it must be a number.'),
         ({"name": 3}, "name is 3; it must be a text."),
         ({"cache_dtype": "int4"}, 'cache_dtype is "int4"; choose one of auto, bfloat16, float32, int8, fp8.'),
-        ({"cache_dtype": None}, "cache_dtype is None; choose one of auto, bfloat16, float32, int8, fp8."),
         ({"quantize": "int4"}, 'quantize is "int4"; choose one of int8.'),
         ({"quantize": True}, "quantize is true; choose one of int8."),
         ({"backend": "cuda"}, 'backend is "cuda"; choose one of'),
@@ -95,3 +98,52 @@ def test_the_command_line_fills_in_what_it_has():
 def test_a_controller_stands_for_itself():
     own = preset("certified", tolerance=0.3)
     assert controller(own) is own and controller("certified") == preset("certified")
+
+
+@pytest.mark.parametrize("field", [one.name for one in dataclasses.fields(EngineConfig)])
+def test_a_setting_that_is_none_is_not_set(field):
+    if field == "name":
+        with pytest.raises(UsageError, match=r"^name is None; it must be a text\.$"):
+            EngineConfig(name=None)  # type: ignore[arg-type]
+    elif field == "compilation_cache":
+        assert EngineConfig(compilation_cache=None).compilation_cache is None
+    else:
+        assert EngineConfig(**{field: None}) == EngineConfig()
+
+
+def test_a_knob_that_is_none_is_not_set():
+    for one in PRESETS.values():
+        assert one(**dict.fromkeys(knobs(one))) == one()
+
+
+def test_a_call_sets_the_knobs_of_the_preset_it_names_or_the_model_has():
+    usual, loaded = EngineConfig(), EngineConfig(control=preset("paper", window=8, tolerance=0.2))
+    least = min_context.usual("certified", "cpu")
+    assert usual.with_knobs("certified", {"tolerance": 0.3}) == preset("certified", tolerance=0.3, min_context=least)
+    assert usual.with_knobs("ead", {"tau": 1, "tolerance": None}) == preset("ead", tau=1)
+    assert EngineConfig(control="adaptive").with_knobs(None, {"window": 9, "min_context": 0}) == preset(
+        "adaptive", window=9
+    )
+    assert loaded.with_knobs(None, {"tolerance": 0.3}) == preset("paper", window=8, tolerance=0.3)
+    given = preset("certified", min_blocks=5).with_experts(Mass())
+    changed = usual.with_knobs(given, {"window": 9})
+    assert changed == preset("certified", min_blocks=5, window=9).with_experts(Mass())
+    for control in (None, "paper", given):
+        assert loaded.with_knobs(control, {"tolerance": None}) is control
+
+
+@pytest.mark.parametrize(
+    ("control", "given", "sentence"),
+    [
+        ("certified", {"tau": 1.0}, "has no tau; it has target_entropy, tolerance, min_blocks, window, min_context."),
+        (None, {"tolerance": 0.1}, "has no tolerance; choose one of paper, guarded, certified, adaptive to set it."),
+        ("certified", {"tolerance": 2}, "tolerance is 2.0; it must be a share of attention, from 0 to 1."),
+        (Controller(), {"window": 8}, "window is a knob of presets, and control is a Controller that no preset made"),
+        ("surely", {"window": 8}, 'control is "surely"; choose one of off'),
+        (3, {"window": 8}, "control is 3; it must be one of off"),
+    ],
+)
+def test_a_knob_that_cannot_be_set_is_refused_in_one_sentence(control, given, sentence):
+    with pytest.raises(UsageError) as refused:
+        EngineConfig().with_knobs(control, given)
+    assert sentence in str(refused.value) and str(refused.value).endswith(".")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from et_jax.errors import UsageError
+from et_jax.serve.prompts import requests_of
 from et_jax.serve.requests import MAX_N, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -175,3 +176,18 @@ def test_a_prompt_of_another_kind_is_told_what_is_wanted(prompt, sentence):
     with pytest.raises(UsageError) as refused:
         GenerationRequest(prompt=prompt, params=PARAMS)
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("field", KINDS)
+def test_a_setting_that_is_none_is_not_set(field):
+    assert SamplingParams(**{field: None}) == SamplingParams()
+    before = SamplingParams(max_tokens=7, temperature=0.5, stop="a")
+    assert requests_of("Once", before, {field: None}, 99) == [GenerationRequest(prompt="Once", params=before)]
+
+
+def test_a_field_of_a_request_that_is_none_is_not_set():
+    fields = ("params", "priority", "deadline", "control", "draft_tokens")
+    unset = GenerationRequest(prompt="Once", **dict.fromkeys(fields))
+    assert unset == GenerationRequest(prompt="Once") == GenerationRequest(prompt="Once", params=SamplingParams())
+    asked = GenerationRequest(prompt="Once", control={"tolerance": None, "window": 8})
+    assert asked.control == {"window": 8}
