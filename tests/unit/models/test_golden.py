@@ -9,15 +9,16 @@ from places import GOLDEN, SHARED
 
 from et_jax.models.checkpoint import load, read_config
 from et_jax.models.experts import choose, gate
-from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
+from et_jax.models.families import registry
 from et_jax.models.transformer import mix_as_trained
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
 
 
-def test_all_families_are_here():
+def test_every_family_has_a_golden_file():
     assert len(FAMILIES) == 23
+    assert {read_config(GOLDEN / name).architecture for name in FAMILIES} == set(registry.FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,7 +32,7 @@ def test_logits_equal_those_of_transformers(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_configuration_survives_its_own_config_json(family):
     config = read_config(GOLDEN / family)
-    assert from_hugging_face(config_to_hugging_face(config)) == config
+    assert registry.from_hugging_face(registry.config_to_hugging_face(config)) == config
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "gpt_oss_mxfp4", "mixtral", "phi3", "qwen2_moe"])
