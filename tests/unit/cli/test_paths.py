@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -97,70 +98,44 @@ def test_a_stream_is_a_file_too(tmp_path: Path) -> None:
     assert "is the same file as standard error" in (tmp_path / "error").read_text()
 
 
-CHECKED = [
-    ["--metrics", "in.jsonl"],
-    ["--metrics", "out.jsonl"],
-    ["--metrics", "out.jsonl.manifest.json"],
-    ["--metrics", "hard.jsonl"],
-    ["--output", "./in.jsonl"],
-    ["--output", "soft.jsonl"],
-    ["--output", "rows", "--input", "rows.manifest.json"],
-    ["--output", "model/out.jsonl"],
-    ["--metrics", "model/config.json"],
-]
-
-
-@pytest.mark.parametrize("arguments", CHECKED)
-def test_a_batch_writes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    files = make_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    given = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl", *arguments]
-    assert generate.main(given) == command.USAGE
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and said.endswith("; choose another file.")
-    assert " is the same file as " in said or " is a file of the model in " in said
-    assert contents(tmp_path) == files
+BATCH = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl"]
+PROMPT, TASK = ["--model", "model", "-p", "It was"], ["--model", "model", "--task"]
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("module", "given", "arguments"),
     [
-        ["--trace", "model/config.json"],
-        ["--plot", "model/a.png"],
-        ["--trace", "a.png", "--plot", "soft.png"],
-        ["--metrics", "hard.png", "--plot", "a.png"],
+        (generate, BATCH, "--metrics in.jsonl"),
+        (generate, BATCH, "--metrics out.jsonl"),
+        (generate, BATCH, "--metrics out.jsonl.manifest.json"),
+        (generate, BATCH, "--metrics hard.jsonl"),
+        (generate, BATCH, "--output ./in.jsonl"),
+        (generate, BATCH, "--output soft.jsonl"),
+        (generate, BATCH, "--output rows --input rows.manifest.json"),
+        (generate, BATCH, "--output model/out.jsonl"),
+        (generate, BATCH, "--metrics model/config.json"),
+        (generate, PROMPT, "--trace model/config.json"),
+        (generate, PROMPT, "--plot model/a.png"),
+        (generate, PROMPT, "--trace a.png --plot soft.png"),
+        (generate, PROMPT, "--metrics hard.png --plot a.png"),
+        (evaluate, TASK, "gsm8k --prompts a.png --plot soft.png"),
+        (evaluate, TASK, "gsm8k --prompts in.jsonl --json hard.jsonl"),
+        (evaluate, TASK, "passkey --haystack in.jsonl --json in.jsonl"),
+        (evaluate, TASK, "passkey --json new.png --plot ./new.png"),
+        (evaluate, TASK, "passkey --json model/tokenizer.json"),
     ],
 )
-def test_a_prompt_writes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
+def test_a_command_writes_over_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    module: ModuleType,
+    given: list[str],
+    arguments: str,
 ) -> None:
     files = make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert generate.main(["--model", "model", "-p", "It was", *arguments]) == command.USAGE
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and said.endswith("; choose another file.")
-    assert " is the same file as " in said or " is a file of the model in " in said
-    assert contents(tmp_path) == files
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--task", "gsm8k", "--prompts", "a.png", "--plot", "soft.png"],
-        ["--task", "gsm8k", "--prompts", "in.jsonl", "--json", "hard.jsonl"],
-        ["--task", "passkey", "--haystack", "in.jsonl", "--json", "in.jsonl"],
-        ["--task", "passkey", "--json", "new.png", "--plot", "./new.png"],
-        ["--task", "passkey", "--json", "model/tokenizer.json"],
-    ],
-)
-def test_an_evaluation_writes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    files = make_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert evaluate.main(["--model", "model", *arguments]) == command.USAGE
+    assert module.main([*given, *arguments.split()]) == command.USAGE
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and said.endswith("; choose another file.")
     assert " is the same file as " in said or " is a file of the model in " in said

@@ -102,6 +102,7 @@ def test_end_tokens_are_united_from_all_files_or_those_of_the_model_alone(folder
     configure(folder, "config.json", eos_token_id=7)
     configure(folder, "generation_config.json", eos_token_id=[8, 7])
     assert load_tokenizer(folder).eos_ids == (1, 7, 8)
+    byte_level(folder, ("<s>", "<stop>"))
     (folder / "tokenizer_config.json").unlink()
     assert load_tokenizer(folder).eos_ids == (7, 8)
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import MIXED_WINDOW, SCHEDULE, VOCAB, WINDOW, log, losses, model
+from plain_training import plain_pass
+from small_runs import MIXED_WINDOW, SCHEDULE, VOCAB, WINDOW, killed_at, log, losses, model
 
 from et_jax.errors import UsageError
-from et_jax.models.transformer import forward
 from et_jax.models.weights import Dense
 from et_jax.training import corpus, distillation, export, loop, loss, student_card
 from et_jax.training.card import Run
@@ -41,18 +41,10 @@ def student(settings):
     return dataclasses.replace(settings, model=shape, schedule=schedule, distilled=True)
 
 
-def distribution(params, config, inputs, segments):
-    """The log-probabilities that plain attention, one head and row at once, gives of every next token; float64."""
-
-    def attend(layer, q, k, v, memory, softmax):
-        k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(jnp.float32(q.shape[-1]))
-        seen = jnp.tril(jnp.ones((q.shape[1],) * 2, bool)) & (segments[:, :, None] == segments[:, None, :])
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v), memory
-
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+def distribution(params, config, inputs, segments=None):
+    """The log-probabilities that plain attention gives of every next token, float64."""
     plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.unstack(params))
-    scores = np.asarray(forward(plain, config, inputs, positions, attend, None)[0], np.float64)
+    scores = np.asarray(plain_pass(plain, config, inputs, segments)[0], np.float64)
     return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
 
 
@@ -60,6 +52,13 @@ def given():
     inputs = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
     segments = jnp.broadcast_to(jnp.arange(LENGTH) // 5, inputs.shape)
     return inputs, jax.random.uniform(jax.random.key(2), inputs.shape) * 5.0, segments
+
+
+def agreement_of(taught, teacher_config, params, student, inputs):
+    """The divergence and the overlap of the next token's distributions, and whether the likeliest is the same."""
+    log_p, log_q = distribution(taught, teacher_config, inputs), distribution(params, student.model, inputs)
+    p, q = np.exp(log_p), np.exp(log_q)
+    return (p * (log_p - log_q)).sum(-1), np.minimum(p, q).sum(-1), p.argmax(-1) == q.argmax(-1)
 
 
 def test_the_loss_is_the_divergence_of_the_formula(student, teacher):
@@ -74,11 +73,8 @@ def test_the_loss_is_the_divergence_of_the_formula(student, teacher):
     judged = params, student.model, inputs, teacher.params, teacher.config
     found = loss.mean_divergence(*judged, weights, segments)
     assert float(found) == pytest.approx(expected, rel=0.02)  # products in bfloat16
-    plain = distribution(params, student.model, inputs, jnp.zeros_like(inputs))
-    taught = distribution(teacher.params, teacher.config, inputs, jnp.zeros_like(inputs))
-    assert float(loss.mean_divergence(*judged)) == pytest.approx(
-        (np.exp(taught) * (taught - plain)).sum(axis=-1).mean(), rel=0.02
-    )
+    whole = agreement_of(teacher.params, teacher.config, params, student, inputs)[0]
+    assert float(loss.mean_divergence(*judged)) == pytest.approx(whole.mean(), rel=0.02)
 
 
 def test_the_gradient_is_the_slope_of_the_loss_and_nothing_where_the_student_is_the_teacher(student, teacher):
@@ -129,14 +125,9 @@ def test_agreement_is_that_of_the_formulas(student, teacher):
     mask[1, 7:] = False
     rows = corpus.Rows(inputs=np.asarray(inputs), targets=np.asarray(inputs), target_mask=mask)
     found = distillation.agreement(params, student, teacher, rows, batch_tokens=LENGTH)
-    log_p, log_q = (
-        distribution(*each, inputs, jnp.zeros_like(inputs))
-        for each in ((teacher.params, teacher.config), (params, student.model))
-    )
-    p, q = np.exp(log_p), np.exp(log_q)
-    np.testing.assert_allclose(found.divergence, np.where(mask, (p * (log_p - log_q)).sum(-1), 0), rtol=0.05, atol=0.01)
-    np.testing.assert_allclose(found.overlap, np.where(mask, np.minimum(p, q).sum(-1), 0), atol=0.02)
-    same = p.argmax(-1) == q.argmax(-1)
+    divergence, overlap, same = agreement_of(teacher.params, teacher.config, params, student, inputs)
+    np.testing.assert_allclose(found.divergence, np.where(mask, divergence, 0), rtol=0.05, atol=0.01)
+    np.testing.assert_allclose(found.overlap, np.where(mask, overlap, 0), atol=0.02)
     assert (found.greedy == np.where(mask, same, 0)).mean() > 0.9  # bfloat16 may swap the two likeliest
     itself = distillation.agreement(
         teacher.params, dataclasses.replace(student, model=teacher.config), teacher, rows, batch_tokens=LENGTH
@@ -157,17 +148,7 @@ def test_a_student_comes_nearer_and_a_killed_run_resumes_the_same(student, teach
     assert figures[-1]["loss"] < 0.85 * figures[0]["loss"]
     assert 0 < figures[-1]["divergence"] < figures[3]["divergence"]
     assert figures[3]["overlap"] < figures[-1]["overlap"] < 1
-    rows = corpus.training_rows
-
-    def killed(*arguments, **others):
-        if others["step"] == 7:
-            raise KeyboardInterrupt  # nothing is saved, as after kill -9
-        return rows(*arguments, **others)
-
-    monkeypatch.setattr(corpus, "training_rows", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(student, teacher, data, tmp_path / "cut", 10)
-    monkeypatch.undo()
+    killed_at(monkeypatch, corpus, "training_rows", 7, lambda: run(student, teacher, data, tmp_path / "cut", 10))
     assert run(student, teacher, data, tmp_path / "cut", 10) == 10
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
@@ -204,40 +185,29 @@ def test_the_card_tells_how_near_the_student_has_come(mixed_settings, mixed_data
         assert part in text
 
 
-def test_a_run_has_a_teacher_if_and_only_if_it_is_a_students(settings, student, teacher, data, tmp_path):
+def test_a_teacher_is_read_as_it_is_and_one_that_cannot_teach_is_refused(
+    settings, student, teacher, data, mixed_data, tmp_path
+):
     tokenizer, train, held_out = data
-    for each, given in ((student, None), (settings, teacher)):
-        with pytest.raises(UsageError, match="need a teacher"):
-            loop.train(each, train, held_out, tmp_path, 1, None, tokenizer=tokenizer, teacher=given)
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(teacher, data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("teacher")
-    export.export(teacher.params, teacher.config, data[0], folder)
-    return folder
-
-
-def test_a_teacher_is_read_as_it_is(student, teacher, teacher_folder):
-    found, tokenizer = distillation.read_teacher(teacher_folder, student)
+    folder, damaged = tmp_path / "teacher", tmp_path / "damaged"
+    export.export(teacher.params, teacher.config, tokenizer, folder)
+    found, own = distillation.read_teacher(folder, student)
     assert found.config == teacher.config
     assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), found, teacher))
-    distillation.check_tokens(tokenizer, corpus.read_tokenizer(teacher_folder))
-
-
-def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(student, teacher, teacher_folder, mixed_data, tmp_path):
-    with pytest.raises(UsageError, match="another tokenizer than the teacher's"):
-        distillation.check_tokens(corpus.read_tokenizer(teacher_folder), mixed_data[0])
-    wider = dataclasses.replace(student, window=2 * WINDOW)
-    with pytest.raises(UsageError, match="reads 32 tokens and the longest rows are 64"):
-        distillation.read_teacher(teacher_folder, wider)
-    fewer = dataclasses.replace(student, model=model(299, WINDOW))
-    with pytest.raises(UsageError, match="has 300 tokens and the student 299"):
-        distillation.read_teacher(teacher_folder, fewer)
+    distillation.check_tokens(own, corpus.read_tokenizer(folder))
     divided = dataclasses.replace(teacher.config, architecture="granite", score_scale=8**-0.5, logit_divisor=8.0)
-    export.export(teacher.params, divided, mixed_data[0], tmp_path)
-    with pytest.raises(UsageError, match="a divisor of its logits"):
-        distillation.read_teacher(tmp_path, student)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(UsageError, match=r"no readable tokenizer\.json"):
-        corpus.read_tokenizer(tmp_path)
+    export.export(teacher.params, divided, tokenizer, damaged)
+    fewer = dataclasses.replace(student, model=model(299, WINDOW))
+    for attempt, words in (
+        (lambda: distillation.check_tokens(own, mixed_data[0]), "another tokenizer than the teacher's"),
+        (
+            lambda: distillation.read_teacher(folder, dataclasses.replace(student, window=2 * WINDOW)),
+            "reads 32 tokens and the longest rows are 64",
+        ),
+        (lambda: distillation.read_teacher(folder, fewer), "has 300 tokens and the student 299"),
+        (lambda: distillation.read_teacher(damaged, student), "a divisor of its logits"),
+        (lambda: corpus.read_tokenizer(tmp_path), r"no readable tokenizer\.json"),
+        (lambda: loop.train(settings, train, held_out, tmp_path, 1, None, teacher=teacher), "need a teacher"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            attempt()

@@ -10,12 +10,9 @@ from et_jax.training.recipe import bundled_settings, long_settings
 from et_jax.training.schedule import Curriculum
 
 
-def test_the_bundled_model_fits_into_eight_megabytes():
-    assert 2 * num_weights(bundled_settings().model) < 7.7e6  # the tokenizer takes 0.3
-
-
-def test_the_small_model_fits_into_a_bit_more_than_a_megabyte_and_reads_as_far():
+def test_models_that_travel_with_the_package_are_small_and_read_alike():
     small, large = recipe.small_settings().model, long_settings().model
+    assert 2 * num_weights(bundled_settings().model) < 7.7e6  # of 8 MB; the tokenizer takes 0.3
     assert 2 * num_weights(small) < 1.2e6
     assert (small.vocab_size, small.max_positions) == (large.vocab_size, large.max_positions)
     assert max(recipe.small_settings().schedule.lengths) == small.max_positions
@@ -44,9 +41,8 @@ def test_a_setting_grows_rows_beyond_2048():
     assert isinstance(grown.schedule, Curriculum)
     begins = [begin for begin, _ in grown.schedule.stages]
     assert begins == sorted(begins)
-    with pytest.raises(UsageError, match="choose 2048, 4096, 8192"):
-        long_settings(longest=5000)
-    with pytest.raises(UsageError, match="choose 2048"):
-        long_settings(longest=1024)
+    for longest in (5000, 1024):
+        with pytest.raises(UsageError, match="choose 2048, 4096, 8192"):
+            long_settings(longest=longest)
     with pytest.raises(UsageError, match="belongs to --recipe long"):
         recipe.settings("short", 0, 8192)
