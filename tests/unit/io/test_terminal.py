@@ -50,10 +50,6 @@ def test_escapes_go_to_terminals_that_take_them(
     assert b"loading" in shown and (b"\x1b" in shown) == expected
 
 
-def test_a_stream_that_is_no_terminal_gets_no_escapes() -> None:
-    assert not takes_escapes(io.StringIO()) and not takes_escapes(None)
-
-
 def test_a_status_takes_one_row_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal of ten columns; what follows, an error or a text, begins on an empty row."""
     monkeypatch.setenv("TERM", "xterm")
@@ -71,8 +67,8 @@ def test_a_status_takes_one_row_and_leaves_none(monkeypatch: pytest.MonkeyPatch)
     assert shown == "\r\x1b[Kcompiling\r\x1b[K読み込み\r\x1b[K"  # nine cells, of which an ideograph takes two
 
 
-def test_a_terminal_that_does_not_know_its_width_has_eighty_columns() -> None:
+def test_without_a_known_width_there_are_eighty_columns_and_without_a_terminal_no_escapes() -> None:
     here, there = pty.openpty()  # of no size
     with open(there, "w") as terminal, open(here, "rb"):
-        assert fitted("a" * 100, terminal) == "a" * 79
-    assert fitted("a" * 100, io.StringIO()) == "a" * 79
+        assert fitted("a" * 100, terminal) == fitted("a" * 100, io.StringIO()) == "a" * 79
+    assert not takes_escapes(io.StringIO()) and not takes_escapes(None)

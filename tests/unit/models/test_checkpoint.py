@@ -78,13 +78,12 @@ def split(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(CONFIG, jnp.float32), (CONFIG, jnp.bfloat16), (TIED, jnp.bfloat16), (MIXTURE, jnp.float32)],
+    [(CONFIG, jnp.float32), (CONFIG, jnp.bfloat16), (TIED, jnp.bfloat16)],
 )
 def test_a_folder_returns_every_bit_and_another_dtype_is_one_cast(tmp_path, config, dtype):
     params, other = random_params(config, dtype), jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
     write_hugging_face(tmp_path / "written", config, params)
     save_converted(tmp_path / "converted", config, params)
-    assert (HEAD in load_file(tmp_path / "written/model.safetensors")) != config.tie_embeddings
     for found, loaded in (load(tmp_path / "written"), restore_converted(tmp_path / "converted")):
         assert found == config
         assert_same_bits(loaded, params)

@@ -33,6 +33,7 @@ from et_jax.models.weights import Int8, is_weight, to_int8
 
 CONFIG = dataclasses.replace(SHAPE, intermediate_size=40)
 EMBEDDING, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
+FP8 = ml_dtypes.float8_e4m3fn
 Tensors = dict[str, np.ndarray]
 Coded = tuple[Tensors, np.ndarray]
 """The tensors that stand for a matrix, by the last words of their names, and the numbers that it holds."""
@@ -50,39 +51,19 @@ def pack(fields: list[int], bits: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def int8_by_output(draw: np.random.Generator, o: int, i: int) -> Coded:
-    whole, scale = draw.integers(-128, 128, (o, i)), draw.uniform(0.5, 2, (o, 1)).astype(np.float32)
-    return {"weight": whole.astype(np.int8), "weight_scale": scale}, whole * scale
+def scaled(dtype: Any, rows: int | None, columns: int | None, scales: Any = np.float32, **others: Any) -> Any:
+    """Numbers of 8 bits with a scale for each block of rows and columns, the last ones cut short; None for all."""
 
+    def encode(draw: np.random.Generator, o: int, i: int) -> Coded:
+        drawn = draw.integers(-128, 128, (o, i)) if dtype == np.int8 else draw.normal(size=(o, i))
+        small, (high, wide) = drawn.astype(dtype), (rows or o, columns or i)
+        scale = draw.uniform(0.5, 2, (-(-o // high), -(-i // wide))).astype(scales)
+        expected = [[float(small[r, c]) * float(scale[r // high, c // wide]) for c in range(i)] for r in range(o)]
+        last = "weight_scale_inv" if columns else "weight_scale"
+        kept = scale if rows or columns else scale.reshape(() if others else 1)
+        return {"weight": small, last: kept} | others, np.array(expected)
 
-def int8_whole(draw: np.random.Generator, o: int, i: int) -> Coded:
-    whole = draw.integers(-128, 128, (o, i))
-    return {"weight": whole.astype(np.int8), "weight_scale": np.array([0.25], np.float32)}, whole * 0.25
-
-
-def small_floats(draw: np.random.Generator, o: int, i: int) -> np.ndarray:
-    return draw.normal(size=(o, i)).astype(ml_dtypes.float8_e4m3fn)
-
-
-def fp8_by_output(draw: np.random.Generator, o: int, i: int) -> Coded:
-    small, scale = small_floats(draw, o, i), draw.uniform(0.5, 2, (o, 1)).astype(ml_dtypes.bfloat16)
-    return {"weight": small, "weight_scale": scale}, small.astype(np.float64) * scale.astype(np.float64)
-
-
-def fp8_whole(draw: np.random.Generator, o: int, i: int) -> Coded:
-    small = small_floats(draw, o, i)
-    tensors = {"weight": small, "weight_scale": np.array(0.5, np.float32), "input_scale": np.array(3.0, np.float32)}
-    return tensors, small.astype(np.float64) * 0.5
-
-
-def fp8_in_blocks(draw: np.random.Generator, o: int, i: int) -> Coded:
-    """Blocks of 16 rows and 12 columns, the last ones cut short."""
-    small, scale = small_floats(draw, o, i), draw.uniform(0.5, 2, (-(-o // 16), -(-i // 12))).astype(np.float32)
-    expected = small.astype(np.float64)
-    for row in range(o):
-        for column in range(i):
-            expected[row, column] *= scale[row // 16, column // 12]
-    return {"weight": small, "weight_scale_inv": scale}, expected
+    return encode
 
 
 def words(draw: np.random.Generator, o: int, i: int) -> Coded:
@@ -129,11 +110,17 @@ def awq(draw: np.random.Generator, o: int, i: int) -> Coded:
 
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[..., Coded]]] = {
-    "int8 by output": (compressed("int-quantized", num_bits=8, strategy="channel"), int8_by_output),
-    "int8 whole": (compressed("int-quantized", num_bits=8, strategy="tensor"), int8_whole),
-    "fp8 by output": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_by_output),
-    "fp8 whole": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_whole),
-    "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [16, 12]}, fp8_in_blocks),
+    "int8 by output": (compressed("int-quantized", num_bits=8, strategy="channel"), scaled(np.int8, 1, None)),
+    "int8 whole": (compressed("int-quantized", num_bits=8, strategy="tensor"), scaled(np.int8, None, None)),
+    "fp8 by output": (
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        scaled(FP8, 1, None, ml_dtypes.bfloat16),
+    ),
+    "fp8 whole": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        scaled(FP8, None, None, input_scale=np.float32(3)),
+    ),
+    "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [16, 12]}, scaled(FP8, 16, 12)),
     "words": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=8), words),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True, "sym": False}, gptq),
     "gptq_v2, 8 bits": (

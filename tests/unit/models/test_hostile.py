@@ -63,43 +63,22 @@ def settings(**values):
     return sets("tokenizer_config.json", **values)
 
 
+def instead(file, make):
+    """An edit that makes something in a file's place."""
+
+    def edit(folder):
+        (folder / file).unlink(missing_ok=True)
+        make(folder / file)
+
+    return edit
+
+
 def text(file, content):
-    """An edit that puts text, or bytes, in a file's place."""
-    raw = content if isinstance(content, bytes) else content.encode()
-    return lambda folder: (folder / file).write_bytes(raw)
-
-
-def twice(file, key):
-    def edit(folder):
-        held = (folder / file).read_text().strip()
-        (folder / file).write_text(f"{held[:-1]}, {json.dumps(key)}: 1}}")
-
-    return edit
-
-
-def directory(file):
-    def edit(folder):
-        (folder / file).unlink(missing_ok=True)
-        (folder / file).mkdir()
-
-    return edit
-
-
-def pipe(file):
-    def edit(folder):
-        (folder / file).unlink(missing_ok=True)
-        os.mkfifo(folder / file)
-
-    return edit
+    return instead(file, lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode()))
 
 
 def large(file, size):
-    def edit(folder):
-        (folder / file).unlink(missing_ok=True)
-        with (folder / file).open("wb") as writer:
-            writer.truncate(size)
-
-    return edit
+    return instead(file, lambda path: (path.touch(), os.truncate(path, size)))
 
 
 def index(weight_map):
@@ -137,38 +116,23 @@ def in_tokenizer(**values):
     return sets("tokenizer.json", **values)
 
 
-def in_vocabulary(**ids):
-    def edit(folder):
-        model = json.loads((folder / "tokenizer.json").read_text())["model"]
-        in_tokenizer(model=model | {"vocab": model["vocab"] | ids})(folder)
-
-    return edit
-
-
 def pattern(regex):
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     return in_tokenizer(pre_tokenizer=split)
 
 
-def vocabulary(size):
-    def edit(folder):
-        names = {f"w{id}": id for id in range(size)}
-        tokenizers.Tokenizer(models.WordLevel(names, unk_token="w0")).save(str(folder / "tokenizer.json"))
-
-    return edit
-
-
-def emptied(folder):
-    for file in folder.iterdir():
-        file.unlink()
+def words(**ids):
+    return in_tokenizer(model={"type": "WordLevel", "vocab": ids, "unk_token": "w0"}, added_tokens=[])
 
 
 def alone(name):
-    """Nothing but a folder or a file of this name."""
+    """Nothing but a folder or a file of this name, or nothing at all."""
 
     def edit(folder):
-        emptied(folder)
-        (folder / name).write_bytes(b"GGUF") if "." in name else (folder / name).mkdir()
+        for file in folder.iterdir():
+            file.unlink()
+        if name:
+            (folder / name).write_bytes(b"GGUF") if "." in name else (folder / name).mkdir()
 
     return edit
 
@@ -301,8 +265,8 @@ BAD_TOKENIZERS = {
     "deep": text("tokenizer.json", '{"decoder":' * 5000),
     "no UTF-8": text("tokenizer.json", b'{"a": "\xff"}'),
     "an expression that is none": pattern("(a"),
-    "an enormous id": in_vocabulary(w1=2**31),
-    "a negative id": in_vocabulary(w1=-1),
+    "an enormous id": words(w0=0, w1=2**31),
+    "a negative id": words(w0=0, w1=-1),
     "an enormous added id": in_tokenizer(added_tokens=[{"id": 2**32 - 1, "content": "a", "special": True}]),
 }
 SLOW_EXPRESSIONS = ["(a+)+$", "([^a-z]|[0-9 ])+(?=~~)", r"(\s|\s)+x", "[a-z]*X"]
@@ -314,7 +278,10 @@ CASES = {
     "the config is empty": (text("config.json", ""), "config.json is not readable JSON"),
     "the config is deep": (text("config.json", "[" * 100_000), "config.json"),
     "the config is deep within": (text("config.json", '{"a":' * 100_000), "config.json"),
-    "the config has a field twice": (twice("config.json", "hidden_size"), "'hidden_size' twice"),
+    "the config has a field twice": (
+        text("config.json", '{"hidden_size": 8, "hidden_size": 8}'),
+        "'hidden_size' twice",
+    ),
     "the config has an infinity": (text("config.json", '{"a": Infinity}'), "Infinity"),
     "the config has a long number": (text("config.json", '{"a": ' + "9" * 100_000 + "}"), "config.json"),
     "the config is no UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json is not readable JSON"),
@@ -325,12 +292,12 @@ CASES = {
     "the config has a mark": (text("config.json", b"\xef\xbb\xbf{}"), "BOM"),
     "the settings are cut short": (text("tokenizer_config.json", "{"), "not readable JSON"),
     "the settings are null": (text("tokenizer_config.json", "null"), "not a JSON object"),
-    **{f"{file} is a pipe": (pipe(file), f"{file} is not a regular file") for file in PIPES},
+    **{f"{file} is a pipe": (instead(file, os.mkfifo), f"{file} is not a regular file") for file in PIPES},
     **{
-        f"{file} is a folder": (directory(file), f"{file} is not a regular file")
+        f"{file} is a folder": (instead(file, Path.mkdir), f"{file} is not a regular file")
         for file in ("config.json", *PIPES[-2:])
     },
-    "tokenizer.json is a folder": (directory("tokenizer.json"), "tokenizer.json is not a regular file"),
+    "tokenizer.json is a folder": (instead("tokenizer.json", Path.mkdir), "tokenizer.json is not a regular file"),
     **{f"{file} is large": (large(file, size), f"{file} has {size} bytes") for file, size in LARGE.items()},
     # weights
     "the weights are empty": (text("model.safetensors", ""), "model.safetensors is truncated"),
@@ -362,8 +329,11 @@ CASES = {
     "end ids are a hundred": (sets("generation_config.json", eos_token_id=list(range(100))), "end tokens"),
     **{f"a tokenizer: {name}": (edit, "tokenizer.json is not a readable") for name, edit in BAD_TOKENIZERS.items()},
     **{f"the tokenizer backtracks on {regex}": (pattern(regex), "tokenizer.json") for regex in SLOW_EXPRESSIONS},
-    "the tokenizer knows more than the model": (vocabulary(100_000), "tokenizer.json knows"),
-    "the tokenizer knows far less": (vocabulary(5), "tokenizer.json knows"),
+    "the tokenizer knows more than the model": (
+        words(**{f"w{id}": id for id in range(100_000)}),
+        "tokenizer.json knows",
+    ),
+    "the tokenizer knows far less": (words(**{f"w{id}": id for id in range(5)}), "tokenizer.json knows"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "neither tokenizer.json nor tokenizer.model"),
     "a tokenizer of ranks": (without_tokenizer("tokenizer.model", b"IQ== 0\nIg== 1\n"), "tiktoken"),
     "a tokenizer in GGUF": (without_tokenizer("tokenizer.model", b"GGUF\3\0\0\0"), "GGUF"),
@@ -371,7 +341,7 @@ CASES = {
     "a tokenizer of noise": (without_tokenizer("tokenizer.model", bytes(range(256)) * 9), "SentencePiece"),
     "a tokenizer of nothing": (without_tokenizer("tokenizer.model", b""), "SentencePiece"),
     # the folder
-    "the folder is empty": (emptied, "config.json"),
+    "the folder is empty": (alone(""), "config.json"),
     "the folder holds orbax alone": (alone("orbax"), "config.json"),
     "orbax is empty": (lambda f: (f / "orbax").mkdir(), "orbax has no checksums.json"),
 }

@@ -28,23 +28,18 @@ def folder(tmp_path):
 class Hub:
     """A hub of one model: serves the files of `folder` and notes what was asked of it."""
 
-    def __init__(self, monkeypatch, folder=None, error=None):
+    def __init__(self, monkeypatch, folder=None, error=None, reached=None):
         self.folder, self.error, self.asked, self.local = folder, error, [], []
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot)
-        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", Mock(side_effect=reached))
 
-    def download(self, repository, name, local_files_only=False):
+    def download(self, repository, name="", allow_patterns=(), local_files_only=False):
         self.local.append(local_files_only)
-        self.asked.append((repository, name))
+        self.asked.append((repository, name or tuple(allow_patterns)))
         if self.error:
             raise self.error
         return str(self.folder / name)
-
-    def snapshot(self, repository, allow_patterns, local_files_only=False):
-        self.local.append(local_files_only)
-        self.asked.append((repository, tuple(allow_patterns)))
-        return str(self.folder)
 
 
 def test_a_hub_name_brings_the_config_first(monkeypatch, folder):
@@ -119,12 +114,7 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path):
 
 
 def test_a_model_that_was_fetched_before_needs_no_hub(monkeypatch, folder):
-    hub = Hub(monkeypatch, folder)
-
-    def unreachable(url, timeout):
-        raise errors.OfflineModeIsEnabled("")
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    hub = Hub(monkeypatch, folder, reached=errors.OfflineModeIsEnabled(""))
     assert resolve("owner/model") == folder
     assert hub.local == [True, True]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def process_of(template) -> Any:
         ("{% for a in range(10**9) %}{% endfor %}", "refuses these messages"),
         ("{% include 'x' %}", "refuses these messages"),
         ("{{ cycler.__init__.__globals__ }}", "refuses these messages"),
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{% if %}", "refuses these messages"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
     ],
 )
 def test_a_template_that_goes_too_far_is_refused_in_one_sentence(template, words):
@@ -63,8 +69,10 @@ def test_a_template_that_goes_too_far_is_refused_in_one_sentence(template, words
 def test_a_template_that_hangs_is_stopped_and_given_up_after_several_times_in_a_row(impatient):
     template, hangs = Template(HANGS_AT_A, {}), [{"role": "user", "content": "A"}]
     assert process_of(template) is None  # nothing is started before it is needed
-    with pytest.raises(UsageError, match="took more than 1 s"):
-        template.render(hangs)
+    unbroken = "{{ ('b' * 10**6) in ('a' * 10**6 + 'b' * 10**5) * 200 }}{{ ('a' * 10**6) | wordwrap(1) }}"
+    for one, messages in ((Template(unbroken, {}), SAID), (template, hangs)):  # one operation cannot be broken
+        with pytest.raises(UsageError, match="took more than 1 s"):
+            one.render(messages)
     assert template.render(SAID) == "Hi"
     for _ in range(MAX_STOPS):
         with pytest.raises(UsageError, match="took more than 1 s"):
@@ -72,14 +80,6 @@ def test_a_template_that_hangs_is_stopped_and_given_up_after_several_times_in_a_
         assert process_of(template) is None
     with pytest.raises(UsageError, match="3 times in a row and is not tried again"):
         template.render(SAID)
-
-
-@pytest.mark.timeout(60)
-def test_one_operation_that_no_interpreter_can_break_is_stopped(impatient):
-    with pytest.raises(UsageError, match="took more than 1 s"):
-        Template(
-            "{{ ('b' * 10**6) in ('a' * 10**6 + 'b' * 10**5) * 200 }}{{ ('a' * 10**6) | wordwrap(1) }}", {}
-        ).render(SAID)
 
 
 def test_a_worker_is_used_again_replaced_when_killed_and_not_shared_with_a_copy():
@@ -107,27 +107,17 @@ def test_a_worker_is_ended_in_a_thread_that_is_asking_for_its_state():
 
 
 def test_threads_get_their_own_answers():
-    template, wrong = Template(ECHO, {}), []
-
-    def ask(number):
-        for turn in range(30):
-            content = f"{number}-{turn}" * 50
-            if template.render([{"role": "user", "content": content}]) != content:
-                wrong.append(content)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    template = Template(ECHO, {})
+    contents = [f"{number}" * 50 for number in range(180)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(lambda content: template.render([{"role": "user", "content": content}]), contents)
+    assert list(answers) == contents
 
 
-def gone(pid, seconds=30.0):
-    """Return whether a process ends within so many seconds."""
-    for _ in range(int(seconds * 10)):
+def gone(pid):
+    """Return whether a process ends within three seconds, less than a template may take."""
+    for _ in range(30):
         try:
-            os.kill(pid, 0)
             if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
                 return True
         except OSError:
@@ -159,7 +149,7 @@ def program(folder, code):
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are POSIX's")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc, which is Linux's")
 def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
     code = (
         "import time\n"
@@ -180,9 +170,6 @@ def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
 @pytest.mark.parametrize(
     "code",
     [
-        "pass",
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "import sys; sys.exit(3)",
         "raise ValueError",
         # amid a render, by a thread that the end of the interpreter does not wait for
         "import threading, time, os\n"
@@ -194,7 +181,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
 def test_no_worker_outlives_its_process(tmp_path, code):
     running = program(tmp_path, code)
     out, _ = running.communicate(timeout=60)
-    assert all(gone(int(pid), seconds=3) for pid in out.split())  # a template may take longer than that
+    assert all(gone(int(pid)) for pid in out.split())
 
 
 @pytest.mark.parametrize(

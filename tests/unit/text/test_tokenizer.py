@@ -75,11 +75,22 @@ def mistral(tmp_path):
     return tmp_path / "mistral"
 
 
-@pytest.fixture
-def stories():
-    if not STORIES.is_dir():
-        pytest.skip(f"{STORIES} is absent; set ET_JAX_SHARED to the folder of shared models")
-    return load_tokenizer(STORIES)
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Tokenizers of every kind, those of the shared folder where it is here."""
+    place = tmp_path_factory.mktemp("tokenizers")
+    found = {"byte_level": byte_level(place / "byte_level"), "byte_fallback": byte_fallback(place / "byte_fallback")}
+    if SHARED.is_dir():
+        (place / "mistral").mkdir()
+        shutil.copy(MISTRAL, place / "mistral/tokenizer.model")
+        found |= {"stories": STORIES, "mistral": place / "mistral"}
+    return {name: load_tokenizer(folder) for name, folder in found.items()}
+
+
+def of(known, name):
+    if name not in known:
+        pytest.skip(f"{SHARED} is absent; set ET_JAX_SHARED to the folder of shared models and tokenizers")
+    return known[name]
 
 
 @pytest.mark.parametrize(("add_bos", "num_bos"), [(None, 1), (True, 1), (False, 0)])
@@ -141,17 +152,23 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(folder):
         as_tokenizer(folder, None, tuple(range(99)))
 
 
-def test_special_tokens_and_unknown_ids_have_no_text(folder, mistral, stories):
-    for tokenizer in (load_tokenizer(folder), load_tokenizer(mistral), stories):
-        plain = tokenizer.encode("cat")[1:]
-        crowded = [tokenizer.bos_id, *plain[:1], tokenizer.eos_ids[0], 999_999, *plain[1:], tokenizer.eos_ids[0]]
-        assert tokenizer.decode(crowded) == "cat"
+def test_special_tokens_and_unknown_ids_have_no_text(known):
+    for name, tokenizer in known.items():
+        if name != "byte_fallback":  # which adds no token in front
+            plain = tokenizer.encode("cat")[1:]
+            crowded = [tokenizer.bos_id, *plain[:1], tokenizer.eos_ids[0], 999_999, *plain[1:], tokenizer.eos_ids[0]]
+            assert tokenizer.decode(crowded) == "cat"
 
 
-def test_a_real_model_encodes_as_recorded(stories):
+def test_a_real_model_encodes_as_recorded_and_none_of_its_text_is_held_back(known):
+    stories = of(known, "stories")
     for row in json.loads((ROOT / "tests/golden/tinystories-656k.json").read_text()):
         assert stories.encode(row["prompt"]) == row["prompt_ids"]
-        assert stories.decode(row["ids"]) == row["text"]
+        stream, shown = Detokenizer(stories), ""
+        for index, id in enumerate(row["ids"]):
+            shown += stream.push(id)
+            assert shown == stories.decode(row["ids"][: index + 1])
+        assert shown == row["text"]
         assert (row["ids"][-1] in stories.eos_ids) == row["stopped"]
 
 
@@ -160,7 +177,6 @@ def test_a_real_model_encodes_as_recorded(stories):
     ("legacy", "text", "ids"),
     [
         (None, "", [1]),
-        (None, "Hello world", [1, 22557, 1526]),
         (None, " Hello", [1, 28705, 22557]),
         (None, "日本語テスト 漢字", [1, 28705, 29142, 29119, 30321, 29610, 29109, 29123, 28705, 233, 191, 165, 29031]),
         (False, "Hello world", [1, 22557, 1526]),
@@ -185,12 +201,10 @@ def test_sentencepiece_follows_llama_conventions(mistral, legacy, text, ids):
 
 @given(text=st.text(max_size=40))
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_sentencepiece_is_the_library_itself(text):
-    if not MISTRAL.exists():
-        pytest.skip(f"{MISTRAL} is absent; set ET_JAX_SHARED to the folder of shared tokenizers")
+def test_sentencepiece_is_the_library_itself(known, text):
+    tokenizer = of(known, "mistral")
     assume(not any(special in text for special in ("<unk>", "<s>", "</s>")))
     library = sentencepiece.SentencePieceProcessor(model_file=str(MISTRAL))
-    tokenizer = loaded("mistral")
     ids = tokenizer.encode(text)
     assert ids == [1, *library.encode(text)]
     assert tokenizer.decode(ids) == library.decode(ids[1:])
@@ -232,79 +246,22 @@ def test_a_chat_begins_once(folder, mistral, add_bos):
         assert tokenizer.chat(CHAT)[0] == tokenizer.bos_id
 
 
-def test_a_template_may_have_a_name_or_a_file(folder):
+def test_a_template_may_have_a_name_or_a_file_or_be_absent(folder):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    for template in (None, named[:1]):
+        configure(folder, chat_template=template)
+        with pytest.raises(UsageError, match="use --prompt without --chat"):
+            load_tokenizer(folder).chat(CHAT)
     configure(folder, chat_template=named)
     assert load_tokenizer(folder).render(CHAT) == "plain"
     (folder / "chat_template.jinja").write_text("from a file")
     assert load_tokenizer(folder).render(CHAT) == "from a file"
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "use --prompt without --chat"),
-        ([{"name": "tool_use", "template": "tools"}], "use --prompt without --chat"),
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ messages[0].content + 1 }}", "refuses these messages"),
-        ("{% if %}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-    ],
-)
-def test_a_chat_that_cannot_be_is_refused_in_one_sentence(folder, template, words):
-    configure(folder, chat_template=template)
-    with pytest.raises(UsageError, match=words):
-        load_tokenizer(folder).chat(CHAT)
-
-
-FOLDERS = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def prepared(tmp_path_factory):
-    """The tokenizers of the streaming laws, made once."""
-    place = tmp_path_factory.mktemp("tokenizers")
-    FOLDERS["byte_level"] = byte_level(place / "byte_level")
-    FOLDERS["byte_fallback"] = byte_fallback(place / "byte_fallback")
-    FOLDERS["stories"] = STORIES
-    FOLDERS["mistral"] = place / "mistral"
-    FOLDERS["mistral"].mkdir()
-    if MISTRAL.exists():
-        shutil.copy(MISTRAL, FOLDERS["mistral"] / "tokenizer.model")
-    yield
-    FOLDERS.clear()
-    loaded.cache_clear()
-    loaded_parts.cache_clear()
-
-
 @functools.cache
-def loaded(name):
-    return load_tokenizer(FOLDERS[name])
-
-
-@functools.cache
-def loaded_parts(name):
-    """Ids that make up drawn sequences: of single bytes, of a text, of two characters of several bytes."""
-    tokenizer = loaded(name)
-    return byte_ids(tokenizer) or [0], tokenizer.encode(TEXT), tokenizer.encode("🐈日本 ß")
-
-
-def byte_ids(tokenizer):
+def byte_ids(backend):
     """Ids of single bytes, of which unfinished characters are made."""
-    backend = tokenizer.backend
     return [id for id in range(600) if backend.visible(id) and "\ufffd" in backend.decode([id])]
-
-
-def drawn_ids(data, name, size):
-    lone, text, word = loaded_parts(name)
-    parts = st.one_of(
-        st.lists(st.integers(0, size + 5), max_size=6),
-        st.lists(st.sampled_from(lone), max_size=40),
-        st.lists(st.sampled_from(text), max_size=6),
-        st.just(word),
-    )
-    return [id for part in data.draw(st.lists(parts, max_size=6)) for id in part]
 
 
 @pytest.mark.parametrize(
@@ -312,43 +269,38 @@ def drawn_ids(data, name, size):
 )
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_streamed_pieces_add_up_to_the_whole_text(name, size, data):
-    if not any((FOLDERS[name] / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
-        pytest.skip("the shared tokenizers are absent; set ET_JAX_SHARED to their folder")
-    tokenizer, ids = loaded(name), drawn_ids(data, name, size)
+def test_streamed_pieces_add_up_to_the_whole_text(known, name, size, data):
+    tokenizer = of(known, name)
+    parts = st.one_of(
+        st.lists(st.integers(0, size + 5), max_size=6),
+        st.lists(st.sampled_from(byte_ids(tokenizer.backend) or [0]), max_size=40),
+        st.lists(st.sampled_from(tokenizer.encode(TEXT)), max_size=6),
+        st.just(tokenizer.encode("🐈日本 ß")),
+    )
+    ids = [id for part in data.draw(st.lists(parts, max_size=6)) for id in part]
     stream = Detokenizer(tokenizer)
     pieces = [stream.push(id) for id in ids]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
     assert stream.flush() == ""
 
 
-def test_an_unfinished_character_is_held_back_and_ordinary_text_never(folder, stories):
-    tokenizer = load_tokenizer(folder)
+def test_an_unfinished_character_is_held_back(known):
+    stream = Detokenizer(known["byte_level"])
+    pieces = [stream.push(id) for id in known["byte_level"].encode("a𝄞b")]
+    assert pieces == ["", "a", "", "", "", "𝄞", "b"]
+
+
+@pytest.mark.parametrize("kind", ["text", "bytes", "replacement"])
+def test_a_token_costs_the_same_however_long_the_text(known, monkeypatch, kind):
+    tokenizer, lengths = known["byte_level"], []
+    ids = {
+        "text": tokenizer.encode(TEXT) * 20,
+        "bytes": byte_ids(tokenizer.backend) * 10,
+        "replacement": tokenizer.encode("\ufffd" * 500),
+    }[kind]
+    decode = tokenizer.backend.decode
+    monkeypatch.setattr(tokenizer.backend, "decode", lambda ids: lengths.append(len(ids)) or decode(ids), raising=False)
     stream = Detokenizer(tokenizer)
-    assert [stream.push(id) for id in tokenizer.encode("a𝄞b")] == ["", "a", "", "", "", "𝄞", "b"]
-    stream, ids, shown = Detokenizer(stories), stories.encode("Once upon a time there was a cat.")[1:], ""
-    for index, id in enumerate(ids):
-        shown += stream.push(id)
-        assert shown == stories.decode(ids[: index + 1])
-
-
-@pytest.mark.parametrize("of", ["text", "bytes", "replacement"])
-def test_a_token_costs_the_same_however_long_the_text(folder, of):
-    tokenizer = load_tokenizer(folder)
-    lengths = []
-
-    class Counting:
-        def __getattr__(self, name):
-            return getattr(tokenizer.backend, name)
-
-        def decode(self, ids):
-            lengths.append(len(ids))
-            return tokenizer.backend.decode(ids)
-
-    stream = Detokenizer(tokenizer)
-    stream._backend = Counting()  # pyright: ignore[reportAttributeAccessIssue]
-    lone = byte_ids(tokenizer)
-    ids = {"text": tokenizer.encode(TEXT) * 20, "bytes": lone * 10, "replacement": tokenizer.encode("\ufffd" * 500)}[of]
     for id in ids:
         stream.push(id)
     assert sum(lengths) < 40 * len(ids)

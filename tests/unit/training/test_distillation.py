@@ -1,14 +1,13 @@
 """A student learns its teacher's distributions: the formula, the start, the agreement, the run, the refusals."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_training import plain_pass
-from small_runs import MIXED_WINDOW, SCHEDULE, VOCAB, WINDOW, killed_at, log, losses, model
+from small_runs import MIXED_WINDOW, SCHEDULE, VOCAB, WINDOW, killed_at, log, losses, model, run_folder
 
 from et_jax.errors import UsageError
 from et_jax.models.weights import Dense
@@ -41,11 +40,10 @@ def student(settings):
     return dataclasses.replace(settings, model=shape, schedule=schedule, distilled=True)
 
 
-def distribution(params, config, inputs, segments=None):
-    """The log-probabilities that plain attention gives of every next token, float64."""
+def log_probabilities(params, config, inputs, segments=None):
+    """What plain attention gives of every next token."""
     plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.unstack(params))
-    scores = np.asarray(plain_pass(plain, config, inputs, segments)[0], np.float64)
-    return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    return jax.nn.log_softmax(plain_pass(plain, config, inputs, segments)[0])
 
 
 def given():
@@ -54,51 +52,30 @@ def given():
     return inputs, jax.random.uniform(jax.random.key(2), inputs.shape) * 5.0, segments
 
 
-def agreement_of(taught, teacher_config, params, student, inputs):
-    """The divergence and the overlap of the next token's distributions, and whether the likeliest is the same."""
-    log_p, log_q = distribution(taught, teacher_config, inputs), distribution(params, student.model, inputs)
-    p, q = np.exp(log_p), np.exp(log_q)
-    return (p * (log_p - log_q)).sum(-1), np.minimum(p, q).sum(-1), p.argmax(-1) == q.argmax(-1)
-
-
-def test_the_loss_is_the_divergence_of_the_formula(student, teacher):
-    inputs, weights, segments = given()
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_and_its_gradient_are_those_of_the_divergence(student, teacher, packed):
+    inputs, *others = given()
+    weights, segments = others if packed else (jnp.ones(inputs.shape), None)
     params = loop.start_beside(teacher, student)[0].params
-    log_p = distribution(teacher.params, teacher.config, inputs, segments)
-    log_q = distribution(params, student.model, inputs, segments)
-    divergence = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
-    assert divergence.mean() > 0.1  # nats: enough to tell one formula from another
-    counts = np.asarray(weights)
-    expected = (divergence * counts).sum() / counts.sum()
-    judged = params, student.model, inputs, teacher.params, teacher.config
-    found = loss.mean_divergence(*judged, weights, segments)
-    assert float(found) == pytest.approx(expected, rel=0.02)  # products in bfloat16
-    whole = agreement_of(teacher.params, teacher.config, params, student, inputs)[0]
-    assert float(loss.mean_divergence(*judged)) == pytest.approx(whole.mean(), rel=0.02)
+    log_p = log_probabilities(teacher.params, teacher.config, inputs, segments)
+
+    def plain(params):
+        log_q = log_probabilities(params, student.model, inputs, segments)
+        return ((jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1) * weights).sum() / weights.sum()
+
+    def found_of(params):
+        judged = params, student.model, inputs, teacher.params, teacher.config
+        return loss.mean_divergence(*judged, *((weights, segments) if packed else ()))
+
+    expected, wanted = jax.jit(jax.value_and_grad(plain))(params)
+    found, gradients = jax.jit(jax.value_and_grad(found_of))(params)
+    assert float(expected) > 0.1  # nats: enough to tell one formula from another
+    assert float(found) == pytest.approx(float(expected), rel=0.02)  # products in bfloat16
+    for formula, got in zip(jax.tree.leaves(wanted), jax.tree.leaves(gradients), strict=True):
+        assert jnp.linalg.norm(formula - got) <= 0.05 * jnp.linalg.norm(formula)
 
 
-def test_the_gradient_is_the_slope_of_the_loss_and_nothing_where_the_student_is_the_teacher(student, teacher):
-    x, taught = (
-        jax.random.normal(jax.random.key(seed), (6, width), jnp.float32) for seed, width in ((1, WIDTH), (2, 2 * WIDTH))
-    )
-    weight, other = (0.3 * jax.random.normal(jax.random.key(i), (40, y.shape[1])) for i, y in ((3, x), (4, taught)))
-    x, weight, taught, other = (y.astype(jnp.bfloat16) for y in (x, weight, taught, other))
-
-    def formula(x, weight):
-        p, q = (
-            jax.nn.log_softmax(one.astype(jnp.float32) @ two.T.astype(jnp.float32))
-            for one, two in ((taught, other), (x, weight))
-        )
-        return (jnp.exp(p) * (p - q)).sum(axis=-1)
-
-    values, errors = loss._divergences_and_errors(weight, x, taught, other)
-    np.testing.assert_allclose(values, formula(x, weight), rtol=1e-5)
-    slope = jax.grad(lambda x: formula(x, weight).sum())(x.astype(jnp.float32))
-    np.testing.assert_allclose(errors @ weight.astype(jnp.float32), slope, atol=1e-5)
-    values, errors = loss._divergences_and_errors(other, taught, taught, other)
-    assert float(jnp.abs(values).max()) < 1e-6
-    assert float(jnp.abs(errors).max()) < 1e-6
-
+def test_a_student_that_is_its_teacher_learns_nothing(teacher):
     inputs, weights, segments = given()
     own = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), teacher.params)
     value, gradient = jax.value_and_grad(loss.mean_divergence)(
@@ -125,9 +102,14 @@ def test_agreement_is_that_of_the_formulas(student, teacher):
     mask[1, 7:] = False
     rows = corpus.Rows(inputs=np.asarray(inputs), targets=np.asarray(inputs), target_mask=mask)
     found = distillation.agreement(params, student, teacher, rows, batch_tokens=LENGTH)
-    divergence, overlap, same = agreement_of(teacher.params, teacher.config, params, student, inputs)
-    np.testing.assert_allclose(found.divergence, np.where(mask, divergence, 0), rtol=0.05, atol=0.01)
-    np.testing.assert_allclose(found.overlap, np.where(mask, overlap, 0), atol=0.02)
+    log_p, log_q = (
+        np.asarray(log_probabilities(*each, inputs), np.float64)
+        for each in ((teacher.params, teacher.config), (params, student.model))
+    )
+    p, q = np.exp(log_p), np.exp(log_q)
+    np.testing.assert_allclose(found.divergence, np.where(mask, (p * (log_p - log_q)).sum(-1), 0), rtol=0.05, atol=0.01)
+    np.testing.assert_allclose(found.overlap, np.where(mask, np.minimum(p, q).sum(-1), 0), atol=0.02)
+    same = p.argmax(-1) == q.argmax(-1)
     assert (found.greedy == np.where(mask, same, 0)).mean() > 0.9  # bfloat16 may swap the two likeliest
     itself = distillation.agreement(
         teacher.params, dataclasses.replace(student, model=teacher.config), teacher, rows, batch_tokens=LENGTH
@@ -153,7 +135,7 @@ def test_a_student_comes_nearer_and_a_killed_run_resumes_the_same(student, teach
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_the_card_tells_how_near_the_student_has_come(mixed_settings, mixed_data, tmp_path):
+def test_the_card_says_how_near_the_student_has_come(mixed_settings, mixed_data, tmp_path):
     tokenizer, _, held_out = mixed_data
     schedule = dataclasses.replace(SCHEDULE, short_length=128, long_length=MIXED_WINDOW)
     settings = dataclasses.replace(mixed_settings, schedule=schedule, distilled=True, probed_length=MIXED_WINDOW)
@@ -167,22 +149,11 @@ def test_the_card_tells_how_near_the_student_has_come(mixed_settings, mixed_data
     rows = corpus.held_out_rows(held_out, MIXED_WINDOW)
     for nats, one in ((figures.nats, params), (figures.teacher_nats, teacher.params)):
         assert nats == pytest.approx(loop.evaluate(one, settings, rows).sum() / rows.target_mask.sum(), rel=1e-3)
-    folder = tmp_path / "run"
-    (folder / "data").mkdir(parents=True)
-    for side, name in (("train", "a.txt"), ("held_out", "Kept_1850.txt")):
-        (folder / "data" / f"{side}.json").write_text(json.dumps({"works": [name], "starts": [0, 9]}))
-    (folder / "log.jsonl").write_text(json.dumps({"minutes": 90.0}) + "\n")
-    told = Run(folder=folder, step=8, hardware="a test")
+    told = Run(folder=run_folder(tmp_path), step=8, hardware="a test")
     student_card.write_card(figures, settings, told, held_out, tmp_path / "card.md")
     text = (tmp_path / "card.md").read_text()
-    for part in (
-        "| all | " + " | ".join(f"{value:.3f}" for value in whole[1]) + " |",
-        f"loses {figures.nats:.3f} nats per token and the teacher {figures.teacher_nats:.3f}",
-        "--recipe small --teacher bundled --steps 8 --seed 0",
-        "Kept_1850",
-        "| passkey |",
-    ):
-        assert part in text
+    assert f"loses {figures.nats:.3f} nats per token and the teacher {figures.teacher_nats:.3f}" in text
+    assert "--recipe small --teacher bundled --steps 8 --seed 0" in text and "Kept_1850" in text
 
 
 def test_a_teacher_is_read_as_it_is_and_one_that_cannot_teach_is_refused(
