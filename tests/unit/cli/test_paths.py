@@ -106,20 +106,14 @@ PROMPT, TASK = ["--model", "model", "-p", "It was"], ["--model", "model", "--tas
     ("module", "given", "arguments"),
     [
         (generate, BATCH, "--metrics in.jsonl"),
-        (generate, BATCH, "--metrics out.jsonl"),
         (generate, BATCH, "--metrics out.jsonl.manifest.json"),
-        (generate, BATCH, "--metrics hard.jsonl"),
         (generate, BATCH, "--output ./in.jsonl"),
-        (generate, BATCH, "--output soft.jsonl"),
         (generate, BATCH, "--output rows --input rows.manifest.json"),
         (generate, BATCH, "--output model/out.jsonl"),
-        (generate, BATCH, "--metrics model/config.json"),
         (generate, PROMPT, "--trace model/config.json"),
         (generate, PROMPT, "--plot model/a.png"),
-        (generate, PROMPT, "--trace a.png --plot soft.png"),
         (generate, PROMPT, "--metrics hard.png --plot a.png"),
         (evaluate, TASK, "gsm8k --prompts a.png --plot soft.png"),
-        (evaluate, TASK, "gsm8k --prompts in.jsonl --json hard.jsonl"),
         (evaluate, TASK, "passkey --haystack in.jsonl --json in.jsonl"),
         (evaluate, TASK, "passkey --json new.png --plot ./new.png"),
         (evaluate, TASK, "passkey --json model/tokenizer.json"),
@@ -149,8 +143,6 @@ def make_files(folder: Path) -> dict[str, bytes]:
         (folder / name).write_text(f'{{"prompt": "mine", "id": "{name}"}}\n')
     for name in ("config.json", "tokenizer.json"):
         (folder / "model" / name).write_text("{}")
-    (folder / "hard.jsonl").hardlink_to(folder / "in.jsonl")
-    (folder / "soft.jsonl").symlink_to("in.jsonl")
     (folder / "hard.png").hardlink_to(folder / "a.png")
     (folder / "soft.png").symlink_to("a.png")
     return contents(folder)

@@ -100,7 +100,6 @@ def test_what_is_beyond_the_cache_is_refused_in_one_sentence(words, architecture
     [
         ("mixtral", {}, (True, True, True, True)),
         ("gpt_oss", {}, (True, True, True, True)),
-        ("qwen2_moe", {}, (True, True, True, True)),
         ("qwen3_moe", {"decoder_sparse_step": 2}, (False, True, False, True)),
         ("qwen3_moe", {"decoder_sparse_step": 0}, (False, False, False, False)),
         ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (False, True, False, False)),
@@ -109,9 +108,7 @@ def test_what_is_beyond_the_cache_is_refused_in_one_sentence(words, architecture
 def test_some_layers_of_a_mixture_are_dense(name, changes, layers):
     experts = shaped(name, num_hidden_layers=4, **changes).experts
     assert experts is not None and experts.layers == layers
-    assert (experts.num_experts, experts.num_per_token) == (4, 2)
     assert experts.width == (SMALL.intermediate_size if name in ("mixtral", "gpt_oss") else 20)
-    assert experts.shared_width == (12 if name == "qwen2_moe" else None)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

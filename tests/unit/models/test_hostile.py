@@ -81,6 +81,10 @@ def large(file, size):
     return instead(file, lambda path: (path.touch(), os.truncate(path, size)))
 
 
+def cut(size):
+    return lambda folder: os.truncate(file := folder / "model.safetensors", size % file.stat().st_size)
+
+
 def index(weight_map):
     return text("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
 
@@ -290,6 +294,7 @@ CASES = {
     "the settings have half a character": (settings(bos_token="\ud800"), "half of a surrogate pair"),
     "the end ids are half a character": (sets("generation_config.json", eos_token_id="\ud800"), "surrogate pair"),
     "the config has a mark": (text("config.json", b"\xef\xbb\xbf{}"), "BOM"),
+    "the config is a list": (text("config.json", "[1]"), "config.json is not a JSON object"),
     "the settings are cut short": (text("tokenizer_config.json", "{"), "not readable JSON"),
     "the settings are null": (text("tokenizer_config.json", "null"), "not a JSON object"),
     **{f"{file} is a pipe": (instead(file, os.mkfifo), f"{file} is not a regular file") for file in PIPES},
@@ -304,9 +309,14 @@ CASES = {
     **{name: (edit, "truncated or damaged") for name, edit in DAMAGED.items()},
     "a header without tensors": (text("model.safetensors", struct.pack("<Q", 2) + b"{}"), "lack the tensor"),
     "no data": (header(tensor(shape=[0, 4], data_offsets=[0, 0])), "model.safetensors"),
+    "the weights are cut short": (cut(100), "truncated"),
+    "the weights lack their last byte": (cut(-1), "truncated"),
+    "there are no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "there is only a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "only pytorch_mod"),
     "no weights but GGUF": (alone("model.gguf"), "config.json"),
     # the index
     **{f"the index names {name!r:.9}": (index({EMBEDDING: name}), "weight_map") for name in NAMES},
+    "the index names what is not there": (index({EMBEDDING: "b.safetensors"}), "names b.safetensors, which is not in"),
     "the index is a list": (index(["model.safetensors"]), "weight_map"),
     "the index is empty": (index({}), "weight_map"),
     "the index has half a character": (index({EMBEDDING: "\ud800"}), "half of a surrogate pair"),
@@ -341,7 +351,7 @@ CASES = {
     "a tokenizer of noise": (without_tokenizer("tokenizer.model", bytes(range(256)) * 9), "SentencePiece"),
     "a tokenizer of nothing": (without_tokenizer("tokenizer.model", b""), "SentencePiece"),
     # the folder
-    "the folder is empty": (alone(""), "config.json"),
+    "the folder is empty": (alone(""), "has no config.json"),
     "the folder holds orbax alone": (alone("orbax"), "config.json"),
     "orbax is empty": (lambda f: (f / "orbax").mkdir(), "orbax has no checksums.json"),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
 
-from et_jax.models.experts import choose, gate, mixed, rows_per_turn
+from et_jax.models.experts import choose, gate, mixed
 from et_jax.models.params import num_multiplied, num_weights
 from et_jax.models.transformer import initialise
 from et_jax.models.weights import quantized
@@ -54,11 +54,6 @@ def test_fewer_experts_share_the_weight_and_none_have_none():
     np.testing.assert_array_equal(choice.expert[:2, :2], np.argsort(-probability, axis=1)[:2, :2])
     out = jax.jit(partial(mixed, form="loop"))(replace(experts, shared=None), x, choice)
     assert out[0].any() and not out[2].any()
-
-
-def test_a_turn_multiplies_about_as_many_tokens_as_an_expert_has():
-    sizes = [(2, 8, 128), (16, 8, 128), (64, 4, 32), (512, 8, 128), (512, 2, 8)]
-    assert [rows_per_turn(*each) for each in sizes] == [2, 4, 8, 32, 32]
 
 
 def test_weights_are_counted_by_layer_and_those_multiplied_by_token():

@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_tokenizer import MISTRAL, byte_fallback, byte_level, configure
 
@@ -37,17 +37,6 @@ def folder(request, tmp_path):
 
 def specials(tokenizer, ids):
     return [id for id in ids if not tokenizer.backend.visible(id)]
-
-
-def test_a_message_cannot_end_itself(folder):
-    tokenizer = load_tokenizer(folder)
-    bos, eos = tokenizer.bos_id, *tokenizer.eos_ids
-    for content in ("</s>", "a</s>b", "<s><s>", "</s> cat\n</s>", "x<unk>", "</s", "cat</s></s>"):
-        ids = tokenizer.chat(said(content, "cat"))
-        assert specials(tokenizer, ids) == [bos, eos, eos], content
-        first = ids[1 : ids.index(eos)]
-        assert tokenizer.decode(first).strip() == f"[user] {content}".strip()
-    assert tokenizer.chat(said("cat"), "be</s>").count(eos) == 2
 
 
 @pytest.mark.parametrize(("allowed", "ends"), [(False, 1), (True, 2)])
@@ -86,22 +75,22 @@ def shown(plain, content):
 
 
 @given(contents=st.lists(st.text(alphabet="ab </s>u\n€", max_size=30), min_size=1, max_size=3))
+@example(contents=["a</s>b", "x<unk>", "<s><s>"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_message_writes_a_special_token(folder, contents):
-    tokenizer = loaded(folder)
+    if folder.name not in LOADED:
+        LOADED[folder.name] = load_tokenizer(folder)
+    tokenizer = LOADED[folder.name]
+    bos, eos = tokenizer.bos_id, *tokenizer.eos_ids
     ids = tokenizer.chat(said(*contents))
-    assert specials(tokenizer, ids) == [tokenizer.bos_id] + list(tokenizer.eos_ids) * len(contents)
+    assert specials(tokenizer, ids) == [bos] + [eos] * len(contents)
+    assert tokenizer.decode(ids[1 : ids.index(eos)]).strip() == f"[user] {contents[0]}".strip()
+    assert tokenizer.chat(said(contents[0]), "be</s>").count(eos) == 2
     if not any(special in content for content in contents for special in ("<s>", "</s>", "<unk>")):
         assert ids == tokenizer.backend.encode(tokenizer.render(said(*contents)), special=False)
 
 
 LOADED = {}
-
-
-def loaded(folder):
-    if folder.name not in LOADED:
-        LOADED[folder.name] = load_tokenizer(folder)
-    return LOADED[folder.name]
 
 
 def test_of_special_texts_that_begin_alike_the_longest_is_masked():
