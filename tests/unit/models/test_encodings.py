@@ -79,10 +79,12 @@ def gptq(draw: np.random.Generator, o: int, i: int, bits: int = 4, lower: int = 
     """Groups of 8 inputs each, which inputs are in which drawn at random; the zero points stored `lower`."""
     most, fields = 1 << bits, 32 // bits
     group = draw.permutation(np.arange(i) // 8)
-    q, zero = draw.integers(0, most, (i, o)), draw.integers(1, most, (i // 8, o))
+    q, zero = draw.integers(0, most, (i, o)), draw.integers(0, most, (i // 8, o))
     scale = draw.uniform(0.5, 2, (i // 8, o)).astype(np.float16)
     down = [[pack(q[at : at + fields, column].tolist(), bits) for column in range(o)] for at in range(0, i, fields)]
-    along = [[pack((row[at : at + fields] - lower).tolist(), bits) for at in range(0, o, fields)] for row in zero]
+    along = [
+        [pack(((row[at : at + fields] - lower) % most).tolist(), bits) for at in range(0, o, fields)] for row in zero
+    ]
     tensors = {
         "qweight": np.array(down, np.int32),
         "qzeros": np.array(along, np.int32),

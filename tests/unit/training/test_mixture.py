@@ -71,7 +71,7 @@ def drawn(mixed_data, step, length):
 
 @pytest.mark.parametrize("length", [128, 1024])
 def test_documents_of_every_task_fit_into_a_row(mixed_data, length):
-    made = [drawn(mixed_data, step, length) for step in range(30)]
+    made = [drawn(mixed_data, step, length) for step in range(40)]
     sizes = [sum(len(mixture.encode(one, mixed_data[0], Mixture())[0]) for one in found) for found in made]
     assert max(sizes) <= length
     assert {one.task for found in made for one in found} == set(TASKS)
