@@ -50,14 +50,3 @@ def killed_at(monkeypatch, module, made, step, train):
         patch.setattr(module, made, killed)
         with pytest.raises(KeyboardInterrupt):
             train()
-
-
-def run_folder(place):
-    """The folder of a run of an hour and a half, begun three times, and the works that it was given."""
-    folder = place / "run"
-    (folder / "data").mkdir(parents=True)
-    for side, name in (("train", "a.txt"), ("held_out", "Kept_1850.txt")):
-        (folder / "data" / f"{side}.json").write_text(json.dumps({"works": [name], "starts": [0, 9]}))
-    minutes = (3.0, 45.0, 2.0, 30.0, 1.0, 15.0)
-    (folder / "log.jsonl").write_text("".join(json.dumps({"minutes": value}) + "\n" for value in minutes))
-    return folder

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -34,7 +33,7 @@ def spellings(folder: Path, file: Path) -> list[Path]:
     return [file, folder / "soft", folder / "hard", folder / "down" / ".." / file.name, Path(os.path.relpath(file))]
 
 
-def test_one_file_under_two_names(tmp_path: Path) -> None:
+def test_one_file_under_two_names(tmp_path):
     (tmp_path / "a").write_text("mine")
     for other in spellings(tmp_path, tmp_path / "a"):
         said = refusal(input=tmp_path / "a", metrics=other)
@@ -44,7 +43,7 @@ def test_one_file_under_two_names(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "mine"
 
 
-def test_two_files_that_are_not_there_yet(tmp_path: Path) -> None:
+def test_two_files_that_are_not_there_yet(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "here").symlink_to(tmp_path)
     for other in (tmp_path / "link", tmp_path / "here" / "a", tmp_path / "x" / ".." / "a", tmp_path / "A"):
@@ -52,7 +51,7 @@ def test_two_files_that_are_not_there_yet(tmp_path: Path) -> None:
     assert "--plot" in refusal(trace=tmp_path / "Stra\u00dfe", plot=tmp_path / "STRASSE")
 
 
-def test_files_that_may_stand_beside_one_another(tmp_path: Path) -> None:
+def test_files_that_may_stand_beside_one_another(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     check_paths(
@@ -63,7 +62,7 @@ def test_files_that_may_stand_beside_one_another(tmp_path: Path) -> None:
     check_paths({"--input": Path("/dev/null")}, {"--trace": Path("/dev/null")}, None)
 
 
-def test_a_model_is_not_written_over(tmp_path: Path) -> None:
+def test_a_model_is_not_written_over(tmp_path):
     model = tmp_path / "model"
     (model / "orbax" / "d").mkdir(parents=True)
     (model / "config.json").write_text("{}")
@@ -79,7 +78,7 @@ def test_a_model_is_not_written_over(tmp_path: Path) -> None:
     check_paths({}, {"--output": model / "results" / "out"}, model)
 
 
-def test_a_stream_is_a_file_too(tmp_path: Path) -> None:
+def test_a_stream_is_a_file_too(tmp_path):
     """What the shell opened counts, where it is a file and no pipe."""
     code = (
         "import sys; from pathlib import Path; from et_jax.cli.paths import check_paths\n"
@@ -119,14 +118,7 @@ PROMPT, TASK = ["--model", "model", "-p", "It was"], ["--model", "model", "--tas
         (evaluate, TASK, "passkey --json model/tokenizer.json"),
     ],
 )
-def test_a_command_writes_over_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    module: ModuleType,
-    given: list[str],
-    arguments: str,
-) -> None:
+def test_a_command_writes_over_nothing(tmp_path, monkeypatch, capfd, module, given, arguments):
     files = make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert module.main([*given, *arguments.split()]) == command.USAGE
@@ -152,9 +144,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_every_file_to_write_is_looked_at_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_file_to_write_is_looked_at_before_any_work(tmp_path, monkeypatch, capfd):
     """Nothing is loaded, nothing is written, and one sentence says which file of which flag it is."""
     monkeypatch.setattr(engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setattr(trace, "read_trace", lambda *_: pytest.fail("a trace was read"))
@@ -191,7 +181,7 @@ def test_every_file_to_write_is_looked_at_before_any_work(
             assert sorted(tmp_path.iterdir()) == before, (flag, name)
 
 
-def test_a_name_that_is_empty_names_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_empty_names_nothing(capfd):
     """As of a variable that is not set."""
     for module, flag in [
         *((generate, name) for name in ("--model", "--input", "--small", "--draft", "--control", "--cache-policy")),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_the_first_signal_keeps_the_text(number: int, code: int) -> None:
+def test_the_first_signal_keeps_the_text(number, code):
     with started(*generating("-p", "It was", "--max-tokens", "99", wait="time.sleep(0.5)")) as process:
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -24,7 +24,7 @@ def test_the_first_signal_keeps_the_text(number: int, code: int) -> None:
     assert out.endswith(b"\n") and b"(abort)" in err and b"Traceback" not in err
 
 
-def test_the_second_signal_ends_whatever_is_waited_for() -> None:
+def test_the_second_signal_ends_whatever_is_waited_for():
     with started(*generating("-p", "It was", "--max-tokens", "99", wait="busy()")) as process:
         process.send_signal(signal.SIGINT)
         time.sleep(1)
@@ -34,7 +34,7 @@ def test_the_second_signal_ends_whatever_is_waited_for() -> None:
     assert (process.returncode, err.decode().split()) == (143, ["interrupted"])
 
 
-def test_a_signal_before_the_first_token_or_at_the_exit_waits_for_nothing() -> None:
+def test_a_signal_before_the_first_token_or_at_the_exit_waits_for_nothing():
     with started(*generating("-p", "It was", load="os.write(1, b'.'); busy()")) as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
@@ -48,7 +48,7 @@ def test_a_signal_before_the_first_token_or_at_the_exit_waits_for_nothing() -> N
 
 
 @pytest.mark.parametrize("module", ["generate", "evaluate"])
-def test_an_interrupt_amid_imports_is_one_line(module: str, tmp_path: Path) -> None:
+def test_an_interrupt_amid_imports_is_one_line(module, tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("import os, time\nos.write(1, b'.')\ntime.sleep(300)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(module_of_signals.__file__).parents[2])])
@@ -60,7 +60,7 @@ def test_an_interrupt_amid_imports_is_one_line(module: str, tmp_path: Path) -> N
     assert process.returncode == 130 and said.startswith("interrupted")
 
 
-def test_what_was_ignored_stays_ignored() -> None:
+def test_what_was_ignored_stays_ignored():
     """As under nohup, or in the background of a script."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

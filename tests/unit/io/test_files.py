@@ -15,7 +15,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in folder.iterdir()}
 
 
-def test_no_other_file_is_touched_and_permissions_stay(tmp_path: Path) -> None:
+def test_no_other_file_is_touched_and_permissions_stay(tmp_path):
     before = dict.fromkeys(("a", "a.new", "a.tmp", "b"), "mine")
     for name, text in before.items():
         (tmp_path / name).write_text(text)
@@ -25,7 +25,7 @@ def test_no_other_file_is_touched_and_permissions_stay(tmp_path: Path) -> None:
     assert contents(tmp_path) == before | {"a": "text"} and (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_link_stays_and_points_to_the_new_text(tmp_path: Path) -> None:
+def test_a_link_stays_and_points_to_the_new_text(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("there/a")
     for text in ("one", "two"):
@@ -44,7 +44,7 @@ def hostile(folder: Path) -> list[str]:
     return [*folders, *absent, *long, str(folder / "one"), "a\0b", "\ud800", "/dev/null", "/dev/full"]
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written(tmp_path):
     names = hostile(tmp_path)
     before = sorted(tmp_path.iterdir())
     for path in names:
@@ -58,7 +58,7 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     check_writable("/dev/null", grows=True)
 
 
-def test_a_file_that_may_not_be_changed_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_changed_is_not_replaced(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("mine")
     check_writable(tmp_path / "a", grows=True)
     monkeypatch.setattr(os, "access", lambda *_: False)  # which a superuser is not told of any file
@@ -69,9 +69,7 @@ def test_a_file_that_may_not_be_changed_is_not_replaced(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("suffix", ["", ".png"])
-def test_a_write_that_fails_leaves_the_old_file_and_an_interrupted_one_nothing(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_an_interrupted_one_nothing(suffix, tmp_path, monkeypatch):
     def write(path: Path, text: str) -> None:
         if not suffix:
             return replace_file(path, text)

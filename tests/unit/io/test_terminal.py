@@ -43,9 +43,7 @@ def shown_by(show: Callable[[], None], monkeypatch: pytest.MonkeyPatch, columns:
         ({"TERM": "xterm", "NO_COLOR": ""}, True),
     ],
 )
-def test_escapes_go_to_terminals_that_take_them(
-    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_escapes_go_to_terminals_that_take_them(environment, expected, monkeypatch):
     def show() -> None:
         status = Status()
         status.tell("loading")
@@ -61,7 +59,7 @@ def test_escapes_go_to_terminals_that_take_them(
     assert "loading" in shown and ("\x1b" in shown) == expected
 
 
-def test_a_status_takes_one_row_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_takes_one_row_and_leaves_none(monkeypatch):
     """In a terminal of ten columns; what follows, an error or a text, begins on an empty row."""
 
     def show() -> None:
@@ -76,7 +74,7 @@ def test_a_status_takes_one_row_and_leaves_none(monkeypatch: pytest.MonkeyPatch)
     assert shown == "\r\x1b[Kcompiling\r\x1b[K読み込み\r\x1b[K"  # nine cells, of which an ideograph takes two
 
 
-def test_without_a_known_width_there_are_eighty_columns_and_without_a_terminal_no_escapes() -> None:
+def test_without_a_known_width_there_are_eighty_columns_and_without_a_terminal_no_escapes():
     here, there = pty.openpty()  # of no size
     with open(there, "w") as terminal, open(here, "rb"):
         assert fitted("a" * 100, terminal) == fitted("a" * 100, io.StringIO()) == "a" * 79

@@ -38,7 +38,6 @@ def shaped(name: str, **changes):
     ("name", "changes", "windows"),
     [
         ("llama", {"sliding_window": 8}, (None, None)),
-        ("mistral", {"sliding_window": 8}, (8, 8)),
         ("mistral", {"sliding_window": None}, (None, None)),
         ("mistral", {"sliding_window": 8, "layer_types": LAYER_TYPES}, (None, 8)),
         ("qwen2", {"sliding_window": 8, "max_window_layers": 0}, (None, None)),
@@ -46,15 +45,11 @@ def shaped(name: str, **changes):
         ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
         ("qwen3", {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
         ("gemma2", {"sliding_window": 8}, (8, None)),
-        ("gemma2", {"sliding_window": 8, "layer_types": LAYER_TYPES}, (None, 8)),
         ("gemma3", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None)),
         ("gemma3_text", {"sliding_window": 8}, (8, 8)),  # layer 6 is the first without
-        ("phi3", {"sliding_window": 8}, (8, 8)),
         ("smollm3", {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
-        ("mixtral", {"sliding_window": 8}, (8, 8)),
         ("qwen2_moe", {"sliding_window": 0, "max_window_layers": 28}, (None, None)),  # as transformers writes it
         ("gpt_oss", {}, (128, None)),
-        ("gpt_oss", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, (None, None)),
     ],
 )
 def test_windows_are_what_the_family_means_by_them(name, changes, windows):

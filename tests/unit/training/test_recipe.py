@@ -9,13 +9,6 @@ from et_jax.training.recipe import long_settings
 from et_jax.training.schedule import Curriculum
 
 
-def test_the_small_model_reads_as_far_as_the_large_one_and_has_its_tokens():
-    small, large = recipe.small_settings(), long_settings()
-    assert (small.model.vocab_size, small.model.max_positions) == (large.model.vocab_size, large.model.max_positions)
-    for settings in (small, large):
-        assert max(settings.schedule.lengths) == settings.model.max_positions
-
-
 def test_a_token_meets_as_many_weights_of_the_mixture_as_of_the_dense_model_but_for_the_routers():
     mixture, dense = recipe.experts_config(), recipe.dense_config()
     routers = mixture.num_layers * 16 * mixture.hidden_size
