@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,10 @@ def compressed(layout: str, **scheme: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
 
 
-def pack(fields: list[int], bits: int) -> int:
-    """A word of these fields, the first in the lowest bits, as a signed number of 32 bits."""
-    word = sum(field << (bits * place) for place, field in enumerate(fields))
-    return word - (1 << 32) if word >= 1 << 31 else word
+def packed(numbers: np.ndarray, bits: int, order: Sequence[int] | slice = slice(None)) -> np.ndarray:
+    """Words of 32 bits of the numbers along the last axis, the first of each word's, by `order`, in the lowest bits."""
+    fields = numbers.reshape(*numbers.shape[:-1], -1, 32 // bits)[..., order].astype(np.uint64)
+    return (fields << np.arange(0, 32, bits, dtype=np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
 
 
 def scaled(dtype: Any, rows: int | None, columns: int | None, scales: Any = np.float32, **others: Any) -> Any:
@@ -67,48 +67,28 @@ def scaled(dtype: Any, rows: int | None, columns: int | None, scales: Any = np.f
 
 
 def words(draw: np.random.Generator, o: int, i: int) -> Coded:
-    """4 bits in groups of 8 inputs, 8 in a word, the middle of the range for zero."""
+    """4 bits in groups of 8 inputs, the middle of the range for zero."""
     fields, scale = draw.integers(0, 16, (o, i)), draw.uniform(0.5, 2, (o, i // 8)).astype(np.float32)
-    packed = [[pack(row[at : at + 8].tolist(), 4) for at in range(0, i, 8)] for row in fields]
-    shape = np.array([o, i], np.int64)
-    tensors = {"weight_packed": np.array(packed, np.int32), "weight_scale": scale, "weight_shape": shape}
+    tensors = {"weight_packed": packed(fields, 4), "weight_scale": scale, "weight_shape": np.array([o, i])}
     return tensors, (fields - 8) * np.repeat(scale, 8, axis=1)
 
 
 def gptq(draw: np.random.Generator, o: int, i: int, bits: int = 4, lower: int = 1) -> Coded:
     """Groups of 8 inputs each, which inputs are in which drawn at random; the zero points stored `lower`."""
-    most, fields = 1 << bits, 32 // bits
     group = draw.permutation(np.arange(i) // 8)
-    q, zero = draw.integers(0, most, (i, o)), draw.integers(0, most, (i // 8, o))
+    q, zero = draw.integers(0, 1 << bits, (i, o)), draw.integers(0, 1 << bits, (i // 8, o))
     scale = draw.uniform(0.5, 2, (i // 8, o)).astype(np.float16)
-    down = [[pack(q[at : at + fields, column].tolist(), bits) for column in range(o)] for at in range(0, i, fields)]
-    along = [
-        [pack(((row[at : at + fields] - lower) % most).tolist(), bits) for at in range(0, o, fields)] for row in zero
-    ]
-    tensors = {
-        "qweight": np.array(down, np.int32),
-        "qzeros": np.array(along, np.int32),
-        "scales": scale,
-        "g_idx": group.astype(np.int32),
-        "bias": np.zeros(o, np.float16),
-    }
+    tensors = {"qweight": packed(q.T, bits).T.copy(), "qzeros": packed((zero - lower) % (1 << bits), bits)}
+    tensors |= {"scales": scale, "g_idx": group.astype(np.int32), "bias": np.zeros(o, np.float16)}
     return tensors, ((q - zero[group]) * scale[group].astype(np.float64)).T
 
 
 def awq(draw: np.random.Generator, o: int, i: int) -> Coded:
     """Groups of 8 inputs; a word holds eight outputs, the even ones first."""
     q, zero = draw.integers(0, 16, (i, o)), draw.integers(0, 16, (i // 8, o))
-    scale = draw.uniform(0.5, 2, (i // 8, o)).astype(np.float16)
-
-    def along(rows: np.ndarray) -> np.ndarray:
-        eights = [[row[at : at + 8] for at in range(0, o, 8)] for row in rows]
-        return np.array(
-            [[pack([*eight[::2].tolist(), *eight[1::2].tolist()], 4) for eight in row] for row in eights], np.int32
-        )
-
-    group = np.arange(i) // 8
-    tensors = {"qweight": along(q), "qzeros": along(zero), "scales": scale}
-    return tensors, ((q - zero[group]) * scale[group].astype(np.float64)).T
+    scale, order = draw.uniform(0.5, 2, (i // 8, o)).astype(np.float16), [0, 2, 4, 6, 1, 3, 5, 7]
+    tensors = {"qweight": packed(q, 4, order), "qzeros": packed(zero, 4, order), "scales": scale}
+    return tensors, ((q - np.repeat(zero, 8, axis=0)) * np.repeat(scale.astype(np.float64), 8, axis=0)).T
 
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[..., Coded]]] = {
@@ -120,7 +100,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., Coded]]] = {
     ),
     "fp8 whole": (
         {"quant_method": "fp8", "activation_scheme": "static"},
-        scaled(FP8, None, None, input_scale=np.float32(3)),
+        scaled(FP8, None, None, input_scale=np.array(3, np.float32)),
     ),
     "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [16, 12]}, scaled(FP8, 16, 12)),
     "words": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=8), words),
