@@ -1,5 +1,7 @@
 """The model that training is compared with: plain attention over all heads and rows at once, in float32."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -17,7 +19,7 @@ def plain_attention(q, k, v, segments, window=None):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def plain_pass(params, config, inputs, segments=None, memory=None, mix=None):
+def plain_pass(params, config, inputs, segments=None, memory=None, mix=None) -> tuple[Any, Any]:
     """The logits at every position, by weights of one layer each, and the memory that `mix` leaves."""
     segments = jnp.zeros(inputs.shape, jnp.int32) if segments is None else segments
 

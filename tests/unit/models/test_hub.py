@@ -29,7 +29,7 @@ class Hub:
     """A hub of one model: serves the files of `folder` and notes what was asked of it."""
 
     def __init__(self, monkeypatch, folder=None, error=None, reached=None):
-        self.folder, self.error, self.asked, self.local = folder, error, [], []
+        self.folder, self.error, self.asked, self.local = folder or Path(), error, [], []
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
         monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", Mock(side_effect=reached))

@@ -1,6 +1,7 @@
 """A weight as a node: its products and rows by formula, and what it counts."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import jax
@@ -135,6 +136,7 @@ def test_a_matrix_that_is_looked_up_in_lies_by_rows_on_a_tpu_alone():
     def place(platform: str, ndim: int):
         sharding = mock.Mock(spec=jax.sharding.Sharding, device_set=[SimpleNamespace(platform=platform)])
         found = by_rows(SimpleNamespace(ndim=ndim, sharding=sharding))
-        return found.layout.major_to_minor if isinstance(found, Format) else found is sharding
+        layout: Any = found.layout if isinstance(found, Format) else None
+        return found is sharding if layout is None else layout.major_to_minor
 
     assert [place("tpu", 2), place("tpu", 1), place("cpu", 2), place("gpu", 2)] == [(0, 1), True, True, True]
