@@ -1,7 +1,7 @@
 """Stop strings: the shown text does not depend on how it was cut, and nothing shown is ever taken back."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from et_jax.text.stop_strings import StopStrings
@@ -28,6 +28,8 @@ def run(pieces, stops):
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(TEXT, max_size=8), STOPS)
+@example(["one\n", "\ntwo"], ["\n\n"])
+@example(["xab", "cd"], ["abcd", "bc", "abc"])
 def test_the_text_is_cut_at_the_first_stop_string_and_only_what_could_become_one_is_held_back(pieces, stops):
     shown, rest, found = run(pieces, stops)
     assert ("".join(shown) + rest, found) == cut_at_first_stop("".join(pieces), stops)
