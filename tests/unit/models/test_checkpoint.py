@@ -26,13 +26,8 @@ CONFIG = dataclasses.replace(
     SMALL, architecture="qwen2", vocab_size=24, hidden_size=16, intermediate_size=20, head_dim=4, qkv_bias=True
 )
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
-MIXTURE = dataclasses.replace(
-    CONFIG,
-    architecture="qwen2_moe",
-    experts=ExpertConfig(
-        num_experts=3, num_per_token=2, width=12, normalised=False, layers=(False, True), shared_width=8
-    ),
-)
+EXPERTS = ExpertConfig(num_experts=3, num_per_token=2, width=12, normalised=False, layers=(False, True), shared_width=8)
+MIXTURE = dataclasses.replace(CONFIG, architecture="qwen2_moe", experts=EXPERTS)
 EMBEDDING, HEAD, BIAS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.bias"
 EXPERT, ROUTER = "model.layers.1.mlp.experts.2.down_proj.weight", "model.layers.1.mlp.gate.weight"
 
@@ -248,15 +243,8 @@ def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize
     assert grown < held + room, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
 
 
-MIXED = dataclasses.replace(
-    CONFIG,
-    architecture="qwen3_moe",
-    qkv_bias=False,
-    qk_norm=True,
-    num_layers=5,
-    windows=(None,) * 5,
-    experts=ExpertConfig(num_experts=4, num_per_token=2, width=8, normalised=True, layers=(False, *(True,) * 4)),
-)
+FIVE = dataclasses.replace(EXPERTS, layers=(False, *(True,) * 4))
+MIXED = dataclasses.replace(MIXTURE, num_layers=5, windows=(None,) * 5, experts=FIVE)
 
 
 @pytest.mark.parametrize(
