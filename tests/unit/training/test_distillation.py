@@ -10,6 +10,7 @@ from plain_training import plain_pass
 from small_runs import SCHEDULE, VOCAB, WINDOW, killed_at, log, losses, model
 
 from et_jax.errors import UsageError
+from et_jax.models.checkpoint import load
 from et_jax.models.weights import Dense
 from et_jax.training import corpus, distillation, export, loop, loss
 from et_jax.training.distillation import Teacher
@@ -142,6 +143,7 @@ def test_a_teacher_is_read_as_it_is_and_one_that_cannot_teach_is_refused(
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 1.0001, teacher.params)  # rounded to the teacher's
     size = export.export(wide, teacher.config, tokenizer, folder)
     assert size == sum(file.stat().st_size for file in folder.iterdir())
+    assert load(folder)[1].embedding.dtype == jnp.bfloat16
     found, own = distillation.read_teacher(folder, student)
     assert found.config == teacher.config
     assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), found, teacher))
