@@ -27,13 +27,13 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /d
         ('"$@" >&-', "It was", "Standard output is closed"),
     ],
 )
-def test_streams_and_arguments_that_hold_no_text_are_refused(line: str, prompt: str | bytes, words: str) -> None:
+def test_streams_and_arguments_that_hold_no_text_are_refused(line, prompt, words):
     code, out, err = shell(line, "-p", prompt)
     assert (code, out) == (command.USAGE, b"")
     assert len(err.splitlines()) == 1 and err.startswith("error: ") and words in err
 
 
-def test_a_switch_of_jax_that_means_nothing_is_told() -> None:
+def test_a_switch_of_jax_that_means_nothing_is_told():
     for setting in ("JAX_ENABLE_X64=maybe", "JAX_DEFAULT_PRNG_IMPL=dice"):
         variable, value = setting.split("=")
         ended = subprocess.run(
@@ -47,7 +47,7 @@ def test_a_switch_of_jax_that_means_nothing_is_told() -> None:
         assert line.startswith("error: JAX cannot be imported (") and variable.lower() in line.lower() and value in line
 
 
-def test_a_system_without_another_thread_is_told(monkeypatch, capfd) -> None:
+def test_a_system_without_another_thread_is_told(monkeypatch, capfd):
     def none(*_):
         raise RuntimeError("can't start new thread")
 
@@ -63,7 +63,7 @@ def test_a_system_without_another_thread_is_told(monkeypatch, capfd) -> None:
 
 
 @needs_full
-def test_a_full_disk_is_named() -> None:
+def test_a_full_disk_is_named():
     code, _, err = shell('"$@" > /dev/full', "-p", "It was")
     assert code == command.FAILED and err.splitlines()[-1].startswith("error: standard output: No space left on device")
     code, out, err = shell('"$@"', "-p", "It was", "--max-tokens", "2", "--json", "--trace", "/dev/full")
@@ -73,7 +73,7 @@ def test_a_full_disk_is_named() -> None:
     assert (code, out.decode()) == (0, " était une\n")
 
 
-def test_a_reader_that_has_enough_hears_no_complaint() -> None:
+def test_a_reader_that_has_enough_hears_no_complaint():
     code, out, err = shell(
         'set -o pipefail; "$@" | head -c 1', "-p", "It was", "--max-tokens", "9", wait="time.sleep(0.1)"
     )

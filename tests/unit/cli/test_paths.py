@@ -33,7 +33,7 @@ def spellings(folder: Path, file: Path) -> list[Path]:
     return [file, folder / "soft", folder / "hard", folder / "down" / ".." / file.name, Path(os.path.relpath(file))]
 
 
-def test_one_file_under_two_names(tmp_path: Path) -> None:
+def test_one_file_under_two_names(tmp_path):
     (tmp_path / "a").write_text("mine")
     for other in spellings(tmp_path, tmp_path / "a"):
         said = refusal(input=tmp_path / "a", metrics=other)
@@ -43,7 +43,7 @@ def test_one_file_under_two_names(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "mine"
 
 
-def test_two_files_that_are_not_there_yet(tmp_path: Path) -> None:
+def test_two_files_that_are_not_there_yet(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "here").symlink_to(tmp_path)
     for other in (tmp_path / "link", tmp_path / "here" / "a", tmp_path / "x" / ".." / "a", tmp_path / "A"):
@@ -51,7 +51,7 @@ def test_two_files_that_are_not_there_yet(tmp_path: Path) -> None:
     assert "--plot" in refusal(trace=tmp_path / "Stra\u00dfe", plot=tmp_path / "STRASSE")
 
 
-def test_files_that_may_stand_beside_one_another(tmp_path: Path) -> None:
+def test_files_that_may_stand_beside_one_another(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     check_paths(
@@ -62,7 +62,7 @@ def test_files_that_may_stand_beside_one_another(tmp_path: Path) -> None:
     check_paths({"--input": Path("/dev/null")}, {"--trace": Path("/dev/null")}, None)
 
 
-def test_a_model_is_not_written_over(tmp_path: Path) -> None:
+def test_a_model_is_not_written_over(tmp_path):
     model = tmp_path / "model"
     (model / "orbax" / "d").mkdir(parents=True)
     (model / "config.json").write_text("{}")
@@ -78,7 +78,7 @@ def test_a_model_is_not_written_over(tmp_path: Path) -> None:
     check_paths({}, {"--output": model / "results" / "out"}, model)
 
 
-def test_a_stream_is_a_file_too(tmp_path: Path) -> None:
+def test_a_stream_is_a_file_too(tmp_path):
     """What the shell opened counts, where it is a file and no pipe."""
     code = (
         "import sys; from pathlib import Path; from et_jax.cli.paths import check_paths\n"
@@ -97,70 +97,31 @@ def test_a_stream_is_a_file_too(tmp_path: Path) -> None:
     assert "is the same file as standard error" in (tmp_path / "error").read_text()
 
 
-CHECKED = [
-    ["--metrics", "in.jsonl"],
-    ["--metrics", "out.jsonl"],
-    ["--metrics", "out.jsonl.manifest.json"],
-    ["--metrics", "hard.jsonl"],
-    ["--output", "./in.jsonl"],
-    ["--output", "soft.jsonl"],
-    ["--output", "rows", "--input", "rows.manifest.json"],
-    ["--output", "model/out.jsonl"],
-    ["--metrics", "model/config.json"],
-]
-
-
-@pytest.mark.parametrize("arguments", CHECKED)
-def test_a_batch_writes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    files = make_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    given = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl", *arguments]
-    assert generate.main(given) == command.USAGE
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and said.endswith("; choose another file.")
-    assert " is the same file as " in said or " is a file of the model in " in said
-    assert contents(tmp_path) == files
+BATCH = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl"]
+PROMPT, TASK = ["--model", "model", "-p", "It was"], ["--model", "model", "--task"]
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("module", "given", "arguments"),
     [
-        ["--trace", "model/config.json"],
-        ["--plot", "model/a.png"],
-        ["--trace", "a.png", "--plot", "soft.png"],
-        ["--metrics", "hard.png", "--plot", "a.png"],
+        (generate, BATCH, "--metrics in.jsonl"),
+        (generate, BATCH, "--metrics out.jsonl.manifest.json"),
+        (generate, BATCH, "--output ./in.jsonl"),
+        (generate, BATCH, "--output rows --input rows.manifest.json"),
+        (generate, BATCH, "--output model/out.jsonl"),
+        (generate, PROMPT, "--trace model/config.json"),
+        (generate, PROMPT, "--plot model/a.png"),
+        (generate, PROMPT, "--metrics hard.png --plot a.png"),
+        (evaluate, TASK, "gsm8k --prompts a.png --plot soft.png"),
+        (evaluate, TASK, "passkey --haystack in.jsonl --json in.jsonl"),
+        (evaluate, TASK, "passkey --json new.png --plot ./new.png"),
+        (evaluate, TASK, "passkey --json model/tokenizer.json"),
     ],
 )
-def test_a_prompt_writes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+def test_a_command_writes_over_nothing(tmp_path, monkeypatch, capfd, module, given, arguments):
     files = make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert generate.main(["--model", "model", "-p", "It was", *arguments]) == command.USAGE
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and said.endswith("; choose another file.")
-    assert " is the same file as " in said or " is a file of the model in " in said
-    assert contents(tmp_path) == files
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--task", "gsm8k", "--prompts", "a.png", "--plot", "soft.png"],
-        ["--task", "gsm8k", "--prompts", "in.jsonl", "--json", "hard.jsonl"],
-        ["--task", "passkey", "--haystack", "in.jsonl", "--json", "in.jsonl"],
-        ["--task", "passkey", "--json", "new.png", "--plot", "./new.png"],
-        ["--task", "passkey", "--json", "model/tokenizer.json"],
-    ],
-)
-def test_an_evaluation_writes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    files = make_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert evaluate.main(["--model", "model", *arguments]) == command.USAGE
+    assert module.main([*given, *arguments.split()]) == command.USAGE
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and said.endswith("; choose another file.")
     assert " is the same file as " in said or " is a file of the model in " in said
@@ -174,8 +135,6 @@ def make_files(folder: Path) -> dict[str, bytes]:
         (folder / name).write_text(f'{{"prompt": "mine", "id": "{name}"}}\n')
     for name in ("config.json", "tokenizer.json"):
         (folder / "model" / name).write_text("{}")
-    (folder / "hard.jsonl").hardlink_to(folder / "in.jsonl")
-    (folder / "soft.jsonl").symlink_to("in.jsonl")
     (folder / "hard.png").hardlink_to(folder / "a.png")
     (folder / "soft.png").symlink_to("a.png")
     return contents(folder)
@@ -185,9 +144,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_every_file_to_write_is_looked_at_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_file_to_write_is_looked_at_before_any_work(tmp_path, monkeypatch, capfd):
     """Nothing is loaded, nothing is written, and one sentence says which file of which flag it is."""
     monkeypatch.setattr(engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setattr(trace, "read_trace", lambda *_: pytest.fail("a trace was read"))
@@ -224,7 +181,7 @@ def test_every_file_to_write_is_looked_at_before_any_work(
             assert sorted(tmp_path.iterdir()) == before, (flag, name)
 
 
-def test_a_name_that_is_empty_names_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_empty_names_nothing(capfd):
     """As of a variable that is not set."""
     for module, flag in [
         *((generate, name) for name in ("--model", "--input", "--small", "--draft", "--control", "--cache-policy")),

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -10,37 +11,26 @@ from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file, replace_picture
 
 
-def test_no_other_file_is_touched(tmp_path: Path) -> None:
-    for name in ("a", "a.new", "a.tmp", "b"):
-        (tmp_path / name).write_text("mine")
-    replace_file(tmp_path / "a", "text")
+def contents(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+def test_no_other_file_is_touched_and_permissions_stay(tmp_path):
+    before = dict.fromkeys(("a", "a.new", "a.tmp", "b"), "mine")
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "a").chmod(0o640)
+    replace_file(tmp_path / "a", b"text")
     check_writable(tmp_path / "b")
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
-        "a": "text",
-        "a.new": "mine",
-        "a.tmp": "mine",
-        "b": "mine",
-    }
+    assert contents(tmp_path) == before | {"a": "text"} and (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_link_stays_and_points_to_the_new_text(tmp_path: Path) -> None:
+def test_a_link_stays_and_points_to_the_new_text(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("there/a")
     for text in ("one", "two"):
         replace_file(tmp_path / "link", text)
         assert (tmp_path / "there" / "a").read_text() == text and (tmp_path / "link").is_symlink()
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").write_text("old")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UsageError, match=r"a cannot be written \(No space left on device\)"):
-        replace_file(tmp_path / "a", "new")
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a", "old")]
 
 
 def hostile(folder: Path) -> list[str]:
@@ -54,7 +44,7 @@ def hostile(folder: Path) -> list[str]:
     return [*folders, *absent, *long, str(folder / "one"), "a\0b", "\ud800", "/dev/null", "/dev/full"]
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written(tmp_path):
     names = hostile(tmp_path)
     before = sorted(tmp_path.iterdir())
     for path in names:
@@ -68,46 +58,29 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     check_writable("/dev/null", grows=True)
 
 
-def test_a_file_that_may_not_be_changed_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_changed_is_not_replaced(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("mine")
     check_writable(tmp_path / "a", grows=True)
     monkeypatch.setattr(os, "access", lambda *_: False)  # which a superuser is not told of any file
     for refuse in (check_writable, lambda path: check_writable(path, grows=True), lambda path: replace_file(path, "")):
         with pytest.raises(UsageError, match="Permission denied"):
             refuse(tmp_path / "a")
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a", "mine")]
+    assert contents(tmp_path) == {"a": "mine"}
 
 
-def test_permissions_stay(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("old")
-    (tmp_path / "a").chmod(0o640)
-    replace_file(tmp_path / "a", b"new")
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640 and (tmp_path / "a").read_bytes() == b"new"
+@pytest.mark.parametrize("suffix", ["", ".png"])
+def test_a_write_that_fails_leaves_the_old_file_and_an_interrupted_one_nothing(suffix, tmp_path, monkeypatch):
+    def write(path: Path, text: str) -> None:
+        if not suffix:
+            return replace_file(path, text)
+        figure = SimpleNamespace(savefig=lambda file, format: file.write(f"{text} as {format}".encode()))
+        return replace_picture(path, figure)  # type: ignore[arg-type]
 
-
-def test_an_interrupt_leaves_nothing_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        replace_file(tmp_path / "a", "new")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_a_picture_is_whole_or_not_there(
-    suffix: str, begins: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figure = SimpleNamespace(savefig=lambda file, format: file.write(begins + format.encode()))
-    path = tmp_path / f"a{suffix}"
-    replace_picture(path, figure)  # type: ignore[arg-type]
-    assert path.read_bytes() == begins + suffix[1:].encode()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        replace_picture(path, SimpleNamespace(savefig=lambda file, format: file.write(b"half")))  # type: ignore[arg-type]
-    assert path.read_bytes().startswith(begins) and len(list(tmp_path.iterdir())) == 1
+    old = {f"a{suffix}": "old as png" if suffix else "old"}
+    write(tmp_path / f"a{suffix}", "old")
+    for error, raised in ((OSError(28, "No space left on device"), UsageError), (KeyboardInterrupt, KeyboardInterrupt)):
+        monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=error))
+        for name in ("a", "new"):
+            with pytest.raises(raised, match=r"cannot be written \(No space" if raised is UsageError else None):
+                write(tmp_path / f"{name}{suffix}", "new")
+        assert contents(tmp_path) == old

@@ -7,6 +7,7 @@ import pty
 import struct
 import sys
 import termios
+from collections.abc import Callable
 
 import pytest
 
@@ -14,6 +15,22 @@ from et_jax.batch.progress import Progress
 from et_jax.io.bar import Bar
 from et_jax.io.terminal import fitted, takes_escapes
 from et_jax.report.display import Status
+
+
+def shown_by(show: Callable[[], None], monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> str:
+    """What a terminal receives while `show` runs."""
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(there, "w") as terminal, monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, terminal)
+        show()
+        terminal.write("end")
+    received = b""
+    while not received.endswith(b"end"):
+        received += os.read(here, 4096)
+    os.close(here)
+    return received.decode().removesuffix("end")
 
 
 @pytest.mark.parametrize(
@@ -26,57 +43,39 @@ from et_jax.report.display import Status
         ({"TERM": "xterm", "NO_COLOR": ""}, True),
     ],
 )
-def test_escapes_go_to_terminals_that_take_them(
-    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TERM", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    here, there = pty.openpty()
-    with open(there, "w") as terminal, monkeypatch.context() as patch:
-        for name in ("stdout", "stderr"):
-            patch.setattr(sys, name, terminal)
+def test_escapes_go_to_terminals_that_take_them(environment, expected, monkeypatch):
+    def show() -> None:
         status = Status()
         status.tell("loading")
         status.clear()
         with Bar(2), Progress(2, 0) as progress:
             progress.show(1, 1, 1)
-        terminal.write("end")
-    shown = b""
-    while not shown.endswith(b"end"):
-        shown += os.read(here, 4096)
-    os.close(here)
-    assert b"loading" in shown and (b"\x1b" in shown) == expected
+
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    shown = shown_by(show, monkeypatch)
+    assert "loading" in shown and ("\x1b" in shown) == expected
 
 
-def test_a_stream_that_is_no_terminal_gets_no_escapes() -> None:
-    assert not takes_escapes(io.StringIO()) and not takes_escapes(None)
-
-
-def test_a_status_takes_one_row_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_takes_one_row_and_leaves_none(monkeypatch):
     """In a terminal of ten columns; what follows, an error or a text, begins on an empty row."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    here, there = pty.openpty()
-    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 10, 0, 0))
-    with open(there, "w") as terminal, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", terminal)
+
+    def show() -> None:
         with pytest.raises(ValueError, match="so"), Status() as status:
             status.tell("compiling everything")
             status.tell("読み込み中")
             raise ValueError("so")
-        shown = b""
-        while shown.count(b"\x1b[K") < 3:  # what was written comes in pieces
-            shown += os.read(here, 2**16)
-    os.close(here)
-    assert (
-        shown.decode() == "\r\x1b[Kcompiling\r\r\x1b[K読み込み\r\r\x1b[K"
-    )  # nine cells, of which an ideograph takes two
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = shown_by(show, monkeypatch, columns=10)
+    assert shown == "\r\x1b[Kcompiling\r\r\x1b[K読み込み\r\r\x1b[K"  # nine cells, of which an ideograph takes two
 
 
-def test_a_terminal_that_does_not_know_its_width_has_eighty_columns() -> None:
+def test_without_a_known_width_there_are_eighty_columns_and_without_a_terminal_no_escapes():
     here, there = pty.openpty()  # of no size
     with open(there, "w") as terminal, open(here, "rb"):
-        assert fitted("a" * 100, terminal) == "a" * 79
-    assert fitted("a" * 100, io.StringIO()) == "a" * 79
+        assert fitted("a" * 100, terminal) == fitted("a" * 100, io.StringIO()) == "a" * 79
+    assert not takes_escapes(io.StringIO()) and not takes_escapes(None)

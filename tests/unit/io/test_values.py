@@ -48,7 +48,7 @@ def test_each_kind_has_its_way(value, said):
     assert shown(value) == said
 
 
-def test_bytes_and_characters_one_by_one_are_no_list_of_numbers_whatever_holds_them():
+def test_bytes_lists_and_texts_are_what_they_hold_whatever_holds_them():
     text = b"It was"
     held = [text, bytearray(text), memoryview(text), memoryview(text).cast("c"), memoryview(np.frombuffer(text, "u1"))]
     held += [memoryview((ctypes.c_char * 6)(*text)), np.bytes_(text), np.array(text)]
@@ -60,9 +60,6 @@ def test_bytes_and_characters_one_by_one_are_no_list_of_numbers_whatever_holds_t
     for value in (ids, array.array("i", ids), memoryview(array.array("H", ids)), np.array(ids, np.uint16)):
         plain = values.plain(value)
         assert values.is_list(plain) and list(plain) == ids
-
-
-def test_a_text_of_another_type_is_the_text_that_it_holds():
     for value in (collections.UserString("It was"), np.str_("It was"), np.array("It was")):
         assert values.plain(value) == "It was" and type(values.plain(value)) is str
 

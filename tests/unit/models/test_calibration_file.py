@@ -24,10 +24,10 @@ def test_what_is_written_is_read(tmp_path):
     assert read_calibration(tmp_path, MODEL) == Calibration(temperature=2.0, sensitivity=table)
 
 
-def test_the_bundled_model_has_been_measured():
-    folder = bundled_folder()
-    config = read_config(folder)
-    found = read_calibration(folder, config).sensitivity
+@pytest.mark.parametrize("name", ["bundled", "bundled-small"])
+def test_bundled_models_have_been_measured(name):
+    config = read_config(bundled_folder(name))
+    found = read_calibration(bundled_folder(name), config).sensitivity
     assert found is not None
     assert found.array.shape == (config.num_layers, config.num_kv_heads, config.group_size)
 

@@ -29,7 +29,7 @@ from et_jax.models.checkpoint import (
 )
 from et_jax.models.config import ExpertConfig
 from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, from_hugging_face
-from et_jax.models.params import abstract, in_stacks, num_weights
+from et_jax.models.params import abstract, in_stacks
 from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import initialise
 
@@ -37,7 +37,10 @@ CONFIG = dataclasses.replace(
     SMALL, architecture="qwen2", vocab_size=24, hidden_size=16, intermediate_size=20, head_dim=4, qkv_bias=True
 )
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
+EXPERTS = ExpertConfig(num_experts=3, num_per_token=2, width=12, normalised=False, layers=(False, True), shared_width=8)
+MIXTURE = dataclasses.replace(CONFIG, architecture="qwen2_moe", experts=EXPERTS)
 EMBEDDING, HEAD, BIAS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.bias"
+EXPERT, ROUTER = "model.layers.1.mlp.experts.2.down_proj.weight", "model.layers.1.mlp.gate.weight"
 
 
 def random_params(config=CONFIG, dtype=jnp.float32):
@@ -67,68 +70,24 @@ def change(folder: Path, alter) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def split(folder: Path) -> None:
-    """Divide the single file into two shards and an index."""
-    tensors = {name: array.copy() for name, array in load_file(folder / "model.safetensors").items()}
-    names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for shard, held in shards.items():
-        save_file({name: tensors[name] for name in held}, folder / shard)
-    weight_map = {name: shard for shard, held in shards.items() for name in held}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("config", [CONFIG, TIED])
-def test_a_hugging_face_folder_returns_every_bit(tmp_path, config, dtype):
-    params = random_params(config, dtype)
-    write_hugging_face(tmp_path, config, params)
-    loaded_config, loaded = load(tmp_path)
-    assert loaded_config == config
-    assert_same_bits(loaded, params)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("config", [CONFIG, TIED])
-def test_a_converted_folder_returns_every_bit(tmp_path, config, dtype):
-    params = random_params(config, dtype)
-    save_converted(tmp_path, config, params)
-    for restored_config, restored in (restore_converted(tmp_path), load(tmp_path)):
-        assert restored_config == config
-        assert_same_bits(restored, params)
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(CONFIG, jnp.float32), (CONFIG, jnp.bfloat16), (TIED, jnp.bfloat16)],
+)
+def test_a_folder_returns_every_bit_and_another_dtype_is_one_cast(tmp_path, config, dtype):
+    params, other = random_params(config, dtype), jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
+    write_hugging_face(tmp_path / "written", config, params)
+    save_converted(tmp_path / "converted", config, params)
+    for found, loaded in (load(tmp_path / "written"), restore_converted(tmp_path / "converted")):
+        assert found == config
+        assert_same_bits(loaded, params)
+    for folder in ("written", "converted"):
+        cast = load(tmp_path / folder, jnp.dtype(other).name)[1]
+        assert_same_bits(cast, jax.tree.map(lambda x: x.astype(other), params))
 
 
 def test_whoever_may_read_the_configuration_may_read_the_weights(folder):
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
-
-
-def test_names_are_those_of_the_format(folder):
-    names = set(load_file(folder / "model.safetensors"))
-    layer = {f"self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")} | {
-        "self_attn.o_proj.weight",
-        "mlp.gate_proj.weight",
-        "mlp.up_proj.weight",
-        "mlp.down_proj.weight",
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-    }
-    expected = {f"model.layers.{index}.{name}" for index in range(2) for name in layer}
-    assert names == expected | {EMBEDDING, HEAD, "model.norm.weight"}
-    assert set(tensor_shapes(sources_of(TIED))) == names - {HEAD}
-
-
-@pytest.mark.parametrize("config", [CONFIG, TIED, dataclasses.replace(CONFIG, num_layers=7, windows=(None,) * 7)])
-def test_weights_are_counted_without_being_described(config):
-    assert num_weights(config) == sum(int(np.prod(source.shape)) for source in sources_of(config).values())
-
-
-@pytest.mark.parametrize("written", [write_hugging_face, save_converted])
-def test_a_dtype_asked_for_is_one_cast_of_the_file(tmp_path, written):
-    params = random_params()
-    written(tmp_path, CONFIG, params)
-    assert_same_bits(load(tmp_path, "bfloat16")[1], jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
-    assert_same_bits(load(tmp_path, "float32")[1], params)
 
 
 def test_float16_becomes_float32(folder):
@@ -143,7 +102,12 @@ def test_float16_becomes_float32(folder):
 
 
 def test_shards_hold_what_one_file_held(folder):
-    split(folder)
+    tensors, shards = load_file(folder / "model.safetensors"), ("a.safetensors", "b.safetensors")
+    weight_map = {name: shards[number % 2] for number, name in enumerate(sorted(tensors))}
+    for shard in shards:
+        save_file({name: tensors[name].copy() for name in tensors if weight_map[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
     assert_same_bits(load(folder)[1], random_params())
 
 
@@ -197,144 +161,82 @@ def test_rotary_tables_are_passed_over(folder):
     assert_same_bits(load(folder)[1], random_params())
 
 
-def only_pickle(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def zeros(*shape):
+    return lambda _: np.zeros(shape, np.float32)
 
 
-def truncate(size):
-    def cut(folder):
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:size])
-
-    return cut
-
-
-def lose_shard(folder):
-    split(folder)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
-def altered(alter):
-    return lambda folder: change(folder, alter)
-
-
-def write_config(text):
-    return lambda folder: (folder / "config.json").write_text(text)
+def as_int8(array):
+    return array.astype(np.int8)
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("config", "name", "alter", "words"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (write_config("{"), "config.json is not readable JSON"),
-        (write_config("[1]"), "config.json is not a JSON object"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
-        (only_pickle, "only pytorch_model.bin"),
-        (lose_shard, "index.json names model-00002-of-00002.safetensors"),
-        (truncate(5), "truncated"),
-        (truncate(100), "truncated"),
-        (truncate(-1), "truncated"),
-        (altered(lambda tensors: tensors.pop(BIAS)), f"lack the tensor {BIAS}"),
-        (
-            altered(lambda tensors: tensors.pop(HEAD)),
-            rf"have no output head \({HEAD}\).* take the files of Qwen2ForCausalLM",
-        ),
-        (altered(lambda tensors: tensors.update({BIAS: np.zeros(3, np.float32)})), rf"{BIAS} has shape \[3\]"),
-        (altered(lambda tensors: tensors.update({BIAS: np.zeros(16, np.int8)})), f"{BIAS} is stored as I8"),
-        (altered(lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(16)})), "no place"),
-        (altered(lambda tensors: tensors.update({"model.layers.2.input_layernorm.weight": np.zeros(16)})), "no place"),
+        (CONFIG, BIAS, None, f"lack the tensor {BIAS}"),
+        (CONFIG, HEAD, None, rf"have no output head \({HEAD}\).* take the files of Qwen2ForCausalLM"),
+        (CONFIG, BIAS, zeros(3), rf"{BIAS} has shape \[3\]"),
+        (CONFIG, BIAS, as_int8, f"{BIAS} is stored as I8"),
+        (CONFIG, "model.layers.0.self_attn.o_proj.bias", zeros(16), "no place"),
+        (CONFIG, "model.layers.2.input_layernorm.weight", zeros(16), "no place"),
+        (MIXTURE, EXPERT, None, f"lack the tensor {EXPERT}; fetch the files again"),
+        (MIXTURE, EXPERT, zeros(12, 16), rf"{EXPERT} has shape \[12, 16\] but \[16, 12\]"),
+        (MIXTURE, EXPERT, as_int8, f"{EXPERT} is stored as I8"),
+        (MIXTURE, EXPERT.replace(".2.", ".3."), zeros(9), "has no place in this qwen2_moe model"),
+        (MIXTURE, ROUTER, None, f"lack the tensor {ROUTER}"),
+        (MIXTURE, ROUTER, zeros(4, 16), r"gate.weight has shape \[4, 16\] but \[3, 16\]"),
     ],
 )
-def test_a_damaged_folder_is_refused_in_one_sentence(folder, damage, words):
-    damage(folder)
-    with pytest.raises(UsageError, match=words) as refusal:
-        load(folder)
-    assert str(refusal.value).endswith(".")
-    assert "\n" not in str(refusal.value)
-
-
-MIXTURE = dataclasses.replace(
-    CONFIG,
-    architecture="qwen2_moe",
-    experts=ExpertConfig(
-        num_experts=3, num_per_token=2, width=12, normalised=False, layers=(False, True), shared_width=8
-    ),
-)
-EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
-
-
-@pytest.mark.parametrize("written", [write_hugging_face, save_converted])
-def test_a_mixture_returns_every_bit(tmp_path, written):
-    params = random_params(MIXTURE)
-    written(tmp_path, MIXTURE, params)
-    config, loaded = load(tmp_path)
-    assert config == MIXTURE
-    assert_same_bits(loaded, params)
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda tensors: tensors.pop(EXPERT), f"lack the tensor {EXPERT}; fetch the files again"),
-        (
-            lambda tensors: tensors.update({EXPERT: tensors[EXPERT].T.copy()}),
-            rf"{EXPERT} has shape \[12, 16\] but \[16, 12\]",
-        ),
-        (lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.int8)}), f"{EXPERT} is stored as I8"),
-        (
-            lambda tensors: tensors.update({EXPERT.replace(".2.", ".3."): tensors[EXPERT]}),
-            r"experts.3.down_proj.weight has no place in this qwen2_moe model",
-        ),
-        (lambda tensors: tensors.pop("model.layers.1.mlp.gate.weight"), "lack the tensor model.layers.1.mlp.gate.weig"),
-        (
-            lambda tensors: tensors.update({"model.layers.1.mlp.gate.weight": np.zeros((4, 16), np.float32)}),
-            r"gate.weight has shape \[4, 16\] but \[3, 16\]",
-        ),
-    ],
-)
-def test_a_damaged_mixture_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, damage, words):
-    write_hugging_face(tmp_path, MIXTURE, random_params(MIXTURE))
-    change(tmp_path, damage)
+def test_a_tensor_that_cannot_be_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, config, name, alter, words):
+    write_hugging_face(tmp_path, config, random_params(config))
+    changed = {} if alter is None else {name: alter(load_file(tmp_path / "model.safetensors").get(name))}
+    change(tmp_path, lambda tensors: (tensors.pop(name, None), tensors.update(changed)))
     monkeypatch.setattr(checkpoint, "read_piece", None)
     with pytest.raises(UsageError, match=words) as refusal:
         load(tmp_path)
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
 
 
-def test_an_unknown_dtype_is_refused(folder):
+def test_an_unknown_dtype_and_a_folder_without_converted_weights_are_refused(folder):
     with pytest.raises(UsageError, match="int8"):
         load(folder, "int8")
-
-
-def test_a_folder_without_converted_weights_is_refused(folder):
     with pytest.raises(UsageError, match="holds no converted weights"):
         restore_converted(folder)
 
 
-def test_converted_weights_of_another_model_are_refused(tmp_path):
-    save_converted(tmp_path, CONFIG, random_params())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 25}))
-    with pytest.raises(UsageError, match=r"has shape \[24, 16\] but \[25, 16\] by config\.json"):
-        load(tmp_path)
+def of_another_model(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 25}))
 
 
-@pytest.mark.parametrize("lost", ["_METADATA", "manifest.ocdbt", "d"])
-def test_damaged_converted_weights_are_refused(tmp_path, lost):
-    save_converted(tmp_path, CONFIG, random_params())
-    for file in list((tmp_path / "orbax").rglob(lost)):
-        file.rename(file.with_name("lost")) if file.exists() else None
-    with pytest.raises(UsageError, match="damaged"):
-        load(tmp_path)
+def losing(name):
+    def lose(folder):
+        for file in list((folder / "orbax").rglob(name)):
+            file.rename(file.with_name("lost")) if file.exists() else None
+
+    return lose
 
 
-def test_converted_weights_with_a_flipped_bit_are_refused(tmp_path, capfd):
-    save_converted(tmp_path, CONFIG, random_params())
-    largest = max((file for file in (tmp_path / "orbax").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size)
+def flip_a_bit(folder):
+    largest = max((file for file in (folder / "orbax").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size)
     held = bytearray(largest.read_bytes())
     held[len(held) // 2] ^= 1
     largest.write_bytes(held)
-    with pytest.raises(UsageError, match="has not the bytes it was written with; convert the model again"):
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (of_another_model, r"has shape \[24, 16\] but \[25, 16\] by config\.json"),
+        (losing("_METADATA"), "damaged"),
+        (losing("manifest.ocdbt"), "damaged"),
+        (losing("d"), "damaged"),
+        (flip_a_bit, "has not the bytes it was written with; convert the model again"),
+    ],
+)
+def test_damaged_converted_weights_are_refused(tmp_path, capfd, damage, words):
+    save_converted(tmp_path, CONFIG, random_params())
+    damage(tmp_path)
+    with pytest.raises(UsageError, match=words):
         load(tmp_path)
     assert capfd.readouterr() == ("", "")
 
@@ -371,12 +273,7 @@ def large_folder(tmp_path_factory):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
 @pytest.mark.parametrize(
     ("dtype", "quantize", "layers"),
-    [
-        ("float32", "", "apart"),
-        ("bfloat16", "", "apart"),
-        ("bfloat16", "int8", "apart"),
-        ("float32", "", "stacked"),
-    ],
+    [("bfloat16", "", "apart"), ("bfloat16", "int8", "apart"), ("float32", "", "stacked")],
 )
 def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize, layers):
     command = [sys.executable, "-c", MEASURE, str(large_folder), dtype, quantize, layers]
@@ -389,20 +286,19 @@ def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize
     assert grown < held + room, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
 
 
-MIXED = dataclasses.replace(
-    CONFIG,
-    architecture="qwen3_moe",
-    qkv_bias=False,
-    qk_norm=True,
-    num_layers=5,
-    windows=(None,) * 5,
-    experts=ExpertConfig(num_experts=4, num_per_token=2, width=8, normalised=True, layers=(False, *(True,) * 4)),
+FIVE = dataclasses.replace(EXPERTS, layers=(False, *(True,) * 4))
+MIXED = dataclasses.replace(MIXTURE, num_layers=5, windows=(None,) * 5, experts=FIVE)
+
+
+@pytest.mark.parametrize(
+    ("written", "config", "quantize"),
+    [
+        (write_hugging_face, dataclasses.replace(TIED, num_layers=3, windows=(None,) * 3), None),
+        (write_hugging_face, MIXED, "int8"),
+        pytest.param(save_converted, MIXED, None, marks=pytest.mark.slow),
+        pytest.param(save_converted, MIXED, "int8", marks=pytest.mark.slow),
+    ],
 )
-
-
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("written", [write_hugging_face, pytest.param(save_converted, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("config", [dataclasses.replace(TIED, num_layers=3, windows=(None,) * 3), MIXED])
 def test_layers_are_stacked_as_they_are_read(tmp_path, config, written, quantize):
     written(tmp_path, config, random_params(config))
     apart, stacked = (load(tmp_path, quantize=quantize, stacked=stacked)[1] for stacked in (False, True))

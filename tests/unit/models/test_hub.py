@@ -25,31 +25,21 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_local_folder_resolves_to_itself(folder):
-    assert resolve(folder) == folder
-    assert resolve(str(folder)) == folder
-
-
 class Hub:
     """A hub of one model: serves the files of `folder` and notes what was asked of it."""
 
-    def __init__(self, monkeypatch, folder=None, error=None):
-        self.folder, self.error, self.asked, self.local = folder, error, [], []
+    def __init__(self, monkeypatch, folder=None, error=None, reached=None):
+        self.folder, self.error, self.asked, self.local = folder or Path(), error, [], []
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot)
-        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", Mock(side_effect=reached))
 
-    def download(self, repository, name, local_files_only=False):
+    def download(self, repository, name="", allow_patterns=(), local_files_only=False):
         self.local.append(local_files_only)
-        self.asked.append((repository, name))
+        self.asked.append((repository, name or tuple(allow_patterns)))
         if self.error:
             raise self.error
         return str(self.folder / name)
-
-    def snapshot(self, repository, allow_patterns, local_files_only=False):
-        self.local.append(local_files_only)
-        self.asked.append((repository, tuple(allow_patterns)))
-        return str(self.folder)
 
 
 def test_a_hub_name_brings_the_config_first(monkeypatch, folder):
@@ -63,16 +53,24 @@ def test_a_hub_name_brings_the_config_first(monkeypatch, folder):
     assert taken == files[:2]
 
 
-def test_an_unknown_architecture_is_refused_before_any_weight(monkeypatch, folder):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"head_dim": -1}, "head_dim"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_before_a_weight_is_fetched_or_read(monkeypatch, folder, changes, words):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps(config | changes))
     hub = Hub(monkeypatch, folder)
-    with pytest.raises(UsageError, match="MambaForCausalLM"):
-        resolve("owner/model")
-    assert hub.asked == [("owner/model", "config.json")]
     (folder / "model.safetensors").write_bytes(b"never read")
-    with pytest.raises(UsageError, match="MambaForCausalLM"):
-        load(folder)
+    for attempt in (lambda: resolve("owner/model"), lambda: load(folder)):
+        with pytest.raises(UsageError, match=words):
+            attempt()
+    assert hub.asked == [("owner/model", "config.json")]
 
 
 @pytest.mark.parametrize(
@@ -92,18 +90,6 @@ def test_what_the_hub_refuses_is_told_in_one_sentence(monkeypatch, error, words)
         resolve("owner/model")
     assert "owner/model" in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "change", [{"num_hidden_layers": 10**6}, {"num_hidden_layers": 10**9}, {"vocab_size": 10**12}, {"head_dim": -1}]
-)
-def test_a_config_of_no_size_is_refused_before_any_weight(monkeypatch, folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    hub = Hub(monkeypatch, folder)
-    with pytest.raises(UsageError, match=next(iter(change))):
-        resolve("owner/model")
-    assert hub.asked == [("owner/model", "config.json")]
 
 
 def test_a_hub_out_of_reach_is_asked_once(tmp_path):
@@ -128,31 +114,33 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path):
 
 
 def test_a_model_that_was_fetched_before_needs_no_hub(monkeypatch, folder):
-    hub = Hub(monkeypatch, folder)
-
-    def unreachable(url, timeout):
-        raise errors.OfflineModeIsEnabled("")
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    hub = Hub(monkeypatch, folder, reached=errors.OfflineModeIsEnabled(""))
     assert resolve("owner/model") == folder
     assert hub.local == [True, True]
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-this-name/model", "a\0b", "/root\0/model"])
-def test_a_name_that_no_system_knows_ends_in_one_sentence(name):
-    with pytest.raises(UsageError) as refusal:
-        resolve(name)
-    assert len(str(refusal.value)) < 300 and "check the spelling" in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["no-such-folder", "./no/such/folder", "owner/model/extra"])
-def test_a_name_of_neither_kind_never_reaches_the_hub(monkeypatch, name):
-    hub = Hub(monkeypatch)
-    with pytest.raises(UsageError, match="neither a folder nor a hub name"):
-        resolve(name)
-    assert hub.asked == []
-
-
-def test_a_file_is_no_folder(folder):
+def test_a_local_folder_is_found_and_a_file_is_none(folder):
+    assert resolve(folder) == resolve(str(folder)) == folder
     with pytest.raises(UsageError, match="is a file"):
         resolve(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a" * 5000, "check the spelling"),
+        ("~nobody-of-this-name/model", "check the spelling"),
+        ("a\0b", "check the spelling"),
+        ("/root\0/model", "check the spelling"),
+        ("no-such-folder", "neither a folder nor a hub name"),
+        ("bundled-large", "neither a folder nor a hub name"),
+        ("./no/such/folder", "neither a folder nor a hub name"),
+        ("owner/model/extra", "neither a folder nor a hub name"),
+    ],
+)
+def test_a_name_that_cannot_be_never_reaches_the_hub(monkeypatch, name, words):
+    hub = Hub(monkeypatch)
+    with pytest.raises(UsageError, match=words) as refusal:
+        resolve(name)
+    assert len(str(refusal.value)) < 300
+    assert hub.asked == []

@@ -1,4 +1,4 @@
-"""Mixtures of experts: equal to their definition, by the token alone, and no expert is read for nothing."""
+"""Mixtures of experts: every form is the same, fewer experts share the weight, and none is read for nothing."""
 
 import dataclasses
 from functools import partial
@@ -9,56 +9,24 @@ import numpy as np
 import pytest
 from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
 
-from et_jax.models.config import ClampedSwish, ExpertConfig
-from et_jax.models.experts import Experts, choose, gate, mixed, rows_per_turn
+from et_jax.models.experts import choose, gate, mixed
 from et_jax.models.params import num_multiplied, num_weights
 from et_jax.models.transformer import initialise
 from et_jax.models.weights import quantized
 from et_jax.types import replace
 
 
-def defined(config: ExpertConfig, experts: Experts, x) -> np.ndarray:
-    """The sum of the likeliest experts, token by token, in float64."""
-    e = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), experts)
-
-    def silu(z):
-        return z / (1 + np.exp(-z))
-
-    def feed_forward(gate, up, down, row):
-        return down @ (silu(gate @ row) * (up @ row))
-
-    def biased(i, row):
-        assert isinstance(config.activation, ClampedSwish)
-        gate, up = e.gate.array[i] @ row + e.gate_bias[i], e.up.array[i] @ row + e.up_bias[i]
-        alpha, limit = config.activation.alpha, config.activation.limit
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        return e.down.array[i] @ ((up + 1) * gate / (1 + np.exp(-alpha * gate))) + e.down_bias[i]
-
-    out = []
-    for row in np.asarray(x, np.float64):
-        probability = np.exp(e.router @ row + (e.router_bias if config.biases else 0))
-        probability /= probability.sum()
-        best = np.argsort(-probability)[: config.num_per_token]
-        weight = probability[best] / (probability[best].sum() if config.normalised else 1)
-        if config.biases:
-            parts = [biased(i, row) for i in best]
-        else:
-            parts = [feed_forward(e.gate.array[i], e.up.array[i], e.down.array[i], row) for i in best]
-        one = sum(share * part for share, part in zip(weight, parts, strict=True))
-        if config.shared_width:
-            shared = feed_forward(e.shared.gate.array, e.shared.up.array, e.shared.down.array, row)
-            one = one + shared / (1 + np.exp(-(e.shared.router @ row)))
-        out.append(one)
-    return np.array(out)
-
-
-@pytest.mark.parametrize("form", ["loop", "ragged", "every"])
 @pytest.mark.parametrize("changes", [{}, {"normalised": False}, {"shared_width": None}, BIASED])
-def test_a_mixture_is_the_weighed_sum_of_the_likeliest_experts(form, changes):
+def test_every_form_is_that_of_ragged_products(changes):
+    """Which is that of transformers, in `test_golden.py`."""
     config = dataclasses.replace(CONFIG, **changes)
     experts, x = drawn(config), tokens(40)
     with jax.default_matmul_precision("highest"):
-        np.testing.assert_allclose(mix(config, experts, x, form), defined(config, experts, x), atol=1e-4, rtol=1e-4)
+        expected = mix(config, experts, x, "ragged")
+        for form in ("loop", "every"):
+            np.testing.assert_allclose(mix(config, experts, x, form), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="wanted floats where every expert"):
+        mix(config, quantized(experts, jnp.float32), x, "every")
 
 
 def test_experts_that_no_token_goes_to_are_not_read():
@@ -74,12 +42,6 @@ def test_experts_that_no_token_goes_to_are_not_read():
     np.testing.assert_array_equal(mix(CONFIG, replace(experts, **broken), x, "loop"), mix(CONFIG, experts, x, "loop"))
 
 
-def test_every_expert_is_multiplied_as_floats_alone():
-    whole = quantized(drawn(), jnp.float32)
-    with pytest.raises(ValueError, match="wanted floats where every expert"):
-        mix(CONFIG, whole, tokens(2), "every")
-
-
 def test_fewer_experts_share_the_weight_and_none_have_none():
     experts, x = drawn(), tokens(3)
     probability = np.asarray(gate(experts, x))
@@ -92,13 +54,6 @@ def test_fewer_experts_share_the_weight_and_none_have_none():
     np.testing.assert_array_equal(choice.expert[:2, :2], np.argsort(-probability, axis=1)[:2, :2])
     out = jax.jit(partial(mixed, form="loop"))(replace(experts, shared=None), x, choice)
     assert out[0].any() and not out[2].any()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "rows"), [((2, 8, 128), 2), ((16, 8, 128), 4), ((64, 4, 32), 8), ((512, 8, 128), 32), ((512, 2, 8), 32)]
-)
-def test_a_turn_multiplies_about_as_many_tokens_as_an_expert_has(sizes, rows):
-    assert rows_per_turn(*sizes) == rows
 
 
 def test_weights_are_counted_by_layer_and_those_multiplied_by_token():

@@ -11,7 +11,7 @@ from flax import nnx
 from own_modules import Grouped, Plain, Wrapped, causal, own_logits
 
 from et_jax.errors import UsageError
-from et_jax.models.calls import run
+from et_jax.models.calls import run as run_calls
 from et_jax.models.module import ModuleConfig, called, forward, is_module
 from et_jax.models.module_reading import read_module
 
@@ -22,51 +22,28 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
 CONFIG = ModuleConfig(max_positions=96)
 
 
-def counting(layer, q, k, v, memory, softmax):
-    """Plain attention, and the calls so far for its memory."""
+def attend(layer, q, k, v, memory, softmax):
+    """Plain attention, and the numbers of the layers so far for its memory."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    return causal(q, k, v), (*memory, (layer, q.shape, k.dtype))
-
-
-def logits_of(module, tokens=TOKENS) -> Any:
-    model, weights = read_module(module, CONFIG)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return forward(weights, model, jnp.asarray(tokens), positions, counting, ())
+    return causal(q, k, v), jnp.append(memory, layer)
 
 
 @pytest.mark.parametrize(("kind", "num_layers"), [(Plain, 2), (Grouped, 2), (Wrapped, 4)])
-def test_with_plain_attention_it_is_the_module_itself(kind, num_layers):
+def test_with_plain_attention_it_is_the_module_itself_which_stays_as_it_was(kind, num_layers):
     module = kind(VOCABULARY, rngs=nnx.Rngs(1))
-    logits, calls = logits_of(module)
-    assert logits.dtype == jnp.float32 and [layer for layer, *_ in calls] == [*range(num_layers)]
+    before = nnx.split(module)
+    model, weights = read_module(module, CONFIG)
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    run = jax.jit(lambda w, t: forward(w, model, t, positions, attend, jnp.zeros(0, jnp.int32)))
+    logits, layers = run(weights, jnp.asarray(TOKENS))
+    after = nnx.split(module)
+    assert after[0] == before[0]
+    assert all(one is other for one, other in zip(*map(jax.tree.leaves, (before[1], after[1])), strict=True))
+    assert logits.dtype == jnp.float32 and layers.tolist() == [*range(num_layers)]
     for row, tokens in zip(logits, TOKENS, strict=True):
         own = own_logits(module, tokens)
         assert own.std() > 0.1
         np.testing.assert_allclose(row, own, rtol=0, atol=1e-5 * np.abs(own).max())
-
-
-def test_the_caller_s_module_stays_as_it_was():
-    module = Plain(VOCABULARY, rngs=nnx.Rngs(1))
-    before = nnx.split(module)
-    logits_of(module)
-    after = nnx.split(module)
-    assert after[0] == before[0] and not module.drop.deterministic
-    for one, other in zip(jax.tree.leaves(before[1]), jax.tree.leaves(after[1]), strict=True):
-        assert one is other
-
-
-def test_what_is_half_as_wide_stays_so():
-    with jax.numpy_dtype_promotion("standard"):  # flax mixes dtypes of its own
-        logits, calls = logits_of(Plain(VOCABULARY, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)))
-    assert logits.dtype == jnp.float32 and all(dtype == jnp.bfloat16 for *_, dtype in calls)
-
-
-def test_a_layer_that_is_called_twice_is_two_layers():
-    module = Grouped(VOCABULARY, rngs=nnx.Rngs(1))
-    module.layers = nnx.List([module.layers[0], module.layers[0]])
-    model, weights = read_module(module, CONFIG)
-    assert model.num_layers == 2 and len([*nnx.iter_graph(nnx.merge(model.graphdef, weights.state).layers)]) > 0
-    assert [layer for layer, *_ in logits_of(module)[1]] == [0, 1]
 
 
 def test_a_bias_on_the_scores_is_refused_while_tracing():
@@ -83,7 +60,7 @@ def test_a_bias_on_the_scores_is_refused_while_tracing():
     graphdef, state = nnx.split(Biased())
     biased = model.__class__(**vars(model) | {"graphdef": graphdef})
     with pytest.raises(ValueError, match=r"^bias: got one on the scores of attention, wanted none"):
-        forward(weights.__class__(state=state), biased, jnp.zeros((1, 1), int), jnp.zeros((1, 1), int), counting, ())
+        forward(weights.__class__(state=state), biased, jnp.zeros((1, 1), int), jnp.zeros((1, 1), int), attend, ())
 
 
 def test_only_modules_are_modules():
@@ -100,7 +77,7 @@ def config_of(**fields) -> ModuleConfig:
     return made
 
 
-def test_what_a_config_holds_is_checked_when_it_is_made():
+def test_a_config_takes_ids_of_any_kind_and_refuses_the_rest_when_it_is_made():
     odd = ["x", b"x", 1.5, True, math.nan, -1, 2**31, 10**400, [[1]], object(), ("x",), [2**31], [None], {-1}]
     fields = {"max_positions": [None, 1, 0, ()], "bos_token_id": [(1,)], "eos_token_ids": [0, 5], "calibration": []}
     for name, more in fields.items():
@@ -112,9 +89,6 @@ def test_what_a_config_holds_is_checked_when_it_is_made():
     assert config_of(calibration=None) == CONFIG
     with pytest.raises(UsageError, match=r"^max_positions is 1; it must be at least 2\.$"):
         ModuleConfig(max_positions=1)
-
-
-def test_ids_may_be_those_of_numpy_and_sets():
     found = config_of(bos_token_id=np.int64(3), eos_token_ids=np.array([1, 2]))
     assert (found.bos_token_id, found.eos_token_ids) == (3, (1, 2)) and type(found.bos_token_id) is int
     assert [config_of(eos_token_ids=ids).eos_token_ids for ids in ({7}, (), [5], range(2))] == [(7,), (), (5,), (0, 1)]
@@ -132,5 +106,5 @@ def test_derivatives_are_those_that_the_module_s_own_functions_have():
         return halved(q).sum()
 
     x = jnp.arange(3.0)
-    gradient = jax.grad(lambda x: run(attended, lambda q, k, v: 3.0 * q + k, x))(x)
+    gradient = jax.grad(lambda x: run_calls(attended, lambda q, k, v: 3.0 * q + k, x))(x)
     np.testing.assert_array_equal(gradient, np.full(3, 0.5 * 4.0 * 0.5))

@@ -50,21 +50,15 @@ def experts(*layers: bool) -> ExpertConfig:
         (model((None,)), [(0, 1, 1, 0)]),
     ],
 )
-def test_the_period_that_covers_most_layers_is_stacked(of, expected):
+def test_the_period_that_covers_most_layers_is_stacked_or_every_layer_lies_apart(of, expected):
     assert shapes(stacks_of(of, stacked=True)) == expected
+    assert shapes(stacks_of(of, stacked=False)) == [(i, 1, 1, i) for i in range(of.num_layers)]
 
 
-def test_layers_apart_have_a_stack_each():
-    assert shapes(stacks_of(model((None,) * 3), stacked=False)) == [(0, 1, 1, 0), (1, 1, 1, 1), (2, 1, 1, 2)]
-
-
-def test_layers_are_stacked_on_chips_and_a_gpu_is_told_to_read_them_in_place():
+def test_layers_are_stacked_on_chips_and_programs_of_stacks_are_compiled_for_a_gpu_to_read_them_in_place():
     platforms = "cpu", "tpu", "gpu", "cuda"
     assert [platform for platform in platforms if stacked_on(platform)] == ["tpu", "gpu", "cuda"]
     assert [platform for platform in platforms if compiler_options(platform)] == ["gpu", "cuda"]
-
-
-def test_programs_are_told_so_where_layers_lie_in_stacks_alone():
     config, alone = configuration(stacked=True), dataclasses.replace(MODEL, num_layers=1, windows=(None,))
     assert config.compiler_options("gpu") == compiler_options("gpu") and config.compiler_options("tpu") is None
     assert configuration().compiler_options("gpu") is None
@@ -106,11 +100,11 @@ def test_every_layer_has_a_place_of_its_own():
 @pytest.mark.parametrize("alike", [None, (0,) * 11, (0, 0, 0, *(1,) * 8), (0,) * 10 + (1,)])
 def test_what_runs_through_stacks_meets_every_layer_in_order(alike):
     """What it carries is folded in that order, and what each tells stands in it."""
-    scanned = []
+    scanned, entries = [], np.arange(22.0).reshape(2, 11)
 
     def run(layer, carried):
         scanned.append(not isinstance(layer.number, int))
-        number = jnp.asarray(layer.number, jnp.int32)
+        number = layer.of(entries, axis=1)[0].astype(jnp.int32)
         return carried * 2 % 1009 + number, {"number": number, "squares": jnp.stack([number, number**2])}
 
     carried, told = through(STACKS, alike, run, jnp.int32(1))
@@ -124,12 +118,3 @@ def test_what_runs_through_stacks_meets_every_layer_in_order(alike):
     np.testing.assert_array_equal(squares, np.stack([numbers, numbers**2]))
     in_order = folded(told, lambda sofar, one: sofar * 2 % 1009 + one["number"], jnp.int32(1))
     assert int(in_order) == expected
-
-
-def test_a_layer_takes_its_entry_of_arrays():
-    x = np.arange(24.0).reshape(2, 4, 3)
-    layer = located(stacks_of(model((None,) * 4), stacked=True), 2)
-    np.testing.assert_array_equal(layer.of(x, axis=1), x[:, 2])
-    [stack] = stacks_of(model((None,) * 4), stacked=True)
-    traced = jax.jit(lambda turn: stack.layer(0, 0, turn).of(jnp.asarray(x), axis=1))
-    np.testing.assert_array_equal(traced(2), x[:, 2])

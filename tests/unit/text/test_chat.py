@@ -7,17 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from places import ROOT
-from test_tokenizer import byte_level, configure
 
-from et_jax.batch.tasks import Defaults, Entry, read_task
 from et_jax.errors import UsageError
-from et_jax.serve.requests import SamplingParams
-from et_jax.text import chat, load_tokenizer
+from et_jax.text import chat
 from et_jax.text.chat import MAX_STOPS, Template
 
 SAID = [{"role": "user", "content": "Hi"}]
@@ -54,6 +52,11 @@ def process_of(template) -> Any:
         ("{% for a in range(10**9) %}{% endfor %}", "refuses these messages"),
         ("{% include 'x' %}", "refuses these messages"),
         ("{{ cycler.__init__.__globals__ }}", "refuses these messages"),
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{% if %}", "refuses these messages"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
     ],
 )
 def test_a_template_that_goes_too_far_is_refused_in_one_sentence(template, words):
@@ -63,104 +66,32 @@ def test_a_template_that_goes_too_far_is_refused_in_one_sentence(template, words
 
 
 @pytest.mark.timeout(60)
-def test_a_template_that_hangs_is_stopped_and_given_up_in_the_end(impatient):
-    hanging = Template(BUSY, {})
+def test_a_template_that_hangs_is_stopped_and_given_up_after_several_times_in_a_row(impatient):
+    template, hangs = Template(HANGS_AT_A, {}), [{"role": "user", "content": "A"}]
+    assert process_of(template) is None  # nothing is started before it is needed
+    unbroken = "{{ ('b' * 10**6) in ('a' * 10**6 + 'b' * 10**5) * 200 }}{{ ('a' * 10**6) | wordwrap(1) }}"
+    for one, messages in ((Template(unbroken, {}), SAID), (template, hangs)):  # one operation cannot be broken
+        with pytest.raises(UsageError, match="took more than 1 s"):
+            one.render(messages)
+    assert template.render(SAID) == "Hi"
     for _ in range(MAX_STOPS):
         with pytest.raises(UsageError, match="took more than 1 s"):
-            hanging.render(SAID)
-        assert process_of(hanging) is None
+            template.render(hangs)
+        assert process_of(template) is None
     with pytest.raises(UsageError, match="3 times in a row and is not tried again"):
-        hanging.render(SAID)
-    assert process_of(hanging) is None
-
-
-@pytest.mark.timeout(60)
-def test_one_operation_that_no_interpreter_can_break_is_stopped(impatient):
-    with pytest.raises(UsageError, match="took more than 1 s"):
-        Template(
-            "{{ ('b' * 10**6) in ('a' * 10**6 + 'b' * 10**5) * 200 }}{{ ('a' * 10**6) | wordwrap(1) }}", {}
-        ).render(SAID)
-
-
-@pytest.mark.timeout(60)
-def test_only_hangs_in_a_row_count(impatient):
-    template = Template(HANGS_AT_A, {})
-    for _ in range(MAX_STOPS + 1):
-        with pytest.raises(UsageError, match="took more than 1 s"):
-            template.render([{"role": "user", "content": "A"}])
-        assert template.render(SAID) == "Hi"
-
-
-@pytest.mark.timeout(60)
-def test_a_line_that_hangs_is_an_error_of_its_own(impatient, tmp_path):
-    tokenizer = load_tokenizer(configure(byte_level(tmp_path / "model"), chat_template=HANGS_AT_A))
-    defaults = Defaults(params=SamplingParams())
-
-    def entry(content):
-        values = {"messages": [{"role": "user", "content": content}]}
-        return Entry(line=1, custom_id="a", id="a", values=values)
-
-    with pytest.raises(UsageError, match="took more than 1 s"):
-        read_task(entry("A"), tokenizer, defaults)
-    assert tokenizer.decode(read_task(entry("B"), tokenizer, defaults).request.prompt) == "B"
-
-
-def test_threads_get_their_own_answers():
-    template, wrong = Template(ECHO, {}), []
-
-    def ask(number):
-        for turn in range(30):
-            content = f"{number}-{turn}" * 50
-            if template.render([{"role": "user", "content": content}]) != content:
-                wrong.append(content)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-def test_a_template_is_compiled_once_and_nothing_starts_before_it_is_needed():
-    template = Template("{{ messages[0].content }}" + "{% if 1 %}x{% endif %}" * 3000, {})
-    assert process_of(template) is None
-    template.render(SAID)
-    process = process_of(template)
-    before = time.monotonic()
-    for _ in range(20):
         template.render(SAID)
-    assert process_of(template) is process
-    assert time.monotonic() - before < 20  # compiling it takes about a second
 
 
-def test_a_worker_that_was_killed_is_replaced():
-    template = Template(ECHO, {})
-    template.render(SAID)
-    process_of(template).kill()
-    process_of(template).wait()
-    assert template.render(SAID) == "Hi"
-
-
-def test_a_copy_has_a_worker_of_its_own():
+def test_a_worker_is_used_again_replaced_when_killed_and_not_shared_with_a_copy():
     template = Template(ECHO + "{{ bos_token }}", {"bos_token": "<s>"})
     template.render(SAID)
+    process = process_of(template)
     copy = pickle.loads(pickle.dumps(template))
-    assert copy.render(SAID) == "Hi<s>"
-    assert process_of(copy).pid != process_of(template).pid
-
-
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([{"role": "user", "content": {1, 2}}], "not plain JSON"),
-        ([{"role": "user", "content": b"Hi"}], "not plain JSON"),
-        ([{"role": "user", "content": "\ud800"}], "surrogate"),
-    ],
-)
-def test_messages_that_cannot_be_are_refused(messages, words):
-    with pytest.raises(UsageError, match=words):
-        Template(ECHO, {}).render(messages)
+    assert copy.render(SAID) == template.render(SAID) == "Hi<s>"
+    assert process_of(template) is process and process_of(copy).pid != process.pid
+    process.kill()
+    process.wait()
+    assert template.render(SAID) == "Hi<s>"
 
 
 def test_a_worker_is_ended_in_a_thread_that_is_asking_for_its_state():
@@ -175,11 +106,18 @@ def test_a_worker_is_ended_in_a_thread_that_is_asking_for_its_state():
     assert not ending.is_alive() and process.wait(20) == -signal.SIGKILL
 
 
-def gone(pid, seconds=30.0):
-    """Return whether a process ends within so many seconds."""
-    for _ in range(int(seconds * 10)):
+def test_threads_get_their_own_answers():
+    template = Template(ECHO, {})
+    contents = [f"{number}" * 50 for number in range(180)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(lambda content: template.render([{"role": "user", "content": content}]), contents)
+    assert list(answers) == contents
+
+
+def gone(pid):
+    """Return whether a process ends within three seconds, less than a template may take."""
+    for _ in range(30):
         try:
-            os.kill(pid, 0)
             if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
                 return True
         except OSError:
@@ -211,7 +149,7 @@ def program(folder, code):
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are POSIX's")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc, which is Linux's")
 def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
     code = (
         "import time\n"
@@ -232,9 +170,6 @@ def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
 @pytest.mark.parametrize(
     "code",
     [
-        "pass",
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "import sys; sys.exit(3)",
         "raise ValueError",
         # amid a render, by a thread that the end of the interpreter does not wait for
         "import threading, time, os\n"
@@ -246,10 +181,18 @@ def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
 def test_no_worker_outlives_its_process(tmp_path, code):
     running = program(tmp_path, code)
     out, _ = running.communicate(timeout=60)
-    assert all(gone(int(pid), seconds=3) for pid in out.split())  # a template may take longer than that
+    assert all(gone(int(pid)) for pid in out.split())
 
 
-def test_a_conversation_is_a_list_of_messages():
-    unchecked = getattr(Template.render, "__wrapped__", Template.render)
-    with pytest.raises(UsageError, match="must be a mapping"):
-        unchecked(Template(ECHO, {}), "Hi")
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": {1, 2}}], "not plain JSON"),
+        ([{"role": "user", "content": b"Hi"}], "not plain JSON"),
+        ([{"role": "user", "content": "\ud800"}], "surrogate"),
+        ("Hi", "must be a mapping"),
+    ],
+)
+def test_messages_that_cannot_be_are_refused(as_users_have_it, messages, words):
+    with pytest.raises(UsageError, match=words):
+        Template(ECHO, {}).render(messages)

@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_tokenizer import MISTRAL, byte_fallback, byte_level, configure
 
@@ -39,22 +39,16 @@ def specials(tokenizer, ids):
     return [id for id in ids if not tokenizer.backend.visible(id)]
 
 
-@pytest.mark.parametrize("content", ["</s>", "a</s>b", "<s><s>", "</s> cat\n</s>", "x<unk>", "</s", "cat</s></s>"])
-def test_a_message_cannot_end_itself(folder, content):
+@pytest.mark.parametrize(("allowed", "ends"), [(False, 1), (True, 2)])
+def test_special_tokens_are_read_where_it_is_said(folder, allowed, ends):
     tokenizer = load_tokenizer(folder)
-    bos, eos = tokenizer.bos_id, *tokenizer.eos_ids
-    ids = tokenizer.chat(said(content, "cat"))
-    assert specials(tokenizer, ids) == [bos, eos, eos]
-    first = ids[1 : ids.index(eos)]
-    assert tokenizer.decode(first).strip() == f"[user] {content}".strip()
-
-
-@pytest.mark.parametrize("content", ["a</s>b", "</s>"])
-def test_special_tokens_may_be_allowed(folder, content):
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer.chat(said(content), allow_special_tokens=True)
-    assert ids == tokenizer.backend.encode(f"<s>[user] {content}</s>", special=False)
-    assert specials(tokenizer, ids).count(tokenizer.eos_ids[0]) == 2
+    ids = tokenizer.chat(said("a</s>b"), allow_special_tokens=allowed)
+    assert ids.count(tokenizer.eos_ids[0]) == ends
+    assert not allowed or ids == tokenizer.backend.encode("<s>[user] a</s>b</s>", special=False)
+    entry = Entry(line=1, custom_id="a", id="a", values={"messages": said("a</s>b")})
+    task = read_task(entry, tokenizer, Defaults(params=SamplingParams(), allow_special_tokens=allowed))
+    assert list(task.request.prompt) == ids
+    assert tokenizer.eos_ids[0] in tokenizer.encode("a</s>b")  # a prompt is read with them
 
 
 def test_the_text_is_read_as_by_a_tokenizer_without_special_tokens(tmp_path):
@@ -81,42 +75,22 @@ def shown(plain, content):
 
 
 @given(contents=st.lists(st.text(alphabet="ab </s>u\n€", max_size=30), min_size=1, max_size=3))
+@example(contents=["a</s>b", "x<unk>", "<s><s>"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_message_writes_a_special_token(folder, contents):
-    tokenizer = loaded(folder)
+    if folder.name not in LOADED:
+        LOADED[folder.name] = load_tokenizer(folder)
+    tokenizer = LOADED[folder.name]
+    bos, eos = tokenizer.bos_id, *tokenizer.eos_ids
     ids = tokenizer.chat(said(*contents))
-    assert specials(tokenizer, ids) == [tokenizer.bos_id] + list(tokenizer.eos_ids) * len(contents)
+    assert specials(tokenizer, ids) == [bos] + [eos] * len(contents)
+    assert tokenizer.decode(ids[1 : ids.index(eos)]).strip() == f"[user] {contents[0]}".strip()
+    assert tokenizer.chat(said(contents[0]), "be</s>").count(eos) == 2
     if not any(special in content for content in contents for special in ("<s>", "</s>", "<unk>")):
         assert ids == tokenizer.backend.encode(tokenizer.render(said(*contents)), special=False)
 
 
 LOADED = {}
-
-
-def loaded(folder):
-    if folder.name not in LOADED:
-        LOADED[folder.name] = load_tokenizer(folder)
-    return LOADED[folder.name]
-
-
-def test_the_system_message_is_a_message(folder):
-    tokenizer = load_tokenizer(folder)
-    eos = tokenizer.eos_ids[0]
-    assert tokenizer.chat(said("cat"), "be</s>").count(eos) == 2
-    assert tokenizer.chat(said("cat"), "be</s>", allow_special_tokens=True).count(eos) == 3
-
-
-@pytest.mark.parametrize(("allowed", "ends"), [(False, 1), (True, 2)])
-def test_a_batch_says_which(folder, allowed, ends):
-    tokenizer = load_tokenizer(folder)
-    entry = Entry(line=1, custom_id="a", id="a", values={"messages": said("a</s>b")})
-    task = read_task(entry, tokenizer, Defaults(params=SamplingParams(), allow_special_tokens=allowed))
-    assert task.request.prompt.count(tokenizer.eos_ids[0]) == ends
-
-
-def test_a_prompt_is_read_with_its_special_tokens(folder):
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.eos_ids[0] in tokenizer.encode("a</s>b")
 
 
 def test_of_special_texts_that_begin_alike_the_longest_is_masked():

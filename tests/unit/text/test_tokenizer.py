@@ -1,6 +1,7 @@
 """Tokenizers: the conventions of both file formats, chat templates, and text that streams in pieces."""
 
 import functools
+import itertools
 import json
 import shutil
 
@@ -38,19 +39,8 @@ def byte_level(folder, special=("<s>", "</s>")):
 
 def byte_fallback(folder):
     """Write a small BPE in Llama's manner: a leading space, and byte pieces for what it has no letters for."""
-    letters = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "c",
-        "a",
-        "t",
-        "at",
-        "▁c",
-        "\ufffd",
-    ]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = ["<unk>", "<s>", "</s>", *bytes_, *"▁cat", "at", "▁c", "\ufffd"]
     merges = [("a", "t"), ("▁", "c")]
     vocab = {letter: id for id, letter in enumerate(letters)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -85,49 +75,47 @@ def mistral(tmp_path):
     return tmp_path / "mistral"
 
 
-@pytest.fixture
-def stories():
-    if not STORIES.is_dir():
-        pytest.skip(f"{STORIES} is absent; set ET_JAX_SHARED to the folder of shared models")
-    return load_tokenizer(STORIES)
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Tokenizers of every kind, those of the shared folder where it is here."""
+    place = tmp_path_factory.mktemp("tokenizers")
+    found = {"byte_level": byte_level(place / "byte_level"), "byte_fallback": byte_fallback(place / "byte_fallback")}
+    if SHARED.is_dir():
+        (place / "mistral").mkdir()
+        shutil.copy(MISTRAL, place / "mistral/tokenizer.model")
+        found |= {"stories": STORIES, "mistral": place / "mistral"}
+    return {name: load_tokenizer(folder) for name, folder in found.items()}
 
 
-def test_text_survives(folder):
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer.encode(TEXT)
-    assert ids[0] == tokenizer.bos_id == 0
-    assert tokenizer.decode(ids) == TEXT
+def of(known, name):
+    if name not in known:
+        pytest.skip(f"{SHARED} is absent; set ET_JAX_SHARED to the folder of shared models and tokenizers")
+    return known[name]
 
 
 @pytest.mark.parametrize(("add_bos", "num_bos"), [(None, 1), (True, 1), (False, 0)])
-def test_the_beginning_token_is_added_as_the_files_say(folder, add_bos, num_bos):
+def test_text_survives_and_begins_as_the_files_say(folder, add_bos, num_bos):
+    """Whatever the file says of cutting and padding."""
     if add_bos is not None:
         configure(folder, add_bos_token=add_bos)
-    assert load_tokenizer(folder).encode("cat").count(0) == num_bos
-    assert load_tokenizer(folder).encode("")[:1] == [0] * num_bos
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.enable_truncation(4)
+    library.enable_padding(length=500)
+    library.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode(TEXT)
+    assert ids[:num_bos] == [0] * num_bos
+    assert ids.count(0) == tokenizer.encode("").count(0) == num_bos and tokenizer.bos_id == 0
+    assert tokenizer.decode(ids) == TEXT
 
 
-def test_a_file_that_cuts_and_pads_does_neither_here(folder):
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=500)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT
-    assert len(load_tokenizer(folder).encode("cat")) < 5
-
-
-def test_end_tokens_are_united_from_all_files(folder):
+def test_end_tokens_are_united_from_all_files_or_those_of_the_model_alone(folder):
     configure(folder, "config.json", eos_token_id=7)
     configure(folder, "generation_config.json", eos_token_id=[8, 7])
     assert load_tokenizer(folder).eos_ids == (1, 7, 8)
-
-
-def test_a_bare_tokenizer_json_takes_its_special_ids_from_the_model(folder):
-    (folder / "tokenizer_config.json").unlink()
     byte_level(folder, ("<s>", "<stop>"))
     (folder / "tokenizer_config.json").unlink()
-    configure(folder, "config.json", eos_token_id=1)
-    assert load_tokenizer(folder).eos_ids == (1,)
+    assert load_tokenizer(folder).eos_ids == (7, 8)
 
 
 def test_a_tokenizer_may_be_handed_over(folder):
@@ -164,17 +152,23 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(folder):
         as_tokenizer(folder, None, tuple(range(99)))
 
 
-def test_special_tokens_and_unknown_ids_have_no_text(folder, mistral, stories):
-    for tokenizer in (load_tokenizer(folder), load_tokenizer(mistral), stories):
-        plain = tokenizer.encode("cat")[1:]
-        crowded = [tokenizer.bos_id, *plain[:1], tokenizer.eos_ids[0], 999_999, *plain[1:], tokenizer.eos_ids[0]]
-        assert tokenizer.decode(crowded) == "cat"
+def test_special_tokens_and_unknown_ids_have_no_text(known):
+    for name, tokenizer in known.items():
+        if name != "byte_fallback":  # which adds no token in front
+            plain = tokenizer.encode("cat")[1:]
+            crowded = [tokenizer.bos_id, *plain[:1], tokenizer.eos_ids[0], 999_999, *plain[1:], tokenizer.eos_ids[0]]
+            assert tokenizer.decode(crowded) == "cat"
 
 
-def test_a_real_model_encodes_as_recorded(stories):
+def test_a_real_model_encodes_as_recorded_and_none_of_its_text_is_held_back(known):
+    stories = of(known, "stories")
     for row in json.loads((ROOT / "tests/golden/tinystories-656k.json").read_text()):
         assert stories.encode(row["prompt"]) == row["prompt_ids"]
-        assert stories.decode(row["ids"]) == row["text"]
+        stream, shown = Detokenizer(stories), ""
+        for index, id in enumerate(row["ids"]):
+            shown += stream.push(id)
+            assert shown == stories.decode(row["ids"][: index + 1])
+        assert shown == row["text"]
         assert (row["ids"][-1] in stories.eos_ids) == row["stopped"]
 
 
@@ -183,7 +177,6 @@ def test_a_real_model_encodes_as_recorded(stories):
     ("legacy", "text", "ids"),
     [
         (None, "", [1]),
-        (None, "Hello world", [1, 22557, 1526]),
         (None, " Hello", [1, 28705, 22557]),
         (None, "日本語テスト 漢字", [1, 28705, 29142, 29119, 30321, 29610, 29109, 29123, 28705, 233, 191, 165, 29031]),
         (False, "Hello world", [1, 22557, 1526]),
@@ -201,16 +194,17 @@ def test_sentencepiece_follows_llama_conventions(mistral, legacy, text, ids):
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
     configure(mistral, add_bos_token=False)
     assert load_tokenizer(mistral).encode(text) == ids[1:]
+    configure(mistral, added_tokens_decoder={"32000": {"content": "<|im_start|>"}})
+    with pytest.raises(UsageError, match=r"fetch tokenizer\.json too"):
+        load_tokenizer(mistral)
 
 
 @given(text=st.text(max_size=40))
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_sentencepiece_is_the_library_itself(text):
-    if not MISTRAL.exists():
-        pytest.skip(f"{MISTRAL} is absent; set ET_JAX_SHARED to the folder of shared tokenizers")
+def test_sentencepiece_is_the_library_itself(known, text):
+    tokenizer = of(known, "mistral")
     assume(not any(special in text for special in ("<unk>", "<s>", "</s>")))
     library = sentencepiece.SentencePieceProcessor(model_file=str(MISTRAL))
-    tokenizer = loaded("mistral")
     ids = tokenizer.encode(text)
     assert ids == [1, *library.encode(text)]
     assert tokenizer.decode(ids) == library.decode(ids[1:])
@@ -252,102 +246,22 @@ def test_a_chat_begins_once(folder, mistral, add_bos):
         assert tokenizer.chat(CHAT)[0] == tokenizer.bos_id
 
 
-def test_a_template_may_have_a_name_or_a_file(folder):
+def test_a_template_may_have_a_name_or_a_file_or_be_absent(folder):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    for template in (None, named[:1]):
+        configure(folder, chat_template=template)
+        with pytest.raises(UsageError, match="use --prompt without --chat"):
+            load_tokenizer(folder).chat(CHAT)
     configure(folder, chat_template=named)
     assert load_tokenizer(folder).render(CHAT) == "plain"
     (folder / "chat_template.jinja").write_text("from a file")
     assert load_tokenizer(folder).render(CHAT) == "from a file"
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "use --prompt without --chat"),
-        ([{"name": "tool_use", "template": "tools"}], "use --prompt without --chat"),
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ messages[0].content + 1 }}", "refuses these messages"),
-        ("{% if %}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-    ],
-)
-def test_a_chat_that_cannot_be_is_refused_in_one_sentence(folder, template, words):
-    configure(folder, chat_template=template)
-    with pytest.raises(UsageError, match=words):
-        load_tokenizer(folder).chat(CHAT)
-
-
-def test_unreadable_files_are_refused_in_one_sentence(folder, mistral, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"neither tokenizer\.json nor tokenizer\.model"):
-        load_tokenizer(tmp_path / "empty")
-    (mistral / "tokenizer.model").write_bytes(b"garbage")
-    with pytest.raises(UsageError, match="not a readable SentencePiece model"):
-        load_tokenizer(mistral)
-    for damaged in ("{", "{}"):
-        (folder / "tokenizer.json").write_text(damaged)
-        with pytest.raises(UsageError, match=r"tokenizer\.json is not a readable tokenizer"):
-            load_tokenizer(folder)
-    for damaged, words in (("{", "not readable JSON"), ("[]", "not a JSON object")):
-        (folder / "tokenizer_config.json").write_text(damaged)
-        with pytest.raises(UsageError, match=words):
-            load_tokenizer(folder)
-
-
-def test_tokens_added_beyond_the_sentencepiece_model_are_refused(mistral):
-    configure(mistral, added_tokens_decoder={"32000": {"content": "<|im_start|>"}})
-    with pytest.raises(UsageError, match=r"fetch tokenizer\.json too"):
-        load_tokenizer(mistral)
-
-
-FOLDERS = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def prepared(tmp_path_factory):
-    """The tokenizers of the streaming laws, made once."""
-    place = tmp_path_factory.mktemp("tokenizers")
-    FOLDERS["byte_level"] = byte_level(place / "byte_level")
-    FOLDERS["byte_fallback"] = byte_fallback(place / "byte_fallback")
-    FOLDERS["stories"] = STORIES
-    FOLDERS["mistral"] = place / "mistral"
-    FOLDERS["mistral"].mkdir()
-    if MISTRAL.exists():
-        shutil.copy(MISTRAL, FOLDERS["mistral"] / "tokenizer.model")
-    yield
-    FOLDERS.clear()
-    loaded.cache_clear()
-    loaded_parts.cache_clear()
-
-
 @functools.cache
-def loaded(name):
-    return load_tokenizer(FOLDERS[name])
-
-
-@functools.cache
-def loaded_parts(name):
-    """Ids that make up drawn sequences: of single bytes, of a text, of two characters of several bytes."""
-    tokenizer = loaded(name)
-    return byte_ids(tokenizer) or [0], tokenizer.encode(TEXT), tokenizer.encode("🐈日本 ß")
-
-
-def byte_ids(tokenizer):
+def byte_ids(backend):
     """Ids of single bytes, of which unfinished characters are made."""
-    backend = tokenizer.backend
     return [id for id in range(600) if backend.visible(id) and "\ufffd" in backend.decode([id])]
-
-
-def drawn_ids(data, name, size):
-    lone, text, word = loaded_parts(name)
-    parts = st.one_of(
-        st.lists(st.integers(0, size + 5), max_size=6),
-        st.lists(st.sampled_from(lone), max_size=40),
-        st.lists(st.sampled_from(text), max_size=6),
-        st.just(word),
-    )
-    return [id for part in data.draw(st.lists(parts, max_size=6)) for id in part]
 
 
 @pytest.mark.parametrize(
@@ -355,105 +269,74 @@ def drawn_ids(data, name, size):
 )
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_streamed_pieces_add_up_to_the_whole_text(name, size, data):
-    if not any((FOLDERS[name] / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
-        pytest.skip("the shared tokenizers are absent; set ET_JAX_SHARED to their folder")
-    tokenizer, ids = loaded(name), drawn_ids(data, name, size)
+def test_streamed_pieces_add_up_to_the_whole_text(known, name, size, data):
+    tokenizer = of(known, name)
+    parts = st.one_of(
+        st.lists(st.integers(0, size + 5), max_size=6),
+        st.lists(st.sampled_from(byte_ids(tokenizer.backend) or [0]), max_size=40),
+        st.lists(st.sampled_from(tokenizer.encode(TEXT)), max_size=6),
+        st.just(tokenizer.encode("🐈日本 ß")),
+    )
+    ids = [id for part in data.draw(st.lists(parts, max_size=6)) for id in part]
     stream = Detokenizer(tokenizer)
     pieces = [stream.push(id) for id in ids]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
     assert stream.flush() == ""
 
 
-def test_an_unfinished_character_is_held_back(folder):
-    tokenizer = load_tokenizer(folder)
-    stream = Detokenizer(tokenizer)
-    pieces = [stream.push(id) for id in tokenizer.encode("a𝄞b")]
+def test_an_unfinished_character_is_held_back(known):
+    stream = Detokenizer(known["byte_level"])
+    pieces = [stream.push(id) for id in known["byte_level"].encode("a𝄞b")]
     assert pieces == ["", "a", "", "", "", "𝄞", "b"]
-    assert stream.flush() == ""
 
 
-def test_ordinary_text_is_never_held_back(stories):
-    ids = stories.encode("Once upon a time there was a cat.")[1:]
-    stream = Detokenizer(stories)
-    shown = ""
-    for index, id in enumerate(ids):
-        shown += stream.push(id)
-        assert shown == stories.decode(ids[: index + 1])
-
-
-@pytest.mark.parametrize("of", ["text", "bytes", "replacement"])
-def test_a_token_costs_the_same_however_long_the_text(folder, of):
-    tokenizer = load_tokenizer(folder)
-    lengths = []
-
-    class Counting:
-        def __getattr__(self, name):
-            return getattr(tokenizer.backend, name)
-
-        def decode(self, ids):
-            lengths.append(len(ids))
-            return tokenizer.backend.decode(ids)
-
+@pytest.mark.parametrize("kind", ["text", "bytes", "replacement"])
+def test_a_token_costs_the_same_however_long_the_text(known, monkeypatch, kind):
+    tokenizer, lengths = known["byte_level"], []
+    ids = {
+        "text": tokenizer.encode(TEXT) * 20,
+        "bytes": byte_ids(tokenizer.backend) * 10,
+        "replacement": tokenizer.encode("\ufffd" * 500),
+    }[kind]
+    decode = tokenizer.backend.decode
+    monkeypatch.setattr(tokenizer.backend, "decode", lambda ids: lengths.append(len(ids)) or decode(ids), raising=False)
     stream = Detokenizer(tokenizer)
-    stream._backend = Counting()  # pyright: ignore[reportAttributeAccessIssue]
-    lone = byte_ids(tokenizer)
-    ids = {"text": tokenizer.encode(TEXT) * 20, "bytes": lone * 10, "replacement": tokenizer.encode("\ufffd" * 500)}[of]
     for id in ids:
         stream.push(id)
     assert sum(lengths) < 40 * len(ids)
     assert max(lengths) <= 30
 
 
-@pytest.mark.parametrize("change", ["backtracks", "lacks its unknown token"])
-def test_what_the_library_gives_up_on_ends_in_one_sentence(folder, monkeypatch, change):
-    file = folder / "tokenizer.json"
-    held = json.loads(file.read_text())
-    if change == "backtracks":
-        monkeypatch.setattr("et_jax.text.backends.check_expressions", lambda file, unknown: None)
-        held["pre_tokenizer"] = {
-            "type": "Split",
-            "pattern": {"Regex": "(a+)+$"},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-    else:
-        held |= {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}, "post_processor": None}
-    file.write_text(json.dumps(held))
-    tokenizer = load_tokenizer(folder)
-    with pytest.raises(UsageError, match="tokenizer cannot read this text"):
-        tokenizer.encode("a" * 1000 + "!")
+def split_by(folder, regex):
+    """Cut words as an expression says, ahead of a byte-level alphabet."""
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    alphabet = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    parts = {"type": "Sequence", "pretokenizers": [split, alphabet]}
+    return load_tokenizer(configure(folder, "tokenizer.json", pre_tokenizer=parts))
 
 
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
-def test_half_a_character_is_no_text(folder, mistral, text):
-    for place in (folder, mistral):
+def test_what_the_library_gives_up_on_ends_in_one_sentence(folder, mistral, monkeypatch):
+    for place, text in itertools.product((folder, mistral), ("\ud800", "a\udfffb")):
         with pytest.raises(UsageError, match="half of a surrogate pair"):
             load_tokenizer(place).encode(text)
+    monkeypatch.setattr("et_jax.text.backends.check_expressions", lambda file, unknown: None)
+    backtracking = split_by(folder, "(a+)+$")
+    lacking = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}, "post_processor": None}
+    for tokenizer in (backtracking, load_tokenizer(configure(folder, "tokenizer.json", **lacking))):
+        with pytest.raises(UsageError, match="tokenizer cannot read this text"):
+            tokenizer.encode("a" * 1000 + "!")
 
 
-def test_published_expressions_are_not_tried_out(folder, monkeypatch):
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def test_published_expressions_are_taken_untried_and_sound_ones_of_ones_own_after_a_trial(folder, monkeypatch):
     """Those of Llama 3 and Qwen 2, as their tokenizer.json spells them."""
+    for regex in (r"\d{1,2}| ?\w+|[^\w\s]+|\s+", r"[A-Z]?[a-z]+|.", r"(?=[A-Z])"):
+        tokenizer = split_by(folder, regex)
+        assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     monkeypatch.setattr("et_jax.text.expressions.Worker", None)
     for digits in (r"\p{N}{1,3}", r"\p{N}"):
-        held = json.loads((folder / "tokenizer.json").read_text())
-        regex = (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-            + digits
-            + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        )
-        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-        (folder / "tokenizer.json").write_text(json.dumps(held))
-        assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT
-
-
-def test_a_sound_expression_of_ones_own_is_taken(folder):
-    held = json.loads((folder / "tokenizer.json").read_text())
-    for regex in (r"\d{1,2}| ?\w+|[^\w\s]+|\s+", r"[A-Z]?[a-z]+|.", r"(?=[A-Z])"):
-        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-        (folder / "tokenizer.json").write_text(json.dumps(held))
-        assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(TEXT)) == TEXT
+        tokenizer = split_by(folder, LETTERS + digits + REST)
+        assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT

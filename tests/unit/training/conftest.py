@@ -14,27 +14,31 @@ from et_jax.training.mixture import Mixture
 from et_jax.training.schedule import Curriculum
 from et_jax.training.settings import Settings
 
+WORDS = "the ship sailed over grey water and a captain spoke of her long voyage home to England"
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _steps_are_hardly_optimised(hardly_optimised):
     """A test takes a handful of steps with each program."""
 
 
+def works(folder, texts):
+    """Write a corpus of works."""
+    with tarfile.open(folder / "works.tar.xz", "w:xz") as tar:
+        for index, text in enumerate(texts):
+            member = tarfile.TarInfo(f"works/work_{index:02}.txt")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+    return folder / "works.tar.xz"
+
+
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory):
     """A corpus of twelve works of words drawn by frequency."""
     random = np.random.default_rng(0)
-    words = np.array(
-        ["the", "ship", "sailed", "over", "grey", "water", "and", "a", "captain", "spoke.\n", "“No,”", "she"]
-    )
-    path = tmp_path_factory.mktemp("corpus") / "works.tar.xz"
-    with tarfile.open(path, "w:xz") as tar:
-        for index in range(12):
-            text = " ".join(words[random.zipf(1.5, 400 + 20 * index) % len(words)]).encode()
-            member = tarfile.TarInfo(f"works/work_{index:02}.txt")
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text))
-    return path
+    words = np.array([*WORDS.split()[:9], "spoke.\n", "“No,”", "she"])
+    texts = [" ".join(words[random.zipf(1.5, 400 + 20 * index) % len(words)]) for index in range(12)]
+    return works(tmp_path_factory.mktemp("corpus"), texts)
 
 
 @pytest.fixture(scope="session")
@@ -59,18 +63,15 @@ def settings():
 def mixed_data(tmp_path_factory):
     """The bundled tokenizer, and a corpus of sentences of words drawn by frequency."""
     random = np.random.default_rng(0)
-    text = "the ship sailed over grey water and a captain spoke of her long voyage home to England"
-    by_rank = np.array(text.split())
+    by_rank = np.array(WORDS.split())
+
+    def sentence():
+        return " ".join(by_rank[random.zipf(1.4, 9) % len(by_rank)]).capitalize() + "."
+
     folder = tmp_path_factory.mktemp("corpus")
-    with tarfile.open(folder / "works.tar.xz", "w:xz") as tar:
-        for index in range(8):
-            drawn = [" ".join(by_rank[random.zipf(1.4, 9) % len(by_rank)]).capitalize() + "." for _ in range(160)]
-            text = " ".join(drawn).encode()
-            member = tarfile.TarInfo(f"works/work_{index:02}.txt")
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text))
+    archive = works(folder, [" ".join(sentence() for _ in range(160)) for _ in range(8)])
     tokenizer = Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
-    return corpus.prepare(folder / "works.tar.xz", folder / "data", MIXED_VOCAB, tokenizer)
+    return corpus.prepare(archive, folder / "data", MIXED_VOCAB, tokenizer)
 
 
 @pytest.fixture(scope="session")

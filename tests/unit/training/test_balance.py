@@ -23,14 +23,6 @@ def test_the_load_balance_is_that_of_the_formula():
     assert expected > 1.05
 
 
-@pytest.mark.parametrize(("expert", "probability", "balance"), [
-    ([[0], [1], [2], [3]], np.full((4, 4), 0.25), 1.0),
-    ([[2], [2], [2]], np.tile([0.0, 0.0, 1.0, 0.0], (3, 1)), 4.0),
-])  # fmt: skip
-def test_even_choices_have_one_and_a_single_expert_as_many_as_there_are(expert, probability, balance):
-    assert float(load_balance(jnp.asarray(probability, jnp.float32), chosen(expert))) == pytest.approx(balance)
-
-
 def test_experts_that_are_chosen_more_become_less_probable():
     pull = jax.grad(lambda p: load_balance(p, chosen([[0], [0], [1]])))(jnp.full((3, 3), 1 / 3))
     np.testing.assert_allclose(pull, np.tile(3 * np.array([2 / 3, 1 / 3, 0]) / 3, (3, 1)), rtol=1e-6)

@@ -58,17 +58,15 @@ def test_an_epoch_reads_each_token_at_most_once_and_crosses_no_border(data):
     assert not np.array_equal(starts, corpus.window_starts(train, seed=1, epoch=1, window=WINDOW))
 
 
-def test_rows_of_a_step_are_the_same_tokens_whatever_their_length(data):
-    _, train, _ = data
-    long = corpus.training_rows(train, seed=0, step=70, num_windows=4, length=WINDOW, window=WINDOW)
-    short = corpus.training_rows(train, seed=0, step=70, num_windows=4, length=8, window=WINDOW)
+def test_rows_of_a_step_are_the_same_tokens_whatever_their_length_and_held_out_ones_all_of_them(data):
+    _, train, held_out = data
+    long, short = (
+        corpus.training_rows(train, seed=0, step=70, num_windows=4, length=length, window=WINDOW)
+        for length in (WINDOW, 8)
+    )
     assert np.array_equal(long.targets.reshape(-1), short.targets.reshape(-1))
     for rows in (long, short):
         assert (rows.inputs[:, 0] == corpus.END_ID).all()
         assert np.array_equal(rows.inputs[:, 1:], rows.targets[:, :-1])
-
-
-def test_held_out_rows_hold_every_token_once(data):
-    _, _, held_out = data
     rows = corpus.held_out_rows(held_out, 32)
     assert np.array_equal(rows.targets[rows.target_mask], held_out.ids)

@@ -1,19 +1,18 @@
 """A student learns its teacher's distributions: the formula, the start, the agreement, the run, the refusals."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import MIXED_WINDOW, SCHEDULE, VOCAB, WINDOW, log, losses, model
+from plain_training import plain_pass
+from small_runs import SCHEDULE, VOCAB, WINDOW, killed_at, log, losses, model
 
 from et_jax.errors import UsageError
-from et_jax.models.transformer import forward
+from et_jax.models.checkpoint import load
 from et_jax.models.weights import Dense
-from et_jax.training import corpus, distillation, export, loop, loss, student_card
-from et_jax.training.card import Run
+from et_jax.training import corpus, distillation, export, loop, loss
 from et_jax.training.distillation import Teacher
 from et_jax.types import replace
 
@@ -41,19 +40,10 @@ def student(settings):
     return dataclasses.replace(settings, model=shape, schedule=schedule, distilled=True)
 
 
-def distribution(params, config, inputs, segments):
-    """The log-probabilities that plain attention, one head and row at once, gives of every next token; float64."""
-
-    def attend(layer, q, k, v, memory, softmax):
-        k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(jnp.float32(q.shape[-1]))
-        seen = jnp.tril(jnp.ones((q.shape[1],) * 2, bool)) & (segments[:, :, None] == segments[:, None, :])
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v), memory
-
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+def log_probabilities(params, config, inputs, segments=None):
+    """What plain attention gives of every next token."""
     plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loss.unstack(params))
-    scores = np.asarray(forward(plain, config, inputs, positions, attend, None)[0], np.float64)
-    return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    return jax.nn.log_softmax(plain_pass(plain, config, inputs, segments)[0])
 
 
 def given():
@@ -62,47 +52,30 @@ def given():
     return inputs, jax.random.uniform(jax.random.key(2), inputs.shape) * 5.0, segments
 
 
-def test_the_loss_is_the_divergence_of_the_formula(student, teacher):
-    inputs, weights, segments = given()
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_and_its_gradient_are_those_of_the_divergence(student, teacher, packed):
+    inputs, *others = given()
+    weights, segments = others if packed else (jnp.ones(inputs.shape), None)
     params = loop.start_beside(teacher, student)[0].params
-    log_p = distribution(teacher.params, teacher.config, inputs, segments)
-    log_q = distribution(params, student.model, inputs, segments)
-    divergence = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
-    assert divergence.mean() > 0.1  # nats: enough to tell one formula from another
-    counts = np.asarray(weights)
-    expected = (divergence * counts).sum() / counts.sum()
-    judged = params, student.model, inputs, teacher.params, teacher.config
-    found = loss.mean_divergence(*judged, weights, segments)
-    assert float(found) == pytest.approx(expected, rel=0.02)  # products in bfloat16
-    plain = distribution(params, student.model, inputs, jnp.zeros_like(inputs))
-    taught = distribution(teacher.params, teacher.config, inputs, jnp.zeros_like(inputs))
-    assert float(loss.mean_divergence(*judged)) == pytest.approx(
-        (np.exp(taught) * (taught - plain)).sum(axis=-1).mean(), rel=0.02
-    )
+    log_p = log_probabilities(teacher.params, teacher.config, inputs, segments)
+
+    def plain(params):
+        log_q = log_probabilities(params, student.model, inputs, segments)
+        return ((jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1) * weights).sum() / weights.sum()
+
+    def found_of(params):
+        judged = params, student.model, inputs, teacher.params, teacher.config
+        return loss.mean_divergence(*judged, *((weights, segments) if packed else ()))
+
+    expected, wanted = jax.jit(jax.value_and_grad(plain))(params)
+    found, gradients = jax.jit(jax.value_and_grad(found_of))(params)
+    assert float(expected) > 0.1  # nats: enough to tell one formula from another
+    assert float(found) == pytest.approx(float(expected), rel=0.02)  # products in bfloat16
+    for formula, got in zip(jax.tree.leaves(wanted), jax.tree.leaves(gradients), strict=True):
+        assert jnp.linalg.norm(formula - got) <= 0.05 * jnp.linalg.norm(formula)
 
 
-def test_the_gradient_is_the_slope_of_the_loss_and_nothing_where_the_student_is_the_teacher(student, teacher):
-    x, taught = (
-        jax.random.normal(jax.random.key(seed), (6, width), jnp.float32) for seed, width in ((1, WIDTH), (2, 2 * WIDTH))
-    )
-    weight, other = (0.3 * jax.random.normal(jax.random.key(i), (40, y.shape[1])) for i, y in ((3, x), (4, taught)))
-    x, weight, taught, other = (y.astype(jnp.bfloat16) for y in (x, weight, taught, other))
-
-    def formula(x, weight):
-        p, q = (
-            jax.nn.log_softmax(one.astype(jnp.float32) @ two.T.astype(jnp.float32))
-            for one, two in ((taught, other), (x, weight))
-        )
-        return (jnp.exp(p) * (p - q)).sum(axis=-1)
-
-    values, errors = loss._divergences_and_errors(weight, x, taught, other)
-    np.testing.assert_allclose(values, formula(x, weight), rtol=1e-5)
-    slope = jax.grad(lambda x: formula(x, weight).sum())(x.astype(jnp.float32))
-    np.testing.assert_allclose(errors @ weight.astype(jnp.float32), slope, atol=1e-5)
-    values, errors = loss._divergences_and_errors(other, taught, taught, other)
-    assert float(jnp.abs(values).max()) < 1e-6
-    assert float(jnp.abs(errors).max()) < 1e-6
-
+def test_a_student_that_is_its_teacher_learns_nothing(teacher):
     inputs, weights, segments = given()
     own = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), teacher.params)
     value, gradient = jax.value_and_grad(loss.mean_divergence)(
@@ -130,7 +103,7 @@ def test_agreement_is_that_of_the_formulas(student, teacher):
     rows = corpus.Rows(inputs=np.asarray(inputs), targets=np.asarray(inputs), target_mask=mask)
     found = distillation.agreement(params, student, teacher, rows, batch_tokens=LENGTH)
     log_p, log_q = (
-        distribution(*each, inputs, jnp.zeros_like(inputs))
+        np.asarray(log_probabilities(*each, inputs), np.float64)
         for each in ((teacher.params, teacher.config), (params, student.model))
     )
     p, q = np.exp(log_p), np.exp(log_q)
@@ -157,87 +130,37 @@ def test_a_student_comes_nearer_and_a_killed_run_resumes_the_same(student, teach
     assert figures[-1]["loss"] < 0.85 * figures[0]["loss"]
     assert 0 < figures[-1]["divergence"] < figures[3]["divergence"]
     assert figures[3]["overlap"] < figures[-1]["overlap"] < 1
-    rows = corpus.training_rows
-
-    def killed(*arguments, **others):
-        if others["step"] == 7:
-            raise KeyboardInterrupt  # nothing is saved, as after kill -9
-        return rows(*arguments, **others)
-
-    monkeypatch.setattr(corpus, "training_rows", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(student, teacher, data, tmp_path / "cut", 10)
-    monkeypatch.undo()
+    killed_at(monkeypatch, corpus, "training_rows", 7, lambda: run(student, teacher, data, tmp_path / "cut", 10))
     assert run(student, teacher, data, tmp_path / "cut", 10) == 10
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_the_card_tells_how_near_the_student_has_come(mixed_settings, mixed_data, tmp_path):
-    tokenizer, _, held_out = mixed_data
-    schedule = dataclasses.replace(SCHEDULE, short_length=128, long_length=MIXED_WINDOW)
-    settings = dataclasses.replace(mixed_settings, schedule=schedule, distilled=True, probed_length=MIXED_WINDOW)
-    params = loop.initial_state(settings).params
-    teacher = Teacher(config=settings.model, params=loop.initial_state(dataclasses.replace(settings, seed=5)).params)
-    figures = student_card.measure(params, settings, teacher, held_out, tokenizer)
-    whole, *parts = figures.by_position.items()
-    assert whole[0] == (0, MIXED_WINDOW)
-    mean = sum((end - begin) * np.array(values) for (begin, end), values in parts) / MIXED_WINDOW
-    assert mean == pytest.approx(whole[1], rel=0.1, abs=0.01)  # padding thins the last positions
-    rows = corpus.held_out_rows(held_out, MIXED_WINDOW)
-    for nats, one in ((figures.nats, params), (figures.teacher_nats, teacher.params)):
-        assert nats == pytest.approx(loop.evaluate(one, settings, rows).sum() / rows.target_mask.sum(), rel=1e-3)
-    folder = tmp_path / "run"
-    (folder / "data").mkdir(parents=True)
-    for side, name in (("train", "a.txt"), ("held_out", "Kept_1850.txt")):
-        (folder / "data" / f"{side}.json").write_text(json.dumps({"works": [name], "starts": [0, 9]}))
-    (folder / "log.jsonl").write_text(json.dumps({"minutes": 90.0}) + "\n")
-    told = Run(folder=folder, step=8, hardware="a test")
-    student_card.write_card(figures, settings, told, held_out, tmp_path / "card.md")
-    text = (tmp_path / "card.md").read_text()
-    for part in (
-        "| all | " + " | ".join(f"{value:.3f}" for value in whole[1]) + " |",
-        f"loses {figures.nats:.3f} nats per token and the teacher {figures.teacher_nats:.3f}",
-        "--recipe small --teacher bundled --steps 8 --seed 0",
-        "Kept_1850",
-        "| passkey |",
-    ):
-        assert part in text
-
-
-def test_a_run_has_a_teacher_if_and_only_if_it_is_a_students(settings, student, teacher, data, tmp_path):
+def test_a_teacher_is_read_as_it_is_and_one_that_cannot_teach_is_refused(
+    settings, student, teacher, data, mixed_data, tmp_path
+):
     tokenizer, train, held_out = data
-    for each, given in ((student, None), (settings, teacher)):
-        with pytest.raises(UsageError, match="need a teacher"):
-            loop.train(each, train, held_out, tmp_path, 1, None, tokenizer=tokenizer, teacher=given)
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(teacher, data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("teacher")
-    export.export(teacher.params, teacher.config, data[0], folder)
-    return folder
-
-
-def test_a_teacher_is_read_as_it_is(student, teacher, teacher_folder):
-    found, tokenizer = distillation.read_teacher(teacher_folder, student)
+    folder, damaged = tmp_path / "teacher", tmp_path / "damaged"
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 1.0001, teacher.params)  # rounded to the teacher's
+    size = export.export(wide, teacher.config, tokenizer, folder)
+    assert size == sum(file.stat().st_size for file in folder.iterdir())
+    assert load(folder)[1].embedding.dtype == jnp.bfloat16
+    found, own = distillation.read_teacher(folder, student)
     assert found.config == teacher.config
     assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), found, teacher))
-    distillation.check_tokens(tokenizer, corpus.read_tokenizer(teacher_folder))
-
-
-def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(student, teacher, teacher_folder, mixed_data, tmp_path):
-    with pytest.raises(UsageError, match="another tokenizer than the teacher's"):
-        distillation.check_tokens(corpus.read_tokenizer(teacher_folder), mixed_data[0])
-    wider = dataclasses.replace(student, window=2 * WINDOW)
-    with pytest.raises(UsageError, match="reads 32 tokens and the longest rows are 64"):
-        distillation.read_teacher(teacher_folder, wider)
-    fewer = dataclasses.replace(student, model=model(299, WINDOW))
-    with pytest.raises(UsageError, match="has 300 tokens and the student 299"):
-        distillation.read_teacher(teacher_folder, fewer)
+    distillation.check_tokens(own, corpus.read_tokenizer(folder))
     divided = dataclasses.replace(teacher.config, architecture="granite", score_scale=8**-0.5, logit_divisor=8.0)
-    export.export(teacher.params, divided, mixed_data[0], tmp_path)
-    with pytest.raises(UsageError, match="a divisor of its logits"):
-        distillation.read_teacher(tmp_path, student)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(UsageError, match=r"no readable tokenizer\.json"):
-        corpus.read_tokenizer(tmp_path)
+    export.export(teacher.params, divided, tokenizer, damaged)
+    fewer = dataclasses.replace(student, model=model(299, WINDOW))
+    for attempt, words in (
+        (lambda: distillation.check_tokens(own, mixed_data[0]), "another tokenizer than the teacher's"),
+        (
+            lambda: distillation.read_teacher(folder, dataclasses.replace(student, window=2 * WINDOW)),
+            "reads 32 tokens and the longest rows are 64",
+        ),
+        (lambda: distillation.read_teacher(folder, fewer), "has 300 tokens and the student 299"),
+        (lambda: distillation.read_teacher(damaged, student), "a divisor of its logits"),
+        (lambda: corpus.read_tokenizer(tmp_path), r"no readable tokenizer\.json"),
+        (lambda: loop.train(settings, train, held_out, tmp_path, 1, None, teacher=teacher), "need a teacher"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            attempt()

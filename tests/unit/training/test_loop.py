@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from small_runs import EXPERTS, log, losses, run
+from small_runs import EXPERTS, killed_at, log, losses, run
 
 from et_jax.errors import UsageError
 from et_jax.models.weights import Dense
@@ -16,30 +16,9 @@ from et_jax.types import replace
 pytestmark = pytest.mark.slow
 
 
-def test_training_learns_and_an_interrupted_run_continues_the_same(settings, data, tmp_path, monkeypatch):
-    _, train, held_out = data
-    assert loop.train(settings, train, held_out, tmp_path / "whole", steps=10, minutes=None) == 10
-    figures = log(tmp_path / "whole")
-    assert figures[-1]["held_out_per_token"] < figures[0]["loss"] - 0.5
-    assert {record["length"] for record in figures} == {8, 32}
-
-    rows = corpus.training_rows
-
-    def killed_at_eight(*arguments, **others):
-        if others["step"] == 7:
-            raise KeyboardInterrupt  # nothing is saved, as after kill -9; the last checkpoint is step 6
-        return rows(*arguments, **others)
-
-    monkeypatch.setattr(corpus, "training_rows", killed_at_eight)
-    with pytest.raises(KeyboardInterrupt):
-        loop.train(settings, train, held_out, tmp_path / "cut", steps=10, minutes=None)
-    monkeypatch.undo()
-    assert loop.train(settings, train, held_out, tmp_path / "cut", steps=10, minutes=None) == 10
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-
-
-def test_a_signal_saves_the_step_that_was_done(settings, data, tmp_path, monkeypatch):
-    _, train, held_out = data
+def test_a_run_learns_and_a_signal_saves_the_step_that_was_done(settings, data, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="no checkpoint"):
+        loop.load_params(tmp_path, settings)
     rows = corpus.training_rows
 
     def signalled(*arguments, **others):
@@ -47,18 +26,15 @@ def test_a_signal_saves_the_step_that_was_done(settings, data, tmp_path, monkeyp
             loop.signal.raise_signal(loop.signal.SIGTERM)
         return rows(*arguments, **others)
 
-    monkeypatch.setattr(corpus, "training_rows", signalled)
-    assert loop.train(settings, train, held_out, tmp_path, steps=10, minutes=None) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "training_rows", signalled)
+        assert run(settings, data, tmp_path, 10) == 4
     assert loop.load_params(tmp_path, settings)[1] == 4
     assert loop.signal.getsignal(loop.signal.SIGTERM) is loop.signal.SIG_DFL
-
-
-def test_a_run_needs_exactly_one_end(settings, data, tmp_path):
-    _, train, held_out = data
-    with pytest.raises(UsageError, match="either --steps or --minutes"):
-        loop.train(settings, train, held_out, tmp_path, steps=None, minutes=None)
-    with pytest.raises(UsageError, match="no checkpoint"):
-        loop.load_params(tmp_path, settings)
+    assert run(settings, data, tmp_path, 10) == 10
+    figures = log(tmp_path)
+    assert figures[-1]["held_out_per_token"] < figures[0]["loss"] - 0.5
+    assert {record["length"] for record in figures} == {8, 32}
 
 
 def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losses(
@@ -67,17 +43,7 @@ def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losse
     mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
     settings = dataclasses.replace(mixed_settings, model=mixture)
     assert run(settings, mixed_data, tmp_path / "whole", 8) == 8
-    made = loop.mixed_rows
-
-    def killed(*arguments, **others):
-        if others["step"] == 7:
-            raise KeyboardInterrupt  # nothing is saved, as after kill -9
-        return made(*arguments, **others)
-
-    monkeypatch.setattr(loop, "mixed_rows", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(settings, mixed_data, tmp_path / "cut", 8)
-    monkeypatch.undo()
+    killed_at(monkeypatch, loop, "mixed_rows", 7, lambda: run(settings, mixed_data, tmp_path / "cut", 8))
     assert run(settings, mixed_data, tmp_path / "cut", 8) == 8
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     figures = log(tmp_path / "whole")
@@ -85,10 +51,14 @@ def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losse
     assert {f"accuracy/{task}" for task in TASKS} <= figures[-1].keys()
 
 
-def test_a_mixture_needs_the_tokenizer(mixed_settings, mixed_data, tmp_path):
-    _, train, held_out = mixed_data
-    with pytest.raises(UsageError, match="needs the tokenizer"):
-        loop.train(mixed_settings, train, held_out, tmp_path, 1, None)
+def test_a_run_that_cannot_be_is_refused(settings, data, mixed_settings, mixed_data, tmp_path):
+    for each, (_, train, held_out), steps, others, words in (
+        (settings, data, None, {}, "either --steps or --minutes"),
+        (mixed_settings, mixed_data, 1, {}, "needs the tokenizer"),
+        (dataclasses.replace(settings, distilled=True), data, 1, {"tokenizer": data[0]}, "need a teacher"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            loop.train(each, train, held_out, tmp_path, steps, None, **others)
 
 
 def test_a_start_from_weights_is_those_weights(mixed_settings):
