@@ -1,7 +1,6 @@
 """`python -m et_jax.report`: pages of what runs left, and what it says of files that are neither."""
 
 import json
-from pathlib import Path
 
 import pytest
 from samples import row, sample, traced, write
@@ -10,7 +9,7 @@ from et_jax.report.__main__ import main
 from et_jax.report.trace import VERSION
 
 
-def test_a_trace_makes_the_page_of_its_run(tmp_path: Path) -> None:
+def test_a_trace_makes_the_page_of_its_run(tmp_path):
     assert main([str(traced(tmp_path / "trace.jsonl")), "-o", str(tmp_path / "run.html")]) == 0
     page = (tmp_path / "run.html").read_text()
     data = json.loads(page.split('id="report">')[1].split("</script>")[0])
@@ -20,16 +19,14 @@ def test_a_trace_makes_the_page_of_its_run(tmp_path: Path) -> None:
     assert not any(word.startswith("#") for word in told["words"])  # spelled by the bundled tokenizer
 
 
-def test_alternatives_of_a_model_that_is_not_here_have_their_ids(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_alternatives_of_a_model_that_is_not_here_have_their_ids(tmp_path, capfd):
     source = traced(tmp_path / "trace.jsonl", model="owner/model")
     assert main([str(source), "-o", str(tmp_path / "run.html")]) == 0
     assert "alternatives are told by their ids" in capfd.readouterr().err
     assert f"#{sample(20).trace[0].top[0][0]}" in (tmp_path / "run.html").read_text()
 
 
-def test_the_output_of_a_batch_makes_the_page_of_the_batch(tmp_path: Path) -> None:
+def test_the_output_of_a_batch_makes_the_page_of_the_batch(tmp_path):
     source = write(tmp_path / "out.jsonl", [row(i, [sample(4 + i, seed=i)]) for i in range(5)])
     assert main([str(source), "-o", str(tmp_path / "batch.html")]) == 0
     assert "5, 0 with an error" in (tmp_path / "batch.html").read_text()
@@ -42,7 +39,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return said
 
 
-def test_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_it_refuses(tmp_path, capfd):
     page, source = str(tmp_path / "run.html"), traced(tmp_path / "trace.jsonl")
     lines = source.read_text().splitlines(keepends=True)
     other = tmp_path / "other.jsonl"

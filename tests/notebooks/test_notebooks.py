@@ -59,7 +59,7 @@ def test_there_are_notebooks_for_a_start_for_control_for_long_texts_and_for_mode
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_kept_as_it_was_written(path: Path):
+def test_a_notebook_is_kept_as_it_was_written(path):
     book = nbformat.read(path, as_version=nbformat.NO_CONVERT)
     nbformat.validate(book)
     assert (book.nbformat, book.nbformat_minor) == (4, 5) and book.metadata.kernelspec.name == "python3"
@@ -76,7 +76,7 @@ def test_the_quickstart_asks_for_the_accelerator_it_is_written_for():
 
 @pytest.mark.notebook
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, clean: bool, kernels: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_notebook_runs(path, clean, kernels, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(kernels))
     book = nbformat.read(path, as_version=4)
     first = code(book)[0]

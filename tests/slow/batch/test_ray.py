@@ -136,7 +136,7 @@ def engines(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def test_an_actor_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+def test_an_actor_is_killed_amid_the_work(folder, plain, tmp_path):
     process = start(folder, tmp_path / "out", "--ray-actors", "2")
     deadline = time.monotonic() + PATIENCE
     while num_rows(tmp_path / "out") < 20 and process.poll() is None and time.monotonic() < deadline:
@@ -149,7 +149,7 @@ def test_an_actor_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], t
     assert rows(*outputs(tmp_path / "out")) == plain
 
 
-def test_the_driver_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], tmp_path: Path, cluster: str) -> None:
+def test_the_driver_is_killed_amid_the_work(folder, plain, tmp_path, cluster):
     output = tmp_path / "out"
     process = start(folder, output, "--ray-address", cluster)
     deadline = time.monotonic() + PATIENCE
@@ -164,14 +164,14 @@ def test_the_driver_is_killed_amid_the_work(folder: Path, plain: dict[str, Any],
     assert rows(*outputs(output)) == plain
 
 
-def test_what_a_cluster_cannot_do_is_one_sentence(folder: Path, tmp_path: Path, cluster: str) -> None:
+def test_what_a_cluster_cannot_do_is_one_sentence(folder, tmp_path, cluster):
     process = start(folder, tmp_path / "long", "--ray-address", cluster, "--max-model-len", "100000")
     said = process.communicate(timeout=PATIENCE)[1].splitlines()[-1]
     assert process.returncode == 2 and said.startswith("error: ") and "100000" in said and said.endswith(".")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dataset_has_the_texts_of_batch_lines(plain: dict[str, Any], cluster: str) -> None:
+def test_a_dataset_has_the_texts_of_batch_lines(plain, cluster):
     asked = [line | {"topic": f"t{i}"} for i, line in enumerate(lines(0)[:48]) if "n" not in line and i != 24]
     data = ray.data.from_items(asked)
     config = EngineConfig(max_model_len=128)
@@ -187,7 +187,7 @@ def test_a_dataset_has_the_texts_of_batch_lines(plain: dict[str, Any], cluster: 
         assert row["entropic"]["mean_entropy"] > 0
 
 
-def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
+def test_rows_of_every_kind_have_a_text_or_a_reason(cluster):
     asked: list[dict[str, Any]] = [
         {"custom_id": "text", "prompt": "It was"},
         {"custom_id": "none"},
@@ -220,6 +220,6 @@ def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
     assert (len(chat["text"]), chat["kept"], chat["prompt_tokens"]) == (5, 1, len("user: Hello\n"))
 
 
-def test_more_actors_than_a_cluster_has_room_for_are_refused(cluster: str) -> None:
+def test_more_actors_than_a_cluster_has_room_for_are_refused(cluster):
     with pytest.raises(UsageError, match=r"9 actors of CPU=1, and beside the reading there is room for 2; .*num_cpus"):
         decode(ray.data.range(3), EngineConfig(), concurrency=9)

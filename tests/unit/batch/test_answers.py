@@ -20,7 +20,7 @@ def row(*, chat: bool, wants_logprobs: bool = False, **changes: Any) -> dict[str
     return answer_row(task, both, "paper", Letters())
 
 
-def test_a_completion_body() -> None:
+def test_a_completion_body():
     before = int(time.time())
     answer = row(chat=False)
     body = answer["response"]["body"]
@@ -67,7 +67,7 @@ def test_a_completion_body() -> None:
     }
 
 
-def test_a_chat_body() -> None:
+def test_a_chat_body():
     body = row(chat=True)["response"]["body"]
     assert (body["id"], body["object"]) == ("chatcmpl-12", "chat.completion")
     assert [choice["message"] for choice in body["choices"]] == [
@@ -80,7 +80,7 @@ def test_a_chat_body() -> None:
 ROWS = (trace(ord("é"), "é", top=((ord("x"), -0.5), (0xFFFD, float("-inf")))), trace(ord("b"), "b"))
 
 
-def test_logprobs_of_a_chat() -> None:
+def test_logprobs_of_a_chat():
     first, second = row(chat=True, wants_logprobs=True, trace=ROWS)["response"]["body"]["choices"][1]["logprobs"][
         "content"
     ]
@@ -92,7 +92,7 @@ def test_logprobs_of_a_chat() -> None:
     ]
 
 
-def test_logprobs_of_a_completion() -> None:
+def test_logprobs_of_a_completion():
     assert row(chat=False, wants_logprobs=True, trace=ROWS)["response"]["body"]["choices"][1]["logprobs"] == {
         "tokens": ["é", "b"],
         "token_logprobs": [-0.25, -0.25],
@@ -102,7 +102,7 @@ def test_logprobs_of_a_completion() -> None:
 
 
 @pytest.mark.parametrize("code", ["invalid_request", "failed"])
-def test_an_error_row_names_its_line(code: str) -> None:
+def test_an_error_row_names_its_line(code):
     error = {"code": code, "message": "It is bad.", "line": 3}
     assert error_row(ENTRY, code, "It is bad.") == {
         "id": "batch_req_12",

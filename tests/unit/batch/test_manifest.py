@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,11 @@ def refusal(path: Path, settings: dict[str, Any] = SETTINGS) -> str:
         ),
     ],
 )
-def test_each_setting_is_named_as_its_flag(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+def test_each_setting_is_named_as_its_flag(tmp_path, change, words):
     begin(tmp_path / "out")
     said = refusal(tmp_path / "out", SETTINGS | change)
     assert all(word in said for word in words)
     assert "{" not in said and "--top-k" not in said and said.count(" was ") == len(words) + 2  # of which it was begun
-
-
-def test_another_spelling_of_the_model_is_the_same(tmp_path: Path) -> None:
-    begin(tmp_path / "out")
-    begin(tmp_path / "out", SETTINGS | {"model": "./there/it/is"}, 0)
 
 
 def manifest(**changes: Any) -> bytes:
@@ -91,14 +85,14 @@ def manifest(**changes: Any) -> bytes:
     ],
 )
 @pytest.mark.parametrize("rows", [0, 1])
-def test_what_is_no_manifest_is_left_alone(tmp_path: Path, data: bytes, rows: int) -> None:
+def test_what_is_no_manifest_is_left_alone(tmp_path, data, rows):
     begin(tmp_path / "out", rows=rows)
     manifest_path(tmp_path / "out").write_bytes(data)
     assert "out.manifest.json is no manifest of a job; choose another --output" in refusal(tmp_path / "out")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_what_is_no_file_is_not_waited_for(tmp_path, make):
     begin(tmp_path / "out")
     manifest_path(tmp_path / "out").unlink()
     make(manifest_path(tmp_path / "out"))
@@ -106,23 +100,21 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path]
         begin(tmp_path / "out")
 
 
-def test_a_manifest_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
-    begin(tmp_path / "out")
-    manifest_path(tmp_path / "out").write_text(json.dumps(SETTINGS))  # as it was before it had a version
-    said = refusal(tmp_path / "out")
+def test_a_manifest_of_another_version_is_refused_where_there_are_rows(tmp_path):
+    output, place = tmp_path / "out", manifest_path(tmp_path / "out")
+    begin(output, rows=0)
+    place.write_text(json.dumps(SETTINGS))  # as it was before it had a version
+    begin(output)
+    assert json.loads(place.read_bytes())["version"] == VERSION
+    place.write_text(json.dumps(SETTINGS))
+    said = refusal(output)
     assert "was begun by an earlier version of et_jax" in said and "finish it with that" in said
-    manifest_path(tmp_path / "out").write_bytes(manifest(version=VERSION + 1))
-    assert "was begun by a later version of et_jax" in refusal(tmp_path / "out")
+    place.write_bytes(manifest(version=VERSION + 1))
+    assert "was begun by a later version of et_jax" in refusal(output)
 
 
-def test_a_manifest_of_another_version_without_rows_is_replaced(tmp_path: Path) -> None:
-    begin(tmp_path / "out", rows=0)
-    manifest_path(tmp_path / "out").write_text(json.dumps(SETTINGS))
+def test_a_key_too_many_is_a_difference_and_another_spelling_of_the_model_is_none(tmp_path):
     begin(tmp_path / "out")
-    assert json.loads(manifest_path(tmp_path / "out").read_bytes())["version"] == VERSION
-
-
-def test_a_key_too_many_or_too_few_is_a_difference(tmp_path: Path) -> None:
-    begin(tmp_path / "out")
+    begin(tmp_path / "out", SETTINGS | {"model": "./there/it/is"}, 0)
     manifest_path(tmp_path / "out").write_bytes(manifest(tolerance=0.5))
     assert "--tolerance was 0.5 and is not given" in refusal(tmp_path / "out")

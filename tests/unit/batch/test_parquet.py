@@ -31,7 +31,7 @@ def requests(path: Path, table: Any) -> Iterator[GenerationRequest]:
         yield read_task(entry, Letters(), Defaults(params=SamplingParams())).request
 
 
-def test_a_number_that_is_none_is_missing(tmp_path: Path) -> None:
+def test_a_number_that_is_none_is_missing(tmp_path):
     """Pandas writes a missing number as NaN, and whole numbers beside it as 3.0."""
     nan = math.nan
     table = pyarrow.table(
@@ -52,24 +52,7 @@ def test_a_number_that_is_none_is_missing(tmp_path: Path) -> None:
     assert (second.params.max_tokens, second.params.temperature) == (256, 0.5)
 
 
-def test_infinity_and_halves_are_not_made_up(tmp_path: Path) -> None:
-    table = pyarrow.table({"prompt": ["a", "b"], "max_tokens": [2.5, 3.0], "temperature": [0.5, math.inf]})
-    parquet.write_table(table, tmp_path / "in.parquet")
-    first, second = read_entries(tmp_path / "in.parquet")
-    for entry, words in ((first, "max_tokens is 2.5"), (second, "Infinity is no number")):
-        with pytest.raises(UsageError, match=words):
-            read_task(entry, Letters(), Defaults(params=SamplingParams()))
-
-
-def test_bytes_are_the_text_they_hold(tmp_path: Path) -> None:
-    table = pyarrow.table({"prompt": pyarrow.array(["caf\u00e9".encode(), b"\xff\xfe"], pyarrow.binary())})
-    assert lines(tmp_path, table[:1]) == [{"prompt": "caf\u00e9"}]
-    parquet.write_table(table, tmp_path / "in.parquet")
-    good, bad = read_entries(tmp_path / "in.parquet")
-    assert good.problem is None and "prompt holds bytes that are no UTF-8" in (bad.problem or "")
-
-
-def test_values_that_json_has_no_form_for(tmp_path: Path) -> None:
+def test_values_that_json_has_no_form_for(tmp_path):
     moment = datetime.datetime(2024, 2, 29, 12, 30)
     table = pyarrow.table(
         {
@@ -79,6 +62,7 @@ def test_values_that_json_has_no_form_for(tmp_path: Path) -> None:
             "id": [moment],
             "metadata": pyarrow.array([[("day", "x"), ("b", "y")]], pyarrow.map_(pyarrow.string(), pyarrow.string())),
             "user": [datetime.date(2024, 2, 29)],
+            "custom_id": pyarrow.array(["caf\u00e9".encode()], pyarrow.binary()),
         }
     )
     assert lines(tmp_path, table) == [
@@ -89,13 +73,14 @@ def test_values_that_json_has_no_form_for(tmp_path: Path) -> None:
             "id": "2024-02-29 12:30:00",
             "metadata": {"day": "x", "b": "y"},
             "user": "2024-02-29",
+            "custom_id": "caf\u00e9",
         }
     ]
     (request,) = requests(tmp_path, table)
     assert (request.params.temperature, request.params.top_k) == (0.25, 40)
 
 
-def test_nested_lists_and_structs(tmp_path: Path) -> None:
+def test_nested_lists_and_structs(tmp_path):
     messages = [{"role": "user", "content": "Hi", "name": None}, {"role": "assistant", "content": "Ho", "name": "x"}]
     table = pyarrow.table(
         {
@@ -110,19 +95,29 @@ def test_nested_lists_and_structs(tmp_path: Path) -> None:
     assert plain.prompt == (1, 2)
 
 
+MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"max_tokens": [3.0, 2.5]}, "max_tokens is 2.5"),
+        ({"temperature": [0.5, math.inf]}, "Infinity is no number"),
+        ({"prompt": pyarrow.array([b"a", b"\xff\xfe"], pyarrow.binary())}, "prompt holds bytes that are no UTF-8"),
+        ({"metadata": pyarrow.array([[("x", "1")], [("x", "1"), ("x", "2")]], MAP)}, 'has the key "x" twice'),
+    ],
+)
+def test_a_value_that_cannot_be_is_its_line_alone(tmp_path, columns, words):
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"]} | columns), tmp_path / "in.parquet")
+    good, bad = read_entries(tmp_path / "in.parquet")
+    assert read_task(good, Letters(), Defaults(params=SamplingParams())).request.prompt == "a"
+    with pytest.raises(UsageError, match=words):
+        read_task(bad, Letters(), Defaults(params=SamplingParams()))
+
+
 @pytest.mark.parametrize("names", [["prompt", "prompt"], ["id", "prompt", "id"]])
-def test_a_column_twice_is_refused(tmp_path: Path, names: list[str]) -> None:
+def test_a_column_twice_is_refused(tmp_path, names):
     columns = [pyarrow.array(["a"]) for _ in names]
     parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), tmp_path / "in.parquet")
     with pytest.raises(UsageError, match=f'has the column "{names[0]}" twice; rename one'):
         list(read_lines(tmp_path / "in.parquet"))
-
-
-def test_a_map_with_a_key_twice_is_its_line_alone(tmp_path: Path) -> None:
-    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
-    table = pyarrow.table(
-        {"prompt": ["a", "b"], "metadata": pyarrow.array([[("x", "1"), ("x", "2")], [("x", "1")]], kind)}
-    )
-    parquet.write_table(table, tmp_path / "in.parquet")
-    bad, good = read_entries(tmp_path / "in.parquet")
-    assert good.problem is None and 'has the key "x" twice' in (bad.problem or "")

@@ -64,9 +64,7 @@ def replace(path: Path) -> None:
 
 @pytest.mark.parametrize(("then", "names"), [(end, ["a", "b"]), (sync, ["a", "b"]), (append, ["a", "b", "c"])])
 @pytest.mark.parametrize(("take", "word"), [(os.unlink, "removed"), (replace, "replaced by another file")])
-def test_a_file_that_is_gone_is_kept_beside_its_place(
-    tmp_path: Path, then: Callable[[Journal], None], names: list[str], take: Callable[[Path], None], word: str
-) -> None:
+def test_a_file_that_is_gone_is_kept_beside_its_place(tmp_path, then, names, take, word):
     path, rescued = tmp_path / "out.jsonl", tmp_path / "out.jsonl.rescued"
     said = disturbed(path, lambda: take(path), then)
     assert f"was {word} while the job ran; its {len(names)} rows are kept in {rescued}" in said
@@ -78,7 +76,7 @@ def test_a_file_that_is_gone_is_kept_beside_its_place(
         assert list(journal.recorded) == names
 
 
-def test_nothing_is_rescued_over_another_file(tmp_path: Path) -> None:
+def test_nothing_is_rescued_over_another_file(tmp_path):
     path = tmp_path / "out.jsonl"
     (tmp_path / "out.jsonl.rescued").write_text("mine")
     (tmp_path / "out.jsonl.rescued.2").symlink_to("nowhere")
@@ -89,49 +87,42 @@ def test_nothing_is_rescued_over_another_file(tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl.rescued").read_text() == "mine" and not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("then", [end, sync, append])
-def test_a_file_that_moved_is_named_where_it_is(tmp_path: Path, then: Callable[[Journal], None]) -> None:
+def test_a_file_that_moved_is_named_where_it_is(tmp_path):
     (tmp_path / "here").mkdir()
-    path = tmp_path / "here" / "out.jsonl"
-    said = disturbed(path, lambda: os.rename(tmp_path / "here", tmp_path / "there"), then)
-    moved = tmp_path / "there" / "out.jsonl"
-    assert f"was moved to {moved} while the job ran" in said
-    assert names_in(moved)[:2] == ["a", "b"] and not (tmp_path / "here").exists()
-    os.rename(tmp_path / "there", tmp_path / "here")
-    with open_journal(path, SETTINGS) as journal:
-        assert {"a", "b"} <= journal.recorded.keys()
+    path, moved = tmp_path / "here" / "out.jsonl", tmp_path / "there" / "out.jsonl"
+    for then in (end, sync, append):
+        said = disturbed(path, lambda: os.rename(tmp_path / "here", tmp_path / "there"), then)
+        assert f"was moved to {moved} while the job ran" in said and not (tmp_path / "here").exists()
+        assert names_in(moved)[:2] == ["a", "b"]
+        moved.write_bytes(data("a"))
+        os.rename(tmp_path / "there", tmp_path / "here")
 
 
-def test_a_folder_that_is_gone_leaves_rows_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_is_written_again_beside_rescued_rows(tmp_path, monkeypatch):
+    """In the folder of the output, or where that is gone too in the working directory."""
     (tmp_path / "here").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     path = tmp_path / "here" / "out.jsonl"
-    said = disturbed(path, lambda: shutil.rmtree(tmp_path / "here"), append)
-    rescued = tmp_path / "work" / "out.jsonl.rescued"
-    assert f"are kept in {rescued}: put that and {manifest_path(rescued)} in its place" in said
-    assert names_in(rescued) == ["a", "b", "c"]
-    path.parent.mkdir()
-    os.rename(rescued, path)
-    os.rename(manifest_path(rescued), manifest_path(path))
-    with open_journal(path, SETTINGS) as journal:
-        assert list(journal.recorded) == ["a", "b", "c"]
 
-
-def test_a_manifest_that_went_too_is_written_again(tmp_path: Path) -> None:
-    path, rescued = tmp_path / "out.jsonl", tmp_path / "out.jsonl.rescued"
-
-    def take() -> None:
+    def both() -> None:
         path.unlink()
         manifest_path(path).unlink()
 
-    assert f"are kept in {rescued}: put that" in disturbed(path, take, append)
+    rescued = tmp_path / "here" / "out.jsonl.rescued"
+    assert f"are kept in {rescued}: put that" in disturbed(path, both, append)
     os.rename(rescued, path)
     with open_journal(path, SETTINGS) as journal:
         assert list(journal.recorded) == ["a", "b", "c"]
+    path.write_bytes(data("a"))
+    rescued = tmp_path / "work" / "out.jsonl.rescued"
+    said = disturbed(path, lambda: shutil.rmtree(tmp_path / "here"), append)
+    assert f"are kept in {rescued}: put that and {manifest_path(rescued)} in its place" in said
+    with open_journal(rescued, SETTINGS) as journal:
+        assert list(journal.recorded) == ["a", "b", "c"]
 
 
-def test_rows_that_nothing_can_keep_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_nothing_can_keep_are_told_of(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
 
     def full(*_: Any) -> None:
@@ -146,29 +137,30 @@ def test_rows_that_nothing_can_keep_are_told_of(tmp_path: Path, monkeypatch: pyt
     assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl.manifest.json"]
 
 
+def scribble(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("a note\n")
+
+
 @pytest.mark.parametrize("then", [end, sync, append])
-@pytest.mark.parametrize("size", [0, 10])
-def test_a_file_cut_by_another_is_told_of(tmp_path: Path, then: Callable[[Journal], None], size: int) -> None:
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (lambda path: os.truncate(path, 0), b""),
+        (lambda path: os.truncate(path, 10), data("a", "b")[:10]),
+        (scribble, data("a", "b") + b"a note\n"),
+    ],
+    ids=["emptied", "cut", "written to"],
+)
+def test_a_file_that_another_changes_is_told_of_and_nothing_is_written_after(tmp_path, then, change, left):
     path = tmp_path / "out.jsonl"
-    said = disturbed(path, lambda: os.truncate(path, size), then)
-    assert f"was changed by another program while the job ran (it has {size} bytes, not {len(data('a', 'b'))})" in said
-    assert path.read_bytes() == data("a", "b")[:size]  # and no row behind the cut
-    with open_journal(path, SETTINGS) as journal:
-        assert not journal.recorded
+    said = disturbed(path, lambda: change(path), then)
+    size = len(data("a", "b"))
+    assert f"was changed by another program while the job ran (it has {len(left)} bytes, not {size})" in said
+    assert path.read_bytes() == left
 
 
-def test_a_file_that_another_writes_to_is_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-
-    def scribble() -> None:
-        with path.open("a") as file:
-            file.write("a note\n")
-
-    assert "was changed by another program while the job ran" in disturbed(path, scribble, append)
-    assert path.read_bytes() == data("a", "b") + b"a note\n"
-
-
-def test_the_loss_is_told_though_the_job_was_interrupted(tmp_path: Path) -> None:
+def test_the_loss_is_told_though_the_job_was_interrupted(tmp_path):
     path = tmp_path / "out.jsonl"
     with pytest.raises(UsageError, match="removed"), open_journal(path, SETTINGS) as journal:
         journal.append(row("a"))
@@ -178,9 +170,7 @@ def test_the_loss_is_told_though_the_job_was_interrupted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("then", [end, sync])
-def test_a_manifest_that_is_gone_is_written_again(
-    tmp_path: Path, then: Callable[[Journal], None], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_manifest_that_is_gone_is_written_again(tmp_path, then, capfd):
     path = tmp_path / "out.jsonl"
     for change in (Path.unlink, lambda file: file.write_text("[]")):
         with open_journal(path, SETTINGS) as journal:
@@ -192,9 +182,7 @@ def test_a_manifest_that_is_gone_is_written_again(
         assert re.search(r"out\.jsonl\.manifest\.json was .* while the job ran", capfd.readouterr().err)
 
 
-def test_a_write_and_its_repair_that_both_fail_end_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_and_its_repair_that_both_fail_end_in_a_sentence(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
 
     def broken(*_: Any) -> None:
@@ -209,9 +197,7 @@ def test_a_write_and_its_repair_that_both_fail_end_in_a_sentence(
     assert names_in(path) == ["a"]
 
 
-def test_a_file_replaced_just_before_it_is_locked_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_replaced_just_before_it_is_locked_is_not_written(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     path.touch()
     lock = journals.fcntl.flock

@@ -70,16 +70,10 @@ def test_entropic_time_is_that_of_the_last_token_and_rates_are_the_worst():
     summary = Totals.of([one, other]).to_dict()
     assert (summary["entropic_time"], summary["nats_per_byte"]) == (4.0, 4 / 9)
     assert summary["guard_rates"] == {"stability": 0.5}
-
-
-def test_an_empty_completion_has_no_figures():
-    none = completion([])
-    assert (none.entropic_time, none.cost, none.efficiency, none.guard_rates, none.logprobs) == (0.0, 0.0, 0.0, {}, ())
-
-
-def test_plain_values_are_ready_for_json():
     said = completion([row(5, surprisal=0.25)]).to_dict()
     assert said["logprobs"] == [-0.25] and said["usage"] == {"prompt_tokens": 1, "completion_tokens": 1}
+    none = completion([])
+    assert (none.entropic_time, none.cost, none.efficiency, none.guard_rates, none.logprobs) == (0.0, 0.0, 0.0, {}, ())
 
 
 def texts(drawn: str) -> str:
@@ -101,13 +95,7 @@ def test_a_notebook_shows_the_text_its_scale_and_its_figures():
     titles = [unescape(title).splitlines() for title in re.findall('title="(.*?)"', drawn, re.DOTALL)]
     assert titles[0][:3] == ["entropy 0.500 nats", "surprisal 0.500 nats", "temperature 1"]
     assert titles[0][-1] == "token 7: 25.0%" and "a draft, accepted" in titles[1] and "temperature 0.25" in titles[2]
-
-
-def test_a_completion_without_tokens_and_one_that_failed_are_shown():
     failed = dataclasses.replace(completion([]), finish_reason="error", error="It <fails>.")
     assert texts(failed._repr_html_()).endswith("to 1.000 tokens (error)It <fails>.")
-
-
-def test_a_long_completion_stays_small():
     drawn = completion([row(5, text=" word", entropy=2.0)] * 4_000)._repr_html_()
     assert len(drawn) < 400_000 and "2,000 more are not shown" in drawn

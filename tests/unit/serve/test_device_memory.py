@@ -20,13 +20,13 @@ def free(root: Path, **files: str) -> int:
     return host_memory(root)
 
 
-def test_free_memory_of_the_host(tmp_path: Path) -> None:
+def test_free_memory_of_the_host(tmp_path):
     assert free(tmp_path) == 32 * GB
     assert free(tmp_path, **{f"{V2}/memory.max": "max", f"{V2}/memory.current": str(GB)}) == 32 * GB
 
 
 @pytest.mark.parametrize("folder", [V2, f"{V2}/box"])
-def test_a_smaller_limit_of_a_control_group_holds(tmp_path: Path, folder: str) -> None:
+def test_a_smaller_limit_of_a_control_group_holds(tmp_path, folder):
     limit = {
         "proc/self/cgroup": "0::/box\n",
         f"{folder}/memory.max": str(8 * GB),
@@ -38,7 +38,7 @@ def test_a_smaller_limit_of_a_control_group_holds(tmp_path: Path, folder: str) -
     assert free(tmp_path, **limit | {f"{folder}/memory.max": str(GB)}) == 0
 
 
-def test_control_groups_of_version_1(tmp_path: Path) -> None:
+def test_control_groups_of_version_1(tmp_path):
     limit = {
         "proc/self/cgroup": "9:memory:/box\n1:cpu:/\n",
         f"{V1}/box/memory.limit_in_bytes": str(8 * GB),
@@ -48,36 +48,25 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
     assert free(tmp_path, **limit) == 6 * GB
 
 
-def test_without_the_files_of_linux_it_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_files_of_linux_it_is_all_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
     assert host_memory(tmp_path) == 4_096_000
 
 
-def test_a_share_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Chip:
-        def memory_stats(self) -> dict[str, int]:
-            return {"bytes_limit": 100, "bytes_in_use": 20}
+class Chip:
+    """A device with memory of its own."""
 
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 100, "bytes_in_use": 20}
+
+
+def test_a_share_of_what_the_device_has_left_and_on_a_cpu_its_host(monkeypatch):
+    monkeypatch.setattr("et_jax.serve.device_memory.host_memory", lambda: 1000)
+    assert jax.devices()[0].memory_stats() is None and usable_memory(0.9) == 900 and num_sharing(3) == 3
     monkeypatch.setattr(jax, "devices", lambda: [Chip()])
     assert usable_memory(0.5) == 40
     for fraction in (0.0, 1.5, float("nan")):
         with pytest.raises(UsageError, match="memory_fraction is"):
             usable_memory(fraction)
-
-
-def test_a_cpu_has_the_memory_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("et_jax.serve.device_memory.host_memory", lambda: 1000)
-    assert jax.devices()[0].memory_stats() is None and usable_memory(0.9) == 900
-
-
-def test_replicas_share_the_memory_of_their_device_and_on_a_cpu_that_of_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert num_sharing(3) == 3
-
-    class Chip:
-        def memory_stats(self) -> dict[str, int]:
-            return {}
-
     monkeypatch.setattr(jax, "local_devices", lambda: [Chip()] * 4)
     assert [num_sharing(number) for number in (1, 4, 5)] == [1, 1, 2]

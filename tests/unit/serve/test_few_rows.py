@@ -4,7 +4,6 @@ import threading
 from typing import Any, cast
 
 import jax
-import pytest
 from small_model import configuration
 
 from et_jax.decode.decoder import Program, decoder
@@ -84,11 +83,15 @@ def test_more_sequences_run_in_the_next_that_there_is():
     assert [served.burst(running, 0.1) for running in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, 16]
 
 
-def test_a_program_that_is_kept_is_made_at_once():
+def test_a_program_that_is_kept_is_made_at_once_but_on_an_accelerator_or_for_a_module(monkeypatch):
     served = Served(kept=True)
     served.burst(1, 1e-3)
     served.made(served.two)
     assert served.burst(1, 1e-3) == 2
+    others = [Served("gpu", kept=True), Served("tpu", kept=True)]
+    monkeypatch.setattr(few_rows, "ModuleModel", ModelConfig)
+    for served in (*others, Served(kept=True)):
+        assert served.burst(1, 60.0) == 16 and not served.few.making and served.two.num_asked == 0
 
 
 def test_where_a_program_cannot_be_made_texts_go_on_without_and_a_line_says_so(caplog):
@@ -97,15 +100,3 @@ def test_where_a_program_cannot_be_made_texts_go_on_without_and_a_line_says_so(c
     served.made(served.two)
     assert served.burst(1, 0.1) == 16 and served.two.num_made == 1
     assert "The program of 2 rows cannot be made (MemoryError: no room); it is not used." in caplog.text
-
-
-def test_a_module_of_the_callers_own_has_none(monkeypatch):
-    monkeypatch.setattr(few_rows, "ModuleModel", ModelConfig)
-    served = Served(kept=True)
-    assert served.burst(1, 60.0) == 16 and not served.few.making
-
-
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_an_accelerator_has_none(platform):
-    served = Served(platform)
-    assert served.burst(1, 60.0) == 16 and not served.few.making and served.two.num_asked == 0

@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -281,21 +280,6 @@ WidePool.TestCase.settings = CompressingPool.TestCase.settings
 TestWidePool = WidePool.TestCase
 
 
-def test_room_is_made_for_a_region_beside_the_pages_that_others_share():
-    """Of the five pages of its ten tokens two are another's too, so that three are given up and four are taken."""
-    pool = PagePool(num_pages=11, page_size=2, chunk=4, keep_prefixes=True, compressing=compressing(8))
-    prompt = [1] * 9
-    assert prefilled(pool, 0, prompt, [1, 2, 3, 4, 0], most=20) == [1, 2, 3, 4]
-    assert prefilled(pool, 1, [*prompt[:4], 2, 3, 4, 5, 6], [1, 2, 5, 6, 0], most=20) == [5, 6]
-    assert (pool.steps_to_point, pool.growth(1), pool.num_available) == (2, 2, 4)
-    assert pool.growth(2) == 2 + 2 * (4 + 2 - 5)
-    pool.write(0, 2)
-    assert pool.due == [0] and pool.num_held(0) == 5
-    pool.compress(0)
-    assert (pool.num_held(0), pool.left_out(0), pool.num_free, pool.steps_to_point) == (4, 2, 0, 2)
-    assert pool.settle(5) == [4, 3] and pool.due == []
-
-
 def test_a_burst_ends_where_drafts_may_have_brought_a_sequence_to_its_point():
     """Two tokens before it one step of three may be there, none can go past it; pages are counted up to it alone."""
     how = compressing(8)
@@ -310,14 +294,6 @@ def test_a_burst_ends_where_drafts_may_have_brought_a_sequence_to_its_point():
     assert (pool.steps_to_point, pool.growth(1), pool.growth(2)) == (2, 2, 3)
 
 
-def test_a_sequence_comes_back_as_compressed_as_it_left():
-    pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8))
-    for written, left_out in ((9, 0), (10, 2), (11, 2), (12, 4), (15, 6)):  # compressed at 10, 12 and 14
-        pool.swap_in(0, [1] * 9, 30, written)
-        assert (pool.left_out(0), pool.num_held(0)) == (left_out, -(-(written - left_out) // 2)) and not pool.due
-        pool.release(0)
-
-
 def test_tokens_that_are_to_be_computed_anew_are_not_shared():
     pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8, fresh_tokens=4))
     assert prefilled(pool, 0, [1] * 9, [1, 2, 3, 4, 0]) == [1, 2, 3, 4]
@@ -325,11 +301,6 @@ def test_tokens_that_are_to_be_computed_anew_are_not_shared():
     assert pool.begin(1) == [1, 2]
     pool.admit(2, [1] * 3, most=12)
     assert pool.begin(2) == []
-
-
-@pytest.fixture
-def pool() -> PagePool:
-    return PagePool(num_pages=11, page_size=2, chunk=2, keep_prefixes=True)
 
 
 def prefilled(pool: PagePool, slot: int, prompt: list[int], table: list[int], most: int = 9) -> list[int]:
@@ -340,48 +311,6 @@ def prefilled(pool: PagePool, slot: int, prompt: list[int], table: list[int], mo
     pool.write(slot, len(prompt) - 1 - len(found) * 2)
     pool.run(slot)
     return pool.keep(slot, table)
-
-
-def test_a_page_is_promised_before_it_is_taken_and_counted_once(pool):
-    assert (pool.num_free, pool.num_available) == (10, 10)
-    pool.admit(0, [1, 2, 3, 4, 5], most=9)
-    assert (pool.num_free, pool.num_available) == (10, 7)
-    assert pool.begin(0) == []
-    pool.write(0, 2)
-    assert (pool.num_free, pool.num_available) == (9, 7)
-    pool.write(0, 2)
-    pool.run(0)
-    assert (pool.num_free, pool.num_available) == (8, 8)  # its next page is asked for with the next step
-    assert (pool.growth(1), pool.growth(2), pool.growth(3), pool.growth(99)) == (1, 1, 2, 3)
-
-
-def test_what_a_prompt_leaves_is_shared_and_evicted_when_no_sequence_uses_it(pool):
-    assert prefilled(pool, 0, [1, 2, 3, 4, 5], [7, 8, 0]) == [7, 8]
-    pool.admit(1, [1, 2, 3, 4, 6], most=9)
-    assert pool.begin(1) == [7, 8] and pool.num_free == 8
-    assert pool.num_freed(0) == 1 and pool.num_freed(1) == 1  # of three pages two are the other's too
-    pool.release(0)
-    assert pool.forget() == [] and pool.num_freed(1) == 3
-    pool.release(1)
-    assert pool.settle(9) == [8] and pool.settle(9) == [] and pool.forget() == [7]
-    assert (pool.num_free, pool.num_kept) == (10, 0)
-
-
-def test_a_beginning_that_is_being_prefilled_is_waited_for(pool):
-    pool.admit(0, [1, 2, 3, 4, 5], most=9)
-    pool.admit(1, [1, 2, 3, 9, 9], most=9)
-    assert pool.begin(0) == [] and pool.begin(1) is None
-    pool.write(0, 4)
-    pool.run(0)
-    pool.keep(0, [7, 8, 0])
-    assert pool.begin(1) == [7] and pool.written(1) == 2
-
-
-def test_nothing_is_kept_where_prefixes_are_not():
-    pool = PagePool(num_pages=11, page_size=2, chunk=2, keep_prefixes=False)
-    assert prefilled(pool, 0, [1, 2, 3, 4, 5], [7, 8, 0]) == []
-    pool.admit(1, [1, 2, 3, 4, 5], most=9)
-    assert pool.begin(1) == [] and pool.num_kept == 0 and pool.forget() == [] and pool.num_freed(0) == 3
 
 
 def test_a_sequence_locks_no_page_that_it_does_not_hold():
