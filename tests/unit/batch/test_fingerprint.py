@@ -1,6 +1,5 @@
 """The fingerprint of a model changes with what its files hold."""
 
-
 from et_jax.batch.fingerprint import fingerprint
 
 

@@ -4,10 +4,9 @@ import errno
 import gzip
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
+from batch_rows import SETTINGS, begin, data, row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,19 +14,6 @@ from et_jax.batch import journal as journals
 from et_jax.batch.journal import check_files, open_journal
 from et_jax.batch.manifest import manifest_path
 from et_jax.errors import UsageError
-
-SETTINGS = {"model_files": "abc", "params": {"temperature": 1.0, "stop": ["x"]}}
-
-
-def row(name: str, **more: Any) -> dict[str, Any]:
-    return {"id": f"batch_req_{name}", "custom_id": name, "response": {}, "error": None} | more
-
-
-def begin(path: Path, *names: str) -> bytes:
-    with open_journal(path, SETTINGS) as journal:
-        for name in names:
-            journal.append(row(name))
-    return path.read_bytes()
 
 
 def test_rows_are_appended_and_found_again_however_they_are_spelled(tmp_path):
@@ -64,22 +50,15 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn, names):
     with open_journal(path, SETTINGS) as journal:
         assert journal.recorded.keys() == set(names)
         journal.append(row("c"))
-    assert path.read_bytes() == whole + json.dumps(row("c")).encode() + b"\n"
+    assert path.read_bytes() == whole + data("c")
 
 
-def pretty(rows: bytes) -> bytes:
-    return b"".join(json.dumps(json.loads(line), indent=2).encode() + b"\n" for line in rows.splitlines())
-
-
-WHOLE = json.dumps(row("c")).encode() + b"\n"
+WHOLE = data("c")
 NO_ROWS = [
-    (pretty, 1),
+    (lambda rows: json.dumps(json.loads(rows.splitlines()[0]), indent=2).encode() + b"\n", 1),
     (gzip.compress, 1),
-    (lambda rows: gzip.compress(rows * 1000), 1),
-    (lambda rows: rows + b"a note of mine\n", 3),
     (lambda rows: rows + b"a note of mine", 3),
     (lambda rows: rows + b"\n", 3),
-    (lambda rows: b"\n" + rows, 1),
     (lambda rows: b"\xef\xbb\xbf" + rows, 1),
     (lambda rows: rows.decode().encode("utf-16"), 1),
     (lambda rows: rows + b'{"id": 1}\n', 3),
@@ -87,11 +66,9 @@ NO_ROWS = [
     (lambda rows: rows + b'{"id": "batch_req_c", "cus\n{"id": "batch_req_d", "c', 3),  # two torn lines
     (lambda rows: rows + b'{"id": "batch_req_c", "cus' + WHOLE, 3),  # a torn line, and a row after it
     (lambda rows: rows + b"\0" * 50 + b"\n" + WHOLE, 3),
-    (lambda rows: rows + b"\0\n\0\n{", 3),
     (lambda rows: rows + b"[" * 100_000 + b"\n", 3),
     (lambda rows: rows + b'{"n": ' + b"9" * 5000 + b"}\n", 3),
     (lambda rows: rows + WHOLE.replace(b'"c"', b"true"), 3),
-    (lambda rows: rows + WHOLE.replace(b'"c"', b"7"), 3),
     (lambda rows: rows + WHOLE.replace(b'"c"', b"null"), 3),
     (lambda rows: rows[:-1] + WHOLE, 2),  # two rows on a line
     (lambda rows: rows.replace(b"\n", b"\na note of mine\n", 1), 2),
@@ -120,14 +97,6 @@ def test_a_second_row_of_a_line_is_refused(tmp_path):
             begin(path)
 
 
-def test_a_file_no_job_began_is_left_alone(tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_text("a letter\n")
-    with pytest.raises(UsageError, match="no job began it"):
-        begin(path)
-    assert path.read_text() == "a letter\n"
-
-
 def test_one_job_at_a_time(tmp_path):
     path = tmp_path / "out.jsonl"
     with open_journal(path, SETTINGS):
@@ -138,8 +107,13 @@ def test_one_job_at_a_time(tmp_path):
     begin(path, "a")  # and the lock goes with its job
 
 
-def test_a_refused_job_leaves_no_empty_output(tmp_path):
+def test_a_refused_job_leaves_its_output_as_it_was(tmp_path):
     path = tmp_path / "out.jsonl"
+    path.write_text("a letter\n")
+    with pytest.raises(UsageError, match="no job began it"):
+        begin(path)
+    assert path.read_text() == "a letter\n"
+    path.unlink()
     manifest_path(path).mkdir()
     for there in (False, True):  # a file that was there stays
         if there:
@@ -188,7 +162,7 @@ def test_a_row_the_disk_takes_half_of_is_cut_off(tmp_path, monkeypatch):
         assert path.read_bytes() == before and "b" not in journal.recorded
         monkeypatch.setattr(journals.os, "write", lambda file, data: write(file, data[:7]))  # short, not refused
         journal.append(row("c"))
-    assert path.read_bytes() == before + json.dumps(row("c")).encode() + b"\n"
+    assert path.read_bytes() == before + data("c")
 
 
 def test_rows_reach_the_disk_in_groups_of_at_most_a_second(tmp_path, monkeypatch):
@@ -213,13 +187,13 @@ def test_rows_reach_the_disk_in_groups_of_at_most_a_second(tmp_path, monkeypatch
     assert synced == [first, 3 * first, 4 * first]
 
 
-@given(data=st.data())
-def test_whatever_happens_to_an_output_at_most_its_last_line_goes(data, tmp_path_factory):
+@given(draw=st.data())
+def test_whatever_happens_to_an_output_at_most_its_last_line_goes(draw, tmp_path_factory):
     path = tmp_path_factory.mktemp("any") / "out.jsonl"
     rows = begin(path, "a", "b", "c")
-    start = data.draw(st.integers(0, len(rows)))
-    end = data.draw(st.integers(start, min(len(rows), start + 40)))
-    piece = data.draw(st.binary(max_size=20) | st.sampled_from([b"", b"\n", b"\0" * 30, b"\r\n", b"{}", b"}\n{"]))
+    start = draw.draw(st.integers(0, len(rows)))
+    end = draw.draw(st.integers(start, min(len(rows), start + 40)))
+    piece = draw.draw(st.binary(max_size=20) | st.sampled_from([b"", b"\n", b"\0" * 30, b"\r\n", b"{}", b"}\n{"]))
     path.write_bytes(before := rows[:start] + piece + rows[end:])
     try:
         with open_journal(path, SETTINGS):

@@ -80,12 +80,6 @@ def test_other_resources_and_addresses_are_refused(ask, given, said):
         ask(given)
 
 
-def test_an_actor_whose_accelerator_is_not_there_says_so(monkeypatch):
-    monkeypatch.setattr(cluster, "platform", lambda: "cpu")
-    with pytest.raises(UsageError, match=r"holds a GPU, where JAX finds a cpu alone; install et_jax\[cuda13\]"):
-        cluster.settle({"CPU": 1.0, "GPU": 1.0})
-
-
 def nodes(*held: dict[str, float]) -> Any:
     """A cluster of these nodes, and of one that is dead."""
     alive = [{"Alive": True, "Resources": one} for one in held]
@@ -111,6 +105,15 @@ def test_there_is_room_for_so_many_actors_and_no_more(held, resources, room):
         cluster.check_room(found, room + 1, resources)
 
 
+def test_what_an_actor_lacks_is_said(monkeypatch):
+    monkeypatch.setattr(cluster, "platform", lambda: "cpu")
+    with pytest.raises(UsageError, match=r"holds a GPU, where JAX finds a cpu alone; install et_jax\[cuda13\]"):
+        cluster.settle({"CPU": 1.0, "GPU": 1.0})
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(UsageError, match=r"^Ray is not installed; install it with: pip install 'et_jax\[ray\]'\.$"):
+        cluster.ray()
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are chosen on Linux alone")
 def test_cores_are_each_actors_own_while_there_are_any(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
@@ -118,12 +121,6 @@ def test_cores_are_each_actors_own_while_there_are_any(tmp_path, monkeypatch):
     assert cluster.own_cores(2, tmp_path) == [1, 2]
     assert cluster.own_cores(2, tmp_path) == [3, 0]  # the second is shared
     assert cluster.own_cores(9, tmp_path) == [0, 1, 2, 3]
-
-
-def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray.data", None)
-    with pytest.raises(UsageError, match=r"install it with: pip install 'et_jax\[ray\]'\."):
-        cluster.ray()
 
 
 def test_rows_make_the_lines_of_batch_files_in_blocks_that_fill_the_slots_many_times_over():

@@ -14,13 +14,9 @@ VALUES = st.recursive(
 )
 
 
-@given(VALUES)
-def test_what_python_writes_is_read(value):
+@given(VALUES, st.text())
+def test_what_python_writes_is_read_and_what_is_shown_moves_no_cursor(value, text):
     assert parse(json.dumps(value)) == value
-
-
-@given(st.text())
-def test_what_is_shown_moves_no_cursor(text):
     assert shown(text).isprintable()
 
 

@@ -166,16 +166,6 @@ def test_a_burst_says_nothing_that_is_the_first_of_a_program_in_so_many_rows_or_
     assert [one is not None for one in told] == [False, True, False, True, False, False, False, True]
 
 
-def test_a_pass_of_a_gpu_takes_more_than_its_bytes_and_a_verified_position_too(monkeypatch):
-    """Of 30 layers, 270 MB and 23,040 bytes a token: the layers take as long as 9.6 GB, a position as 1 GB."""
-    sizes = ReadSizes(weights=270_000_000, token=23_040, layers=30)
-    for platform, of_pass, row in (("gpu", 9.87e9, 0.01 + 1e9 / 9.87e9 / 4), ("tpu", 0.27e9, 0.01)):
-        monkeypatch.setattr(jax, "default_backend", lambda name=platform: name)
-        times = rough_times(4, sizes, passing=1.0, share=0.08)
-        assert times.plain == pytest.approx(1.04) and times.row == pytest.approx(row)
-        assert times.plain_cached == pytest.approx(23_040 / of_pass)
-
-
 ON_H200 = StepTimes(
     plain=3.9e-3, plain_cached=5.5e-9, drafted=2.6e-3, drafted_cached=4.4e-10, row=4.5e-5, row_cached=0.0
 )
