@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from promised import Promised
 from small_model import configuration, weights
 
 from et_jax.control.draft import FixedLength, started

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from promised import Promised
 from small_model import configuration
 
 from et_jax.decode.decoder import decoder

@@ -38,7 +38,6 @@ class Pool(RuleBasedStateMachine):
     """Plays the replica: tells the pool what it does, does to the table what the pool answers, and compares."""
 
     room = 0
-    most_per_step = MOST_PER_STEP
 
     def __init__(self):
         super().__init__()
@@ -47,7 +46,7 @@ class Pool(RuleBasedStateMachine):
             page_size=SIZE,
             chunk=CHUNK,
             keep_prefixes=True,
-            most_per_step=self.most_per_step,
+            most_per_step=MOST_PER_STEP,
             compressing=compressing(self.room) if self.room else None,
         )
         self.shift: dict[int, int] = {}  # tokens that compression left out
@@ -181,7 +180,7 @@ class Pool(RuleBasedStateMachine):
         for _ in range(steps):
             going = [slot for slot in sorted(self.running) if self.written[slot] < self.most[slot]]
             for slot in going:
-                most = self.most_per_step if drafts else 1
+                most = MOST_PER_STEP if drafts else 1
                 left = min(self.most[slot] - self.written[slot], self.until_point(slot))
                 brought = min(victims.randint(1, most), left)
                 for _ in range(brought):
@@ -250,9 +249,12 @@ TestPool = Pool.TestCase
 
 
 class CompressingPool(Pool):
-    """The same where sequences are compressed, once a decoded token is in the cache and every second after it."""
+    """The same where sequences are compressed, once a decoded token is in the cache and every second after it.
 
-    room, most_per_step = 4, 1
+    Up to that point a step may bring several tokens.
+    """
+
+    room = 4
 
     @invariant()
     def no_sequence_is_past_its_point(self):
@@ -260,13 +262,7 @@ class CompressingPool(Pool):
         assert all(self.cached(slot) <= max(self.room + 2, len(self.prompt[slot]) + 1) for slot in self.running)
 
 
-class DraftingPool(CompressingPool):
-    """The same where a step may bring several tokens, up to that point."""
-
-    most_per_step = MOST_PER_STEP
-
-
-class WidePool(DraftingPool):
+class WidePool(CompressingPool):
     """The same with a region that takes more than what shared pages leave of a sequence's own."""
 
     room = 8
@@ -274,8 +270,6 @@ class WidePool(DraftingPool):
 
 CompressingPool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestCompressingPool = CompressingPool.TestCase
-DraftingPool.TestCase.settings = CompressingPool.TestCase.settings
-TestDraftingPool = DraftingPool.TestCase
 WidePool.TestCase.settings = CompressingPool.TestCase.settings
 TestWidePool = WidePool.TestCase
 

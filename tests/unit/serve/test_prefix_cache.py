@@ -65,7 +65,7 @@ class Prefixes(RuleBasedStateMachine):
         assert len(set(self.holds.values())) == len(self.holds)
 
 
-Prefixes.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+Prefixes.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPrefixes = Prefixes.TestCase
 
 
