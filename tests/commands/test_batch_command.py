@@ -77,16 +77,6 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded_or_written(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "link"]
 
 
-def test_how_much_is_served_at_once(files, monkeypatch):
-    asked = []
-    monkeypatch.setattr(engine, "load", lambda *_, **settings: asked.append(settings) or PaperModel())
-    assert main(files) == 0
-    flags = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--replicas", "2"]
-    assert main([*files[:3], files[3] + "2", *flags]) == 0
-    names = ("max_num_seqs", "max_num_batched_tokens", "replicas")
-    assert [tuple(settings[name] for name in names) for settings in asked] == [(8, 512, 1), (4, 64, 2)]
-
-
 def test_an_interrupt_before_the_first_line_says_how_to_resume(files, capfd, monkeypatch):
     def interrupted(*_, **__) -> None:
         raise KeyboardInterrupt

@@ -97,5 +97,5 @@ def test_a_notebook_shows_the_text_its_scale_and_its_figures():
     assert titles[0][-1] == "token 7: 25.0%" and "a draft, accepted" in titles[1] and "temperature 0.25" in titles[2]
     failed = dataclasses.replace(completion([]), finish_reason="error", error="It <fails>.")
     assert texts(failed._repr_html_()).endswith("to 1.000 tokens (error)It <fails>.")
-    drawn = completion([row(5, text=" word", entropy=2.0)] * 4_000)._repr_html_()
-    assert len(drawn) < 400_000 and "2,000 more are not shown" in drawn
+    drawn = completion([row(5, text=" word", entropy=2.0)] * 2_100)._repr_html_()
+    assert len(drawn) < 400_000 and "100 more are not shown" in drawn

@@ -87,15 +87,6 @@ def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
     assert EngineConfig(num_pages=9, replicas=2, max_num_batched_tokens=7).decisive == EngineConfig().decisive
 
 
-def test_the_command_line_fills_in_what_it_has():
-    args = generate.parser().parse_args(["--prompt", "a", "--page-size", "32", "--replicas", "2"])
-    settings = generate._engine(args, 5, preset("off"))
-    assert (settings.name, settings.page_size, settings.replicas, settings.max_num_seqs) == ("bundled", 32, 2, 5)
-    assert generate._engine(
-        generate.parser().parse_args(["-p", "a", "--max-num-seqs", "3"]), 5, preset("off")
-    ).given == (EngineConfig(max_num_seqs=3, control=preset("off")).given)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -109,3 +100,13 @@ def test_what_loading_alone_finds_is_told_in_one_sentence(settings, said):
     with pytest.raises(UsageError) as refused:
         load(**settings)
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_command_line_fills_in_what_it_has():
+    def settings(*more: str) -> EngineConfig:
+        return generate._engine(generate.parser().parse_args(["--prompt", "a", *more]), 5, preset("off"))
+
+    asked = settings("--page-size", "32", "--replicas", "2", "--max-num-batched-tokens", "64")
+    expected = {"page_size": 32, "replicas": 2, "max_num_batched_tokens": 64, "max_num_seqs": 5}
+    assert asked == EngineConfig(**expected, control=preset("off"))
+    assert settings("--max-num-seqs", "3") == EngineConfig(max_num_seqs=3, control=preset("off"))
