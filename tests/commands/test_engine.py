@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from dense import dense_logits
 from places import GOLDEN
-from reopened import reopened
 
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
@@ -133,11 +132,10 @@ def test_penalties_count_what_was_written(model):
     assert len({*barred.token_ids, *tokens}) == len(tokens) + 40  # no token of prompt or text comes twice
 
 
-@pytest.mark.parametrize(("penalty", "beyond"), [("frequency_penalty", -3e38), ("repetition_penalty", 1e-38)])
-def test_logits_that_overflow_end_their_sequence_and_no_other(model, penalty, beyond):
+def test_logits_that_overflow_end_their_sequence_and_no_other(model):
     """No request may ask for so much; were it to come about, it would not draw a token of what is no distribution."""
     fine, faulty = SamplingParams(max_tokens=12, seed=3), SamplingParams(max_tokens=12, seed=3)
-    object.__setattr__(faulty, penalty, beyond)
+    object.__setattr__(faulty, "repetition_penalty", 1e-38)
     alone = model.generate(TOM, fine)[0]
     other, ended = model.generate([GenerationRequest(prompt=TOM, params=params) for params in (fine, faulty)])
     assert of(other) == of(alone)
@@ -148,15 +146,6 @@ def test_logits_that_overflow_end_their_sequence_and_no_other(model, penalty, be
 def test_a_very_large_top_k_is_no_truncation(model):
     texts = [model.generate(ONCE, max_tokens=5, top_k=k)[0].token_ids for k in (0, 2048, 2**40)]
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_weights_that_are_no_numbers_end_a_text_with_an_explanation(folder, model):
-    params = model.params
-    broken = dataclasses.replace(params, final_norm=params.final_norm.at[0].set(np.nan))
-    spoilt = reopened(model, params=broken)
-    completion = spoilt.generate(ONCE, max_tokens=10)[0]
-    assert completion.finish_reason == "error" and completion.text == "" and completion.token_ids == ()
-    assert "The logits after 0 tokens are not numbers" in str(completion.error)
 
 
 @pytest.mark.parametrize("made", [lambda: "certified", lambda: preset("certified", window=16)])

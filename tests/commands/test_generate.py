@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,13 +50,6 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, s
     code = main(list(arguments))
     out, err = capfd.readouterr()
     return code, out, err
-
-
-def copy(folder: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
 
 
 def test_the_text_comes_as_it_is_produced_or_at_the_end_and_counters_beside_it(folder, tmp_path, capfd, monkeypatch):
@@ -129,7 +123,7 @@ def test_trace_json_and_plot_agree(folder, tmp_path, capfd):
 @pytest.mark.slow
 def test_control_by_name_and_by_knob_is_reported(folder, tmp_path, capfd):
     """On a model that is sure of itself, so that a tolerance is spent."""
-    sure = copy(folder, tmp_path / "sure")
+    sure = shutil.copytree(folder, tmp_path / "sure")
     changed_norm(sure, lambda norm: 40 * norm)
     settings = ["--model", str(sure), "-p", "It was a dark and stormy night.", "--max-tokens", "30", "--page-size", "4"]
     off = run(capfd, *settings, "--json")
@@ -191,7 +185,7 @@ def changed_norm(folder: Path, change: Callable[[Any], Any]) -> None:
     ids=["missing weights", "torn weights", "no tokenizer", "not numbers"],
 )
 def test_refuses_a_damaged_model(folder, tmp_path, capfd, damage, words):
-    broken = copy(folder, tmp_path / "broken")
+    broken = shutil.copytree(folder, tmp_path / "broken")
     damage(broken)
     code, _, err = run(capfd, "--model", str(broken), "-p", "It was", "--max-tokens", "4")
     complaint = err.splitlines()[-1]
@@ -222,7 +216,7 @@ def test_help_needs_no_jax():
 
 @pytest.mark.parametrize(("flags", "num_tokens"), [([], 7), (["--allow-special-tokens"], 3)])
 def test_a_message_ends_itself_only_where_it_may(folder, tmp_path, capfd, flags, num_tokens):
-    place = copy(folder, tmp_path / "chat")
+    place = shutil.copytree(folder, tmp_path / "chat")
     (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     said = ["--model", str(place), "-p", "a<end>b", "--chat", "--max-tokens", "1", "--json", *flags]
     code, out, _ = run(capfd, *said)

@@ -114,19 +114,8 @@ def test_a_line_has_one_row_however_many_continuations_it_asks_for(tmp_path):
 
 def test_the_input_is_read_as_it_is_served(tmp_path):
     """No more requests are drawn from the file than the engine asks for."""
-    source = write(tmp_path, *numbered(50))
-    model, seen = PaperModel(ahead=5), []
-
-    class Watching(PaperModel):
-        def as_completed(self, requests: Iterable[GenerationRequest], **more: Any) -> Iterator[tuple[int, Completion]]:
-            def watched() -> Iterator[GenerationRequest]:
-                for request in requests:
-                    seen.append(len((tmp_path / "out.jsonl").read_bytes().splitlines()))
-                    yield request
-
-            return model.as_completed(watched(), **more)
-
-    serve(source, Watching())
+    source, output, seen = write(tmp_path, *numbered(50)), tmp_path / "out.jsonl", []
+    serve(source, PaperModel(ahead=5, before=lambda _: seen.append(output.read_bytes().count(b"\n"))))
     assert all(rows >= drawn - 5 for drawn, rows in enumerate(seen)) and len(seen) == 50
 
 
@@ -184,18 +173,15 @@ def test_an_error_row_does_not_outlive_its_line(tmp_path, mended):
     assert len(rows) == len({row["custom_id"] for row in rows}) == sum(bool(line) for line in [first, *mended])
 
 
-class Disturbing(PaperModel):
-    """Changes its input once, when ten rows are written."""
+def disturbing(source: Path, change: Callable[[Path], object]) -> PaperModel:
+    """A model that changes its input once, when ten rows are written."""
+    output, left = source.with_name("out.jsonl"), [change]
 
-    def __init__(self, source: Path, change: Callable[[Path], object]) -> None:
-        super().__init__()
-        self.source, self.change = source, change
+    def before(_: GenerationRequest) -> None:
+        if left and output.read_bytes().count(b"\n") >= 10:
+            left.pop()(source)
 
-    def continue_(self, request: GenerationRequest) -> Iterator[Completion]:
-        if self.change and self.source.with_name("out.jsonl").read_bytes().count(b"\n") >= 10:
-            self.change(self.source)
-            self.change = None
-        return super().continue_(request)
+    return PaperModel(before=before)
 
 
 def end_of(path: Path, number: int) -> int:
@@ -219,7 +205,7 @@ PADDED = [{"id": f"r{i}", "prompt": f"It was {i}", "metadata": "x" * 100_000} fo
 def test_an_input_that_changes_amid_the_job_is_told_of(tmp_path, change, words):
     source, output = write(tmp_path, *PADDED), tmp_path / "out.jsonl"
     with pytest.raises(UsageError) as caught:
-        serve(source, Disturbing(source, change))
+        serve(source, disturbing(source, change))
     rows = [json.loads(line) for line in output.read_bytes().splitlines()]
     assert re.search(rf"in\.jsonl was changed while the job ran \({words}", str(caught.value))
     assert f"rows in {output} are kept" in str(caught.value)
@@ -231,7 +217,7 @@ def test_an_input_that_changes_amid_the_job_is_told_of(tmp_path, change, words):
 
 def test_an_input_that_is_removed_is_read_on_if_it_was_open(tmp_path):
     source = write(tmp_path, *PADDED)
-    summary, rows = serve(source, Disturbing(source, os.unlink))
+    summary, rows = serve(source, disturbing(source, os.unlink))
     assert len(rows) == 30 and summary.done == summary.total
     source = write(tmp_path, *PADDED, *numbered(31)[30:])
     with open_journal(tmp_path / "out.jsonl", SETTINGS) as journal:

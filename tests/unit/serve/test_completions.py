@@ -14,42 +14,20 @@ from et_jax.serve.completions import Completion, TokenTrace
 from et_jax.serve.totals import Totals
 
 figures = st.floats(1e-3, 1e6)
+blocks = {"blocks_read": st.integers(0, 4), "blocks_held": st.integers(4, 8)}
 rows = st.builds(
-    lambda cost, flops, blocks, mass, temperature: row(
-        5,
-        cost=cost,
-        flops=flops,
-        blocks_read=min(blocks),
-        blocks_held=max(blocks),
-        kept_mass=mass,
-        temperature=temperature,
-    ),
-    figures,
-    figures,
-    st.tuples(st.integers(0, 8), st.integers(1, 8)),
-    st.floats(0, 1),
-    st.floats(0, 3),
+    *(row, st.just(5)), cost=figures, flops=figures, kept_mass=st.floats(0, 1), temperature=st.floats(0, 3), **blocks
 )
 
 
 def completion(trace: list[TokenTrace]) -> Completion:
-    return Completion(
-        prompt="a",
-        prompt_tokens=1,
-        index=0,
-        text="",
-        token_ids=tuple(each.token for each in trace),
-        finish_reason="length",
-        trace=tuple(trace),
-    )
+    told = {"prompt": "a", "prompt_tokens": 1, "index": 0, "text": "", "finish_reason": "length"}
+    return Completion(token_ids=tuple(each.token for each in trace), trace=tuple(trace), **told)
 
 
 @given(st.lists(st.lists(rows, max_size=5), min_size=1, max_size=4))
 def test_sums_are_sums_and_shares_are_over_all_tokens(traces):
-    summary, every = (
-        Totals.of([completion(trace) for trace in traces]).to_dict(),
-        [each for trace in traces for each in trace],
-    )
+    summary, every = Totals.of(list(map(completion, traces))).to_dict(), [each for trace in traces for each in trace]
     assert summary["cost_bytes"] == pytest.approx(math.fsum(each.cost for each in every))
     assert summary["flops"] == pytest.approx(math.fsum(each.flops for each in every))
     if every:

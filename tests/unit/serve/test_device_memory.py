@@ -1,7 +1,5 @@
 """Free memory, read from the files of Linux laid out in a folder."""
 
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -10,42 +8,33 @@ from et_jax.serve.device_memory import host_memory, num_sharing, usable_memory
 
 GB = 10**9
 FREE = {"proc/meminfo": f"MemTotal: 64000000 kB\nMemAvailable: {32 * GB // 1024} kB\n"}
-V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory/box"
+IN_V2 = {f"{V2}/memory.current": f"{3 * GB}", f"{V2}/memory.stat": f"anon 5\ninactive_file {GB}\n"}
+IN_BOX = {name.replace(V2, f"{V2}/box"): text for name, text in IN_V2.items()} | {"proc/self/cgroup": "0::/box\n"}
+IN_V1 = {
+    "proc/self/cgroup": "9:memory:/box\n1:cpu:/\n",
+    f"{V1}/memory.usage_in_bytes": f"{3 * GB}",
+    f"{V1}/memory.stat": f"inactive_file 7\ntotal_inactive_file {GB}\n",
+}
 
 
-def free(root: Path, **files: str) -> int:
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 32 * GB),
+        (IN_V2 | {f"{V2}/memory.max": "max"}, 32 * GB),
+        (IN_V2 | {f"{V2}/memory.max": f"{8 * GB}"}, 6 * GB),
+        (IN_BOX | {f"{V2}/box/memory.max": f"{8 * GB}"}, 6 * GB),
+        (IN_BOX | {f"{V2}/box/memory.max": f"{80 * GB}"}, 32 * GB),
+        (IN_BOX | {f"{V2}/box/memory.max": f"{GB}"}, 0),
+        (IN_V1 | {f"{V1}/memory.limit_in_bytes": f"{8 * GB}"}, 6 * GB),
+    ],
+)
+def test_free_memory_is_that_of_the_host_or_less_within_a_control_group(tmp_path, files, free):
     for name, text in (FREE | files).items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return host_memory(root)
-
-
-def test_free_memory_of_the_host(tmp_path):
-    assert free(tmp_path) == 32 * GB
-    assert free(tmp_path, **{f"{V2}/memory.max": "max", f"{V2}/memory.current": str(GB)}) == 32 * GB
-
-
-@pytest.mark.parametrize("folder", [V2, f"{V2}/box"])
-def test_a_smaller_limit_of_a_control_group_holds(tmp_path, folder):
-    limit = {
-        "proc/self/cgroup": "0::/box\n",
-        f"{folder}/memory.max": str(8 * GB),
-        f"{folder}/memory.current": str(3 * GB),
-        f"{folder}/memory.stat": f"anon 5\ninactive_file {GB}\n",
-    }
-    assert free(tmp_path, **limit) == 6 * GB
-    assert free(tmp_path, **limit | {f"{folder}/memory.max": str(80 * GB)}) == 32 * GB
-    assert free(tmp_path, **limit | {f"{folder}/memory.max": str(GB)}) == 0
-
-
-def test_control_groups_of_version_1(tmp_path):
-    limit = {
-        "proc/self/cgroup": "9:memory:/box\n1:cpu:/\n",
-        f"{V1}/box/memory.limit_in_bytes": str(8 * GB),
-        f"{V1}/box/memory.usage_in_bytes": str(3 * GB),
-        f"{V1}/box/memory.stat": f"inactive_file 7\ntotal_inactive_file {GB}\n",
-    }
-    assert free(tmp_path, **limit) == 6 * GB
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_memory(tmp_path) == free
 
 
 def test_without_the_files_of_linux_it_is_all_there_is(tmp_path, monkeypatch):
