@@ -274,20 +274,6 @@ WidePool.TestCase.settings = CompressingPool.TestCase.settings
 TestWidePool = WidePool.TestCase
 
 
-def test_a_burst_ends_where_drafts_may_have_brought_a_sequence_to_its_point():
-    """Two tokens before it one step of three may be there, none can go past it; pages are counted up to it alone."""
-    how = compressing(8)
-    pool = PagePool(num_pages=31, page_size=2, chunk=4, keep_prefixes=False, most_per_step=3, compressing=how)
-    prefilled(pool, 0, [1] * 17, [0] * 9, most=40)  # its point is at 18 tokens, 16 are there
-    assert (pool.steps_to_point, pool.growth(1), pool.growth(9)) == (1, 1, 1)
-    pool.write(0, 2)
-    pool.compress(0)
-    assert pool.due == [] and pool.steps_to_point == 1  # at 20
-    pool = PagePool(num_pages=31, page_size=2, chunk=4, keep_prefixes=False, most_per_step=3, compressing=how)
-    prefilled(pool, 0, [1] * 5, [0] * 3, most=40)  # its point is at 10 tokens, 4 are there
-    assert (pool.steps_to_point, pool.growth(1), pool.growth(2)) == (2, 2, 3)
-
-
 def test_tokens_that_are_to_be_computed_anew_are_not_shared():
     pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8, fresh_tokens=4))
     assert prefilled(pool, 0, [1] * 9, [1, 2, 3, 4, 0]) == [1, 2, 3, 4]
