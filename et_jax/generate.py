@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m et_jax.generate",
         description="Continue a prompt, or every line of a file, with the entropy of every token measured.",
+        epilog="A signal that is ignored when the command starts stays ignored: SIGINT in the background of a script, "
+        "SIGHUP under nohup. SIGTERM ends the command there; what is done is kept.",
         allow_abbrev=False,
     )
     p.add_argument(

@@ -5,6 +5,7 @@ keys in which JAX names the processor. ET_JAX_TEST_CACHE names another folder; `
 """
 
 import os
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Generator
@@ -36,8 +37,16 @@ LONG = {
 }
 
 
+def _catch_ignored_signals() -> None:
+    """Replace the ignored signals of a background job by a handler that does nothing, which no child inherits."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the folder of compiled programs, to this process and to those that it starts."""
+    """Name the folder of compiled programs for this process and its children, which heed signals as usual."""
+    _catch_ignored_signals()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         chosen = os.environ.get("ET_JAX_TEST_CACHE") or "~/.cache/et_jax/tests"
         if chosen == "off":

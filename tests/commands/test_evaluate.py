@@ -8,6 +8,8 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -53,66 +55,42 @@ def asked():
 
 
 def test_a_grid_has_every_task_length_and_depth_and_no_example_twice(asked):
-    assert len(asked) == 2 * 2 * 3 * 2
-    assert {(one.task, length) for length, one in asked} == {
-        (task, length) for task in ("single_key", "passkey") for length in (200, 400)
-    }
+    found = Counter((one.task, length, one.depth) for length, one in asked)
+    assert found == dict.fromkeys(product(("single_key", "passkey"), (200, 400), (0.0, 0.5, 1.0)), 2)
     assert all(one.length <= length for length, one in asked)
-    assert {one.depth for _, one in asked} == {0.0, 0.5, 1.0}
     assert len({one.prompt for _, one in asked}) == len(asked)
     assert len({one.answer for length, one in asked if one.task == "passkey" and length == 200}) == 6
-    count = asking.counter(Reader({}))
-    again = asking.grid(count, ["single_key"], [200], depths=3, samples=2, seed=1)
+    again = asking.grid(asking.counter(Reader({})), ["single_key"], [200], depths=3, samples=2, seed=1)
     assert not {one.prompt for _, one in again} & {one.prompt for _, one in asked}
 
 
 def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
     known = {one.prompt: one.answer + "." for _, one in asked if one.task == "passkey" and one.depth == 0.5}
-    reader = Reader(known)
-    answers = asking.evaluate(reader, asked, control="guarded")
+    answers = asking.evaluate(Reader(known), asked, control="guarded")
     assert [answer.example for answer in answers] == [one for _, one in asked]
     assert all(answer.right == (answer.example.prompt in known) for answer in answers)
-    assert {answer.share_read for answer in answers} == {0.5}
+    assert {answer.share_read for answer in answers} == {0.5} and {answer.share_by_model for answer in answers} == {1.0}
     assert [answer.share_bytes for answer in answers] == pytest.approx([0.6] * len(answers))
-    assert {answer.share_by_model for answer in answers} == {1.0}
-    rows = {(one["task"], one["length"], one["depth"]): one for one in told_of.summary(answers)}
-    assert len(rows) == 12
-    assert all(one["accuracy"] == (key[0] == "passkey" and key[2] == 0.5) for key, one in rows.items())
-    assert all(one["examples"] == 2 for one in rows.values())
+    summary = [(one["task"], one["depth"], one["accuracy"], one["examples"]) for one in told_of.summary(answers)]
+    depths = product(("single_key", "passkey"), (200, 400), (0.0, 0.5, 1.0))
+    assert summary == [(task, depth, float(task == "passkey" and depth == 0.5), 2) for task, _, depth in depths]
     [line] = [line for line in told_of.table(answers).splitlines() if line.startswith("passkey") and " 400" in line]
-    assert line.split()[1:5] == ["400", "2/6", "0.333", "50%"]
-    assert line.endswith("0.00: 0.00  0.50: 1.00  1.00: 0.00")
-
-
-def test_a_notebook_shows_answers_as_a_table(asked):
-    known = {one.prompt: one.answer for _, one in asked if one.task == "passkey" and one.depth == 0.5}
-    answers = asking.evaluate(Reader(known), asked)
-    rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", answers._repr_html_())]
-    assert rows[0] == [
-        "task",
-        "length",
-        "right",
-        "read",
-        "bytes",
-        "held",
-        "model",
-        "agreed",
-        "at 0.00",
-        "at 0.50",
-        "at 1.00",
-    ]
-    assert rows[1] == ["single_key", "200", "0 of 6", "0.5", "0.6", "0.25", "1", "0.5", "0", "0", "0"]
-    assert rows[4] == ["passkey", "400", "2 of 6", "0.5", "0.6", "0.25", "1", "0.5", "0", "1", "0"]
+    assert line.split()[1:5] == ["400", "2/6", "0.333", "50%"] and line.endswith("0.00: 0.00  0.50: 1.00  1.00: 0.00")
+    drawn = answers._repr_html_()  # as a notebook shows it
+    rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", drawn)]
+    figures, depths = ["0.5", "0.6", "0.25", "1", "0.5"], ["at 0.00", "at 0.50", "at 1.00"]
+    assert rows[0] == ["task", "length", "right", "read", "bytes", "held", "model", "agreed", *depths]
+    assert rows[1] == ["single_key", "200", "0 of 6", *figures, "0", "0", "0"]
+    assert rows[4] == ["passkey", "400", "2 of 6", *figures, "0", "1", "0"]
     assert len(rows) == 5 and told_of.Answers()._repr_html_().count("<tr>") == 1
 
 
 def test_what_was_left_out_is_told_where_there_is_something(asked):
     reader = Reader({})
     reader.prompt_read = PromptRead(blocks_read=3.0, blocks_held=12.0, mass_kept=0.9)
-    answers = asking.evaluate(reader, asked)
-    [header, *lines] = told_of.table(answers).splitlines()
-    assert header.split()[4:11] == ["read", "bytes", "prompt", "mass", "held", "model", "agreed"]
-    assert all(line.split()[4:11] == ["50%", "60%", "25%", "90%", "25%", "100%", "50%"] for line in lines)
+    lines = [line.split()[4:11] for line in told_of.table(asking.evaluate(reader, asked)).splitlines()]
+    assert lines[0] == ["read", "bytes", "prompt", "mass", "held", "model", "agreed"]
+    assert all(line == ["50%", "60%", "25%", "90%", "25%", "100%", "50%"] for line in lines[1:])
     reader.prompt_read = PromptRead(blocks_read=0.0, blocks_held=0.0, mass_kept=None)
     assert told_of.table(asking.evaluate(reader, asked)).split()[4:9] == ["read", "bytes", "held", "model", "agreed"]
 
@@ -123,37 +101,24 @@ def test_a_model_is_asked_greedily_for_one_token_more_than_the_answer_has(asked)
     for prompts, settings in reader.calls:
         sizes = {len(one.answer) + 1 for _, one in asked if one.prompt in prompts}
         assert sizes == {settings["max_tokens"]}
-        assert settings["temperature"] == 0.0
-        assert settings["control"] is None
+        assert settings["temperature"] == 0.0 and settings["control"] is None
     assert sum(len(prompts) for prompts, _ in reader.calls) == len(asked)
-
-
-def test_a_number_may_come_at_the_end_of_many_words():
-    one = Example(task="gsm8k", prompt="How many?", answer="12", depth=0.0, length=3, match="number")
+    number = Example(task="gsm8k", prompt="How many?", answer="12", depth=0.0, length=3, match="number")
     reader = Reader({"How many?": "5 and 7 make 12."})
-    [answer] = asking.evaluate(reader, [(3, one)])
-    assert answer.right
-    assert reader.calls[0][1]["max_tokens"] > 100
+    [answer] = asking.evaluate(reader, [(3, number)])
+    assert answer.right and reader.calls[0][1]["max_tokens"] > 100  # it may come after many words
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("evaluated")
+def test_the_command_line_writes_answers_and_a_picture(tmp_path):
     arguments = ["--task", "passkey", "--length", "96", "--depths", "2", "--samples", "1", "--batch", "2"]
-    code = evaluate.main([*arguments, "--json", str(folder / "a.json"), "--plot", str(folder / "a.png")])
-    return code, folder
-
-
-def test_the_command_line_writes_answers_and_a_picture(ran):
-    code, folder = ran
-    assert code == 0
-    report = json.loads((folder / "a.json").read_text())
+    assert evaluate.main([*arguments, "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]) == 0
+    report = json.loads((tmp_path / "a.json").read_text())
     assert [row["depth"] for row in report["summary"]] == [0.0, 1.0]
     assert len(report["answers"]) == 2
     for answer in report["answers"]:
         assert answer["right"] == answer["text"].startswith(answer["example"]["answer"])
         assert answer["share_read"] == 1.0
-    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_signal_after_the_last_answer_loses_none(tmp_path, monkeypatch, capfd):
@@ -208,7 +173,6 @@ def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
             ["--samples", "100000", "--task", "passkey", "--depths", "2"],
             "make 200000 prompts and at most 100000 are asked",
         ),
-        (["--depths", "9" * 4000], "--depths is a whole number of 13288 bits"),
         (["--samples", str(10**15)], "--samples is 1000000000000000; it must be from 1 to"),
         (["--task", "copying", "--pairs", "104"], "There are 104 words for a verse of 105"),
         (["--pairs", str(10**18)], "--pairs is 1000000000000000000; it must be from 0 to"),
@@ -235,67 +199,61 @@ def test_a_mistake_ends_in_one_sentence(arguments, message, capfd):
     assert err[-1].startswith("error: ")
 
 
+# What a record of each task makes, an answer that counts as right, and a published file with its least length.
 RECORDS = {
     "longeval_lines": (
         {"random_idx": ["a-b", 2], "expected_number": 24, "num_lines": 5, "prompt": "line a-b: <24>"},
         ("line a-b: <24>", "24", 0.5, "It is <24>."),
+        ("long/longeval/lines_200.jsonl.gz", 4000),
     ),
     "longeval_topics": (
         {"prompt": "first?", "topics": ["The sea", "The sky"]},
         ("first?", "The sea", 0.0, "We spoke of the sea."),
+        ("long/longeval/topics_10.jsonl.gz", 4000),
     ),
     "lost_in_the_middle": (
         {"ordered_kv_records": [["k1", "v1"], ["k2", "v2"], ["k3", "v3"]], "key": "k3", "value": "v3"},
         ('Find the value of a key in this JSON object.\n\n{"k1": "v1",\n "k2": "v2",\n "k3": "v3"}\n\n'
          'Key: "k3"\nValue:', "v3", 1.0, ' "v3"'),
+        ("long/lost_in_the_middle/kv-retrieval-75_keys.jsonl.gz", 5000),
     ),
     "gsm8k": (
         {"question": "How much?", "answer": "2 * 600 = 1200\n#### 1,200"},
         ("Question: How much?\nAnswer:", "1200", 0.0, "It makes $1,200."),
+        ("gsm8k/test.jsonl", 50),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("task", RECORDS)
 def test_published_tasks_are_read(task, tmp_path):
-    record, (prompt, answer, depth, said) = RECORDS[task]
+    record, (prompt, answer, depth, said), _ = RECORDS[task]
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
     [one] = files.examples(task, tmp_path / "a.jsonl", len, 1)
     assert (one.prompt, one.answer, one.depth) == (prompt, answer, depth)
     assert one.length == 1 + len(prompt) + len(answer)
-    assert right(one, said)
-    assert not right(one, "It is 7.")
+    assert right(one, said) and not right(one, "It is 7.")
 
 
-PUBLISHED = {
-    "longeval_lines": ("long/longeval/lines_200.jsonl.gz", 4000),
-    "longeval_topics": ("long/longeval/topics_10.jsonl.gz", 4000),
-    "lost_in_the_middle": ("long/lost_in_the_middle/kv-retrieval-75_keys.jsonl.gz", 5000),
-    "gsm8k": ("gsm8k/test.jsonl", 50),
-}
-
-
-@pytest.mark.parametrize("task", PUBLISHED)
+@pytest.mark.parametrize("task", RECORDS)
 def test_published_files_hold_what_is_read(task, shared):
-    path, least = PUBLISHED[task]
+    path, least = RECORDS[task][2]
     found = files.examples(task, shared / "prompts" / path, len, 5)
-    assert len(found) == 5
-    assert min(one.length for one in found) > least
+    assert len(found) == 5 and min(one.length for one in found) > least
     if task != "gsm8k":
-        assert all(one.answer.lower() in one.prompt.lower() for one in found)
-        assert all(0 <= one.depth <= 1 for one in found)
+        assert all(one.answer.lower() in one.prompt.lower() and 0 <= one.depth <= 1 for one in found)
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"question": "why?"}\n')
-    with pytest.raises(UsageError, match=r"Line 1 of .* is no example of gsm8k"):
-        files.examples("gsm8k", tmp_path / "a.jsonl", len, 1)
-    (tmp_path / "b.jsonl").write_text("no json\n")
-    with pytest.raises(UsageError, match="cannot be read"):
-        files.examples("gsm8k", tmp_path / "b.jsonl", len, 1)
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"question": "why?"}')[:-12])
-    with pytest.raises(UsageError, match=r"d.jsonl.gz cannot be read \("):
-        files.examples("gsm8k", tmp_path / "d.jsonl.gz", len, 1)
-    (tmp_path / "c.jsonl").write_text("")
-    with pytest.raises(UsageError, match="holds no example"):
-        files.examples("gsm8k", tmp_path / "c.jsonl", len, 1)
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl", b'{"question": "why?"}\n', r"Line 1 of .* is no example of gsm8k"),
+        ("a.jsonl", b"no json\n", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"question": "why?"}')[:-12], r"a.jsonl.gz cannot be read \("),
+        ("a.jsonl", b"", "holds no example"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, name, data, words):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=words):
+        files.examples("gsm8k", tmp_path / name, len, 1)

@@ -1,7 +1,7 @@
 """`--ray`: what is refused before Ray is asked for anything, in one sentence, with nothing written."""
 
+import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,44 +49,21 @@ def said(capfd: pytest.CaptureFixture[str], *arguments: Any) -> str:
         (["-i", "in", "-o", "out", "--ray", "--ray-resources", "GPU"], "write it as CPU=4 or CPU=8,GPU=1"),
         (["-i", "in", "-o", "out", "--ray", "--ray-resources", "CPU=-1"], "resources.CPU is -1"),
         (["-i", "nowhere", "-o", "out", "--ray"], "nowhere names no file"),
+        (["-i", "tables", "-o", "out", "--ray"], "table.csv seems to be a table (CSV)"),
     ],
 )
-def test_flags_that_do_not_go_together(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, monkeypatch, capfd, arguments, words):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/table.csv").write_text("id,prompt\n1,It was\n")
     assert words in said(capfd, *arguments)
-    assert list(tmp_path.iterdir()) == []
+    assert [file.name for file in tmp_path.iterdir()] == ["tables"]
 
 
-def test_without_ray_a_sentence_says_what_to_install(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "ray.data", None)
-    words = said(capfd, "-i", source, "-o", tmp_path / "out", "--ray")
-    assert words == "Ray is not installed; install it with: pip install 'et_jax[ray]'."
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_shard_that_is_no_file_of_lines_stops_the_job_before_it_begins(
-    tmp_path: Path, source: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (source / "table.csv").write_text("id,prompt\n1,It was\n")
-    assert "table.csv seems to be a table (CSV)" in said(capfd, "-i", source, "-o", tmp_path / "out", "--ray")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_output_of_another_job_is_refused_and_stays(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_of_another_job_is_refused_and_stays(tmp_path, source, monkeypatch, capfd):
     monkeypatch.setattr(cluster, "check_room", lambda *_: None)
     monkeypatch.setattr(folder, "_serve", lambda *_: None)
-    monkeypatch.setattr(cluster, "connected", _connected)
+    monkeypatch.setattr(cluster, "connected", lambda *_, **__: contextlib.nullcontext())
     output = tmp_path / "out"
     assert main(["-i", str(source), "-o", str(output), "--ray", "--seed", "1"]) == 0
     capfd.readouterr()
@@ -96,14 +73,3 @@ def test_the_output_of_another_job_is_refused_and_stays(
     assert "--seed was 1 and is 2" in said(capfd, "-i", source, "-o", output, "--ray", "--seed", "2")
     assert "not the line that" in said(capfd, "-i", source, "-o", output, "--ray", "--seed", "1")
     assert {file.name: file.read_bytes() for file in output.iterdir()} == before
-
-
-class _connected:
-    """A cluster that is there and never asked."""
-
-    def __init__(self, address: str | None, *, told: bool) -> None:
-        assert address is None and not told
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...

@@ -1,20 +1,20 @@
 """What may be an input: a file, or a pipe, of lines."""
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
 import lzma
 import os
 import signal
-import subprocess
-import sys
 import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
-from places import HELPERS, ROOT
 from stand_in import PaperModel
 
 from et_jax.batch.source import check_lines, spooled
@@ -23,7 +23,6 @@ from et_jax.errors import UsageError
 from et_jax.generate import main
 from et_jax.serve import engine
 
-STAND_IN = str(HELPERS / "stand_in.py")
 ROWS = [{"id": f"r{i}", "prompt": f"It was {i}", "max_tokens": 3} for i in range(500)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
@@ -37,24 +36,20 @@ def zipped(data: bytes) -> bytes:
 
 OTHERS = [
     (gzip.compress(LINES.encode()), "is compressed with gzip; unpack it first"),
-    (gzip.compress(b"\n{" * 50_000, 0), "is compressed with gzip"),
     (bz2.compress(LINES.encode()), "is compressed with bzip2"),
     (lzma.compress(LINES.encode()), "is compressed with xz"),
     (b"\x28\xb5\x2f\xfd" + LINES.encode(), "is compressed with zstd"),
     (zipped(LINES.encode()), "is a zip archive"),
     (LINES.encode("utf-16"), "is UTF-16 or UTF-32"),
     (LINES.encode("utf-16-le"), "is UTF-16 or UTF-32"),
-    (LINES.encode("utf-16-be"), "is UTF-16 or UTF-32"),
     (LINES.encode("utf-32"), "is UTF-16 or UTF-32"),
     (b"id,prompt\n1,It was\n2,It is\n", "seems to be a table (CSV)"),
     (b"\xef\xbb\xbfid;prompt\r\n1;It was\r\n", "seems to be a table (CSV)"),
-    (b"id\tprompt\n1\tIt was\n", "seems to be a table (CSV)"),
     (json.dumps(ROWS).encode(), "is one JSON list"),
     (json.dumps(ROWS, indent=1).encode(), "is one JSON list"),
     ("".join(json.dumps(row, indent=2) + "\n" for row in ROWS).encode(), "has objects of more than one line"),
     (b"It was\nIt is\n", "seems to be plain text"),
     (bytes(range(256)) * 4, "is no text"),
-    (b"\0" * 5000, "is no text"),
     (b"%PDF-1.7\n", "is a PDF"),
     (b"SQLite format 3\0" + bytes(90), "is an SQLite database"),
     (b"ARROW1\0\0" + bytes(90), "is an Arrow file"),
@@ -62,13 +57,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("data", "words"), OTHERS)
-def test_what_is_no_file_of_lines_is_refused_before_the_first_row(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    data: bytes,
-    words: str,
-) -> None:
+def test_what_is_no_file_of_lines_is_refused_before_the_first_row(tmp_path, capfd, monkeypatch, data, words):
     monkeypatch.delattr(engine, "load")
     (tmp_path / "in.jsonl").write_bytes(data)
     assert main(["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == USAGE
@@ -93,16 +82,33 @@ def test_what_is_no_file_of_lines_is_refused_before_the_first_row(
         b'{"prompt": "' + b"x" * 100_000 + b'"}',
     ],
 )
-def test_single_bad_lines_are_for_error_rows(tmp_path: Path, data: bytes) -> None:
+def test_single_bad_lines_are_for_error_rows(tmp_path, data):
     (tmp_path / "in").write_bytes(data)
     check_lines(tmp_path / "in", "in")
 
 
-def serve(source: Path, output: Path, *more: str, **streams: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, STAND_IN, "-i", str(source), "-o", str(output), *more]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False, **streams)  # type: ignore[call-overload]
+@contextlib.contextmanager
+def standard_input(stream: IO[Any] | str) -> Iterator[None]:
+    """Have a file, or a pipe of a text, as standard input."""
+    before = os.dup(0)
+    with contextlib.ExitStack() as stack:
+        if isinstance(stream, str):
+            reader, writer = os.pipe()
+            feeder = threading.Thread(target=_fed, args=(writer, stream))
+            feeder.start()
+            stack.callback(feeder.join)
+            stream = stack.enter_context(os.fdopen(reader))
+        os.dup2(stream.fileno(), 0)
+        try:
+            yield
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
+
+
+def _fed(writer: int, text: str) -> None:
+    with os.fdopen(writer, "w") as pipe:
+        pipe.write(text)
 
 
 def names_in(output: Path) -> set[str]:
@@ -112,32 +118,32 @@ def names_in(output: Path) -> set[str]:
     return names
 
 
-def test_a_pipe_is_an_input_and_goes_on_with_the_same_lines(tmp_path: Path) -> None:
-    half = "".join(LINES.splitlines(keepends=True)[:200])
+def test_a_pipe_is_an_input_and_goes_on_with_the_same_lines(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
     output, everything = tmp_path / "out.jsonl", {row["id"] for row in ROWS}
-    done = serve(Path("/dev/stdin"), output, input=half)
-    assert done.returncode == 0, done.stderr
+
+    def serve(stream: IO[Any] | str) -> tuple[int, str]:
+        with standard_input(stream):
+            code = main(["-i", "/dev/stdin", "-o", str(output)])
+        return code, capfd.readouterr().err
+
+    code, said = serve("id,prompt\n1,It was\n")
+    assert code == USAGE and said.splitlines()[-1].startswith("error: /dev/stdin seems to be a table (CSV)")
+    assert not list(tmp_path.iterdir())
+    assert serve("".join(LINES.splitlines(keepends=True)[:200]))[0] == 0
     assert names_in(output) == {row["id"] for row in ROWS[:200]}
-    done = serve(Path("/dev/stdin"), output, input=LINES)
-    assert done.returncode == 0 and "200 done before" in done.stderr
-    assert names_in(output) == everything
+    code, said = serve(LINES)
+    assert code == 0 and "200 done before" in said and names_in(output) == everything
     with (tmp_path / "in.jsonl").open("w+") as file:
         file.write(LINES)
         file.seek(7)  # a redirected file is read from its start
-        done = serve(Path("/dev/stdin"), output, stdin=file)
-    assert done.returncode == 0 and "500 done before" in done.stderr
-    changed = serve(Path("/dev/stdin"), output, input=LINES.replace("It was 7", "It is 7"))
-    assert changed.returncode == USAGE and 'Line 8 (custom_id "r7") is not the line' in changed.stderr
+        code, said = serve(file)
+    assert code == 0 and "500 done before" in said
+    code, said = serve(LINES.replace("It was 7", "It is 7"))
+    assert code == USAGE and 'Line 8 (custom_id "r7") is not the line' in said
 
 
-def test_a_pipe_of_something_else_is_refused_by_its_name(tmp_path: Path) -> None:
-    done = serve(Path("/dev/stdin"), tmp_path / "out.jsonl", input="id,prompt\n1,It was\n")
-    assert done.returncode == USAGE
-    assert done.stderr.splitlines()[-1].startswith("error: /dev/stdin seems to be a table (CSV)")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_named_pipe_is_an_input_and_its_copy_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_pipe_is_an_input_and_its_copy_goes(tmp_path, monkeypatch):
     pipe, copies = tmp_path / "pipe", tmp_path / "copies"
     os.mkfifo(pipe)
     copies.mkdir()
@@ -149,41 +155,29 @@ def test_a_named_pipe_is_an_input_and_its_copy_goes(tmp_path: Path, monkeypatch:
         assert lines.stat().st_mode & 0o077 == 0
     writer.join()
     assert not list(copies.iterdir())
-
-
-def test_a_pipe_that_no_disk_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(UsageError, match=r"pipe cannot be copied to .*; point TMPDIR"), spooled(pipe):
         pass
 
 
-@pytest.mark.parametrize("source", ["/dev/zero", "/dev/tty", "/"])
-def test_what_ends_never_is_not_begun(tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str) -> None:
-    assert main(["-i", source, "-o", str(tmp_path / "out.jsonl")]) == USAGE
-    assert f"{source} is neither a file nor a pipe" in capfd.readouterr().err
-
-
-def test_parquet_is_told_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "in.parquet")
-    data = (tmp_path / "in.parquet").read_bytes()
-    (tmp_path / "in").write_bytes(data)
-    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
-    assert main(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out.jsonl")]) == 0
-    assert names_in(tmp_path / "out.jsonl") == {row["id"] for row in ROWS}
-
-
-def test_an_interrupt_while_a_pipe_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-
+def test_an_interrupt_while_a_pipe_is_read(tmp_path, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shutil.copyfileobj", interrupted)
-    writer = threading.Thread(target=lambda: pipe.open("w").close())
-    writer.start()
-    assert main(["-i", str(pipe), "-o", str(tmp_path / "out.jsonl")]) == 128 + signal.SIGINT
-    writer.join()
+    with standard_input(""):
+        assert main(["-i", "/dev/stdin", "-o", str(tmp_path / "out.jsonl")]) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("source", ["/dev/zero", "/dev/tty", "/"])
+def test_what_ends_never_is_not_begun(tmp_path, capfd, source):
+    assert main(["-i", source, "-o", str(tmp_path / "out.jsonl")]) == USAGE
+    assert f"{source} is neither a file nor a pipe" in capfd.readouterr().err
+
+
+def test_parquet_is_told_by_its_content(tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "in")
+    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
+    assert main(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out.jsonl")]) == 0
+    assert names_in(tmp_path / "out.jsonl") == {row["id"] for row in ROWS}

@@ -60,11 +60,16 @@ class Letters:
 
 
 class PaperModel:
-    """Answers with a digest of the prompt and the sampling, out of order, `ahead` requests at a time."""
+    """Answers with a digest of the prompt and the sampling, out of order, `ahead` requests at a time.
 
-    def __init__(self, ahead: int = 5, seconds: float = 0.0) -> None:
+    `before` is called with every request as it is taken up.
+    """
+
+    def __init__(
+        self, ahead: int = 5, seconds: float = 0.0, before: Callable[[GenerationRequest], object] = lambda _: None
+    ) -> None:
         self.name, self.tokenizer, self.metrics = "paper", Letters(), Metrics()
-        self.ahead, self.seconds = ahead, seconds
+        self.ahead, self.seconds, self.before = ahead, seconds, before
         self.most_pending = 0
 
     def warm_up(self) -> None:
@@ -94,6 +99,7 @@ class PaperModel:
             yield index, each
 
     def continue_(self, request: GenerationRequest) -> Iterator[Completion]:
+        self.before(request)
         prompt = request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(request.prompt)
         if len(prompt) > LONGEST:
             said = "The prompt is too long; shorten it."

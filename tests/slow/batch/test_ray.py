@@ -136,26 +136,29 @@ def engines(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def test_an_actor_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], tmp_path: Path) -> None:
-    process = start(folder, tmp_path / "out", "--ray-actors", "2")
+def amid(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    """Wait until a command has written so many rows, and is not done."""
     deadline = time.monotonic() + PATIENCE
-    while num_rows(tmp_path / "out") < 20 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while num_rows(output) < count and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is None and num_rows(output) < LINES * SHARDS
+
+
+def test_an_actor_is_killed_amid_the_work(folder, plain, tmp_path):
+    process = start(folder, tmp_path / "out", "--ray-actors", "2")
+    amid(process, tmp_path / "out", 20)
     found = engines(process)
-    assert len(found) == 2 and num_rows(tmp_path / "out") < LINES * SHARDS
+    assert len(found) == 2
     os.kill(found[0], signal.SIGKILL)
     said = finish(process)
     assert f"[{LINES * SHARDS} lines: " in said and "of slots idle" in said and "nats/s" in said
     assert rows(*outputs(tmp_path / "out")) == plain
 
 
-def test_the_driver_is_killed_amid_the_work(folder: Path, plain: dict[str, Any], tmp_path: Path, cluster: str) -> None:
+def test_the_driver_is_killed_amid_the_work(folder, plain, tmp_path, cluster):
     output = tmp_path / "out"
     process = start(folder, output, "--ray-address", cluster)
-    deadline = time.monotonic() + PATIENCE
-    while num_rows(output) < 24 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.poll() is None
+    amid(process, output, 24)
     process.kill()
     process.communicate()
     assert 0 < num_rows(output) < LINES * SHARDS
@@ -164,14 +167,16 @@ def test_the_driver_is_killed_amid_the_work(folder: Path, plain: dict[str, Any],
     assert rows(*outputs(output)) == plain
 
 
-def test_what_a_cluster_cannot_do_is_one_sentence(folder: Path, tmp_path: Path, cluster: str) -> None:
+def test_what_a_cluster_cannot_do_is_one_sentence(folder, tmp_path, cluster):
     process = start(folder, tmp_path / "long", "--ray-address", cluster, "--max-model-len", "100000")
     said = process.communicate(timeout=PATIENCE)[1].splitlines()[-1]
     assert process.returncode == 2 and said.startswith("error: ") and "100000" in said and said.endswith(".")
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match=r"9 actors of CPU=1, and beside the reading there is room for 2; .*num_cpus"):
+        decode(ray.data.range(3), EngineConfig(), concurrency=9)
 
 
-def test_a_dataset_has_the_texts_of_batch_lines(plain: dict[str, Any], cluster: str) -> None:
+def test_a_dataset_has_the_texts_of_batch_lines(plain, cluster):
     asked = [line | {"topic": f"t{i}"} for i, line in enumerate(lines(0)[:48]) if "n" not in line and i != 24]
     data = ray.data.from_items(asked)
     config = EngineConfig(max_model_len=128)
@@ -187,7 +192,7 @@ def test_a_dataset_has_the_texts_of_batch_lines(plain: dict[str, Any], cluster: 
         assert row["entropic"]["mean_entropy"] > 0
 
 
-def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
+def test_rows_of_every_kind_have_a_text_or_a_reason(cluster):
     asked: list[dict[str, Any]] = [
         {"custom_id": "text", "prompt": "It was"},
         {"custom_id": "none"},
@@ -218,8 +223,3 @@ def test_rows_of_every_kind_have_a_text_or_a_reason(cluster: str) -> None:
     assert (figures["cost_bytes"], figures["mean_entropy"]) == (50.0, 1.0)  # five tokens of 10 bytes and 1 nat
     [chat] = decoded(chats)
     assert (len(chat["text"]), chat["kept"], chat["prompt_tokens"]) == (5, 1, len("user: Hello\n"))
-
-
-def test_more_actors_than_a_cluster_has_room_for_are_refused(cluster: str) -> None:
-    with pytest.raises(UsageError, match=r"9 actors of CPU=1, and beside the reading there is room for 2; .*num_cpus"):
-        decode(ray.data.range(3), EngineConfig(), concurrency=9)

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import pytest
 from stand_in import Letters, completion, trace
 
 from et_jax.batch.answers import answer_row, error_row
@@ -20,7 +19,7 @@ def row(*, chat: bool, wants_logprobs: bool = False, **changes: Any) -> dict[str
     return answer_row(task, both, "paper", Letters())
 
 
-def test_a_completion_body() -> None:
+def test_a_completion_body():
     before = int(time.time())
     answer = row(chat=False)
     body = answer["response"]["body"]
@@ -67,33 +66,28 @@ def test_a_completion_body() -> None:
     }
 
 
-def test_a_chat_body() -> None:
+def test_a_chat_body():
     body = row(chat=True)["response"]["body"]
     assert (body["id"], body["object"]) == ("chatcmpl-12", "chat.completion")
-    assert [choice["message"] for choice in body["choices"]] == [
-        {"role": "assistant", "content": "no"},
-        {"role": "assistant", "content": "yes"},
-    ]
-    assert "text" not in body["choices"][0]
+    said = [{"role": "assistant", "content": text} for text in ("no", "yes")]
+    assert [choice["message"] for choice in body["choices"]] == said and "text" not in body["choices"][0]
 
 
 ROWS = (trace(ord("é"), "é", top=((ord("x"), -0.5), (0xFFFD, float("-inf")))), trace(ord("b"), "b"))
 
 
-def test_logprobs_of_a_chat() -> None:
-    first, second = row(chat=True, wants_logprobs=True, trace=ROWS)["response"]["body"]["choices"][1]["logprobs"][
-        "content"
-    ]
+def test_logprobs_of_a_chat_and_of_a_completion():
+    def told(chat: bool):
+        return row(chat=chat, wants_logprobs=True, trace=ROWS)["response"]["body"]["choices"][1]["logprobs"]
+
+    first, second = told(chat=True)["content"]
     assert second == {"token": "b", "logprob": -0.25, "bytes": [98], "top_logprobs": []}
     assert (first["token"], first["bytes"]) == ("é", [195, 169])  # UTF-8
     assert first["top_logprobs"] == [
         {"token": "x", "logprob": -0.5, "bytes": [120]},
         {"token": "\ufffd", "logprob": -9999.0, "bytes": None},
     ]
-
-
-def test_logprobs_of_a_completion() -> None:
-    assert row(chat=False, wants_logprobs=True, trace=ROWS)["response"]["body"]["choices"][1]["logprobs"] == {
+    assert told(chat=False) == {
         "tokens": ["é", "b"],
         "token_logprobs": [-0.25, -0.25],
         "top_logprobs": [{"x": -0.5, "\ufffd": -9999.0}, {}],
@@ -101,12 +95,7 @@ def test_logprobs_of_a_completion() -> None:
     }
 
 
-@pytest.mark.parametrize("code", ["invalid_request", "failed"])
-def test_an_error_row_names_its_line(code: str) -> None:
-    error = {"code": code, "message": "It is bad.", "line": 3}
-    assert error_row(ENTRY, code, "It is bad.") == {
-        "id": "batch_req_12",
-        "custom_id": "a",
-        "response": None,
-        "error": error,
-    }
+def test_an_error_row_names_its_line():
+    error = {"code": "failed", "message": "It is bad.", "line": 3}
+    expected = {"id": "batch_req_12", "custom_id": "a", "response": None, "error": error}
+    assert error_row(ENTRY, "failed", "It is bad.") == expected

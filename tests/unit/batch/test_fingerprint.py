@@ -1,11 +1,9 @@
 """The fingerprint of a model changes with what its files hold."""
 
-from pathlib import Path
-
 from et_jax.batch.fingerprint import fingerprint
 
 
-def test_any_change_that_matters_shows(tmp_path: Path) -> None:
+def test_any_change_that_matters_shows(tmp_path):
     weights = tmp_path / "model.safetensors"
     (tmp_path / "config.json").write_text("{}")
     weights.write_bytes(bytes(10_000_000))
@@ -24,7 +22,7 @@ def test_any_change_that_matters_shows(tmp_path: Path) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_every_byte_of_a_small_file_counts(tmp_path: Path) -> None:
+def test_every_byte_of_a_small_file_counts(tmp_path):
     small = tmp_path / "model.safetensors"
     seen = set()
     for place in range(0, 2**22, 2**16):

@@ -16,28 +16,24 @@ def lines_of(path: Path, data: bytes) -> list[tuple[int, bytes | None]]:
     return [(line.number, line.data) for line in read_lines(path)]
 
 
-def test_blank_lines_count_but_are_no_lines(tmp_path: Path) -> None:
+def test_lines_are_numbered_as_in_an_editor_and_named_by_their_content_alone(tmp_path):
     found = lines_of(tmp_path / "in", b'\xef\xbb\xbf{"a": 1}\n\n  \r\n{"b": 2}\r\n{"c": 3}')
     assert found == [(1, b'{"a": 1}\n'), (4, b'{"b": 2}\r\n'), (5, b'{"c": 3}')]
-
-
-def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
-    path = tmp_path / "in"
     digests = []
     for data in (b"abc", b"abc\n", b"abc\r\n", b"abd"):
-        path.write_bytes(data)
-        digests += [line.digest for line in read_lines(path)]
+        (tmp_path / "in").write_bytes(data)
+        digests += [line.digest for line in read_lines(tmp_path / "in")]
     assert digests[0] == digests[1] == digests[2] != digests[3]
 
 
 @pytest.mark.parametrize(("size", "kept"), [(MAX_LINE_BYTES, True), (MAX_LINE_BYTES + 1, False)])
-def test_a_line_is_kept_up_to_the_limit(tmp_path: Path, size: int, kept: bool) -> None:
+def test_a_line_is_kept_up_to_the_limit(tmp_path, size, kept):
     for end in (b"", b"\n"):
         (_, data), *rest = lines_of(tmp_path / "in", b"x" * size + end + b"y" * bool(end))
         assert (data is not None) == kept and rest == ([(2, b"y")] if end else [])
 
 
-def test_a_long_line_is_passed_over_in_pieces_and_its_digest_sees_all_of_it(tmp_path: Path) -> None:
+def test_a_long_line_is_passed_over_in_pieces_and_its_digest_sees_all_of_it(tmp_path):
     path = tmp_path / "in"
     digests = []
     for last in (b"a", b"b"):
@@ -52,12 +48,7 @@ def test_a_long_line_is_passed_over_in_pieces_and_its_digest_sees_all_of_it(tmp_
     assert digests[0] != digests[1]
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        list(read_lines(tmp_path / "absent"))
-
-
-def test_parquet_rows_are_lines(tmp_path: Path) -> None:
+def test_parquet_rows_are_lines(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"id": f"r{i}", "prompt": f"It was {i}", "temperature": None if i else 0.5} for i in range(150)]
@@ -70,7 +61,9 @@ def test_parquet_rows_are_lines(tmp_path: Path) -> None:
         list(read_lines(tmp_path / "torn.parquet"))
 
 
-def test_parquet_without_its_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="cannot be read"):
+        list(read_lines(tmp_path / "absent"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "in.parquet").write_bytes(b"PAR1")
     with pytest.raises(UsageError, match=r"pip install 'et_jax\[parquet\]'"):

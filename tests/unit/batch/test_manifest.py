@@ -2,37 +2,26 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import batch_rows
 import pytest
 
-from et_jax.batch.journal import open_journal
 from et_jax.batch.manifest import VERSION, manifest_path
 from et_jax.errors import UsageError
 
-SETTINGS: dict[str, Any] = {
-    "model": "bundled",
-    "model_files": "abc",
-    "max_num_seqs": 8,
-    "page_size": None,
-    "params": {"temperature": 1.0, "stop": ["x"], "top_k": 0},
-    "chat": False,
-    "system_prompt": None,
-}
+SETTINGS = batch_rows.SETTINGS | {"model": "bundled", "max_num_seqs": 8, "page_size": None, "chat": False}
 
 
-def begin(path: Path, settings: dict[str, Any] = SETTINGS, rows: int = 1) -> None:
-    with open_journal(path, settings) as journal:
-        for number in range(rows):
-            journal.append({"id": f"batch_req_{number}", "custom_id": f"r{number}", "response": {}, "error": None})
+def begin(path: Path, *names: str, **changes: Any) -> None:
+    batch_rows.begin(path, *names, settings=SETTINGS | changes)
 
 
-def refusal(path: Path, settings: dict[str, Any] = SETTINGS) -> str:
+def refusal(path: Path, **changes: Any) -> str:
     before = path.read_bytes(), manifest_path(path).read_bytes()
     with pytest.raises(UsageError) as caught:
-        begin(path, settings, 0)
+        begin(path, **changes)
     assert before == (path.read_bytes(), manifest_path(path).read_bytes())
     said = str(caught.value)
     assert said.endswith(".") and "\n" not in said and len(said) < 600
@@ -44,7 +33,6 @@ def refusal(path: Path, settings: dict[str, Any] = SETTINGS) -> str:
     [
         ({"max_num_seqs": 4}, ["--max-num-seqs was 8 and is 4"]),
         ({"page_size": 16}, ["--page-size was not given and is 16"]),
-        ({"quantize": "int8"}, ["--quantize was not given and is int8"]),
         ({"chat": True}, ["--chat was off and is on"]),
         ({"system_prompt": "Be kind."}, ['--system-prompt was not given and is "Be kind."']),
         ({"system_prompt": "x" * 5000}, ["xxxx..."]),
@@ -56,25 +44,19 @@ def refusal(path: Path, settings: dict[str, Any] = SETTINGS) -> str:
         ),
     ],
 )
-def test_each_setting_is_named_as_its_flag(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
-    begin(tmp_path / "out")
-    said = refusal(tmp_path / "out", SETTINGS | change)
+def test_each_setting_is_named_as_its_flag(tmp_path, change, words):
+    begin(tmp_path / "out", "a")
+    said = refusal(tmp_path / "out", **change)
     assert all(word in said for word in words)
     assert "{" not in said and "--top-k" not in said and said.count(" was ") == len(words) + 2  # of which it was begun
-
-
-def test_another_spelling_of_the_model_is_the_same(tmp_path: Path) -> None:
-    begin(tmp_path / "out")
-    begin(tmp_path / "out", SETTINGS | {"model": "./there/it/is"}, 0)
 
 
 def manifest(**changes: Any) -> bytes:
     return json.dumps({"version": VERSION, **SETTINGS, **changes}).encode()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_what_is_no_manifest_is_left_alone(tmp_path):
+    texts = (
         b"",
         b"[]",
         b"7",
@@ -83,46 +65,42 @@ def manifest(**changes: Any) -> bytes:
         b"{",
         b"caf\xe9",
         b"\0" * 200,
-        b"[" * 1_000_000,
-        b'{"version": ' + b"9" * 5000 + b"}",
-        b'{"model_files": "' + b"a" * 20_000_000 + b'"}',
         manifest(version=[]),
         manifest(version=True),
-    ],
-)
-@pytest.mark.parametrize("rows", [0, 1])
-def test_what_is_no_manifest_is_left_alone(tmp_path: Path, data: bytes, rows: int) -> None:
-    begin(tmp_path / "out", rows=rows)
-    manifest_path(tmp_path / "out").write_bytes(data)
-    assert "out.manifest.json is no manifest of a job; choose another --output" in refusal(tmp_path / "out")
+    )
+    large = b"[" * 1_000_000, b'{"version": ' + b"9" * 5000 + b"}", b'{"model_files": "' + b"a" * 20_000_000 + b'"}'
+    for number, data in enumerate((*texts, *large)):
+        for rows in ("", "a"):
+            output = tmp_path / f"{number}{rows}"
+            begin(output, *rows)
+            manifest_path(output).write_bytes(data)
+            assert ".manifest.json is no manifest of a job; choose another --output" in refusal(output)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    begin(tmp_path / "out")
+def test_what_is_no_file_is_not_waited_for(tmp_path, make):
+    begin(tmp_path / "out", "a")
     manifest_path(tmp_path / "out").unlink()
     make(manifest_path(tmp_path / "out"))
     with pytest.raises(UsageError, match="is not a regular file"):
         begin(tmp_path / "out")
 
 
-def test_a_manifest_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
-    begin(tmp_path / "out")
-    manifest_path(tmp_path / "out").write_text(json.dumps(SETTINGS))  # as it was before it had a version
-    said = refusal(tmp_path / "out")
+def test_a_manifest_of_another_version_is_refused_where_there_are_rows(tmp_path):
+    output, place = tmp_path / "out", manifest_path(tmp_path / "out")
+    begin(output)
+    place.write_text(json.dumps(SETTINGS))  # as it was before it had a version
+    begin(output, "a")
+    assert json.loads(place.read_bytes())["version"] == VERSION
+    place.write_text(json.dumps(SETTINGS))
+    said = refusal(output)
     assert "was begun by an earlier version of et_jax" in said and "finish it with that" in said
-    manifest_path(tmp_path / "out").write_bytes(manifest(version=VERSION + 1))
-    assert "was begun by a later version of et_jax" in refusal(tmp_path / "out")
+    place.write_bytes(manifest(version=VERSION + 1))
+    assert "was begun by a later version of et_jax" in refusal(output)
 
 
-def test_a_manifest_of_another_version_without_rows_is_replaced(tmp_path: Path) -> None:
-    begin(tmp_path / "out", rows=0)
-    manifest_path(tmp_path / "out").write_text(json.dumps(SETTINGS))
-    begin(tmp_path / "out")
-    assert json.loads(manifest_path(tmp_path / "out").read_bytes())["version"] == VERSION
-
-
-def test_a_key_too_many_or_too_few_is_a_difference(tmp_path: Path) -> None:
-    begin(tmp_path / "out")
+def test_a_key_too_many_is_a_difference_and_another_spelling_of_the_model_is_none(tmp_path):
+    begin(tmp_path / "out", "a")
+    begin(tmp_path / "out", model="./there/it/is")
     manifest_path(tmp_path / "out").write_bytes(manifest(tolerance=0.5))
     assert "--tolerance was 0.5 and is not given" in refusal(tmp_path / "out")

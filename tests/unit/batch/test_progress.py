@@ -24,57 +24,44 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return hand
 
 
-def said(capfd: pytest.CaptureFixture[str]) -> str:
-    lines = capfd.readouterr().err.splitlines()
-    return lines[-1] if lines else ""
-
-
-def test_the_time_left_is_that_of_lines_like_those_answered(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
-    with Progress(110, 10) as progress:
-        clock.now += 20
-        progress.show(done=15, answered=5, tokens=40)
-        assert said(capfd) == "15 of 110 lines, 2.0 tokens/s, 6 min 20 s left"  # 95 lines of 4 s
-        clock.now += 60
-        progress.show(done=15, answered=5, tokens=40)
-        assert said(capfd) == "15 of 110 lines, 0.5 tokens/s, 25 min 20 s left"
-
-
-def test_error_rows_say_nothing_of_the_time_left(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
-    with Progress(1000, 0) as progress:
-        clock.now += 20
-        progress.show(done=999, answered=0, tokens=0)
-        assert said(capfd) == "999 of 1000 lines"
-        clock.now += 20
-        progress.show(done=999, answered=1, tokens=40)
-        assert said(capfd) == "999 of 1000 lines, 1.0 tokens/s, 40 s left"
-
-
-def test_no_time_is_left_only_when_nothing_is(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
-    with Progress(101, 0) as progress:
-        clock.now += 20
-        progress.show(done=100, answered=100, tokens=4000)
-        assert said(capfd) == "100 of 101 lines, 200.0 tokens/s, under 1 s left"
-        clock.now += 300  # the last line is long: no line of 3 s is to be expected any more
-        progress.show(done=100, answered=100, tokens=4000)
-        assert said(capfd) == "100 of 101 lines, 12.5 tokens/s"
-        clock.now += 20
-        progress.show(done=101, answered=101, tokens=6000)
-        assert said(capfd) == "101 of 101 lines, 17.6 tokens/s"
-
-
-def test_the_first_moments_say_nothing(
-    clock: Clock, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("total", "before", "shown"),
+    [
+        pytest.param(
+            *(110, 10),
+            [  # 95 lines of 4 s, then of 16 s
+                (20, 15, 5, 40, "15 of 110 lines, 2.0 tokens/s, 6 min 20 s left"),
+                (60, 15, 5, 40, "15 of 110 lines, 0.5 tokens/s, 25 min 20 s left"),
+            ],
+            id="the time left is that of lines like those answered",
+        ),
+        pytest.param(
+            *(1000, 0),
+            [(20, 999, 0, 0, "999 of 1000 lines"), (20, 999, 1, 40, "999 of 1000 lines, 1.0 tokens/s, 40 s left")],
+            id="error rows say nothing of the time left",
+        ),
+        pytest.param(
+            *(101, 0),
+            [
+                (20, 100, 100, 4000, "100 of 101 lines, 200.0 tokens/s, under 1 s left"),
+                (300, 100, 100, 4000, "100 of 101 lines, 12.5 tokens/s"),  # the last line is longer than any other
+                (20, 101, 101, 6000, "101 of 101 lines, 17.6 tokens/s"),
+            ],
+            id="no time is left only when no line is",
+        ),
+        pytest.param(*(5000, 0), [(0.5, 1, 1, 8, "1 of 5000 lines, 16.0 tokens/s")], id="the first moments"),
+    ],
+)
+def test_what_is_said(clock, capfd, monkeypatch, total, before, shown):
     monkeypatch.setattr(progresses, "LINE_SECONDS", 0.0)
-    with Progress(5000, 0) as progress:
-        clock.now += 0.5
-        progress.show(done=1, answered=1, tokens=8)
-        assert said(capfd) == "1 of 5000 lines, 16.0 tokens/s"
+    with Progress(total, before) as progress:
+        for seconds, done, answered, tokens, line in shown:
+            clock.now += seconds
+            progress.show(done=done, answered=answered, tokens=tokens)
+            assert capfd.readouterr().err.splitlines()[-1] == line
 
 
-def test_a_dumb_terminal_gets_lines(
-    clock: Clock, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dumb_terminal_gets_lines(clock, capfd, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with Progress(10, 0) as progress:

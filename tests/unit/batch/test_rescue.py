@@ -1,6 +1,5 @@
-"""An output that somebody takes away while a job writes it: said loudly, and its rows kept."""
+"""An output that is taken away or changed while a job writes it: reported, and its rows kept."""
 
-import json
 import os
 import re
 import shutil
@@ -9,40 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_rows import SETTINGS, begin, data, recorded, row
 
 from et_jax.batch import journal as journals
 from et_jax.batch import rescue as rescues
 from et_jax.batch.journal import Journal, open_journal
 from et_jax.batch.manifest import manifest_path
 from et_jax.errors import UsageError
-
-SETTINGS = {"model_files": "abc"}
-
-
-def row(name: str) -> dict[str, Any]:
-    return {"id": f"batch_req_{name}", "custom_id": name, "response": {}, "error": None}
-
-
-def data(*names: str) -> bytes:
-    return b"".join(json.dumps(row(name)).encode() + b"\n" for name in names)
-
-
-def names_in(path: Path) -> list[str]:
-    return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines()]
-
-
-def disturbed(path: Path, disturb: Callable[[], object], then: Callable[[Journal], object]) -> str:
-    """What is said of an output of a row of an earlier job and one of this, disturbed before `then`."""
-    if not path.exists():
-        with open_journal(path, SETTINGS) as journal:
-            journal.append(row("a"))
-    with pytest.raises(UsageError) as caught, open_journal(path, SETTINGS) as journal:
-        journal.append(row("b"))
-        disturb()
-        then(journal)
-    said = str(caught.value)
-    assert said.startswith(f"{path} ") and said.endswith(".") and "\n" not in said
-    return said
 
 
 def end(_: Journal) -> None:
@@ -53,8 +25,16 @@ def append(journal: Journal) -> None:
     journal.append(row("c"))
 
 
-def sync(journal: Journal) -> None:
-    journal.sync()
+def disturbed(path: Path, disturb: Callable[[], object], then: Callable[[Journal], object] = append) -> str:
+    """What is said of an output with a row of an earlier job and one of this, disturbed before `then`."""
+    begin(path, "a")
+    with pytest.raises(UsageError) as caught, open_journal(path, SETTINGS) as journal:
+        journal.append(row("b"))
+        disturb()
+        then(journal)
+    said = str(caught.value)
+    assert said.startswith(f"{path} ") and said.endswith(".") and "\n" not in said
+    return said
 
 
 def replace(path: Path) -> None:
@@ -62,156 +42,134 @@ def replace(path: Path) -> None:
     os.replace(path.with_name("new"), path)
 
 
-@pytest.mark.parametrize(("then", "names"), [(end, ["a", "b"]), (sync, ["a", "b"]), (append, ["a", "b", "c"])])
+THEN = pytest.mark.parametrize("then", [end, Journal.sync, append])
+
+
+@THEN
 @pytest.mark.parametrize(("take", "word"), [(os.unlink, "removed"), (replace, "replaced by another file")])
-def test_a_file_that_is_gone_is_kept_beside_its_place(
-    tmp_path: Path, then: Callable[[Journal], None], names: list[str], take: Callable[[Path], None], word: str
-) -> None:
+def test_a_file_that_is_gone_is_kept_beside_its_place(tmp_path, then, take, word):
     path, rescued = tmp_path / "out.jsonl", tmp_path / "out.jsonl.rescued"
+    names = ["a", "b", "c"][: 2 + (then is append)]
     said = disturbed(path, lambda: take(path), then)
-    assert f"was {word} while the job ran; its {len(names)} rows are kept in {rescued}" in said
+    assert f"was {word} while the job ran; its {len(names)} rows are kept in {rescued}: put that in its place" in said
     assert rescued.read_bytes() == data(*names)
-    if word != "removed":
-        assert path.read_text() == "a letter\n"
+    assert not path.exists() or path.read_text() == "a letter\n"
     os.replace(rescued, path)
-    with open_journal(path, SETTINGS) as journal:
-        assert list(journal.recorded) == names
+    assert recorded(path) == names
 
 
-def test_nothing_is_rescued_over_another_file(tmp_path: Path) -> None:
+def test_nothing_is_rescued_over_another_file(tmp_path):
     path = tmp_path / "out.jsonl"
     (tmp_path / "out.jsonl.rescued").write_text("mine")
     (tmp_path / "out.jsonl.rescued.2").symlink_to("nowhere")
     (tmp_path / "out.jsonl.rescued.3.manifest.json").write_text("mine")
-    said = disturbed(path, path.unlink, append)
-    assert f"{tmp_path / 'out.jsonl.rescued.4'}:" in said
-    assert names_in(tmp_path / "out.jsonl.rescued.4") == ["a", "b", "c"]
+    assert f"{tmp_path / 'out.jsonl.rescued.4'}:" in disturbed(path, path.unlink)
+    assert (tmp_path / "out.jsonl.rescued.4").read_bytes() == data("a", "b", "c")
     assert (tmp_path / "out.jsonl.rescued").read_text() == "mine" and not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("then", [end, sync, append])
-def test_a_file_that_moved_is_named_where_it_is(tmp_path: Path, then: Callable[[Journal], None]) -> None:
+@THEN
+def test_a_file_that_moved_is_named_where_it_is(tmp_path, then):
     (tmp_path / "here").mkdir()
-    path = tmp_path / "here" / "out.jsonl"
+    path, moved = tmp_path / "here" / "out.jsonl", tmp_path / "there" / "out.jsonl"
     said = disturbed(path, lambda: os.rename(tmp_path / "here", tmp_path / "there"), then)
-    moved = tmp_path / "there" / "out.jsonl"
-    assert f"was moved to {moved} while the job ran" in said
-    assert names_in(moved)[:2] == ["a", "b"] and not (tmp_path / "here").exists()
-    os.rename(tmp_path / "there", tmp_path / "here")
-    with open_journal(path, SETTINGS) as journal:
-        assert {"a", "b"} <= journal.recorded.keys()
+    assert f"was moved to {moved} while the job ran" in said and not (tmp_path / "here").exists()
+    assert recorded(moved)[:2] == ["a", "b"]
 
 
-def test_a_folder_that_is_gone_leaves_rows_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_went_too_is_written_again_in_whatever_folder_is_left(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     path = tmp_path / "here" / "out.jsonl"
-    said = disturbed(path, lambda: shutil.rmtree(tmp_path / "here"), append)
-    rescued = tmp_path / "work" / "out.jsonl.rescued"
-    assert f"are kept in {rescued}: put that and {manifest_path(rescued)} in its place" in said
-    assert names_in(rescued) == ["a", "b", "c"]
-    path.parent.mkdir()
-    os.rename(rescued, path)
-    os.rename(manifest_path(rescued), manifest_path(path))
-    with open_journal(path, SETTINGS) as journal:
-        assert list(journal.recorded) == ["a", "b", "c"]
 
-
-def test_a_manifest_that_went_too_is_written_again(tmp_path: Path) -> None:
-    path, rescued = tmp_path / "out.jsonl", tmp_path / "out.jsonl.rescued"
-
-    def take() -> None:
+    def both() -> None:
         path.unlink()
         manifest_path(path).unlink()
 
-    assert f"are kept in {rescued}: put that" in disturbed(path, take, append)
+    rescued = tmp_path / "here" / "out.jsonl.rescued"
+    assert f"are kept in {rescued}: put that in its place" in disturbed(path, both)
     os.rename(rescued, path)
-    with open_journal(path, SETTINGS) as journal:
-        assert list(journal.recorded) == ["a", "b", "c"]
+    assert recorded(path) == ["a", "b", "c"]
+    path.unlink()
+    rescued = tmp_path / "work" / "out.jsonl.rescued"
+    said = disturbed(path, lambda: shutil.rmtree(tmp_path / "here"))
+    assert f"are kept in {rescued}: put that and {manifest_path(rescued)} in its place" in said
+    assert recorded(rescued) == ["a", "b", "c"]
 
 
-def test_rows_that_nothing_can_keep_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "out.jsonl"
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def fill() -> None:
-        path.unlink()
-        monkeypatch.setattr(rescues.os, "write", full)
-
-    said = disturbed(path, fill, end)
-    assert "its 2 rows could not be kept (No space left on device)" in said
-    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl.manifest.json"]
+def scribble(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("a note\n")
 
 
-@pytest.mark.parametrize("then", [end, sync, append])
-@pytest.mark.parametrize("size", [0, 10])
-def test_a_file_cut_by_another_is_told_of(tmp_path: Path, then: Callable[[Journal], None], size: int) -> None:
-    path = tmp_path / "out.jsonl"
-    said = disturbed(path, lambda: os.truncate(path, size), then)
-    assert f"was changed by another program while the job ran (it has {size} bytes, not {len(data('a', 'b'))})" in said
-    assert path.read_bytes() == data("a", "b")[:size]  # and no row behind the cut
-    with open_journal(path, SETTINGS) as journal:
-        assert not journal.recorded
+@THEN
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (lambda path: os.truncate(path, 0), b""),
+        (lambda path: os.truncate(path, 10), data("a", "b")[:10]),
+        (scribble, data("a", "b") + b"a note\n"),
+    ],
+    ids=["emptied", "cut", "written to"],
+)
+def test_a_file_that_another_program_changes_is_reported_and_nothing_is_written_after(tmp_path, then, change, left):
+    path, size = tmp_path / "out.jsonl", len(data("a", "b"))
+    said = disturbed(path, lambda: change(path), then)
+    assert f"was changed by another program while the job ran (it has {len(left)} bytes, not {size})" in said
+    assert path.read_bytes() == left
 
 
-def test_a_file_that_another_writes_to_is_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-
-    def scribble() -> None:
-        with path.open("a") as file:
-            file.write("a note\n")
-
-    assert "was changed by another program while the job ran" in disturbed(path, scribble, append)
-    assert path.read_bytes() == data("a", "b") + b"a note\n"
-
-
-def test_the_loss_is_told_though_the_job_was_interrupted(tmp_path: Path) -> None:
+def test_the_loss_is_reported_though_the_job_was_interrupted(tmp_path):
     path = tmp_path / "out.jsonl"
     with pytest.raises(UsageError, match="removed"), open_journal(path, SETTINGS) as journal:
         journal.append(row("a"))
         path.unlink()
         raise KeyboardInterrupt
-    assert names_in(tmp_path / "out.jsonl.rescued") == ["a"]
+    assert (tmp_path / "out.jsonl.rescued").read_bytes() == data("a")
 
 
-@pytest.mark.parametrize("then", [end, sync])
-def test_a_manifest_that_is_gone_is_written_again(
-    tmp_path: Path, then: Callable[[Journal], None], capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("then", [end, Journal.sync])
+@pytest.mark.parametrize("change", [Path.unlink, lambda file: file.write_text("[]")])
+def test_a_manifest_that_is_gone_is_written_again(tmp_path, then, change, capfd):
     path = tmp_path / "out.jsonl"
-    for change in (Path.unlink, lambda file: file.write_text("[]")):
-        with open_journal(path, SETTINGS) as journal:
-            kept = manifest_path(path).read_bytes()
-            change(manifest_path(path))
-            then(journal)
-            assert then is end or manifest_path(path).read_bytes() == kept
-        assert manifest_path(path).read_bytes() == kept
-        assert re.search(r"out\.jsonl\.manifest\.json was .* while the job ran", capfd.readouterr().err)
+    with open_journal(path, SETTINGS) as journal:
+        kept = manifest_path(path).read_bytes()
+        change(manifest_path(path))
+        then(journal)
+        assert then is end or manifest_path(path).read_bytes() == kept
+    assert manifest_path(path).read_bytes() == kept
+    assert re.search(r"out\.jsonl\.manifest\.json was .* while the job ran", capfd.readouterr().err)
 
 
-def test_a_write_and_its_repair_that_both_fail_end_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def failing(*_: Any) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_disk_that_takes_nothing_ends_in_a_sentence(tmp_path, monkeypatch):
+    """Neither a row nor its repair, nor the copy of a file that is gone."""
     path = tmp_path / "out.jsonl"
-
-    def broken(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    refusal = pytest.raises(UsageError, match=r"cannot be written \(Input/output error\)")
-    with refusal, open_journal(path, SETTINGS) as journal:
+    with (
+        pytest.raises(UsageError, match=r"cannot be written \(Input/output error\)"),
+        open_journal(path, SETTINGS) as journal,
+        monkeypatch.context() as patch,
+    ):
         journal.append(row("a"))
-        monkeypatch.setattr(journals.os, "write", broken)
-        monkeypatch.setattr(journals.os, "ftruncate", broken)
+        patch.setattr(journals.os, "write", failing)
+        patch.setattr(journals.os, "ftruncate", failing)
         journal.append(row("b"))
-    assert names_in(path) == ["a"]
+    assert path.read_bytes() == data("a")
+    path.unlink()
+
+    def fill() -> None:
+        path.unlink()
+        monkeypatch.setattr(rescues.os, "write", failing)
+
+    assert "its 2 rows could not be kept (Input/output error)" in disturbed(path, fill, end)
+    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl.manifest.json"]
 
 
-def test_a_file_replaced_just_before_it_is_locked_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_replaced_just_before_it_is_locked_is_not_written(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     path.touch()
     lock = journals.fcntl.flock
@@ -221,6 +179,6 @@ def test_a_file_replaced_just_before_it_is_locked_is_not_written(
         lock(file, operation)
 
     monkeypatch.setattr(journals.fcntl, "flock", late)
-    with pytest.raises(UsageError, match="was replaced"), open_journal(path, SETTINGS):
-        pass
+    with pytest.raises(UsageError, match="was replaced"):
+        begin(path)
     assert path.read_text() == "a letter\n"

@@ -14,17 +14,13 @@ VALUES = st.recursive(
 )
 
 
-@given(VALUES)
-def test_what_python_writes_is_read(value: object) -> None:
+@given(VALUES, st.text())
+def test_what_python_writes_is_read_and_what_is_shown_moves_no_cursor(value, text):
     assert parse(json.dumps(value)) == value
-
-
-@given(st.text())
-def test_what_is_shown_moves_no_cursor(text: str) -> None:
     assert shown(text).isprintable()
 
 
-def test_the_limits() -> None:
+def test_the_limits():
     assert parse("9" * MAX_DIGITS) == int("9" * MAX_DIGITS)
     assert parse("[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH)
     for text in ("9" * (MAX_DIGITS + 1), "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)):

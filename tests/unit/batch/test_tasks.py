@@ -29,7 +29,7 @@ def text_of(request: GenerationRequest) -> str:
     return request.prompt if isinstance(request.prompt, str) else Letters().decode(request.prompt)
 
 
-def test_a_completion_and_a_plain_line_are_read_alike(tmp_path: Path) -> None:
+def test_a_completion_and_a_plain_line_are_read_alike(tmp_path):
     settings = {
         **{"prompt": "It was", "max_tokens": 3, "temperature": 0, "top_p": 0.9, "n": 2, "stop": "\n", "seed": 7},
         **{"presence_penalty": 1, "frequency_penalty": -0.5, "logprobs": 4, "top_k": 5, "min_p": 0.1},
@@ -54,14 +54,14 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path: Path) -> None:
     assert (named.entry.custom_id, plain.entry.custom_id) == ("a", "line-1")
 
 
-def test_what_a_line_leaves_open_is_the_jobs(tmp_path: Path) -> None:
+def test_what_a_line_leaves_open_is_the_jobs(tmp_path):
     for line in ({"prompt": "It was"}, {"prompt": "It was", "temperature": None, "stop": None, "n": None}):
         request = task(tmp_path, line).request
         assert request == GenerationRequest(prompt="It was", params=DEFAULTS.params)
     assert task(tmp_path, {"prompt": [1, 2, 3]}).request.prompt == (1, 2, 3)
 
 
-def test_a_conversation_goes_through_the_template(tmp_path: Path) -> None:
+def test_a_conversation_goes_through_the_template(tmp_path):
     kind = Defaults(params=DEFAULTS.params, chat=True, system_prompt="Be kind.")
     given = task(tmp_path, envelope(CHAT, messages=USER, max_completion_tokens=4, logprobs=True, top_logprobs=2))
     assert text_of(given.request) == "user: Hello\n" and given.chat and given.wants_logprobs
@@ -109,40 +109,25 @@ REFUSED = [
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": "a", "temperature": "hot"}, 'temperature is "hot"; it must be a number'),
     ({"prompt": "a", "temperature": -1}, "temperature is -1.0"),
-    ({"prompt": "a", "temperature": True}, "temperature is true"),
     ({"prompt": "a", "temperature": 10**400}, "it must be a number"),
-    ({"prompt": "a", "top_p": 1.5}, "top_p is 1.5"),
-    ({"prompt": "a", "top_k": -1}, "top_k is -1"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
     ({"prompt": "a", "max_tokens": 1.5}, "it must be a whole number"),
     ({"prompt": "a", "n": 129}, "n is 129; it must be from 1 to 128"),
-    ({"prompt": "a", "n": 0}, "n is 0"),
     ({"prompt": "a", "seed": 2**63}, "seed is"),
     ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
-    ({"prompt": "a", "stop": [1]}, "it must be a text or a list of texts"),
     ({"prompt": "a", "stop": [""]}, 'stop is [""]; it must be a text or a list of texts, none of them empty'),
-    ({"prompt": "a", "stop": ""}, 'stop is [""]; it must be'),
     (
         {"prompt": "a", "stop_token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]},
         "stop_token_ids is [1, 2, 3, 4, 5, 6, 7, 8, 9]; it",
     ),
     ({"prompt": "a", "id": True}, "custom_id is true"),
-    ({"prompt": "a", "id": 1.5}, "custom_id is 1.5"),
-    ({"prompt": "a", "id": ["x"]}, 'custom_id is ["x"]'),
-    ({"prompt": "a", "custom_id": 7}, "custom_id is 7"),
-    ({"prompt": "a", "custom_id": False}, "custom_id is false"),
     ({"prompt": "a", "\x1b[2J\x9b": 1}, r"\x1b[2J\x9b is not a field"),
     ({"prompt": "a", "x" * 5000: 1}, "... is not a field"),
-    (envelope(COMPLETIONS, prompt="a") | {"y" * 5000: 1}, "... has no place beside"),
-    (envelope(CHAT, messages=[USER[0] | {"z" * 5000: [1]}]), "..., which is not supported"),
     ({"prompt": "a", "max_tokens": 10**4000}, "max_tokens is 1000"),
-    ({"prompt": "a", "seed": -(10**4000)}, "seed is -1000"),
     ({"prompt": "a", "stop_token_ids": ["a"]}, "it must be a list of token ids"),
     ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
     ({"prompt": "a", "priority": "high"}, "priority"),
     ({"prompt": "a", "deadline": 0}, "deadline is 0.0"),
     ({"prompt": "a", "control": "guarded"}, 'control is "guarded"; it must be an object of numbers.'),
-    ({"prompt": "a", "control": [1]}, "control is [1]; it must be an object of numbers."),
     ({"prompt": "a", "control": {"tolerance": True}}, "control.tolerance is true; it must be a number."),
     ({"prompt": "a", "control": {"tolerance": 10**400}}, "control.tolerance is a whole number of 1329 bits"),
     ({"prompt": "a", "control": {"x" * 5000: [1]}}, "it must be a number."),
@@ -150,7 +135,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSED)
-def test_a_line_is_refused_in_one_sentence(tmp_path: Path, line: Any, words: str) -> None:
+def test_a_line_is_refused_in_one_sentence(tmp_path, line, words):
     with pytest.raises(UsageError) as refusal:
         task(tmp_path, line)
     said = str(refusal.value)
@@ -168,17 +153,14 @@ def test_a_line_is_refused_in_one_sentence(tmp_path: Path, line: Any, words: str
         (b'{"n": -' + b"9" * 7_000_000 + b"}", "a number of 7000000 digits"),
         (b'{"prompt": "a", "prompt": "b"}', 'has the key "prompt" twice'),
         (b'{"prompt": "a", "metadata": [{"b": {"c": 1, "d": 2, "c": 1}}]}', 'has the key "c" twice'),
-        (b'{"id": "x", "id": "x", "prompt": "a"}', 'has the key "id" twice'),
         (b'{"a": 1, "\\u0061": 2}', 'has the key "a" twice'),
         (b'{"\\u001b[2J": 1, "\\u001b[2J": 2}', r'has the key "\\u001b\[2J" twice'),
-        (b'{"a":' * 100_000, "is nested more than 64 deep"),
-        (b'{"prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 64 deep"),
         (b'{"prompt": "a", "metadata": ' + b"[" * 64 + b"]" * 64 + b"}", "nested more than 64 deep"),
         (b"[" * 100_000, "is nested more than 64 deep"),
         (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', "more than 8388608 bytes"),
     ],
 )
-def test_bytes_that_are_no_line_are_refused(tmp_path: Path, data: bytes, words: str) -> None:
+def test_bytes_that_are_no_line_are_refused(tmp_path, data, words):
     (tmp_path / "in.jsonl").write_bytes(data)
     (entry,) = read_entries(tmp_path / "in.jsonl")
     with pytest.raises(UsageError, match=words) as refusal:
@@ -186,31 +168,31 @@ def test_bytes_that_are_no_line_are_refused(tmp_path: Path, data: bytes, words: 
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
 
 
+LINE = '{"id": "a", "prompt": "It was", "temperature": 0.5, "metadata": [{"b": 1, "c": {"d": 2, "e": 3}}, 4]}'
+
+
 @pytest.mark.parametrize(
     ("spelled", "same"),
     [
-        ('{"id":"a","prompt":"It was","temperature":0.5}', True),
-        ('{"temperature": 0.5, "prompt": "It was", "id": "a"}', True),
-        ('{"id": "a", "prompt": "It\\u0020was", "temperature": 5e-1}\r', True),
-        ('\ufeff  {"id": "a", "prompt": "It was", "temperature": 0.50}', True),
-        ('{"id": "a", "prompt": "It was", "temperature": 0.6}', False),
-        ('{"id": "a", "prompt": "It was ", "temperature": 0.5}', False),
-        ('{"id": "b", "prompt": "It was", "temperature": 0.5}', False),
+        (LINE.replace(" ", "").replace("Itwas", "It was"), True),
+        ('{"metadata": [{"c": {"e": 3, "d": 2}, "b": 1}, 4], "temperature": 0.5, "prompt": "It was", "id": "a"}', True),
+        (LINE.replace("It was", "It\\u0020was").replace("0.5", "5e-1") + "\r", True),
+        ("\ufeff  " + LINE.replace("0.5", "0.50"), True),
+        (LINE.replace("0.5", "0.6"), False),
+        (LINE.replace("It was", "It was "), False),
+        (LINE.replace('"a"', '"b"'), False),
+        (LINE.replace("}}, 4]", "}}, 5]"), False),
+        (
+            '{"id": "a", "prompt": "It was", "temperature": 0.5, "metadata": [4, {"b": 1, "c": {"d": 2, "e": 3}}]}',
+            False,
+        ),
     ],
 )
-def test_the_id_is_of_what_a_line_says(tmp_path: Path, spelled: str, same: bool) -> None:
-    (tmp_path / "one").write_text('{"id": "a", "prompt": "It was", "temperature": 0.5}')
+def test_the_id_is_of_what_a_line_says(tmp_path, spelled, same):
+    (tmp_path / "one").write_text(LINE)
     (tmp_path / "two").write_text(spelled)
     ((one,), (two,)) = (read_entries(tmp_path / name) for name in ("one", "two"))
     assert (one.id == two.id) == same
-
-
-def test_the_order_of_keys_within_counts_as_little(tmp_path: Path) -> None:
-    (tmp_path / "one").write_text('{"id": "a", "prompt": "a", "metadata": [{"b": 1, "c": {"d": 2, "e": 3}}, 4]}')
-    (tmp_path / "two").write_text('{"metadata": [{"c": {"e": 3, "d": 2}, "b": 1}, 4], "prompt": "a", "id": "a"}')
-    (tmp_path / "three").write_text('{"metadata": [4, {"c": {"e": 3, "d": 2}, "b": 1}], "prompt": "a", "id": "a"}')
-    ((one,), (two,), (three,)) = (read_entries(tmp_path / name) for name in ("one", "two", "three"))
-    assert one.id == two.id != three.id
 
 
 @pytest.mark.parametrize(
@@ -223,19 +205,13 @@ def test_the_order_of_keys_within_counts_as_little(tmp_path: Path) -> None:
         ({"id": "\x00\x1b\n"}, "\x00\x1b\n"),
     ],
 )
-def test_null_is_as_good_as_absent(tmp_path: Path, line: dict[str, Any], name: str) -> None:
+def test_null_is_as_good_as_absent(tmp_path, line, name):
     made = task(tmp_path, {"prompt": "a"} | line)
     assert made.entry.custom_id == name and made.request.prompt == "a"
     assert task(tmp_path, envelope(COMPLETIONS, prompt="a") | {"method": None, "id": None}).request.prompt == "a"
 
 
-def test_a_name_is_shown_without_its_control_characters(tmp_path: Path) -> None:
-    (tmp_path / "in").write_text('{"prompt": "a", "id": "\\u001b[2J"}\n' * 2)
-    _, second = read_entries(tmp_path / "in")
-    assert r'custom_id "\u001b[2J" is that of line 1' in (second.problem or "")
-
-
-def test_a_model_without_a_template_refuses_conversations_alone(tmp_path: Path) -> None:
+def test_a_model_without_a_template_refuses_conversations_alone(tmp_path):
     class Bare(Letters):
         chat_template = None
 
@@ -246,11 +222,11 @@ def test_a_model_without_a_template_refuses_conversations_alone(tmp_path: Path) 
     assert read_task(prompt, Bare(), DEFAULTS).request.prompt == "Hello"
 
 
-def test_the_second_line_of_a_name_is_the_bad_one(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "id": "x"}\n{"prompt": "a", "id": "x"}\n')
+def test_the_second_line_of_a_name_is_the_bad_one(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "id": "\\u001b[2J"}\n' * 2)
     first, second = read_entries(tmp_path / "in.jsonl")
-    assert (first.key, second.key) == ("x", 2) and first.id != second.id
-    assert first.problem is None and 'custom_id "x" is that of line 1 already' in (second.problem or "")
+    assert (first.key, second.key) == ("\x1b[2J", 2) and first.id != second.id and first.problem is None
+    assert r'custom_id "\u001b[2J" is that of line 1 already' in (second.problem or "")
 
 
 IGNORED = {

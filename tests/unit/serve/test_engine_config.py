@@ -13,7 +13,7 @@ from et_jax.control.presets import PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
 from et_jax.serve import min_context
-from et_jax.serve.config import EngineConfig, controller
+from et_jax.serve.config import EngineConfig
 from et_jax.serve.engine import load
 
 SIZES = ("page_size", "max_model_len", "num_pages", "max_num_seqs", "max_resident_seqs", "prefill_batch", "replicas")
@@ -35,18 +35,21 @@ def test_what_was_given_makes_the_same_settings_again():
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize(
-    ("value", "said"), [(0, "is 0; it must be at least 1."), (2**21, "at most 1048576"), ("8", 'is "8"; it must be a')]
-)
-def test_a_size_that_cannot_be_is_named(name, value, said):
-    with pytest.raises(UsageError) as refused:
-        EngineConfig(**{name: value})
-    assert str(refused.value).startswith(f"{name} is ") and said in str(refused.value)
+def test_a_size_that_cannot_be_is_named(name):
+    given = {0: "0; it must be at least 1.", 2**21: "2097152; it must be at most 1048576.", 1.5: "1.5; it must be a"}
+    given |= {"8": '"8"; it must be a whole number.', True: "true; it must be a whole number."}
+    for value, said in given.items():
+        with pytest.raises(UsageError) as refused:
+            EngineConfig(**{name: value})
+        assert str(refused.value).startswith(f"{name} is {said}")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"memory_fraction": float("nan")}, "memory_fraction is nan; it must be a finite number."),
+        ({"name": None}, "name is None; it must be a text."),
+        ({"dtype": 5}, "dtype is 5; it must be a text."),
         ({"preempt_every": -1}, "preempt_every is -1; it must be 0 (never) or above."),
         ({"prefix_cache": 1}, "prefix_cache is 1; it must be true or false."),
         ({"tell_reads": "yes"}, 'tell_reads is "yes"; it must be true or false.'),
@@ -86,18 +89,29 @@ def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
     assert EngineConfig(num_pages=9, replicas=2, max_num_batched_tokens=7).decisive == EngineConfig().decisive
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dtype": "int8"}, "dtype int8 is not supported"),
+        ({"max_num_seqs": 2**20}, "This needs"),
+        ({"memory_fraction": 2}, "memory_fraction is 2"),
+        ({"progress": 5}, "progress is 5; it must be a function of one text."),
+    ],
+)
+def test_what_loading_alone_finds_is_told_in_one_sentence(settings, said):
+    with pytest.raises(UsageError) as refused:
+        load(**settings)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
 def test_the_command_line_fills_in_what_it_has():
-    args = generate.parser().parse_args(["--prompt", "a", "--page-size", "32", "--replicas", "2"])
-    settings = generate._engine(args, 5, preset("off"))
-    assert (settings.name, settings.page_size, settings.replicas, settings.max_num_seqs) == ("bundled", 32, 2, 5)
-    assert generate._engine(
-        generate.parser().parse_args(["-p", "a", "--max-num-seqs", "3"]), 5, preset("off")
-    ).given == (EngineConfig(max_num_seqs=3, control=preset("off")).given)
+    def settings(*more: str) -> EngineConfig:
+        return generate._engine(generate.parser().parse_args(["--prompt", "a", *more]), 5, preset("off"))
 
-
-def test_a_controller_stands_for_itself():
-    own = preset("certified", tolerance=0.3)
-    assert controller(own) is own and controller("certified") == preset("certified")
+    asked = settings("--page-size", "32", "--replicas", "2", "--max-num-batched-tokens", "64")
+    expected = {"page_size": 32, "replicas": 2, "max_num_batched_tokens": 64, "max_num_seqs": 5}
+    assert asked == EngineConfig(**expected, control=preset("off"))
+    assert settings("--max-num-seqs", "3") == EngineConfig(max_num_seqs=3, control=preset("off"))
 
 
 @pytest.mark.parametrize("field", [one.name for one in dataclasses.fields(EngineConfig)])

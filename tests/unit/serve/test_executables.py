@@ -1,13 +1,12 @@
 """Programs that are called without being traced: the same bits, and anew wherever anything they come from differs."""
 
 import dataclasses
-import errno
 import os
 import stat
-import tempfile
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -105,15 +104,7 @@ def test_a_program_that_was_kept_gives_the_same_bits_untraced(programs, calls):
     assert [stat.S_IMODE(entry.stat().st_mode) for entry in calls.iterdir()] == [0o600]
 
 
-def test_what_jax_had_kept_before_is_kept_too(programs, calls):
-    expected = bits(programs.start())
-    [entry] = calls.iterdir()
-    entry.unlink()
-    assert bits(programs.start()) == expected and programs.num_traced == 2  # JAX loads what it compiled then
-    assert bits(programs.start()) == expected and programs.num_traced == 2
-
-
-def test_arguments_of_other_shapes_and_structures_have_programs_of_their_own(programs):
+def test_arguments_of_other_shapes_structures_and_layouts_have_programs_of_their_own(programs):
     cases = {}, {"numbers": NUMBERS[:7]}, {"power": 2}, {"numbers": NUMBERS.astype(np.float16)}
     expected = [bits(programs.start(), given(**case)) for case in cases]
     assert programs.num_traced == 4 and len(set(expected)) == 4
@@ -121,52 +112,48 @@ def test_arguments_of_other_shapes_and_structures_have_programs_of_their_own(pro
     for _ in range(2):
         assert [bits(program, given(**case)) for case in cases] == expected
     assert programs.num_traced == 4
-
-
-def test_arguments_that_lie_otherwise_have_a_program_of_their_own(programs):
     rows = given(NUMBERS.reshape(8, 8)[:, :5])
     by_columns = Format(Layout(major_to_minor=(1, 0)), rows.x.sharding)
     columns = dataclasses.replace(given(NUMBERS), x=jax.device_put(rows.x, by_columns))
     found = [programs.start()(pair, np.int32(2))[0] for pair in (rows, columns)]
-    assert programs.num_traced == 2
+    assert programs.num_traced == 6
     np.testing.assert_array_equal(found[0].x, found[1].x)
 
 
-def test_whatever_else_it_is_made_from_makes_another_program(programs, monkeypatch):
+OTHER_CHIP = SimpleNamespace(fingerprint=lambda: 1)  # a processor with other features
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(jax, "__version__", "0.0.1"),
+        lambda patch: patch.setattr(program_key.version, "__version__", "0.0.1"),
+        lambda patch: patch.setattr(np, "__version__", "0.0.1"),
+        lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_to="),
+        lambda patch: patch.setattr(program_key.xla_client, "get_topology_for_devices", lambda _: OTHER_CHIP),
+    ],
+    ids=["jax", "jaxlib", "numpy", "flags", "processor"],
+)
+def test_what_makes_programs_and_what_runs_them_are_in_the_key(programs, monkeypatch, change):
     bits(programs.start())
-    bits(programs.start("another configuration"))
-    bits(programs.start(name="another"))
-    assert programs.num_traced == 3
-
-    def differs(change) -> None:
-        before = programs.num_traced
-        with monkeypatch.context() as patch:
-            change(patch)
-            program_key._machine.cache_clear()
-            bits(programs.start())
-            bits(programs.start())
+    with monkeypatch.context() as patch:
+        change(patch)
         program_key._machine.cache_clear()
-        assert programs.num_traced == before + 1
-        bits(programs.start())
-        assert programs.num_traced == before + 1
+        for _ in range(2):
+            bits(programs.start())
+    program_key._machine.cache_clear()
+    bits(programs.start())
+    assert programs.num_traced == 2
 
-    differs(lambda patch: patch.setattr(jax, "__version__", "0.0.1"))
-    differs(lambda patch: patch.setattr(program_key.version, "__version__", "0.0.1"))
-    differs(lambda patch: patch.setattr(np, "__version__", "0.0.1"))
-    differs(lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_to="))
-    differs(lambda patch: patch.setattr(program_key.xla_client, "get_topology_for_devices", lambda _: Topology()))
+
+def test_names_configurations_and_settings_are_in_the_key(programs):
+    for start in ({}, {"told": "another configuration"}, {"name": "another"}):
+        bits(programs.start(**start))
     jax.config.update("jax_memory_fitting_level", "O1")
-    before = programs.num_traced
     bits(programs.start())
     jax.config.update("jax_memory_fitting_level", "O2")
-    assert programs.num_traced == before + 1
-
-
-class Topology:
-    """A processor with other features."""
-
-    def fingerprint(self) -> int:
-        return 1
+    bits(programs.start())
+    assert programs.num_traced == 4
 
 
 def refused(programs, caplog, words: str) -> None:
@@ -219,37 +206,21 @@ def test_a_folder_that_is_not_the_user_s_own_is_left_alone(programs, calls, capl
     assert "it is something else" in caplog.messages[-1]
 
 
-def test_without_the_program_itself_it_is_made_anew_without_a_word(programs, calls, caplog):
-    expected = bits(programs.start())
-    for entry in calls.parent.glob("jit_step-*"):
-        entry.unlink()
-    assert bits(programs.start()) == expected and programs.num_traced == 2
-    assert bits(programs.start()) == expected and programs.num_traced == 2
-    assert not caplog.messages
-
-
-def test_another_program_in_its_place_is_not_run(programs, calls):
+def test_half_of_what_is_kept_is_made_whole_without_a_word_and_another_program_is_not_run(programs, calls, caplog):
     """Two processes may each compile one program, and the second puts its own in the place of the first's."""
     expected = bits(programs.start())
-    [place] = calls.parent.glob("jit_step-*")
-    store = ProgramStore(calls.parent)
-    whole = store.get(place.stem)
-    assert whole is not None
-    store.put(place.stem, whole + b"\0")
-    assert bits(programs.start()) == expected and programs.num_traced == 2
+    [call], [place], store = calls.iterdir(), calls.parent.glob("jit_step-*"), ProgramStore(calls.parent)
 
+    def replaced():
+        program = store.get(place.stem)
+        assert program is not None
+        store.put(place.stem, program + b"\0")
 
-def test_a_full_disk_loses_nothing(programs, calls, caplog, monkeypatch):
-    expected = bits(Programs().start("another"))
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "NamedTemporaryFile", full)
-        assert bits(programs.start()) == expected
-    assert any("No space left on device" in line for line in caplog.messages) and programs.num_traced == 1
-    assert bits(programs.start()) == bits(programs.start()) == expected and programs.num_traced == 2
+    for number, damage in enumerate((call.unlink, place.unlink, replaced), 2):
+        damage()
+        assert bits(programs.start()) == expected and programs.num_traced == number
+        assert bits(programs.start()) == expected and programs.num_traced == number
+    assert not caplog.messages
 
 
 def test_within_transformations_and_without_a_store_it_is_the_program_that_it_was(programs, monkeypatch):

@@ -1,41 +1,15 @@
 """Programs of few rows: which of them serves a burst, and when one is made."""
 
-import threading
-from typing import Any, cast
+from typing import Any
 
-import jax
-import pytest
+from promised import Promised
 from small_model import configuration
 
-from et_jax.decode.decoder import Program, decoder
+from et_jax.decode.decoder import decoder
 from et_jax.models.config import ModelConfig
 from et_jax.serve import few_rows
-from et_jax.serve.executables import Kept
 from et_jax.serve.few_rows import FewRows
 from et_jax.types import replace
-
-
-class Told(Kept):
-    """A program by its rows, that took 2 seconds to make, or has to be; it is made once `go` is set, or cannot be."""
-
-    def __init__(self, rows: int, *, kept: bool = False, failure: Exception | None = None) -> None:
-        super().__init__(Program(jax.jit(lambda: None)), str(rows), "")
-        self.rows, self.kept, self.failure = rows, kept, failure
-        self.num_asked, self.num_made, self.go = 0, 0, threading.Event()
-
-    def is_kept(self, *arguments: Any) -> bool:
-        self.num_asked += 1
-        return self.kept
-
-    def ahead(self, *arguments: Any) -> Any:
-        def make() -> None:
-            assert self.go.wait(60) and arguments == ("weights", "state")
-            self.num_made += 1
-            if self.failure is not None:
-                raise self.failure
-            self._ready = {"as asked": cast(Any, None)}
-
-        return make
 
 
 class Served:
@@ -44,7 +18,8 @@ class Served:
     def __init__(self, platform: str = "cpu", **settings: Any) -> None:
         bound = decoder(configuration(num_slots=16, batch=16, num_pages=257))
         assert [one.rows for one in bound.variants] == [16, 2, 8]
-        self.whole, self.two, self.eight = Told(16), Told(2, **settings), Told(8)
+        self.whole, self.eight = Promised("16", kept=False), Promised("8", kept=False)
+        self.two = Promised("2", **{"kept": False} | settings)
         self.whole.seconds = 2.0
         programs = dict(zip(bound.variants, (self.whole, self.two, self.eight), strict=True))
         self.few = FewRows(replace(bound, variants=programs), bound.config.whole, platform)
@@ -55,7 +30,7 @@ class Served:
         self.few.note(running, rows, seconds, "weights", "state")
         return rows
 
-    def made(self, program: Told) -> None:
+    def made(self, program: Promised) -> None:
         """Have a program made that is being made, and wait for it."""
         assert self.few.making
         program.go.set()
@@ -72,6 +47,7 @@ def test_a_program_of_few_rows_is_made_once_its_bursts_took_as_long_as_that_of_a
     served.made(served.two)
     assert [served.burst(running, 0.1) for running in (1, 2, 3)] == [2, 2, 16]
     assert served.two.num_made == 1 and served.two.num_asked == 1  # whether it is kept is asked once
+    assert served.two.made_for == ("weights", "state")
 
 
 def test_more_sequences_run_in_the_next_that_there_is():
@@ -84,11 +60,15 @@ def test_more_sequences_run_in_the_next_that_there_is():
     assert [served.burst(running, 0.1) for running in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, 16]
 
 
-def test_a_program_that_is_kept_is_made_at_once():
+def test_a_program_that_is_kept_is_made_at_once_but_on_an_accelerator_or_for_a_module(monkeypatch):
     served = Served(kept=True)
     served.burst(1, 1e-3)
     served.made(served.two)
     assert served.burst(1, 1e-3) == 2
+    others = [Served("gpu", kept=True), Served("tpu", kept=True)]
+    monkeypatch.setattr(few_rows, "ModuleModel", ModelConfig)
+    for served in (*others, Served(kept=True)):
+        assert served.burst(1, 60.0) == 16 and not served.few.making and served.two.num_asked == 0
 
 
 def test_where_a_program_cannot_be_made_texts_go_on_without_and_a_line_says_so(caplog):
@@ -97,15 +77,3 @@ def test_where_a_program_cannot_be_made_texts_go_on_without_and_a_line_says_so(c
     served.made(served.two)
     assert served.burst(1, 0.1) == 16 and served.two.num_made == 1
     assert "The program of 2 rows cannot be made (MemoryError: no room); it is not used." in caplog.text
-
-
-def test_a_module_of_the_callers_own_has_none(monkeypatch):
-    monkeypatch.setattr(few_rows, "ModuleModel", ModelConfig)
-    served = Served(kept=True)
-    assert served.burst(1, 60.0) == 16 and not served.few.making
-
-
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_an_accelerator_has_none(platform):
-    served = Served(platform)
-    assert served.burst(1, 60.0) == 16 and not served.few.making and served.two.num_asked == 0

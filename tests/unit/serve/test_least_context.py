@@ -27,23 +27,15 @@ def test_a_named_preset_has_what_was_measured_unless_it_is_told(name):
     assert jax.tree.structure(named(name, "cpu", min_context=0)) == jax.tree.structure(preset(name))
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu", "unheard-of"])
-def test_where_nothing_was_measured_blocks_are_always_chosen(platform):
-    assert usual("certified", platform) == 0
-    assert named("certified", platform) == preset("certified")
-
-
-def test_a_preset_without_the_knob_and_no_preset_at_all():
+def test_blocks_are_always_chosen_where_nothing_was_measured_and_by_a_preset_that_is_given():
+    for platform in ("gpu", "tpu", "unheard-of"):
+        assert usual("certified", platform) == 0 and named("certified", platform) == preset("certified")
+    given = preset("certified", tolerance=0.1)
+    assert controller(given, "cpu") is given and EngineConfig(control=given).laws is given
     assert named("ead", "cpu", tau=0.5) == preset("ead", tau=0.5)
     assert named("off", "cpu") == preset("off") == Controller()
     with pytest.raises(UsageError, match='control is "entropic"; choose one of off, paper'):
         named("entropic", "cpu")
-
-
-def test_a_value_is_taken_as_it_is():
-    given = preset("certified", tolerance=0.1)
-    assert controller(given, "cpu") is given
-    assert EngineConfig(control=given).laws is given
 
 
 def test_settings_hold_the_name_and_find_its_laws_where_they_are_used(monkeypatch):
@@ -52,8 +44,4 @@ def test_settings_hold_the_name_and_find_its_laws_where_they_are_used(monkeypatc
     for platform, least in {"cpu": MEASURED["cpu"]["guarded"], "tpu": None}.items():
         monkeypatch.setattr("et_jax.serve.config.platform", lambda platform=platform: platform)
         assert settings.laws.min_context == least
-
-
-def test_it_is_told_in_words():
-    assert told(4096) == "of sequences of at least 4096 tokens"
-    assert told(NEVER).startswith("never, ")
+    assert told(4096) == "of sequences of at least 4096 tokens" and told(NEVER).startswith("never, ")

@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -39,7 +38,6 @@ class Pool(RuleBasedStateMachine):
     """Plays the replica: tells the pool what it does, does to the table what the pool answers, and compares."""
 
     room = 0
-    most_per_step = MOST_PER_STEP
 
     def __init__(self):
         super().__init__()
@@ -48,7 +46,7 @@ class Pool(RuleBasedStateMachine):
             page_size=SIZE,
             chunk=CHUNK,
             keep_prefixes=True,
-            most_per_step=self.most_per_step,
+            most_per_step=MOST_PER_STEP,
             compressing=compressing(self.room) if self.room else None,
         )
         self.shift: dict[int, int] = {}  # tokens that compression left out
@@ -182,7 +180,7 @@ class Pool(RuleBasedStateMachine):
         for _ in range(steps):
             going = [slot for slot in sorted(self.running) if self.written[slot] < self.most[slot]]
             for slot in going:
-                most = self.most_per_step if drafts else 1
+                most = MOST_PER_STEP if drafts else 1
                 left = min(self.most[slot] - self.written[slot], self.until_point(slot))
                 brought = min(victims.randint(1, most), left)
                 for _ in range(brought):
@@ -251,9 +249,12 @@ TestPool = Pool.TestCase
 
 
 class CompressingPool(Pool):
-    """The same where sequences are compressed, once a decoded token is in the cache and every second after it."""
+    """The same where sequences are compressed, once a decoded token is in the cache and every second after it.
 
-    room, most_per_step = 4, 1
+    Up to that point a step may bring several tokens.
+    """
+
+    room = 4
 
     @invariant()
     def no_sequence_is_past_its_point(self):
@@ -261,13 +262,7 @@ class CompressingPool(Pool):
         assert all(self.cached(slot) <= max(self.room + 2, len(self.prompt[slot]) + 1) for slot in self.running)
 
 
-class DraftingPool(CompressingPool):
-    """The same where a step may bring several tokens, up to that point."""
-
-    most_per_step = MOST_PER_STEP
-
-
-class WidePool(DraftingPool):
+class WidePool(CompressingPool):
     """The same with a region that takes more than what shared pages leave of a sequence's own."""
 
     room = 8
@@ -275,47 +270,8 @@ class WidePool(DraftingPool):
 
 CompressingPool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestCompressingPool = CompressingPool.TestCase
-DraftingPool.TestCase.settings = CompressingPool.TestCase.settings
-TestDraftingPool = DraftingPool.TestCase
 WidePool.TestCase.settings = CompressingPool.TestCase.settings
 TestWidePool = WidePool.TestCase
-
-
-def test_room_is_made_for_a_region_beside_the_pages_that_others_share():
-    """Of the five pages of its ten tokens two are another's too, so that three are given up and four are taken."""
-    pool = PagePool(num_pages=11, page_size=2, chunk=4, keep_prefixes=True, compressing=compressing(8))
-    prompt = [1] * 9
-    assert prefilled(pool, 0, prompt, [1, 2, 3, 4, 0], most=20) == [1, 2, 3, 4]
-    assert prefilled(pool, 1, [*prompt[:4], 2, 3, 4, 5, 6], [1, 2, 5, 6, 0], most=20) == [5, 6]
-    assert (pool.steps_to_point, pool.growth(1), pool.num_available) == (2, 2, 4)
-    assert pool.growth(2) == 2 + 2 * (4 + 2 - 5)
-    pool.write(0, 2)
-    assert pool.due == [0] and pool.num_held(0) == 5
-    pool.compress(0)
-    assert (pool.num_held(0), pool.left_out(0), pool.num_free, pool.steps_to_point) == (4, 2, 0, 2)
-    assert pool.settle(5) == [4, 3] and pool.due == []
-
-
-def test_a_burst_ends_where_drafts_may_have_brought_a_sequence_to_its_point():
-    """Two tokens before it one step of three may be there, none can go past it; pages are counted up to it alone."""
-    how = compressing(8)
-    pool = PagePool(num_pages=31, page_size=2, chunk=4, keep_prefixes=False, most_per_step=3, compressing=how)
-    prefilled(pool, 0, [1] * 17, [0] * 9, most=40)  # its point is at 18 tokens, 16 are there
-    assert (pool.steps_to_point, pool.growth(1), pool.growth(9)) == (1, 1, 1)
-    pool.write(0, 2)
-    pool.compress(0)
-    assert pool.due == [] and pool.steps_to_point == 1  # at 20
-    pool = PagePool(num_pages=31, page_size=2, chunk=4, keep_prefixes=False, most_per_step=3, compressing=how)
-    prefilled(pool, 0, [1] * 5, [0] * 3, most=40)  # its point is at 10 tokens, 4 are there
-    assert (pool.steps_to_point, pool.growth(1), pool.growth(2)) == (2, 2, 3)
-
-
-def test_a_sequence_comes_back_as_compressed_as_it_left():
-    pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8))
-    for written, left_out in ((9, 0), (10, 2), (11, 2), (12, 4), (15, 6)):  # compressed at 10, 12 and 14
-        pool.swap_in(0, [1] * 9, 30, written)
-        assert (pool.left_out(0), pool.num_held(0)) == (left_out, -(-(written - left_out) // 2)) and not pool.due
-        pool.release(0)
 
 
 def test_tokens_that_are_to_be_computed_anew_are_not_shared():
@@ -327,11 +283,6 @@ def test_tokens_that_are_to_be_computed_anew_are_not_shared():
     assert pool.begin(2) == []
 
 
-@pytest.fixture
-def pool() -> PagePool:
-    return PagePool(num_pages=11, page_size=2, chunk=2, keep_prefixes=True)
-
-
 def prefilled(pool: PagePool, slot: int, prompt: list[int], table: list[int], most: int = 9) -> list[int]:
     """Take a slot through its prompt, on the pages `table`; return those kept anew."""
     pool.admit(slot, prompt, most)
@@ -340,48 +291,6 @@ def prefilled(pool: PagePool, slot: int, prompt: list[int], table: list[int], mo
     pool.write(slot, len(prompt) - 1 - len(found) * 2)
     pool.run(slot)
     return pool.keep(slot, table)
-
-
-def test_a_page_is_promised_before_it_is_taken_and_counted_once(pool):
-    assert (pool.num_free, pool.num_available) == (10, 10)
-    pool.admit(0, [1, 2, 3, 4, 5], most=9)
-    assert (pool.num_free, pool.num_available) == (10, 7)
-    assert pool.begin(0) == []
-    pool.write(0, 2)
-    assert (pool.num_free, pool.num_available) == (9, 7)
-    pool.write(0, 2)
-    pool.run(0)
-    assert (pool.num_free, pool.num_available) == (8, 8)  # its next page is asked for with the next step
-    assert (pool.growth(1), pool.growth(2), pool.growth(3), pool.growth(99)) == (1, 1, 2, 3)
-
-
-def test_what_a_prompt_leaves_is_shared_and_evicted_when_no_sequence_uses_it(pool):
-    assert prefilled(pool, 0, [1, 2, 3, 4, 5], [7, 8, 0]) == [7, 8]
-    pool.admit(1, [1, 2, 3, 4, 6], most=9)
-    assert pool.begin(1) == [7, 8] and pool.num_free == 8
-    assert pool.num_freed(0) == 1 and pool.num_freed(1) == 1  # of three pages two are the other's too
-    pool.release(0)
-    assert pool.forget() == [] and pool.num_freed(1) == 3
-    pool.release(1)
-    assert pool.settle(9) == [8] and pool.settle(9) == [] and pool.forget() == [7]
-    assert (pool.num_free, pool.num_kept) == (10, 0)
-
-
-def test_a_beginning_that_is_being_prefilled_is_waited_for(pool):
-    pool.admit(0, [1, 2, 3, 4, 5], most=9)
-    pool.admit(1, [1, 2, 3, 9, 9], most=9)
-    assert pool.begin(0) == [] and pool.begin(1) is None
-    pool.write(0, 4)
-    pool.run(0)
-    pool.keep(0, [7, 8, 0])
-    assert pool.begin(1) == [7] and pool.written(1) == 2
-
-
-def test_nothing_is_kept_where_prefixes_are_not():
-    pool = PagePool(num_pages=11, page_size=2, chunk=2, keep_prefixes=False)
-    assert prefilled(pool, 0, [1, 2, 3, 4, 5], [7, 8, 0]) == []
-    pool.admit(1, [1, 2, 3, 4, 5], most=9)
-    assert pool.begin(1) == [] and pool.num_kept == 0 and pool.forget() == [] and pool.num_freed(0) == 3
 
 
 def test_a_sequence_locks_no_page_that_it_does_not_hold():

@@ -73,12 +73,12 @@ def test_drafts_that_never_hold_cost_all_texts_what_one_may_lose():
 def test_texts_after_some_whose_drafts_seldom_held_lose_less():
     """Than texts of which each begins knowing nothing, drafts holding alike: those lose what one text may."""
     record, rng = DraftRecord(), np.random.default_rng(7)
-    known = texts(record, 30, 0.3, rng)
-    unknown = [texts(DraftRecord(), 1, 0.3, rng)[0] for _ in range(30)]
+    known = texts(record, 16, 0.3, rng)
+    unknown = [texts(DraftRecord(), 1, 0.3, rng)[0] for _ in range(16)]
     assert np.mean(known[1:]) < 60.6 < 62.6 < np.mean(unknown) < 60 * 1.01 + MOST_CREDIT
 
 
 def test_what_did_not_hold_is_tried_again_and_found_to_hold():
     record, rng = DraftRecord(), np.random.default_rng(7)
-    texts(record, 40, 0.0, rng)
-    assert np.mean(texts(record, 60, 0.9, rng)[-10:]) < 40
+    texts(record, 20, 0.0, rng)
+    assert np.mean(texts(record, 40, 0.9, rng)[-10:]) < 40

@@ -83,37 +83,23 @@ def test_a_full_disk_keeps_nothing_of_a_program_and_says_so_once(tmp_path, caplo
     assert store.get("one") == b"x" * 2000
 
 
-def test_what_was_used_last_the_longest_ago_makes_room(tmp_path):
+def test_what_was_used_last_the_longest_ago_makes_room_and_what_was_left_half_written_goes(tmp_path):
     store = program_store.ProgramStore(tmp_path, most_bytes=3 * (1000 + 32))
-    for key in "abc":
-        store.put(key, key.encode() * 1000)
-        os.utime(tmp_path / f"{key}.program", ns=(1, 1))
-    assert store.get("a") is not None
-    store.put("d", b"d" * 1000)
-    store.put("e", b"e" * 1000)
-    assert sorted(entry.stem for entry in tmp_path.iterdir()) == ["a", "d", "e"]
-
-
-def test_what_processes_left_half_written_is_removed_and_what_is_being_written_is_not(tmp_path):
-    store = program_store.ProgramStore(tmp_path)
     for name, hours in (("left", 25), ("under way", 23)):
         half = tmp_path / f".{name}.new"
         half.write_bytes(b"half")
         os.utime(half, (time.time(), time.time() - 3600 * hours))
-    store.put("a", b"whole")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".under way.new", "a.program"]
-
-
-def test_the_keys_that_a_thread_asks_for_are_gathered(tmp_path):
-    store = program_store.ProgramStore(tmp_path)
-    store.get("before")
+    for key in "abc":
+        store.put(key, key.encode() * 1000)
+        os.utime(tmp_path / f"{key}.program", ns=(1, 1))
     with store.asked() as keys:
-        store.get("one")
+        assert store.get("a") is not None
         with ThreadPoolExecutor(1) as threads:
-            threads.submit(store.get, "of another").result()
-        store.get("two")
-    store.get("after")
-    assert keys == ["one", "two"]
+            threads.submit(store.get, "of another thread").result()
+        store.get("f")
+    store.put("d", b"d" * 1000)
+    store.put("e", b"e" * 1000)
+    assert sorted(entry.stem for entry in tmp_path.iterdir()) == [".under way", "a", "d", "e"] and keys == ["a", "f"]
 
 
 def test_a_folder_that_the_program_around_chose_is_jax_s_own(unset, tmp_path):
@@ -124,7 +110,7 @@ def test_a_folder_that_the_program_around_chose_is_jax_s_own(unset, tmp_path):
     assert {entry.suffix for entry in (tmp_path / "theirs").iterdir()} == {""}
 
 
-def test_the_default_folder_is_the_user_s_cache_or_none(unset, tmp_path, monkeypatch):
+def test_the_default_folder_is_the_user_s_cache_or_none_and_another_one_must_be_writable(unset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases = (
         ("/c", "/h", "/c/et_jax/programs"),
@@ -135,15 +121,22 @@ def test_the_default_folder_is_the_user_s_cache_or_none(unset, tmp_path, monkeyp
         (None, "", "HOME is ''"),
         ("here", "there", "HOME is 'there'"),
     )
+    told = []
     for cache, home, expected in cases:
         for name, value in (("XDG_CACHE_HOME", cache), ("HOME", home)):
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
         if expected.startswith("/"):
             assert str(default_folder()) == expected
             continue
-        told = []
         _keep_programs(EngineConfig().compilation_cache, told.append)
-        assert len(told) == 1 and told[0].startswith("compiled programs are not kept: ~/.cache") and expected in told[0]
+        assert told[-1].startswith("compiled programs are not kept: ~/.cache") and expected in told[-1]
         with pytest.raises(UsageError, match=f"~/mine begins with a home, and {expected}"):
             _keep_programs("~/mine", told.append)
         assert getattr(jax.config, FOLDER) is None and not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"compilation_cache is .*file/programs, which cannot be written"):
+        _keep_programs(tmp_path / "file/programs", told.append)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    _keep_programs(EngineConfig().compilation_cache, told.append)
+    assert "compiled programs are not kept: " in told[-1] and "which cannot be written" in told[-1]
+    assert getattr(jax.config, FOLDER) is None

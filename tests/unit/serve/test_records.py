@@ -12,6 +12,7 @@ from et_jax.decode import cost
 from et_jax.decode.fresh import blank_signals
 from et_jax.decode.output import Audit, StepOutput
 from et_jax.decode.work import Work
+from et_jax.serve.completions import TokenTrace
 from et_jax.serve.records import Burst, Charge
 from et_jax.types import replace
 
@@ -74,8 +75,15 @@ def told_of(output: StepOutput) -> StepOutput:
     return jax.tree.map(lambda x: np.asarray(x)[:, None], output)
 
 
-def burst(output: StepOutput, num_steps: int = STEPS) -> Burst:
-    return Burst((MODEL_COST,), told_of(output), num_steps)
+def burst(output: StepOutput) -> Burst:
+    return Burst((MODEL_COST,), told_of(output), STEPS)
+
+
+def trace(of: Burst, step: int, position: int, slot: int, sharing: int, asked: int = 0) -> TokenTrace:
+    """The record of a token that was produced."""
+    found = of.row(step, position, slot, asked, sharing).trace
+    assert found is not None
+    return found
 
 
 def test_each_record_is_of_its_step_and_slot(output):
@@ -90,26 +98,15 @@ def test_each_record_is_of_its_step_and_slot(output):
                 assert (one.entropic_time, one.guard_rates) == (number / 2, {"stability": number / 8})
                 assert one.blocks_held == -(-(number + 5) // PAGE) * MODEL.num_layers * MODEL.num_kv_heads
                 assert type(one.token) is int and type(one.entropy) is float and one.text == "" and one.top == ()
+                top = trace(burst(output), step, 0, slot, sharing=1, asked=2).top
+                assert top == ((number, -float(number)), (number + 1, -float(number + 1)))
 
 
 def test_the_weights_are_shared_by_those_served(output):
     served = [burst(output).num_served(step, range(SLOTS)) for step in range(STEPS)]
     assert served == [3, 2, 1] and burst(output).num_served(0, [1]) == 1
-    rows = [burst(output).row(0, 0, slot, 0, served[0]).trace for slot in range(SLOTS)]
-    own = [10 * (slot + 1) + 2 for slot in range(SLOTS)]
-    assert sum(row.cost for row in rows if row is not None) == pytest.approx(6000 + sum(own))
-
-
-def test_as_many_alternatives_as_are_asked_for(output):
-    trace = burst(output).row(1, 0, 1, 2, 1).trace
-    assert trace is not None and trace.top == ((4, -4.0), (5, -5.0))
-    none = burst(replace(output, top_tokens=None, top_logprobs=None)).row(1, 0, 1, 2, 1).trace
-    assert none is not None and none.top == ()
-
-
-def test_steps_that_were_not_run_are_not_there(output):
-    with pytest.raises(IndexError):
-        burst(output, num_steps=1).row(1, 0, 0, 0, 1)
+    costs = [trace(burst(output), 0, 0, slot, sharing=3).cost for slot in range(SLOTS)]
+    assert costs == pytest.approx([6000 / 3 + 10 * (slot + 1) + 2 for slot in range(SLOTS)])
 
 
 def in_one_step(output: StepOutput) -> StepOutput:
@@ -120,74 +117,48 @@ def in_one_step(output: StepOutput) -> StepOutput:
 
 
 def test_tokens_of_one_step_share_its_weights_and_the_first_pays_for_what_was_rejected(output):
-    """The three steps become positions of one step: slot 1 was brought three tokens, of four drafted two held."""
-    drafted = replace(
-        output, **{name: getattr(output, name).at[0, 1].set(n) for name, n in (("drafted", 4), ("accepted", 2))}
-    )
+    """The three steps become positions of one step: slot 1 got three tokens, and two of four drafted were accepted."""
+    drafts = {name: getattr(output, name).at[0, 1].set(n) for name, n in (("drafted", 4), ("accepted", 2))}
     [done] = output.work
     rejected = {"tokens": 2, "blocks": 7, "summaries": 5, "attended": 7 * PAGE}
     more = replace(done, **{name: getattr(done, name).at[0, 1].add(each) for name, each in rejected.items()})
-    one = Burst((MODEL_COST,), in_one_step(replace(drafted, work=(more,))), 1)
+    one = Burst((MODEL_COST,), in_one_step(replace(output, work=(more,), **drafts)), 1)
     assert (one.num_positions(0), one.num_served(0, range(SLOTS)), one.num_sharing(0, range(SLOTS))) == (3, 3, 6)
-    rows = [one.row(0, position, 1, 0, 6).trace for position in range(3)]
-    assert all(row is not None for row in rows)
-    assert [row.token for row in rows if row] == [41, 44, 47]
-    assert [row.drafted for row in rows if row] == [4, 0, 0]
-    assert [row.accepted for row in rows if row] == [True, True, False]
-    plain = [burst(output).row(step, 0, 1, 0, 6).trace for step in range(3)]
-    more = [row.cost - other.cost for row, other in zip(rows, plain, strict=True) if row and other]
-    assert more == pytest.approx([10 * 7 + 5, 0, 0])
-    extra = [row.flops - other.flops for row, other in zip(rows, plain, strict=True) if row and other]
+    rows = [trace(one, 0, position, 1, sharing=6) for position in range(3)]
+    assert [(row.token, row.drafted, row.accepted) for row in rows] == [(41, 4, True), (44, 0, True), (47, 0, False)]
+    plain = [trace(burst(output), step, 0, 1, sharing=6) for step in range(3)]
+    costs = [row.cost - other.cost for row, other in zip(rows, plain, strict=True)]
+    assert costs == pytest.approx([10 * 7 + 5, 0, 0])
+    flops = [row.flops - other.flops for row, other in zip(rows, plain, strict=True)]
     attention, looking = 4 * 7 * PAGE, 10 * 5
     width = MODEL.group_size * MODEL.head_dim
-    assert extra == pytest.approx([2 * 2 * NUM_MULTIPLIED + (attention + looking) * width, 0, 0])
+    assert flops == pytest.approx([2 * 2 * NUM_MULTIPLIED + (attention + looking) * width, 0, 0])
+
+
+def test_reads_are_by_layer_and_head(output):
+    shape = STEPS, SLOTS, MODEL.num_layers, MODEL.num_kv_heads
+    reads = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    told = trace(burst(replace(output, reads=jnp.asarray(reads))), 1, 0, 1, sharing=1).reads
+    assert told == tuple(map(tuple, reads[1, 1].tolist()))
+    assert trace(burst(output), 1, 0, 1, sharing=1).reads is None
 
 
 OTHER = cost.Model(weights=300, block=16, summary=0, num_multiplied=40, heads=2, group_size=2, head_dim=4)
 
 
-def test_8_bit_keys_are_looked_at_one_by_one():
-    coded = dataclasses.replace(MODEL_COST, codes=16)
-    width = MODEL.group_size * MODEL.head_dim
-    assert cost.flops(coded, 3, 5.0, 7) == 3 * 2 * NUM_MULTIPLIED + (4 * 5 + (8 + 2 + 2 * 16) * 7) * width
-
-
-def test_reads_are_by_layer_and_head_and_none_for_a_small_model(output):
-    shape = STEPS, SLOTS, MODEL.num_layers, MODEL.num_kv_heads
-    told = replace(output, reads=jnp.arange(np.prod(shape), dtype=jnp.int32).reshape(shape))
-    row = burst(told).row(1, 0, 1, 0, 1).trace
-    first = (SLOTS + 1) * MODEL.num_layers * MODEL.num_kv_heads
-    number = iter(range(first, first + MODEL.num_layers * MODEL.num_kv_heads))
-    assert row is not None
-    assert row.reads == tuple(tuple(next(number) for _ in range(shape[3])) for _ in range(shape[2]))
-    silent = burst(output).row(1, 0, 1, 0, 1).trace
-    assert silent is not None and silent.reads is None
-    turns = replace(
-        told,
-        by_small=jnp.zeros((STEPS, SLOTS), bool).at[0, 0].set(True),
-        work=(work(), *output.work),
-        audit=Audit(audited=output.drafted, agreed=output.drafted),
-    )
-    both = Burst((OTHER, OTHER), told_of(turns), STEPS)
-    by_small, by_model = (both.row(0, 0, slot, 0, 3).trace for slot in (0, 1))
-    assert by_small is not None and by_small.reads is None
-    assert by_model is not None and by_model.reads is not None
-
-
 def test_what_a_small_model_drafts_with_is_charged_to_what_came_of_it(output):
     """Two passes over 300 bytes of weights for six tokens; slot 1's first token pays for what was read for it."""
     only = jnp.zeros((STEPS, SLOTS), jnp.int32).at[0, 1]
-    own = work(
-        tokens=only.set(3), blocks=only.set(12), attended=only.set(70), passes=2 * jnp.eye(STEPS, 1, dtype=jnp.int32)
-    )
-    drafted = replace(output, work=(*output.work, own))
-    one, two = Burst((MODEL_COST,), in_one_step(output), 1), Burst((MODEL_COST, OTHER), in_one_step(drafted), 1)
-    more = [
-        (two.row(0, position, slot, 0, 6).trace, one.row(0, position, slot, 0, 6).trace)
-        for position, slot in ((0, 0), (0, 1), (1, 1))
-    ]
-    assert [a.cost - b.cost for a, b in more if a and b] == pytest.approx([100, 100 + 12 * 16, 100])
-    assert [a.flops - b.flops for a, b in more if a and b] == pytest.approx([0, 3 * 2 * 40 + 4 * 4 * 2 * 70, 0])
+    passes = 2 * jnp.eye(STEPS, 1, dtype=jnp.int32)
+    own = work(tokens=only.set(3), blocks=only.set(12), attended=only.set(70), passes=passes)
+    one = Burst((MODEL_COST,), in_one_step(output), 1)
+    two = Burst((MODEL_COST, OTHER), in_one_step(replace(output, work=(*output.work, own))), 1)
+    places = (0, 0), (0, 1), (1, 1)
+    more = [(trace(two, 0, *place, sharing=6), trace(one, 0, *place, sharing=6)) for place in places]
+    assert [a.cost - b.cost for a, b in more] == pytest.approx([100, 100 + 12 * 16, 100])
+    assert [a.flops - b.flops for a, b in more] == pytest.approx([0, 3 * 2 * 40 + 4 * 4 * 2 * 70, 0])
+    coded = cost.flops(dataclasses.replace(OTHER, codes=16), 3, 5.0, 7)  # each of a block's 8-bit keys costs too
+    assert coded == 3 * 2 * 40 + (4 * 5 + (8 + 2 + 2 * 16) * 7) * OTHER.group_size * OTHER.head_dim
 
 
 def test_a_token_of_two_models_pays_for_both_since_the_last(output):
@@ -228,8 +199,8 @@ def test_a_token_of_two_models_pays_for_both_since_the_last(output):
     assert row.trace.flops == 5 * 2 * 700 + 4 * 4 * 2 * 90 + 2 * 40 + 4 * 4 * 2 * 16
     assert (row.trace.audited, row.trace.agreed) == (5, 3)
     assert row.trace.blocks_held == -(-int(output.signals.length[1, 0]) // PAGE) * OTHER.heads
-    by_model = both.row(0, 0, 1, 0, 2).trace
-    assert by_model is not None and by_model.cost == 2 * 6000 / 2 + 4 * 32 and by_model.audited == 0
+    by_model = trace(both, 0, 0, 1, sharing=2)
+    assert by_model.cost == 2 * 6000 / 2 + 4 * 32 and by_model.audited == 0
 
 
 def test_rows_that_serve_nobody_are_those_of_the_model_whose_step_it_is(output):

@@ -70,23 +70,12 @@ def test_the_admitted_fit_and_the_first_left_out_does_not(queue, num_slots, num_
         assert min(pages) + taken + num_running + len(chosen) > num_pages or max(pages) != min(pages)
 
 
-def test_equals_are_served_in_the_order_they_came():
-    line = [One(arrival=2), One(arrival=0), One(arrival=1)]
-    assert place(line, 2, 100, 0) == [line[1], line[2]]
-
-
-def test_those_that_resume_come_first():
-    line = [One(priority=9.0), One(arrival=5, resumes=True), One(arrival=3, resumes=True)]
-    assert place(line, 3, 100, 0) == line[::-1]
-
-
-def test_a_large_one_holds_back_the_small_ones_behind_it():
-    assert place([One(num_tokens=8), One(arrival=1)], 2, 7, 0) == []
-
-
-def test_a_page_is_left_for_every_sequence_in_a_slot():
-    large = One(num_tokens=3)
-    assert place([large], 1, 5, 2) == [large] and place([large], 1, 5, 3) == []
+def test_who_is_admitted_first():
+    equals = [One(arrival=2), One(arrival=0), One(arrival=1)]
+    assert place(equals, 2, 100, 0) == [equals[1], equals[2]]
+    resuming = [One(priority=9.0), One(arrival=5, resumes=True), One(arrival=3, resumes=True)]
+    assert place(resuming, 3, 100, 0) == resuming[::-1]
+    assert place([One(num_tokens=8), One(arrival=1)], 2, 7, 0) == []  # a large one holds back those behind it
 
 
 @given(priorities, priorities, seconds)
@@ -131,7 +120,4 @@ def test_the_least_are_preempted_until_it_is_enough_and_the_highest_never(slots,
     gained = [freed[slot] for slot in chosen]
     assert sum(gained[:-1]) < max(short, 1) if chosen else short <= 0 or len(slots) == 1
     assert sum(gained) >= short or len(stays) == 1
-
-
-def test_of_equals_the_last_to_be_admitted_is_preempted():
-    assert evicted([3, 7, 5], [-math.inf] * 3, [1, 1, 1], 2) == [1, 2]
+    assert evicted([3, 7, 5], [-math.inf] * 3, [1, 1, 1], 2) == [1, 2]  # of equals the last to be admitted

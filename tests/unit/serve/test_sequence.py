@@ -45,6 +45,8 @@ def test_pieces_add_up_to_the_text_before_the_first_stop_string(limit, stops):
     else:
         assert done.text == whole and list(done.token_ids) == tokens
     assert [event.completion is None for event in events] == [True] * (len(events) - 1) + [False]
+    assert {(event.prompt_index, event.index) for event in events} == {(3, 1)}
+    assert (done.index, done.prompt_tokens) == (1, 2) and events[-1].trace == done.trace[-1]
     assert all(event.trace is not None for event in events) and one.status is Status.FINISHED
 
 
@@ -54,14 +56,6 @@ def test_tokens_are_counted_of_prompt_and_text_and_the_last_is_never_written(lim
     played(one, ids()[: min(taken, limit - 1)])
     assert one.num_tokens == 7 + min(taken, limit - 1)
     assert one.most_written == 7 + limit - 1 >= one.num_tokens - 1
-
-
-def test_a_stop_id_ends_the_text_and_adds_nothing_to_it():
-    [first, second, *_] = ids()
-    one = sequence([5], limit=9, stop_token_ids=(second,))
-    done = played(one, [first, second])[-1].completion
-    assert done.finish_reason == "stop" and list(done.token_ids) == [first, second]
-    assert done.text == tokenizer().decode([first]) and done.trace[-1].text == ""
 
 
 def test_what_was_held_back_is_shown_at_the_end_and_not_after_a_failure():
@@ -76,20 +70,6 @@ def test_what_was_held_back_is_shown_at_the_end_and_not_after_a_failure():
     fault = failed.fail("torn").completion
     assert fault is not None and (fault.finish_reason, fault.error, fault.text) == ("error", "torn", "")
     assert list(fault.token_ids) == tokens
-
-
-def test_events_say_which_continuation_of_which_prompt_they_are_of():
-    one = sequence([5, 6, 7], limit=1)
-    [event] = played(one, ids())
-    assert (event.prompt_index, event.index, event.completion.index, event.completion.prompt_tokens) == (3, 1, 1, 3)
-    assert event.trace == event.completion.trace[-1]
-
-
-@pytest.mark.parametrize("status", Status)
-def test_only_what_was_swapped_out_resumes(status):
-    one = sequence([5])
-    one.status = status
-    assert one.resumes == (status is Status.SWAPPED)
 
 
 @pytest.mark.parametrize(("least", "said"), [(4096, "of sequences of at least 4096 tokens"), (0, None)])

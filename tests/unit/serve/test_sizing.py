@@ -36,15 +36,6 @@ def test_chunks_are_whole_pages_and_a_call_is_whole_chunks(page_size, prefill_ba
     assert sized.num_pages == sized.num_slots * sized.blocks_per_slot + 1
 
 
-def test_pages_that_fit_count_more_than_those_asked_for():
-    settings = EngineConfig(num_pages=30, backend="xla")
-    assert decoder_config(settings, MODEL, jnp.float32).num_pages == 30
-    assert (
-        decoder_config(settings, MODEL, jnp.float32, num_pages=20, calibration=Calibration(temperature=1.5)).num_pages
-        == 20
-    )
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "int8", "fp8"])
 def test_the_cache_has_the_dtype_asked_for_or_that_of_the_weights(dtype, asked):
@@ -77,6 +68,12 @@ def test_a_size_that_cannot_work_with_this_model_is_told(settings, said):
     with pytest.raises(UsageError) as refused:
         decoder_config(EngineConfig(**settings, backend="xla"), MODEL, jnp.float32)
     assert said in str(refused.value)
+
+
+def test_pages_that_fit_count_more_than_those_asked_for():
+    settings, of_its_own = EngineConfig(num_pages=30, backend="xla"), Calibration(temperature=1.5)
+    assert decoder_config(settings, MODEL, jnp.float32).num_pages == 30
+    assert decoder_config(settings, MODEL, jnp.float32, num_pages=20, calibration=of_its_own).num_pages == 20
 
 
 def test_long_rotary_factors_are_for_texts_beyond_the_original_length():

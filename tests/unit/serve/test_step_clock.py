@@ -51,16 +51,22 @@ def bursts(num: int, seed: int = 0) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_times_that_made_the_seconds_are_found_again(noise):
+@pytest.mark.parametrize(("noise", "most"), [(0.0, 0.01), (0.1, 0.06)])
+def test_times_that_made_the_seconds_are_found_again(noise, most):
     """From rough ones that are off by factors of two; with noise, and one burst of ten held up threefold."""
     done, rng = bursts(256), np.random.default_rng(1)
     seconds = done @ numbers(TRUE) * np.exp(noise * rng.normal(size=256))
     seconds *= np.where(noise and np.arange(256) % 10 == 0, 3.0, 1.0)
-    fit = fitted(ROUGH, done, seconds)
     new = bursts(64, seed=2)
-    off = new @ numbers(fit.times) / (new @ numbers(TRUE)) - 1.0
-    assert np.abs(off).max() < (0.06 if noise else 0.01)
+    off = new @ numbers(fitted(ROUGH, done, seconds).times) / (new @ numbers(TRUE)) - 1.0
+    assert np.abs(off).max() < most
+
+
+def test_no_time_is_below_0():
+    """As if drafts gave time back."""
+    done = bursts(256)
+    fit = fitted(ROUGH, done, done @ numbers(dataclasses.replace(TRUE, drafted=-0.01)))
+    assert numbers(fit.times).min() == 0.0 and np.isfinite(fit.covariance).all()
 
 
 def test_what_was_never_done_is_as_it_was_roughly_and_doubted():
@@ -78,15 +84,7 @@ def test_what_was_never_done_is_as_it_was_roughly_and_doubted():
     assert 0.08 < before < 0.3 and after < 0.02
 
 
-def test_no_time_is_below_nothing():
-    """Rows are free, and the noise would have them give time back."""
-    done, free = bursts(64), dataclasses.replace(TRUE, row=0.0, row_cached=0.0)
-    rng = np.random.default_rng(5)
-    fit = fitted(ROUGH, done, done @ numbers(free) * np.exp(0.05 * rng.normal(size=64)) - 1e-4 * done[:, 4])
-    assert numbers(fit.times).min() >= 0.0 and np.isfinite(fit.covariance).all()
-
-
-def test_laws_are_told_of_sequences_alike():
+def test_laws_are_told_of_sequences_alike_and_a_doubted_speed_has_to_be_greater():
     fit = Fit(times=TRUE, covariance=np.zeros((6, 6)))
     before = Drafting(most=12, length=AcceptanceLength(0.1, widths=(4.0, 8.0, 12.0)), drafter=lookup)
     past = PastDrafts(acceptance=0.4, credit=1.5)
@@ -95,11 +93,7 @@ def test_laws_are_told_of_sequences_alike():
     assert isinstance(first, AcceptanceLength)
     # of each of the three sequences 2e-3 x 4 rows and 1e-6 x 3000 tokens met, over 0.03 + 1e-5 x 3000
     assert first.row_cost == pytest.approx((8e-3 + 3e-3) / 0.06)
-
-
-def test_a_doubted_speed_has_to_be_greater():
-    fit = Fit(times=TRUE, covariance=0.09 * np.eye(6))
-    [own] = told(SELF, 2, fit, 1.0, 16_000.0, PastDrafts())
+    [own] = told(SELF, 2, Fit(times=TRUE, covariance=0.09 * np.eye(6)), 1.0, 16_000.0, PastDrafts())
     # shares of a plain step's 0.19 and of a short draft's 0.19 + 0.1 + 0.064 + 0.016 + 0.064, part by part
     plain = np.array([0.03, 0.16, 0, 0, 0, 0]) / 0.19
     short = np.array([0.03, 0.16, 0.1, 0.064, 0.016, 0.064]) / 0.434
@@ -174,21 +168,6 @@ def test_a_burst_says_nothing_that_is_the_first_of_a_program_in_so_many_rows_or_
     short, long, noting = (4, 1, WHOLE), (12, 1, WHOLE), (0, 1, WHOLE)
     _, *told = worths(*[(0, 4, PLAIN_ONE)] * 2, short, short, long, noting, noting, long)
     assert [one is not None for one in told] == [False, True, False, True, False, False, False, True]
-
-
-def test_a_law_that_goes_by_no_plain_step_does_not_wait():
-    law = AcceptanceLength(0.1)
-    assert law.waiting() is law
-
-
-def test_a_pass_of_a_gpu_takes_more_than_its_bytes_and_a_verified_position_too(monkeypatch):
-    """Of 30 layers, 270 MB and 23,040 bytes a token: the layers take as long as 9.6 GB, a position as 1 GB."""
-    sizes = ReadSizes(weights=270_000_000, token=23_040, layers=30)
-    for platform, of_pass, row in (("gpu", 9.87e9, 0.01 + 1e9 / 9.87e9 / 4), ("tpu", 0.27e9, 0.01)):
-        monkeypatch.setattr(jax, "default_backend", lambda name=platform: name)
-        times = rough_times(4, sizes, passing=1.0, share=0.08)
-        assert times.plain == pytest.approx(1.04) and times.row == pytest.approx(row)
-        assert times.plain_cached == pytest.approx(23_040 / of_pass)
 
 
 ON_H200 = StepTimes(

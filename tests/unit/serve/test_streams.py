@@ -50,7 +50,9 @@ def asked(count: int, limit: int = 3) -> list[Sequence]:
 
 
 def test_every_sequence_ends_once_and_few_are_under_way(replicas):
-    events = list(serve(replicas, asked(5), ahead=2))
+    refusal = refused(7, None, "It cannot be.")
+    passed_on, *events = list(serve(replicas, [refusal, *asked(5)], ahead=2))
+    assert passed_on is refusal
     ends = [event.completion for event in events if event.completion is not None]
     assert len(ends) == 5 and all(end.finish_reason == "length" and len(end.token_ids) == 3 for end in ends)
     assert len(events) == 15 and replicas.most == 2 and not replicas.queue.waiting
@@ -61,21 +63,6 @@ def test_sequences_are_taken_as_they_are_needed(replicas):
     assert len(list(itertools.islice(events, 20))) == 20
     events.close()
     replicas.end_abandoned()
-    assert not replicas.queue.waiting
-
-
-def test_an_event_among_what_is_asked_is_passed_on(replicas):
-    refusal = refused(7, None, "It cannot be.")
-    one, *_, last = list(serve(replicas, [refusal, *asked(1)], ahead=1))
-    assert one is refusal and last.completion is not None and last.completion.error is None
-
-
-def test_what_is_cancelled_ends_with_what_it_has(replicas):
-    seen = []
-    for event in serve(replicas, asked(3, limit=9), ahead=9, cancelled=lambda: len(seen) >= 4):
-        seen.append(event)
-    ends = [event.completion for event in seen if event.completion is not None]
-    assert [len(end.token_ids) for end in ends] == [4, 0, 0] and {end.finish_reason for end in ends} == {"abort"}
     assert not replicas.queue.waiting
 
 
