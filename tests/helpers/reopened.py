@@ -5,10 +5,11 @@ from et_jax.serve import engine
 from et_jax.serve.completions import Completion
 from et_jax.types import replace
 
-SIZES = {"max_num_seqs": 4, "max_resident_seqs": 6, "max_model_len": 128, "num_pages": 40, "prefill_batch": 32}
-"""Six slots of which four advance, and fewer pages than they may fill: whoever loads these shares programs."""
+SMALL = {"name": "bundled-small", "max_model_len": 128, "prefill_batch": 32}
+SIZES = SMALL | {"max_num_seqs": 4, "max_resident_seqs": 6, "num_pages": 40}
+"""Six slots of which four advance, and fewer pages than they may fill. Tests that load these share programs."""
 
-TWO_SLOTS = {"max_num_seqs": 2, "max_model_len": 96, "prefill_batch": 32}
+TWO_SLOTS = SMALL | {"max_num_seqs": 2, "max_model_len": 96}
 
 
 def reopened(model: engine.Model, *, params: Params | None = None, **settings) -> engine.Model:

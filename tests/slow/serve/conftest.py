@@ -9,6 +9,6 @@ from et_jax.serve import engine
 
 @pytest.fixture(scope="session")
 def two_slots():
-    """The bundled model in two slots, hardly optimised. Tests that change anything serve by a `reopened` one."""
+    """The small bundled model in two slots, hardly optimised. Tests that change anything serve by a `reopened` one."""
     with hurried():
         return engine.load(**TWO_SLOTS)

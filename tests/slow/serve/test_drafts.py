@@ -46,13 +46,20 @@ def without_drafts(done) -> list:
 
 
 def opened(**settings) -> engine.Model:
-    return engine.load(**(SIZES | {"max_model_len": 192} | settings))
+    return engine.load(**SIZES | {"max_model_len": 192} | settings)
 
 
 def test_completions_and_what_every_head_read_are_those_without_drafts():
     """The lookup drafts first, a small model where it finds nothing; the control leaves blocks unread."""
     control = preset("certified", min_blocks=1, window=4, tolerance=0.5)
-    settings = {"control": control, "page_size": 4, "num_pages": 161, "tell_reads": True, "replicas": 2}
+    settings = {
+        "control": control,
+        "page_size": 4,
+        "num_pages": 161,
+        "tell_reads": True,
+        "replicas": 2,
+        "name": "bundled",
+    }
     expected = opened(**settings).generate(asked())
     model = opened(draft="lookup+bundled-small", draft_tokens=4, draft_length="entropy", **settings)
     assert any("up to 4 tokens drafted by lookup+bundled-small" in line for line in model.describe())
@@ -100,7 +107,7 @@ def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
 @pytest.fixture(scope="module")
 def for_itself():
     """A model that drafts for itself."""
-    return opened(name="bundled-small", draft="self", draft_tokens=4)
+    return opened(draft="self", draft_tokens=4)
 
 
 def test_laws_set_by_the_clock_steer_how_much_is_drafted_and_no_completion(for_itself, monkeypatch):

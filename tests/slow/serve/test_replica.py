@@ -23,6 +23,7 @@ SENTENCE = "It was in the spring of that year that the old house by the river wa
 def model():
     """Six slots of which four advance, and pages for about a quarter of what they could hold."""
     return engine.load(
+        "bundled-small",
         max_num_seqs=4,
         max_resident_seqs=6,
         max_model_len=256,
@@ -101,7 +102,7 @@ def test_recorded_traffic_leaves_memory_flat(shared):
     trace = shared / "traces/mooncake/conversation_trace.jsonl.gz"
     if not trace.exists():
         pytest.skip(f"{trace} is absent")
-    busy = engine.load(max_num_seqs=16, max_model_len=256, num_pages=60, replicas=2, preempt_every=20)
+    busy = engine.load("bundled-small", max_num_seqs=16, max_model_len=256, num_pages=60, replicas=2, preempt_every=20)
     tokens, count = busy.tokenizer.encode(SENTENCE * 8), 750
 
     def arrivals():

@@ -67,7 +67,7 @@ def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(two_slots, exp
 
 @pytest.mark.parametrize(
     ("number", "work", "failure"),
-    [(1, "_decode", RuntimeError("the device is gone")), (0, "_prefill", KeyboardInterrupt())],
+    [(1, "_decode", RuntimeError("the device is gone")), (0, "_prefill", KeyboardInterrupt("stop"))],
     ids=["failure", "interrupt"],
 )
 def test_a_round_that_fails_reaches_the_caller_and_the_model_goes_on(

@@ -16,7 +16,7 @@ from et_jax.serve.config import EngineConfig
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 PROMPTS = ["It was late in the evening when", "The guests were these:", "He said that", "On the other hand"]
-TURNS = {"small": "bundled-small", "max_model_len": 96}
+TURNS = {"name": "bundled", "small": "bundled-small", "max_model_len": 96}
 
 
 def asked(taus: list[float]) -> list[GenerationRequest]:
@@ -56,7 +56,7 @@ def test_both_speak_and_every_request_has_its_own_bound(guarded):
 def test_without_a_bound_the_small_model_speaks_alone(guarded):
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=4)
     [done] = guarded.generate(PROMPTS[:1], params, control=preset("ead_guarded", tau=math.inf))
-    [alone] = et_jax.load("bundled-small", **(SIZES | {"max_model_len": 96})).generate(PROMPTS[:1], params)
+    [alone] = et_jax.load(**SIZES | {"max_model_len": 96}).generate(PROMPTS[:1], params)
     assert done.token_ids == alone.token_ids
     assert [row.entropy for row in done.trace] == [row.entropy for row in alone.trace]
 
@@ -100,7 +100,7 @@ def test_a_model_that_is_nowhere_is_refused():
 
 def test_a_small_model_that_is_not_small_is_reported():
     said: list[str] = []
-    et_jax.load("bundled-small", **SIZES, draft="bundled", progress=said.append)
+    et_jax.load(**SIZES, draft="bundled", progress=said.append)
     assert "bundled, the small model, has no fewer weights than bundled-small: it will save nothing" in said
 
 

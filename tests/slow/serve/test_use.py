@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 PROMPTS = ["It was", "The sea", "In the year 1801 the old king"]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 REQUEST = GenerationRequest(prompt="It was", params=PARAMS)
-CLOSED = r"^The model bundled is closed; load it anew\.$"
+CLOSED = r"^The model bundled-small is closed; load it anew\.$"
 TRACED = "cannot be loaded or used within a function that JAX traces"
 
 
@@ -68,7 +68,7 @@ def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(two_slots):
         with pytest.raises(UsageError, match=CLOSED):
             list(stream)
     own.close()
-    assert own.metrics.prompt_tokens and own.name == "bundled" and live() == before
+    assert own.metrics.prompt_tokens and own.name == "bundled-small" and live() == before
 
 
 def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(two_slots, monkeypatch):
@@ -98,7 +98,7 @@ def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(two_slots,
         thread.start()
     for thread in (*closing, *threads):
         thread.join(20)
-    assert failed == ["The model bundled is closed; load it anew."] * 3 and live() == before
+    assert failed == ["The model bundled-small is closed; load it anew."] * 3 and live() == before
 
 
 def test_a_model_closed_while_it_is_compiled_is_not_left_half_open(two_slots, monkeypatch):
@@ -121,7 +121,9 @@ def test_a_model_closed_by_a_finaliser_in_a_round_of_its_own_does_not_wait_for_i
 
 def test_no_model_is_copied_or_pickled(two_slots):
     for make in (pickle.dumps, copy.copy, copy.deepcopy, lambda one: pickle.dumps([one])):
-        with pytest.raises(UsageError, match=r"^The model bundled cannot be copied or pickled, .*load it again.*\.$"):
+        with pytest.raises(
+            UsageError, match=r"^The model bundled-small cannot be copied or pickled, .*load it again.*\.$"
+        ):
             make(two_slots)
 
 
@@ -191,9 +193,8 @@ def test_a_fork_of_the_process_must_load_the_model_itself(two_slots):
     with open(reader) as said:
         sentences = said.read().splitlines()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    sentence = (
-        "The model bundled was loaded before this process was forked, and its threads are not here; load it in each "
-    )
+    sentence = "The model bundled-small was loaded before this process was forked, and its threads are not here; "
+    sentence += "load it in each "
     assert len(sentences) == len(uses(model)) + 1
     assert all(one.startswith(sentence) and one.endswith(".") for one in sentences)
     assert sum(event.completion is not None for event in started) == len(PROMPTS)
