@@ -65,46 +65,37 @@ def test_the_text_is_that_of_the_run_whatever_it_says(look: Look) -> None:
     assert look.page.locator("b").count() == 0
 
 
-def test_the_token_that_is_pointed_at_is_told(look: Look) -> None:
+def test_the_token_that_is_pointed_at_is_shown(look: Look) -> None:
     row = long().trace[0]
     look.page.locator(".text > span").first.hover()
-    told = look.page.locator(".token").inner_text()
-    assert f"{row.entropy:.4g}" in told and f"{row.surprisal:.4g}" in told and f"{row.temperature:.4g}" in told
-    assert f"{row.blocks_read} of {row.blocks_held}" in told and "accepted" in told and "small model" in told
-    assert f'"</script >{row.top[0][0]}"' in told and "50.0%" in told
+    shown = look.page.locator(".token").inner_text()
+    assert f"{row.entropy:.4g}" in shown and f"{row.surprisal:.4g}" in shown and f"{row.temperature:.4g}" in shown
+    assert f"{row.blocks_read} of {row.blocks_held}" in shown and "accepted" in shown and "small model" in shown
+    assert f'"</script >{row.top[0][0]}"' in shown and "50.0%" in shown
 
 
-def test_keys_move_through_the_text(look: Look) -> None:
-    def at() -> str:
-        return look.page.locator(".token p").first.inner_text().split(" token ")[1]
+def test_keys_and_clicks_move_through_the_text_and_the_button_turns_light_to_dark(look: Look) -> None:
+    def at() -> int:
+        said = look.page.locator(".token p").first.inner_text().split(" token ")[1]
+        assert said.endswith(" of 2000")
+        return int(said.split(" of ")[0])
 
-    look.page.locator(".text").focus()
-    for key, wanted in (("ArrowRight", 2), ("ArrowDown", 12), ("PageDown", 112), ("ArrowLeft", 111), ("End", 2000)):
-        look.page.keyboard.press(key)
-        assert at() == f"{wanted} of 2000", key
-    look.page.keyboard.press("Home")
-    assert at() == "1 of 2000"
-    assert look.page.locator(".text .at").count() == 1
-
-
-def test_a_click_in_a_chart_shows_its_token(look: Look) -> None:
     look.scroll()
+    look.page.locator(".text").focus()
+    moves = (("ArrowRight", 2), ("ArrowDown", 12), ("PageDown", 112), ("ArrowLeft", 111), ("End", 2000), ("Home", 1))
+    for key, wanted in moves:
+        look.page.keyboard.press(key)
+        assert at() == wanted, key
+    assert look.page.locator(".text .at").count() == 1
     chart = look.page.locator(".chart canvas").first
     chart.scroll_into_view_if_needed()
     size = chart.bounding_box()
     chart.click(position={"x": size["width"] * 0.5, "y": size["height"] * 0.5})
-    told = look.page.locator(".token p").first.inner_text()
-    assert abs(int(told.split(" token ")[1].split(" of ")[0]) - 1000) < 100
-
-
-def test_the_button_turns_light_to_dark(look: Look) -> None:
-    look.scroll()
-    button = look.page.get_by_role("button", name="Dark")
-    back = "() => getComputedStyle(document.body).backgroundColor"
+    assert abs(at() - 1000) < 100
+    button, back = look.page.get_by_role("button", name="Dark"), "() => getComputedStyle(document.body).backgroundColor"
     light = look.page.evaluate(back)
     button.click()
-    assert button.get_attribute("aria-pressed") == "true"
-    assert look.page.evaluate(back) != light
+    assert button.get_attribute("aria-pressed") == "true" and look.page.evaluate(back) != light
     assert look.said == []
 
 

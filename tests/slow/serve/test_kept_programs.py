@@ -15,33 +15,20 @@ from et_jax.control.presets import preset
 from et_jax.decode.decoder import decoder
 from et_jax.decode.draft import Drafting
 from et_jax.decode.request import request
-from et_jax.decode.slots import SlotRow
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def lowered(controller: Controller, **settings) -> dict[str, str]:
-    """Return the text of every program of a decoder that is kept."""
+    """Return the text of the programs of a decoder that run its laws."""
     config = configuration(controller=controller, **settings)
     bound, params = decoder(config), (weights(),)
-    state = jax.eval_shape(bound.empty)
-    slot, pages = np.int32(0), np.zeros(config.blocks_per_slot, np.int32)
-    row: SlotRow = jax.eval_shape(bound.read_row, state, slot)
-    some = jax.eval_shape(bound.read_pages, state, slot, slot)
+    state, slot, pages = jax.eval_shape(bound.empty), np.int32(0), np.zeros(1, np.int32)
     arguments = {
-        "prefill": (params, state, pages[:1], np.zeros((1, config.chunk), np.int32), pages[:1], np.zeros(1, bool)),
+        "prefill": (params, state, pages, np.zeros((1, config.chunk), np.int32), pages, np.zeros(1, bool)),
         "insert": (state, slot, request(config, [1], limit=3)),
         "step": (params, state),
         "decode": (params, state, slot, np.bool_(False)),
-        "release": (state, slot),
-        "fork": (state, slot, slot),
-        "share": (state, slot, pages, slot),
-        "increment": (state, pages, slot),
-        "decrement": (state, pages, slot),
-        "read_row": (state, slot),
-        "read_pages": (state, slot, slot),
-        "write_row": (state, slot, row),
-        "write_pages": (state, slot, slot, some),
     }
     return {name: getattr(bound, name).lower(*given).as_text() for name, given in arguments.items()}
 

@@ -81,18 +81,6 @@ def test_every_completion_has_the_bits_of_a_batch_of_one(model, requests, alone,
     assert_balanced(busy)
 
 
-def test_a_pool_that_runs_short_preempts_and_changes_no_bit(model, tokens):
-    """Six sequences of two pages each are admitted, and grow to six pages each of the 27 that there are."""
-    growing = [
-        GenerationRequest(prompt=tokens[i : i + 17], params=SamplingParams(max_tokens=75, ignore_eos=True, seed=i))
-        for i in range(7)
-    ]
-    quiet, busy = reopened(model, prefix_cache=False), reopened(model)
-    expected = [bits(quiet.generate(request)[0]) for request in growing]
-    assert [bits(one) for one in busy.generate(growing)] == expected
-    assert busy.metrics.preemptions > 0 and quiet.metrics.preemptions == 0
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -124,24 +112,6 @@ def test_recorded_traffic_leaves_memory_flat(shared):
     assert resident_bytes() < bytes_at_a_third * 1.05
     assert overtaken < count // 3 and busy.metrics.preemptions > 7 and busy.metrics.programs_compiled_late == 0
     assert_balanced(busy)
-
-
-def test_a_beginning_that_several_share_is_prefilled_once(model, tokens, monkeypatch):
-    """Of prompts that arrive together one computes what they share; the others wait for its pages."""
-    size = model.decoder_config.page_size
-    shared = 4 * size
-    params = SamplingParams(max_tokens=4, n=2)
-    asked = [GenerationRequest(prompt=(*tokens[:shared], *tokens[i : i + 5]), params=params) for i in range(3)]
-    fresh = reopened(model)
-    [replica] = fresh.replicas().replicas
-    calls, prefill = [], replica._prefill_chunks
-    monkeypatch.setattr(replica, "_prefill_chunks", lambda chosen: (calls.append(len(chosen)), prefill(chosen)))
-    together = fresh.generate(asked)
-    assert fresh.metrics.prompt_tokens == 6 * (shared + 5)
-    assert fresh.metrics.cached_prompt_tokens == 5 * shared
-    assert sum(calls) == shared // size + 6 and len(calls) < 6  # whose ends stand in one call
-    apart = reopened(model, prefix_cache=False).generate(asked)
-    assert [bits(one) for one in together] == [bits(one) for one in apart]
 
 
 def test_priorities_and_deadlines_order_requests_and_none_is_forgotten(model, tokens):

@@ -58,15 +58,12 @@ def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(two_slots):
         next(open_stream), next(completions)
         assert live() > before + sum(leaf.nbytes for leaf in jax.tree.leaves(two_slots.params))
     assert live() == before  # with the streams still open
-    for name, use in (
-        uses(own) | {"params": lambda: own.params, "decoder": own.decoder, "describe": own.describe}
-    ).items():
+    more = {"params": lambda: own.params, "decoder": own.decoder, "describe": own.describe}
+    more |= {"a stream": lambda: list(open_stream), "another": lambda: list(unbegun), "rows": lambda: list(completions)}
+    for name, use in (uses(own) | more).items():
         with pytest.raises(UsageError, match=CLOSED):
             use()
             pytest.fail(name)
-    for stream in (open_stream, unbegun, completions):
-        with pytest.raises(UsageError, match=CLOSED):
-            list(stream)
     own.close()
     assert own.metrics.prompt_tokens and own.name == "bundled-small" and live() == before
 
@@ -101,15 +98,13 @@ def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(two_slots,
     assert failed == ["The model bundled-small is closed; load it anew."] * 3 and live() == before
 
 
-def test_a_model_closed_while_it_is_compiled_is_not_left_half_open(two_slots, monkeypatch):
+def test_a_model_closed_while_it_is_compiled_or_by_a_finaliser_in_its_own_round_is_closed(two_slots, monkeypatch):
     own, before = reopened(two_slots), live()
-    monkeypatch.setattr(Replicas, "warm_up", lambda *_: own.close())
-    with pytest.raises(UsageError, match=CLOSED):
-        own.generate(PROMPTS, PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Replicas, "warm_up", lambda *_: own.close())
+        with pytest.raises(UsageError, match=CLOSED):
+            own.generate(PROMPTS, PARAMS)
     assert live() == before and not own._replicas
-
-
-def test_a_model_closed_by_a_finaliser_in_a_round_of_its_own_does_not_wait_for_itself(two_slots, monkeypatch):
     own = reopened(two_slots)
     [replica] = own.replicas().replicas
     decode = replica._decode

@@ -223,7 +223,10 @@ def test_what_is_no_number_is_shown_as_missing(tmp_path: Path) -> None:
     assert "unknown nats/MB" in Totals.of([free]).told()
 
 
-def test_a_text_of_half_characters_is_shown_with_marks(tmp_path: Path) -> None:
+def test_markup_is_shown_as_text_and_half_characters_as_marks(tmp_path: Path) -> None:
+    write_report(sample(200), tmp_path / "page.html", facts={"model": "<b>"})
+    page = (tmp_path / "page.html").read_text().partition('id="report">')[0]
+    assert "<b>" not in page and "A &lt;b&gt;prompt" in page and "<dd>&lt;b&gt;</dd>" in page
     done = by_hand({"text": "a\ud800b"}, {"prompt": "\udfff", "error": "\ud800"})
     write_report(done, tmp_path / "page.html", facts={"\ud800": "\ud801"}, decode=lambda ids: "\ud800")
     for page in ((tmp_path / "page.html").read_text(), done._repr_html_()):
