@@ -10,19 +10,19 @@ from et_jax.control.presets import preset
 from et_jax.decode.cache import token_width
 from et_jax.decode.eight_bits import dtype_named
 from et_jax.serve import engine
-from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 PROMPT = "It was in the spring of that year that the old house by the river was let again. " * 2
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SHARED = SIZES | {"page_size": 4, "num_pages": 130, "max_num_seqs": 2, "max_resident_seqs": 2, "dtype": "float32"}
 
 
 def served(cache_dtype: str, **settings):
     """A model of float32 weights, its completion of the prompt, and the entropies of that."""
     model = engine.load(**SHARED | {"cache_dtype": cache_dtype} | settings)
-    [done] = model.generate(GenerationRequest(prompt=PROMPT, params=GREEDY))
+    [done] = model.generate(PROMPT, GREEDY, max_tokens=60 if "cache_budget" in settings else 12)
     stored = {layer.pages.dtype for layer in model.decoder().empty().plants[0].cache.layers}
     assert stored == {dtype_named(cache_dtype) if cache_dtype != "auto" else jnp.dtype(jnp.float32)}
     entropies = np.array([row.entropy for row in done.trace])
@@ -54,7 +54,7 @@ def test_a_cache_is_charged_by_its_bytes_scales_included(cache_dtype, near, exac
         ("fp8", {"control": "adaptive", "draft": "self", "draft_tokens": 2, "draft_length": "fixed"}, 0.1),
         ("int8", {"control": preset("entropyinfer", prefill_budget=16), "cache_budget": 36}, np.inf),
     ],
-    ids=str,
+    ids=["drafts", "budgets"],
 )
 def test_blocks_are_chosen_drafted_from_and_compressed_in_8_bits(cache_dtype, settings, near, exact):
     _, done, entropies = served(cache_dtype, **settings)

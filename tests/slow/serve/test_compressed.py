@@ -98,7 +98,7 @@ def test_a_sequence_longer_than_the_pool_is_served(model):
         ({"cache_budget": named("snapkv", 34)}, "cache_budget is 34; it must be a multiple of page_size, 4, above 32."),
         ({"cache_policy": "h2o"}, 'cache_policy is "h2o"; choose one of latent, snapkv, adakv, pyramidkv, streaming'),
         (
-            {"control": Controller(budget=ConstantBudget(tokens=3))},
+            {"control": Controller(budget=ConstantBudget(tokens=3, segment=16))},
             "A prefill budget of 3 tokens is less than a block of",
         ),
     ],
@@ -111,7 +111,7 @@ def test_budgets_that_cannot_be_are_refused(settings, said):
 
 def test_a_prompt_read_in_part_is_compressed_like_another():
     """Both halves of EntropyInfer: the bits are those of each alone, and the completion says what was left out."""
-    control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=1, dense_until=16))
+    control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
     model = engine.load(**SMALL, control=control, audit=True)
     requests = asked(model.tokenizer)
     together = model.generate(requests)

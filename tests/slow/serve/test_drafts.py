@@ -50,7 +50,7 @@ def opened(**settings) -> engine.Model:
 
 
 def test_completions_and_what_every_head_read_are_those_without_drafts():
-    """The lookup drafts first, a small model where it finds nothing; the control leaves blocks unread."""
+    """The lookup drafts first, a model where it finds nothing; the control leaves blocks unread."""
     control = preset("certified", min_blocks=1, window=4, tolerance=0.5)
     settings = {
         "control": control,

@@ -11,6 +11,8 @@ from flax import nnx
 from own_modules import LENGTH, Grouped, Plain, own_logits
 
 import et_jax
+from et_jax.control.budget import ConstantBudget
+from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode.request import request
 from et_jax.errors import UsageError
@@ -98,11 +100,11 @@ def test_a_module_is_traced_once_for_a_program(plain):
     assert done.cost > 10 * weights
 
 
-@pytest.mark.parametrize(
-    "control",
-    [preset("adaptive", min_blocks=1, window=8), preset("entropyinfer", prefill_budget=16)],
-    ids=["", "budget"],
-)
+PRUNING = preset("adaptive", min_blocks=1, window=8, tolerance=0.5)
+IN_PART = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
+
+
+@pytest.mark.parametrize("control", [PRUNING, IN_PART], ids=["tokens", "prompts"])
 def test_blocks_are_left_unread(plain, control):
     done = plain.generate(asked(), control=control)
     read = [row for one in done for row in (one.trace if one.prompt_read is None else [one.prompt_read])]

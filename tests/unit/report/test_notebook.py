@@ -12,7 +12,7 @@ from et_jax.io.cell import Area
 from et_jax.serve.completions import TokenEvent
 
 CELLS = {
-    "load": "import sys, et_jax\nmodel = et_jax.load(max_num_seqs=2)",
+    "load": "import sys, et_jax\nmodel = et_jax.load('bundled-small', max_num_seqs=2)",
     "generate": "done = model.generate(['It was'] * 3, max_tokens=8, temperature=0.0, progress=True)",
     "show": "shown = et_jax.show(model.stream('It was', max_tokens=8, temperature=0.0))\nshown",
     "completion": "shown[0]",
@@ -20,7 +20,7 @@ CELLS = {
     "two": "et_jax.show(model.stream('It <was>', max_tokens=4, n=2))",
     "await": "print(''.join([one.text async for one in model.stream_async('It was', max_tokens=8, temperature=0.0)])"
     " == done[0].text)",
-    "interrupted": "et_jax.show(model.stream('It was', max_tokens=2000))",
+    "interrupted": "et_jax.show(model.stream('It was', max_tokens=2000, ignore_eos=True))",
     "after": "print([one.text == done[0].text for one in model.generate(['It was'], max_tokens=8, temperature=0.0)])",
 }
 
