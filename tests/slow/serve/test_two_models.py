@@ -75,7 +75,7 @@ def test_a_model_with_another_tokenizer_is_refused(folder):
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(parts), encoding="utf-8")
     for settings in ({"draft": str(folder)}, {"small": str(folder), "control": "ead"}):
-        with pytest.raises(UsageError, match="small and bundled have different tokenizers; take a small model"):
+        with pytest.raises(UsageError, match="small and bundled-small have different tokenizers; take a small model"):
             et_jax.load(**(SIZES | settings))
 
 
