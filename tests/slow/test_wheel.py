@@ -53,8 +53,8 @@ def elsewhere(tmp_path) -> dict:
 def test_the_wheel_holds_every_source_file_and_the_bundled_models(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     sources = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("et_jax/**/*.py")}
-    bundled = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("et_jax/models/bundled*/**/*") if path.is_file()}
-    bundled = {name for name in bundled if "__pycache__" not in name}
+    files = [path.relative_to(ROOT) for path in ROOT.glob("et_jax/models/bundled*/**/*") if path.is_file()]
+    bundled = {path.as_posix() for path in files if "__pycache__" not in path.parts}
     for folder in ("et_jax/models/bundled/", "et_jax/models/bundled_small/"):
         suffixes = {Path(name).suffix for name in bundled if name.startswith(folder)}
         assert suffixes >= {".safetensors", ".json", ".md"}

@@ -1,6 +1,7 @@
 """The report of a batch: the spread of its requests, and the way to those at both ends."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,71 +51,56 @@ def test_measures_are_those_of_the_rows() -> None:
 
 def test_the_page_shows_the_spread_and_links_to_the_extremes(tmp_path: Path) -> None:
     rows, extremes = batch()
-    source = write(tmp_path / "out.jsonl", [*rows, ERROR])
-    write_batch_report(source, tmp_path / "batch.html", facts={"model": "bundled"}, extremes=extremes)
+    source, place = write(tmp_path / "out.jsonl", [*rows, ERROR]), tmp_path / "batch.html"
+    write_batch_report(source, place, facts={"model": "bundled"}, extremes=extremes)
+    page = place.read_text()
+    tokens = sum(one["response"]["body"]["usage"]["completion_tokens"] for one in rows)
+    assert "<dd>31, 1 with an error</dd>" in page and f"<dd>{tokens:,}</dd>" in page
+    links = re.findall(r'<a href="#(request-\d+)">Row', page)
+    assert links == [f"request-{number}" for number, one in enumerate(rows, 1) if extremes.of(one["id"])]
+    for link in links:
+        section = page.partition(f'<section id="{link}"')[2].partition("</section>")[0]
+        assert section.count('<div class="text"') == 1
+    assert "most tokens: 34 tokens" in page
     with browsing() as browser:
-        look = Look(browser, tmp_path / "batch.html")
+        look = Look(browser, place)
         look.scroll()
-        facts = look.page.locator(".facts").first.inner_text()
-        assert "31, 1 with an error" in facts
-        assert f"{sum(one['response']['body']['usage']['completion_tokens'] for one in rows):,}" in facts
-        links = look.page.locator("table a")
-        assert links.count() == sum(bool(extremes.of(one["id"])) for one in rows)
-        for link in links.all():
-            target = link.get_attribute("href")
-            assert look.page.locator(f"section{target} .text").count() == 1
-        assert "most tokens: 34 tokens" in look.page.locator("table").first.inner_text()
         assert (look.said, look.asked, look.faults()) == ([], [], [])
 
 
-def test_rows_of_an_earlier_run_show_their_texts(tmp_path: Path) -> None:
-    rows, _ = batch(4)
+def page_of(tmp_path: Path, rows: list[dict[str, Any]]) -> str:
     write_batch_report(write(tmp_path / "out.jsonl", rows), tmp_path / "batch.html", facts={})
-    page = (tmp_path / "batch.html").read_text()
-    assert "not measured in this run" in page and 'class="text"' not in page
+    return (tmp_path / "batch.html").read_text()
 
 
-def test_every_request_is_counted_once_in_each_histogram(tmp_path: Path) -> None:
+def test_every_request_is_counted_once_in_each_histogram_and_shows_its_text(tmp_path: Path) -> None:
     rows, _ = batch(100)
-    write_batch_report(write(tmp_path / "out.jsonl", rows), tmp_path / "batch.html", facts={})
-    page = (tmp_path / "batch.html").read_text()
+    page = page_of(tmp_path, rows)
     data = json.loads(page.split('id="report">')[1].split("</script>")[0])
     counted = [sum(figure["columns"]["requests"]) for figure in data["figures"].values() if "to" in figure["columns"]]
     assert counted == [100] * len(MEASURES)
+    assert "not measured in this run" in page and 'class="text"' not in page
 
 
-def test_rows_of_older_versions_lack_what_they_did_not_tell(tmp_path: Path) -> None:
+def test_rows_of_older_versions_and_of_errors_alone_are_reported(tmp_path: Path) -> None:
     rows, _ = batch(5)
     for one in rows:
         del one["response"]["body"]["entropic"]["mean_entropy"]
-    write_batch_report(write(tmp_path / "out.jsonl", rows), tmp_path / "batch.html", facts={})
-    assert "Mean entropy of requests" not in (tmp_path / "batch.html").read_text()
-    assert "Efficiency of requests" in (tmp_path / "batch.html").read_text()
+    page = page_of(tmp_path, rows)
+    assert "Mean entropy of requests" not in page and "Efficiency of requests" in page
+    assert "1, 1 with an error" in page_of(tmp_path, [ERROR])
 
 
-class TestRefusals:
-    def test_an_output_without_rows(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"holds no row, so there is nothing to report"):
-            write_batch_report(write(tmp_path / "out.jsonl", []), tmp_path / "batch.html", facts={})
-        assert not (tmp_path / "batch.html").exists()
-
-    def test_a_line_that_is_no_row(self, tmp_path: Path) -> None:
-        rows, _ = batch(2)
-        source = write(tmp_path / "out.jsonl", [rows[0], {"prompt": "an input"}])
-        with pytest.raises(UsageError, match=r"line 2 is no row of a batch \(.*\); name the --output of a batch"):
-            list(read_rows(source))
-
-    def test_a_torn_last_line_is_passed_over(self, tmp_path: Path) -> None:
-        rows, _ = batch(2)
-        source = write(tmp_path / "out.jsonl", rows)
-        source.write_bytes(source.read_bytes()[:-20])
-        assert len(list(read_rows(source))) == 1
-
-    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"cannot be read \(No such file or directory\)"):
-            list(read_rows(tmp_path / "absent.jsonl"))
-
-
-def test_errors_alone_are_reported_too(tmp_path: Path) -> None:
-    write_batch_report(write(tmp_path / "out.jsonl", [ERROR]), tmp_path / "batch.html", facts={})
-    assert "1, 1 with an error" in (tmp_path / "batch.html").read_text()
+def test_what_is_no_output_of_a_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"holds no row, so there is nothing to report"):
+        page_of(tmp_path, [])
+    assert not (tmp_path / "batch.html").exists()
+    rows, _ = batch(2)
+    source = write(tmp_path / "out.jsonl", [rows[0], {"prompt": "an input"}])
+    with pytest.raises(UsageError, match=r"line 2 is no row of a batch \(.*\); name the --output of a batch"):
+        list(read_rows(source))
+    source = write(tmp_path / "out.jsonl", rows)
+    source.write_bytes(source.read_bytes()[:-20])
+    assert len(list(read_rows(source))) == 1  # a torn last line is passed over
+    with pytest.raises(UsageError, match=r"cannot be read \(No such file or directory\)"):
+        list(read_rows(tmp_path / "absent.jsonl"))

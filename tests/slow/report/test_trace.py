@@ -9,39 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import et_jax
 from et_jax.cli.streams import open_text
 from et_jax.errors import UsageError
 from et_jax.report.trace import VERSION, About, TraceWriter, read_trace
 from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace
 
-pytestmark = pytest.mark.usefixtures("hardly_optimised")
-
 ABOUT = About(model="bundled", control="certified", n=2, prompt='It\nwas\u2028 "É"', prompt_tokens=3, min_context=4096)
 
 figures, counts = st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**40)
+NUMBERS = ("entropy", "varentropy", "temperature", "surprisal", "kept_mass", "entropic_time", "cost", "flops")
+COUNTS = ("token", "blocks_read", "blocks_held", "drafted", "audited", "agreed")
 rows = st.fixed_dictionaries(
-    {
-        "token": counts,
+    dict.fromkeys(NUMBERS, figures)
+    | dict.fromkeys(COUNTS, counts)
+    | dict.fromkeys(("attention_entropy", "least_attention_entropy"), st.none() | figures)
+    | {
         "text": st.text(max_size=4),
-        "entropy": figures,
-        "varentropy": figures,
-        "temperature": figures,
-        "surprisal": figures,
-        "blocks_read": counts,
-        "blocks_held": counts,
-        "kept_mass": figures,
-        "entropic_time": figures,
-        "cost": figures,
-        "flops": figures,
-        "attention_entropy": st.none() | figures,
-        "least_attention_entropy": st.none() | figures,
         "guard_rates": st.dictionaries(st.text(max_size=4), figures, max_size=2),
-        "drafted": counts,
         "accepted": st.booleans(),
         "by_small": st.none() | st.booleans(),
-        "audited": counts,
-        "agreed": counts,
         "top": st.lists(st.tuples(counts, figures), max_size=2).map(tuple),
         "reads": st.none() | st.lists(st.tuples(counts, counts), max_size=2).map(tuple),
     }
@@ -115,8 +101,7 @@ def test_what_is_written_is_read_back_equal(file, drawn):
 
 
 def plain(number: int, text: str = " é") -> TokenTrace:
-    names = ("entropy", "varentropy", "temperature", "surprisal", "kept_mass", "entropic_time", "cost", "flops")
-    return TokenTrace(token=number, text=text, blocks_read=1, blocks_held=1, **dict.fromkeys(names, 0.5))
+    return TokenTrace(token=number, text=text, blocks_read=1, blocks_held=1, **dict.fromkeys(NUMBERS, 0.5))
 
 
 def test_a_run_that_was_cut_off_anywhere_is_read_up_to_there(file):
@@ -150,30 +135,6 @@ def test_a_token_that_was_never_handed_on_is_in_the_trace(file):
     assert read_trace(written(file, [token(1, plain(1)), end(0, ended), end(1, failed)]))[1] == [ended, failed]
 
 
-def test_what_a_model_served_is_read_back_equal(file):
-    """Continuations of which one ends by itself, and the others as the run is interrupted amid drafts."""
-    model = et_jax.load("bundled-small", max_num_seqs=3, max_model_len=64, draft="lookup", tell_reads=True)
-    events = []
-    asked = {"n": 3, "seed": 4, "max_tokens": 50, "logprobs": 2, "ignore_eos": True, "stop": ("e",)}
-    stream = model.stream("It was late in the évening", cancelled=lambda: len(events) > 40, **asked)
-    events.extend(stream)
-    done = sorted((one.completion for one in events if one.completion), key=lambda one: one.index)
-    first = {"prompt": done[0].prompt, "prompt_tokens": done[0].prompt_tokens, "min_context": done[0].min_context}
-    about = dataclasses.replace(ABOUT, n=3, **first)
-    assert read_trace(written(file, events, about)) == (about, done)
-    assert all(row.reads and row.top for one in done for row in one.trace)
-
-
-def test_a_full_disk_does_not_stop_a_run():
-    if not Path("/dev/full").exists():
-        pytest.skip("this system has no /dev/full to write to")
-    with open_text("/dev/full") as stream:
-        writer = TraceWriter(stream, ABOUT)
-        writer.take(token(0, plain(1)))
-        with pytest.raises(OSError, match="No space left on device"):
-            writer.check()
-
-
 HEADER = {"trace": VERSION} | dataclasses.asdict(ABOUT)
 ROW = {"index": 0} | dataclasses.asdict(plain(1))
 END = {"finish_reason": "stop", "error": None, "prompt_read": None, "tokens_left_out": 0, "text": ""}
@@ -192,30 +153,19 @@ def without(values: dict, name: str) -> dict:
             [HEADER | {"trace": VERSION + 1}, ROW],
             f"FILE is a trace of version {VERSION + 1}; this et_jax reads version {VERSION}: write it anew with",
         ),
-        ([HEADER | {"trace": "1"}], "FILE, line 1: the field trace is no version; "),
         ([without(HEADER, "prompt")], "FILE, line 1: the field prompt is missing; "),
-        ([HEADER | {"n": 0}], "FILE, line 1: the field n is 0 (expected int >= 1); "),
         ([HEADER | {"n": 10**9}], "FILE, line 1: the field n is 1000000000 (expected int <= 1024); "),
         (["once upon a time"], "FILE, line 1 is damaged: it is no JSON; "),
         ([HEADER, '{"index": 0, "to', ROW], "FILE, line 2 is damaged: it is no JSON; "),
         ([HEADER, ROW, [1]], "FILE, line 3 is damaged: it is no JSON object; "),
-        ([HEADER, "[" * 100_000], "FILE, line 2 is damaged: it is no JSON; "),
         ([HEADER, "\ud83d"], "FILE, line 2 is damaged: it is no JSON; "),
         ([HEADER, without(ROW, "index")], "FILE, line 2: the field index is no number below n = 2; "),
         ([HEADER, ROW | {"index": 2}], "FILE, line 2: the field index is no number below n = 2; "),
-        ([HEADER, ROW | {"index": -1}], "FILE, line 2: the field index is no number below n = 2; "),
         ([HEADER, ROW | {"index": True}], "FILE, line 2: the field index is no number below n = 2; "),
         ([HEADER, without(ROW, "entropy")], "FILE, line 2: the field entropy is missing; "),
         ([HEADER, ROW | {"token": 1.5}], "FILE, line 2: the field token is 1.5 (expected int, got float); "),
-        ([HEADER, ROW | {"cost": 10**400}], "FILE, line 2: the field cost is 1"),
-        (
-            [HEADER, ROW | {"reads": [[1, "2"]]}],
-            "FILE, line 2: the field reads is [[1, '2']] (expected int, got str); ",
-        ),
         ([HEADER, ROW | {"entropy": float("nan")}], "FILE, line 2 holds NaN, which is no finite number; "),
-        ([HEADER, ROW | {"cost": -float("inf")}], "FILE, line 2 holds -Infinity, which is no finite number; "),
         ([HEADER, '{"index": 0, "cost": 1e999}'], "FILE, line 2 holds 1e999, which is no finite number; "),
-        ([HEADER, {"index": 0, "end": None}], "FILE, line 2: the field end is no JSON object; "),
         ([HEADER, {"index": 0, "end": without(END, "text")}], "FILE, line 2: the field text is missing; "),
         ([HEADER, {"index": 0, "end": END | {"finish_reason": "done"}}], "the field finish_reason is 'done' (invalid "),
         ([HEADER, {"index": 0, "end": END}, ROW], "FILE, line 3 comes after the end of continuation 0; "),
@@ -231,7 +181,6 @@ def test_what_is_no_trace_is_refused_in_one_sentence(file, lines, said):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"absent is not there; name a file that --trace has written\.$"):
-        read_trace(tmp_path / "absent")
-    with pytest.raises(UsageError, match=r"is not a regular file; name one that --trace has written\.$"):
-        read_trace(tmp_path)
+    for path, said in ((tmp_path / "absent", "absent is not there"), (tmp_path, "is not a regular file")):
+        with pytest.raises(UsageError, match=rf"{said}; name .* that --trace has written\.$"):
+            read_trace(path)

@@ -1,8 +1,8 @@
-"""What a text costs: the weights are shared by the rows that a step really served, and idle rows are counted apart."""
+"""What a completion costs: the rows that a step served share its weights, and idle rows are counted apart."""
 
 import jax
 import pytest
-from reopened import SIZES, reopened
+from reopened import SIZES, bits, reopened
 
 from et_jax.models.weights import num_bytes
 from et_jax.serve import engine
@@ -20,10 +20,6 @@ def model():
     return engine.load(**SIZES)
 
 
-def opened(model, **settings) -> engine.Model:
-    return reopened(model, **settings)
-
-
 def block_bytes(model) -> int:
     """Keys and values of a page of one KV head, in lines of 128 values."""
     config = model.decoder_config
@@ -37,23 +33,24 @@ def weight_bytes(model, completions) -> float:
     return sum(one.cost for one in completions) - own
 
 
-def test_a_lone_request_pays_for_all_weights_that_it_reads(model):
-    served = opened(model)
-    done = served.generate(PROMPT, LONG)
-    weights = num_bytes(model.params)
+def test_a_batch_of_one_pays_for_all_weights_that_it_reads_and_two_share_them(model):
+    served = reopened(model)
+    [alone] = served.generate(PROMPT, LONG)
     assert served.metrics.steps == 20
-    assert weight_bytes(model, done) == pytest.approx(20 * weights, rel=1e-12)
-    assert served.metrics.cost == done[0].cost and served.metrics.idle_cost == 0
+    assert weight_bytes(model, [alone]) == pytest.approx(20 * num_bytes(model.params), rel=1e-12)
+    assert served.metrics.cost == alone.cost and served.metrics.idle_cost == 0
     counted = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
     counted -= 0 if model.params.head is None else 2 * model.params.embedding.array.size
     assert served.metrics.idle_flops == 20 * 3 * counted  # three rows of four brought no token
-    assert done[0].flops > 20 * counted
+    assert alone.flops > 20 * counted
+    both = reopened(model).generate([PROMPT, PROMPT], LONG)
+    assert [bits(one) for one in both] == [bits(alone)] * 2  # the law's figures and the operations among them
+    assert weight_bytes(model, both) < 1.2 * weight_bytes(model, [alone])  # but for steps while one was prefilled
 
 
-@pytest.mark.parametrize("settings", [{}, {"preempt_every": 2}, {"replicas": 2}], ids=str)
-def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(model, settings):
-    """Ends, stop strings in mid-burst, more sequences than rows: the books balance all the same."""
-    served = opened(model, **settings)
+def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(model):
+    """With ends, stop strings in mid-burst and more sequences than rows, swapped between two replicas."""
+    served = reopened(model, preempt_every=2, replicas=2)
     kinds = [{}, {"max_tokens": 3}, {"stop": ("e", "a")}, {"temperature": 0.0}, {"n": 2}, {"stop": (" ",)}]
     requests = [
         GenerationRequest(prompt=PROMPT[i:], params=replace(LONG, seed=i, **kind)) for i, kind in enumerate(kinds)
@@ -61,27 +58,16 @@ def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(model
     done = served.generate(requests)
     charged = weight_bytes(model, done) + served.metrics.idle_cost
     assert charged == pytest.approx(served.metrics.steps * num_bytes(model.params), rel=1e-12)
-    per_row = 2 * (num_bytes(model.params) // model.params.embedding.dtype.itemsize)
-    tokens = sum(len(one.token_ids) for one in done)
-    idle_rows = 4 * served.metrics.steps - tokens
+    idle_rows = 4 * served.metrics.steps - sum(len(one.token_ids) for one in done)
     assert (served.metrics.step_rows, served.metrics.idle_rows) == (4 * served.metrics.steps, idle_rows)
     if model.params.head is None:
+        per_row = 2 * (num_bytes(model.params) // model.params.embedding.dtype.itemsize)
         assert served.metrics.idle_flops == idle_rows * per_row
 
 
-def test_company_halves_the_price_and_changes_nothing_that_laws_see(model):
-    [alone] = opened(model).generate(PROMPT, LONG)
-    both = opened(model).generate([PROMPT, PROMPT], LONG)
-    assert [one.token_ids for one in both] == [alone.token_ids] * 2
-    assert weight_bytes(model, both) < 1.2 * weight_bytes(model, [alone])  # but for steps while one was prefilled
-    assert both[0].flops == alone.flops
-
-
 def test_a_stream_that_is_closed_keeps_its_charges(model):
-    served = opened(model)
-    events = []
+    served, events = reopened(model), []
     for event in served.stream(PROMPT, max_tokens=60, ignore_eos=True, cancelled=lambda: len(events) > 5):
         events.append(event)
     [done] = [event.completion for event in events if event.completion]
-    assert served.metrics.cost == done.cost
-    assert done.cost == sum(event.trace.cost for event in events if event.trace)
+    assert served.metrics.cost == done.cost == sum(event.trace.cost for event in events if event.trace)

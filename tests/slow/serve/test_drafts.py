@@ -1,25 +1,25 @@
-"""Drafts in the engine: the same texts and traces for every kind of request, pages that balance, counts that add up."""
+"""Drafts in the engine: the same completions for every kind of request, pages that balance, counts that add up."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
-from reopened import SIZES, assert_balanced, reopened
+from reopened import SIZES, assert_balanced, bits, reopened
 
 from et_jax.control.draft import RooflineLength, StepTimes
 from et_jax.control.presets import preset
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.errors import UsageError
 from et_jax.serve import engine
-from et_jax.serve.completions import Completion
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.sizing import decoder_config
 from et_jax.serve.step_clock import GAIN, StepClock
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 LIST = "The guests were these: Mr. Brown, Mrs. Brown, Miss Ada Brown, Mr. Grey. "
-DRAFTS = {"draft": "lookup", "draft_tokens": 4, "draft_length": "fixed"}
 
 
 def asked() -> list[GenerationRequest]:
@@ -40,61 +40,42 @@ def asked() -> list[GenerationRequest]:
     return [*requests[:-1], dataclasses.replace(requests[-1], draft_tokens=0)]
 
 
-def all_but_costs(completion: Completion):
-    """All that drafts may not change: everything but what a token is charged, and what is told of the drafts."""
-    rows = [dataclasses.replace(row, cost=0.0, flops=0.0, drafted=0, accepted=False) for row in completion.trace]
-    return completion.text, completion.finish_reason, rows
+def without_drafts(done) -> list:
+    """Every bit of completions but the charges and the counts of drafts."""
+    return [bits(one, flops=0.0, drafted=0, accepted=False) for one in done]
 
 
 def opened(**settings) -> engine.Model:
-    return engine.load(**(SIZES | {"max_model_len": 192} | settings))
+    return engine.load(**SIZES | {"max_model_len": 192} | settings)
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """What is written without drafts."""
-    return opened().generate(asked())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"draft": "bundled-small", "draft_length": "entropy", "replicas": 2},
-        {"draft_length": "acceptance", "max_resident_seqs": 5, "num_pages": 40},
-    ],
-)
-def test_texts_and_traces_are_those_without_drafts(plain, settings):
-    model = opened(**(DRAFTS | settings))
-    done = model.generate(asked())
-    for one, other in zip(done, plain, strict=True):
-        assert all_but_costs(one) == all_but_costs(other)
-    rows = [row for completion in done for row in completion.trace]
-    metrics = model.metrics
-    assert metrics.drafted_tokens >= metrics.accepted_tokens > 0
-    assert metrics.accepted_tokens == sum(row.accepted for row in rows)
-    assert not any(row.drafted or row.accepted for row in done[-1].trace)
-    assert_balanced(model)
-    again = model.generate(asked()[:1])  # its beginning is kept now
-    assert all_but_costs(again[0]) == all_but_costs(done[0])
-
-
-def test_a_control_that_leaves_nothing_to_draft_is_refused_wherever_it_is_given():
-    """Where two models take turns a drafter would speak; where one token sets what the next reads nothing drafts."""
-    sentences = {
-        "guarded": "^draft guesses tokens ahead",
-        "paper": "^draft guesses tokens ahead",
-        "ead": "^draft is for",
+def test_completions_and_what_every_head_read_are_those_without_drafts():
+    """The lookup drafts first, a model where it finds nothing; the control leaves blocks unread."""
+    control = preset("certified", min_blocks=1, window=4, tolerance=0.5)
+    settings = {
+        "control": control,
+        "page_size": 4,
+        "num_pages": 161,
+        "tell_reads": True,
+        "replicas": 2,
+        "name": "bundled",
     }
-    for draft in ("lookup", "bundled-small"):
-        model = opened(**DRAFTS | {"draft": draft})
-        assert any(f"up to 4 tokens drafted by {draft}, fixed length" in line for line in model.describe())
-        for control, sentence in sentences.items():
-            with pytest.raises(UsageError, match=sentence):
-                model.generate(LIST, control=control)
-            with pytest.raises(UsageError, match=sentence):
-                model.as_completed([], control=preset(control))
-            with pytest.raises(UsageError, match=sentence):
-                engine.load(**SIZES, **DRAFTS | {"draft": draft}, control=control)
+    expected = opened(**settings).generate(asked())
+    model = opened(draft="lookup+bundled-small", draft_tokens=4, draft_length="entropy", **settings)
+    assert any("up to 4 tokens drafted by lookup+bundled-small" in line for line in model.describe())
+    done = model.generate(asked())
+    assert without_drafts(done) == without_drafts(expected)
+    rows, metrics = [row for one in done for row in one.trace], model.metrics
+    assert metrics.drafted_tokens >= metrics.accepted_tokens == sum(row.accepted for row in rows) > 0
+    assert not any(row.drafted or row.accepted for row in done[-1].trace)
+    heads = [model.config.num_kv_heads] * model.config.num_layers
+    for row in rows:
+        assert [len(layer) for layer in row.reads] == heads and sum(map(sum, row.reads)) == row.blocks_read
+        held = row.blocks_held // sum(heads)
+        assert all(type(head) is int and 1 <= head <= held for layer in row.reads for head in layer)
+    assert any(len({head for layer in row.reads for head in layer}) > 1 for row in rows)
+    assert without_drafts(model.generate(asked()[:1])) == without_drafts(expected[:1])  # from cached prefix pages
+    assert_balanced(model)
 
 
 @pytest.mark.parametrize(
@@ -126,27 +107,26 @@ def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
 @pytest.fixture(scope="module")
 def for_itself():
     """A model that drafts for itself."""
-    return opened(name="bundled-small", draft="self", draft_tokens=4)
+    return opened(draft="self", draft_tokens=4)
 
 
-def test_laws_told_by_the_clock_steer_how_much_is_drafted_and_no_text(for_itself, monkeypatch):
-    """Told that drafts are free they are made in a short text, told that they are dear they are not."""
+def test_laws_set_by_the_clock_steer_how_much_is_drafted_and_no_completion(for_itself, monkeypatch):
+    """If a drafted token takes no time many are drafted in a short completion, if it takes a step's time none is."""
     requests, model = asked()[:2], for_itself
     found = {}
     for name, cost in (("free", 0.0), ("dear", 1.0)):
         times = StepTimes(plain=1.0, plain_cached=0.0, drafted=cost, drafted_cached=0.0, row=cost, row_cached=0.0)
         laws = Drafting(length=RooflineLength(times, 1.0, widths=(4.0,)), drafter=Pruned(), most=4).laws
         monkeypatch.setattr(StepClock, "note", lambda *_, laws=laws: laws)
-        model.generate("It was late in", max_tokens=150, ignore_eos=True)  # in which the laws are told
+        model.generate("It was late in", max_tokens=150, ignore_eos=True)  # in which the laws are set
         before = model.metrics.drafted_tokens
-        done = model.generate(requests)
-        found[name] = [all_but_costs(one) for one in done], model.metrics.drafted_tokens - before
+        found[name] = without_drafts(model.generate(requests)), model.metrics.drafted_tokens - before
     assert found["free"][0] == found["dear"][0]
     assert found["free"][1] > 20 and found["dear"][1] == 0
     assert model.metrics.programs_compiled_late == 0
 
 
-def test_the_clock_is_read_where_a_law_asks_for_times(for_itself):
+def test_the_clock_sets_laws_that_ask_for_times(for_itself):
     """After some bursts the laws are others than those at the beginning."""
     model = reopened(for_itself)
     [replica] = model.replicas().replicas
@@ -154,5 +134,5 @@ def test_the_clock_is_read_where_a_law_asks_for_times(for_itself):
     model.generate(["It was late in", LIST], max_tokens=150, ignore_eos=True)
     [own] = jax.device_get(replica.device.state.draft_laws)
     assert own.times != before.times and own.worth >= GAIN and own.times.plain > 0
-    fixed = opened(name="bundled-small", **DRAFTS).decoder_config.draft
-    assert fixed is not None and fixed.times is None
+    fixed = EngineConfig(draft="self", draft_length="fixed")
+    assert decoder_config(fixed, model.config, jnp.float32).draft.times is None

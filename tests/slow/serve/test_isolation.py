@@ -5,13 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reopened import SIZES, reopened
+from reopened import SIZES, assert_balanced, bits, reopened
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
 from et_jax.models.weights import Dense
 from et_jax.serve import engine
-from et_jax.serve.completions import Completion
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
 from et_jax.types import replace, value
@@ -19,7 +18,6 @@ from et_jax.types import replace, value
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
-MARKED = 77  # the seed of the request that something happens to
 
 
 @pytest.fixture(scope="module")
@@ -27,141 +25,81 @@ def model():
     return engine.load(**SIZES)
 
 
-def opened(model, **changes) -> engine.Model:
-    return reopened(model, **changes)
-
-
-def asked(tokenizer, count: int = 6, marked: int = 2, **settings) -> list[GenerationRequest]:
-    """Requests of different lengths, one of them marked by its seed."""
+def asked(tokenizer, count: int = 6, **settings) -> list[GenerationRequest]:
+    """Requests of different lengths, whose seeds are their numbers."""
     tokens = tokenizer.encode(SENTENCE * 3)
-    seeds = [MARKED if i == marked else i for i in range(count)]
     return [
         GenerationRequest(
             prompt=tuple(tokens[i : i + 9 + 5 * i]),
-            params=SamplingParams(**{"max_tokens": 12 + i, "seed": seed, "ignore_eos": True} | settings),
+            params=SamplingParams(**{"max_tokens": 12 + i, "seed": i, "ignore_eos": True} | settings),
         )
-        for i, seed in enumerate(seeds)
+        for i in range(count)
     ]
 
 
-def text_of(completion: Completion):
-    """All of a completion but what its company may change, its cost."""
-    return completion.text, completion.token_ids, completion.finish_reason, completion.logprobs
+def fails_on_the_host(monkeypatch, replica) -> None:
+    """Have requests 1 to 4 fail: in their settings, in the pool, as a token is delivered, as they end; 5 in nothing."""
+    whole, begin, submit = Sequence.asked, replica.pool.begin, replica.queue.submit
+
+    def torn_if(fails: bool) -> None:
+        if fails:
+            raise LookupError("torn")
+
+    def asked_fragile(sequence, config):
+        torn_if(sequence.request.params.seed == 1)
+        return whole(sequence, config)
+
+    def begin_fragile(slot):
+        torn_if(replica.slots[slot].request.params.seed == 2)
+        return begin(slot)
+
+    def submit_fragile(sequence, deliver):
+        def fragile(event):
+            torn_if(sequence.request.params.seed == 3 and event.completion is None and len(sequence.trace) == 5)
+            deliver(event)
+            torn_if(sequence.request.params.seed == 4 and event.completion is not None)
+
+        submit(sequence, fragile)
+
+    monkeypatch.setattr(Sequence, "asked", asked_fragile)
+    monkeypatch.setattr(replica.pool, "begin", begin_fragile)
+    monkeypatch.setattr(replica.queue, "submit", submit_fragile)
 
 
-def assert_only_the_marked_failed(model, done, expected, marked: int = 2, sentence: str = "torn") -> None:
-    for number, (one, other) in enumerate(zip(done, expected, strict=True)):
-        if number == marked:
-            assert one.finish_reason == "error" and sentence in str(one.error) and "\n" not in str(one.error)
-            assert other.text.startswith(one.text)
-            assert one.token_ids == other.token_ids[: len(one.token_ids)]
-        else:
-            assert text_of(one) == text_of(other) and one.error is None
-    [replica] = model.replicas().replicas
-    assert replica.idle and not replica.broken
-    replica.forget_prefixes()
-    assert int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1 == replica.pool.num_free
-
-
-def fails_when_marked(monkeypatch, model, place: str) -> None:
-    """Have one piece of the host's work fail for the marked request."""
-    [replica] = model.replicas().replicas
-    whole = {name: getattr(Sequence, name) for name in ("take", "end", "asked")}
-
-    def torn(*_, **__):
-        raise LookupError("torn")
-
-    def marked(sequence):
-        return sequence.request.params.seed == MARKED
-
-    if place == "detokeniser":
-        monkeypatch.setattr(
-            Sequence,
-            "take",
-            lambda one, row, finished: (
-                torn() if marked(one) and len(one.trace) == 3 else whole["take"](one, row, finished)
-            ),
-        )
-        monkeypatch.setattr(
-            Sequence, "end", lambda one, *rest, **more: torn() if marked(one) else whole["end"](one, *rest, **more)
-        )
-    elif place == "request":
-        monkeypatch.setattr(
-            Sequence, "asked", lambda one, config: torn() if marked(one) else whole["asked"](one, config)
-        )
-    elif place == "prefix":
-        begin = replica.pool.begin
-        monkeypatch.setattr(replica.pool, "begin", lambda slot: torn() if marked(replica.slots[slot]) else begin(slot))
-    elif place == "deliver":
-        submit = replica.queue.submit
-
-        def submit_fragile(sequence, deliver):
-            def fragile(event):
-                if marked(sequence) and event.completion is None and len(sequence.trace) == 5:
-                    torn()
-                deliver(event)
-
-            submit(sequence, fragile)
-
-        monkeypatch.setattr(replica.queue, "submit", submit_fragile)
-
-
-@pytest.mark.parametrize("place", ["detokeniser", "request", "prefix", "deliver"])
-def test_what_fails_on_the_host_for_one_request_ends_that_one(model, monkeypatch, place):
-    served, requests = opened(model), asked(model.tokenizer)
-    expected = opened(model).generate(requests)
-    fails_when_marked(monkeypatch, served, place)
-    assert_only_the_marked_failed(served, served.generate(requests), expected)
-    assert served.metrics.finished == {"length": 5, "error": 1}
-
-
-def test_an_end_that_cannot_be_delivered_is_told_and_the_others_go_on(model, monkeypatch, caplog):
-    served, requests = opened(model), asked(model.tokenizer, count=3)
-    expected = opened(model).generate(requests)
-    replicas = served.replicas()
-    [lost] = served.sequences(9, replace(requests[0], params=SamplingParams(max_tokens=2)))
-
-    def deaf(_):
-        raise OSError("gone")
-
-    with replicas.queue.lock:
-        replicas.queue.submit(lost, deaf)
+def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(model, monkeypatch, caplog):
+    served, requests = reopened(model), asked(model.tokenizer)
+    expected = reopened(model).generate(requests)
+    fails_on_the_host(monkeypatch, served.replicas().replicas[0])
     done = served.generate(requests)
-    assert [text_of(one) for one in done] == [text_of(one) for one in expected]
-    assert "could not be delivered" in caplog.text and replicas.idle
+    for number, (one, other) in enumerate(zip(done, expected, strict=True)):
+        if number in (1, 2, 3):
+            assert one.finish_reason == "error" and "torn" in str(one.error) and "\n" not in str(one.error)
+            assert other.text.startswith(one.text)
+            assert one.token_ids == other.token_ids[: 5 * (number == 3)]
+        else:
+            assert bits(one) == bits(other) and one.error is None
+    assert "could not be delivered" in caplog.text
+    assert served.metrics.finished == {"length": 3, "error": 3}
+    assert_balanced(served)
 
 
-def test_a_tokenizer_that_fails_for_one_request_of_many_is_an_answer(model, monkeypatch):
-    served, whole = opened(model), model.tokenizer
+def test_a_request_that_cannot_be_read_is_an_answer_among_others(model):
+    served, full = reopened(model), model.tokenizer
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Fragile(type(whole)):
+    class Fragile(type(full)):
         def encode(self, text):
             if "!" in text:
                 raise RuntimeError("torn")
             return super().encode(text)
 
-    served.tokenizer = Fragile(**{field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)})
+    served.tokenizer = Fragile(**{field.name: getattr(full, field.name) for field in dataclasses.fields(full)})
     params = SamplingParams(max_tokens=3)
-    requests = [GenerationRequest(prompt=text, params=params) for text in ("One", "Two!", "Three")]
-    done = dict(served.as_completed(requests))
-    assert done[1].finish_reason == "error" and "torn" in str(done[1].error)
-    assert [len(done[i].token_ids) for i in (0, 2)] == [3, 3]
-
-
-def test_cancelling_that_fails_ends_its_own_stream(model):
-    served, requests = opened(model), asked(model.tokenizer)
-    expected = opened(model).generate(requests[3])
-
-    def torn():
-        raise LookupError("torn")
-
-    quiet = served.stream(requests[3])
-    first = next(quiet)
-    with pytest.raises(LookupError):
-        list(served.stream(requests[0], cancelled=torn))
-    [end] = [event.completion for event in [first, *quiet] if event.completion]
-    assert text_of(end) == text_of(expected[0]) and served.replicas().idle
+    prompts = ["One", "Two!", "Three", "", (1,) * 300]
+    done = dict(served.as_completed(GenerationRequest(prompt=prompt, params=params) for prompt in prompts))
+    assert [len(done[i].token_ids) for i in range(5)] == [3, 0, 3, 0, 0]
+    for i, said in {1: "torn", 3: "The prompt is empty", 4: "300 tokens"}.items():
+        assert done[i].finish_reason == "error" and said in str(done[i].error)
 
 
 def test_weights_that_are_damaged_for_one_token_harm_only_the_texts_that_meet_it(model):
@@ -179,8 +117,8 @@ def test_weights_that_are_damaged_for_one_token_harm_only_the_texts_that_meet_it
     for _ in range(3):
         done = spoilt.generate([*requests[:2], bad, *requests[3:]])
         assert done[2].finish_reason == "error" and "The logits after 0 tokens are not numbers" in str(done[2].error)
-        assert [text_of(one) for i, one in enumerate(done) if i != 2] == [
-            text_of(expected[one.params.seed]) for one in healthy
+        assert [bits(one) for i, one in enumerate(done) if i != 2] == [
+            bits(expected[one.params.seed]) for one in healthy
         ]
 
 
@@ -237,6 +175,7 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
         for i, heat in enumerate(heats)
     ]
     done, expected = model.generate(requests, control=control), model.generate(requests)
+    assert model.metrics.programs_compiled_late == 0  # a control for one call is compiled before its first round
     for i, (one, other, heat) in enumerate(zip(done, expected, heats, strict=True)):
         case = 0 if heat > 2.9 else round(heat % 1 * 64)
         if heat > 2.9:
@@ -245,28 +184,24 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
             assert f"The control law set {BAD[case - 1][0]} to a value that is not" in str(one.error), i
         else:
             assert one.error is None and len(one.token_ids) == 8
-            assert case or text_of(one) == text_of(other)
+            assert case or bits(one) == bits(other)
             continue
         assert one.finish_reason == "error" and len(one.token_ids) == (0 if 2 < heat < 2.9 else 2)
         assert one.token_ids == other.token_ids[: len(one.token_ids)]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_none(model, value):
+def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_none(model):
     """Six are in slots and four advance: without care the two last would wait for ever."""
 
     def rule(signals, state):
-        return jnp.where(state.temperature > 1.2, jnp.float32(value), -signals.arrival.astype(jnp.float32))
+        worst = jnp.where(state.temperature > 1.7, jnp.nan, -jnp.inf)
+        return jnp.where(state.temperature > 1.2, worst, -signals.arrival.astype(jnp.float32))
 
     requests = [
-        replace(one, params=replace(one.params, temperature=1.5 if i == 5 else 1.0))
-        for i, one in enumerate(asked(model.tokenizer))
+        replace(one, params=replace(one.params, temperature=heat))
+        for one, heat in zip(asked(model.tokenizer), (1.0, 1.0, 1.0, 1.0, 1.5, 2.0), strict=True)
     ]
-    done = model.generate(requests, control=Controller(priority=rule))
-    expected = model.generate(requests)
-    assert [text_of(one) for one in done[:5]] == [text_of(one) for one in expected[:5]]
-    if np.isnan(value):
-        assert "The priority rule returned a value that is not a number" in str(done[5].error)
-    else:
-        assert text_of(done[5]) == text_of(expected[5])
+    done, expected = model.generate(requests, control=Controller(priority=rule)), model.generate(requests)
+    assert [bits(one) for one in done[:5]] == [bits(one) for one in expected[:5]]
+    assert "The priority rule returned a value that is not a number" in str(done[5].error)

@@ -20,7 +20,6 @@ from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
 from et_jax.models.model import weight_bytes
 from et_jax.models.params import describe
-from et_jax.serve.device_memory import usable_memory
 from et_jax.serve.preflight import decoder_bytes, plan, size_text, step_bytes
 from et_jax.types import replace
 
@@ -55,34 +54,31 @@ def serving(model: ModelConfig, **changes) -> DecoderConfig:
     return DecoderConfig(**plain | dict(max_steps=32, cache_dtype=jnp.bfloat16, backend="xla") | changes)
 
 
-@pytest.mark.parametrize(("values", "count"), [(LLAMA_3_8B, 8_030_261_248), (LLAMA_3_70B, 70_553_706_496)])
-def test_weights_have_the_published_size(tmp_path: Path, values: dict, count: int) -> None:
+def test_weights_have_the_published_size(tmp_path: Path) -> None:
     """The parameter counts are those of the safetensors files on the hub."""
-    found = model(tmp_path, values)
-    assert (weight_bytes(found, jnp.bfloat16), weight_bytes(found, jnp.float32)) == (2 * count, 4 * count)
+    for values, count in ((LLAMA_3_8B, 8_030_261_248), (LLAMA_3_70B, 70_553_706_496)):
+        found = model(tmp_path, values)
+        assert (weight_bytes(found, jnp.bfloat16), weight_bytes(found, jnp.float32)) == (2 * count, 4 * count)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int8])
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_page_is_what_its_parts_are(dtype, kept: bool) -> None:
-    """Per layer and KV head: tokens in the cache's dtype; where kept also their box, mean and radius, and codes."""
-    keep = frozenset({"codes", "surprisals"} if kept else ())
-    config = configuration(cache_dtype=dtype, dtype=jnp.float32, keep=keep)
+def test_a_page_is_what_its_parts_are(dtype) -> None:
+    """Per layer and KV head: tokens in the cache's dtype, their box, mean and radius, and codes; and surprisals."""
+    config = configuration(cache_dtype=dtype, dtype=jnp.float32, keep=frozenset({"codes", "surprisals"}))
     c, s, e, size = config.model, config.page_size, 128, jnp.dtype(dtype).itemsize
     scales, box = (s * 2 * 4, 4) if size == 1 else (0, size)
-    head = s * e * size + scales + kept * (e * box + e * 4 + 4 + s * c.head_dim)
+    head = s * e * size + scales + e * box + e * 4 + 4 + s * c.head_dim
     table = 4 + 4  # its reference count, its place among the free pages
-    assert decoder_bytes(config)[0] == c.num_layers * c.num_kv_heads * head + table + kept * s * 4
+    assert decoder_bytes(config)[0] == c.num_layers * c.num_kv_heads * head + table + s * 4
 
 
-@pytest.mark.parametrize("changes", [{}, {"penalties": True}, {"num_slots": 7}, {"max_length": 50}])
-def test_pages_and_state_are_the_whole_decoder(changes: dict) -> None:
+@pytest.mark.parametrize("changes", [{}, {"penalties": True}, {"num_slots": 7, "max_length": 50}])
+def test_pages_and_state_are_the_entire_decoder(changes: dict) -> None:
     config = configuration(**changes)
+    page, rest = decoder_bytes(config)
     for num_pages in (2, 57):
-        whole = jax.eval_shape(partial(empty, replace(config, num_pages=num_pages)))
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(whole))
-        page, rest = decoder_bytes(config)
-        assert num_pages * page + rest == size
+        leaves = jax.tree.leaves(jax.eval_shape(partial(empty, replace(config, num_pages=num_pages))))
+        assert num_pages * page + rest == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +106,9 @@ def test_a_step_is_estimated_from_above_but_not_wildly(shape: ModelConfig, chang
     assert measured <= step_bytes(config) + 50_000 <= 3 * measured
 
 
-@pytest.mark.parametrize("name", ["latent", "adakv"])
-def test_a_compression_is_estimated_from_above_whatever_the_pool(name: str) -> None:
+def test_a_compression_is_estimated_from_above_whatever_the_pool() -> None:
     """The pool is written where it lies: what is set aside does not grow with it."""
-    for num_pages in (200, 2000):
+    for name, num_pages in (("latent", 2000), ("adakv", 2000), ("adakv", 200)):
         config = configuration(num_pages=num_pages, max_length=1024, compression=named(name, 256))
         state = jax.eval_shape(partial(empty, config))
         program = decoder(config).compress.lower(state, jnp.int32(0)).compile()  # type: ignore[attr-defined]
@@ -134,83 +129,52 @@ def test_the_cache_takes_what_it_wants_or_what_is_left() -> None:
     assert plan(config, GB, num_pages=5).num_pages == 5
 
 
-def test_a_model_too_large_is_refused_from_its_configuration_alone(tmp_path: Path) -> None:
-    """There is no weight in the folder to read."""
-    config = serving(model(tmp_path, LLAMA_3_70B))
-    with pytest.raises(UsageError) as refusal:
-        plan(config, min(usable_memory(0.9), 100 * GB))
-    said = str(refusal.value)
-    assert "141.1 GB for weights in bfloat16" in said and "billion weights in bfloat16, or a larger machine." in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "memory", "words", "setting"),
-    [
-        (
-            {"num_slots": 512, "batch": 512},
-            18 * GB,
-            "512 sequences at once; take quantize int8, or take max_num_seqs ",
-            ["num_slots", "batch"],
-        ),
-        (
-            {},
-            17 * GB,
-            "the cache of one sequence of 8192 tokens, .*; take quantize int8, or take cache_dtype int8, "
-            "or take max_model_len ",
-            ["max_length"],
-        ),
-    ],
-)
-def test_a_refusal_says_the_most_that_fits(
-    tmp_path: Path, changes: dict, memory: int, words: str, setting: list[str]
-) -> None:
-    config = serving(model(tmp_path, LLAMA_3_8B), **changes)
-    with pytest.raises(UsageError, match=words + r"\d+\.$") as refusal:
-        plan(config, memory)
-    most = int(str(refusal.value).rpartition(" ")[2][:-1])
-    assert plan(replace(config, **dict.fromkeys(setting, most)), memory).total <= memory
-    with pytest.raises(UsageError):
-        plan(replace(config, **dict.fromkeys(setting, most + 1)), memory)
-
-
-def test_a_refusal_says_that_half_the_precision_would_do(tmp_path: Path) -> None:
-    config = serving(model(tmp_path, LLAMA_3_8B), cache_dtype=jnp.float32)
-    with pytest.raises(
-        UsageError, match=r"32\.1 GB for weights in float32, .*; take bfloat16, or take quantize int8\."
+def test_a_refusal_names_the_most_that_fits(tmp_path: Path) -> None:
+    small = model(tmp_path, LLAMA_3_8B)
+    slots, batched = serving(small, num_slots=512, batch=512), "512 sequences at once; take quantize int8, or take "
+    cached = "the cache of one sequence of 8192 tokens, .*; take quantize int8, or take cache_dtype int8, or take "
+    for config, memory, words, fields in (
+        (slots, 18 * GB, batched + "max_num_seqs ", ["num_slots", "batch"]),
+        (serving(small), 17 * GB, cached + "max_model_len ", ["max_length"]),
     ):
-        plan(config, 24 * GB)
-    assert plan(replace(config, cache_dtype=jnp.bfloat16), 24 * GB).total <= 24 * GB
-
-
-def test_a_refusal_says_that_weights_in_8_bits_would_do(tmp_path: Path) -> None:
-    """8.0 GB of them: a byte for each of 8.03 billion numbers, and 4 for each output; norms are not worth a digit."""
-    config = serving(model(tmp_path, LLAMA_3_8B), max_length=2048)
-    with pytest.raises(UsageError, match=r"16\.1 GB for weights in bfloat16, .*; take quantize int8\.$"):
-        plan(config, 12 * GB)
-    found = plan(replace(config, quantize="int8"), 12 * GB)
-    assert found.weights == pytest.approx(8.04e9, abs=5e6)
-    with pytest.raises(UsageError, match=r"8\.0 GB for weights in int8, .*; choose a model"):
-        plan(replace(config, quantize="int8"), 8 * GB)
-
-
-def test_a_refusal_says_that_a_cache_of_half_the_precision_would_do(tmp_path: Path) -> None:
-    config = serving(model(tmp_path, LLAMA_3_8B), dtype=jnp.bfloat16, cache_dtype=jnp.float32)
-    half = plan(replace(config, cache_dtype=jnp.bfloat16), 24 * GB)
-    least = half.total - half.cache + 513 * half.page  # one sequence of 8192 tokens in pages of 16
-    with pytest.raises(UsageError, match=r"16\.1 GB for weights in bfloat16, .*; take cache_dtype bfloat16, or take"):
-        plan(config, least)
-    assert plan(replace(config, cache_dtype=jnp.bfloat16), least).total <= least
-
-
-def test_more_pages_than_fit_are_refused(tmp_path: Path) -> None:
-    config = serving(model(tmp_path, LLAMA_3_8B))
+        with pytest.raises(UsageError, match=words + r"\d+\.$") as refusal:
+            plan(config, memory)
+        most = int(str(refusal.value).rpartition(" ")[2][:-1])
+        assert plan(replace(config, **dict.fromkeys(fields, most)), memory).total <= memory
+        with pytest.raises(UsageError):
+            plan(replace(config, **dict.fromkeys(fields, most + 1)), memory)
     with pytest.raises(UsageError, match=r"for the cache, .*; take num_pages \d+") as refusal:
-        plan(config, 20 * GB, num_pages=5000)
+        plan(serving(small), 20 * GB, num_pages=5000)
     pages = int(str(refusal.value).split("num_pages ")[1].split(",")[0].rstrip("."))
-    assert plan(config, 20 * GB, num_pages=pages).total <= 20 * GB
+    assert plan(serving(small), 20 * GB, num_pages=pages).total <= 20 * GB
 
 
-def test_replicas_that_share_a_memory_hold_the_weights_once_and_all_else_each() -> None:
+def test_a_refusal_says_that_fewer_bits_would_do(tmp_path: Path) -> None:
+    small, half = model(tmp_path, LLAMA_3_8B), jnp.bfloat16
+    wide, short = serving(small, cache_dtype=jnp.float32), serving(small, max_length=2048)
+    wide_cache = replace(wide, dtype=half)
+    ample = plan(replace(wide_cache, cache_dtype=half), 24 * GB)
+    least = ample.total - ample.cache + 513 * ample.page  # one sequence of 8192 tokens in pages of 16
+    for config, memory, words, remedy in (
+        (wide, 24 * GB, r"32\.1 GB for weights in float32, .*; take bfloat16, or", {"cache_dtype": half}),
+        (wide_cache, least, r"16\.1 GB for weights in bfloat16, .*; take cache_dtype bfloat16", {"cache_dtype": half}),
+        (short, 12 * GB, r"16\.1 GB for weights in bfloat16, .*; take quantize int8\.$", {"quantize": "int8"}),
+    ):
+        with pytest.raises(UsageError, match=words):
+            plan(config, memory)
+        assert plan(replace(config, **remedy), memory).total <= memory
+
+
+def test_weights_in_8_bits_have_a_scale_for_each_output(tmp_path: Path) -> None:
+    """8.0 GB: a byte for each of 8.03 billion numbers, and 4 for each output; norms are not worth a digit."""
+    config = serving(model(tmp_path, LLAMA_3_8B), max_length=2048, quantize="int8")
+    assert plan(config, 12 * GB).weights == pytest.approx(8.04e9, abs=5e6)
+    words = r"8\.0 GB for weights in int8, .*; choose a model of at most 2 billion weights in bfloat16, or a larger"
+    with pytest.raises(UsageError, match=words):
+        plan(config, 8 * GB)
+
+
+def test_replicas_of_one_memory_share_the_weights_and_nothing_else() -> None:
     config = configuration()
     one, two = plan(config, GB), plan(config, GB, replicas=2)
     assert two.num_pages == one.num_pages and two.total == 2 * one.total - one.weights
@@ -222,17 +186,14 @@ def test_replicas_that_share_a_memory_hold_the_weights_once_and_all_else_each() 
 
 
 def test_the_table_says_where_the_memory_goes() -> None:
-    config = configuration()
-    lines = plan(config, GB).table()
+    ample = plan(configuration(), GB)
+    lines = ample.table()
     assert [line.split()[0] for line in lines] == ["weights", "cache", "state", "step", "in"]
     assert "49 pages" in lines[1] and "1.0 GB that may be used" in lines[-1]
-    ample = plan(config, GB)
-    short = plan(config, ample.total - 20 * ample.page).table()
+    short = plan(configuration(), ample.total - 20 * ample.page).table()
     assert "29 pages" in short[1] and "of 49 for every sequence at once" in short[1]
 
 
-@pytest.mark.parametrize(
-    ("size", "text"), [(999, "999 bytes"), (1500, "1.5 kB"), (2 * 10**6, "2.0 MB"), (GB, "1.0 GB")]
-)
-def test_sizes_are_said_in_powers_of_ten(size: int, text: str) -> None:
-    assert size_text(size) == text
+def test_sizes_are_said_in_powers_of_ten() -> None:
+    sizes = {999: "999 bytes", 1500: "1.5 kB", 2 * 10**6: "2.0 MB", GB: "1.0 GB"}
+    assert {size: size_text(size) for size in sizes} == sizes

@@ -4,18 +4,16 @@ import dataclasses
 import json
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-from reopened import reopened
+from held_rounds import HeldRounds
+from reopened import TWO_SLOTS, assert_balanced, reopened
 
-from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "prefill_batch": 32}
 PROMPTS = [f"In the year {year} the old king" for year in range(1800, 1812)]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=3, temperature=0.9)
 
@@ -39,22 +37,22 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def model():
-    return engine.load(**SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def texts(model):
+def tokens_of(model) -> list[list[int]]:
     return [list(done.token_ids) for done in model.generate(PROMPTS, PARAMS)]
 
 
-def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(model, texts):
-    replicas = reopened(model, replicas=2).replicas()
+@pytest.fixture(scope="module")
+def expected(two_slots):
+    return tokens_of(two_slots)
+
+
+def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(two_slots, expected):
+    served = reopened(two_slots, replicas=2)
+    replicas = served.replicas()
     queue, [first, second] = replicas.queue, replicas.replicas
     first.burst_seconds = 0.0  # one step a round
     events = []
-    [sequence] = model.sequences(0, GenerationRequest(prompt=PROMPTS[0], params=PARAMS))
+    [sequence] = served.sequences(0, GenerationRequest(prompt=PROMPTS[0], params=PARAMS))
     queue.submit(sequence, events.append)
     for _ in range(5):
         first.advance()
@@ -63,44 +61,42 @@ def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(model, texts):
         first._preempt(sequence)
     while not replicas.idle:
         second.advance()
-    assert list(events[-1].completion.token_ids) == texts[0]
-    for replica in replicas.replicas:
-        assert int(replica.device.state.table.num_free) == replica.pool.num_free
-        replica.forget_prefixes()
-        assert int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1
+    assert list(events[-1].completion.token_ids) == expected[0]
+    assert_balanced(served)
 
 
-def test_a_replica_that_fails_is_heard_of_and_the_model_goes_on(model, texts, monkeypatch):
-    served = reopened(model, replicas=2)
-    last = served.replicas().replicas[1]
+@pytest.mark.parametrize(
+    ("number", "work", "failure"),
+    [(1, "_decode", RuntimeError("the device is gone")), (0, "_prefill", KeyboardInterrupt("stop"))],
+    ids=["failure", "interrupt"],
+)
+def test_a_round_that_fails_reaches_the_caller_and_the_model_goes_on(
+    two_slots, expected, monkeypatch, number, work, failure
+):
+    served = reopened(two_slots, replicas=2)
 
     def torn(*_):
-        raise RuntimeError("the device is gone")
+        raise failure
 
-    monkeypatch.setattr(last, "_decode", torn)
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    monkeypatch.setattr(served.replicas().replicas[number], work, torn)
+    with pytest.raises(type(failure), match=str(failure)):
         served.generate(PROMPTS, PARAMS)
-    assert [list(done.token_ids) for done in served.generate(PROMPTS, PARAMS)] == texts
+    assert tokens_of(served) == expected
 
 
-def test_every_stream_hears_why_a_round_failed_that_ended_while_none_waited_for_it(model, monkeypatch):
-    served = reopened(model, replicas=2)
+def test_a_failure_reaches_every_stream_though_none_waited_for_its_round(two_slots):
+    served = reopened(two_slots, replicas=2)
     [first, second] = served.replicas().replicas
-    inside, go_on = threading.Event(), threading.Event()
 
-    def torn(*_):
-        inside.set()
-        second.queue.lock.release()
-        go_on.wait(20)
-        second.queue.lock.acquire()
+    def torn(_):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(second, "_decode", torn)
+    held = HeldRounds(second, torn)
     streams = [served.stream(PROMPTS, PARAMS), served.stream(PROMPTS[:1], PARAMS)]
-    while not inside.is_set() or not first.slots:
+    while not held.inside.is_set() or not first.slots:
         next(streams[0])
     next(streams[1])
-    go_on.set()
+    held.go_on.set()
     while not second.broken:
         time.sleep(0.01)
     for stream in streams:
@@ -108,38 +104,27 @@ def test_every_stream_hears_why_a_round_failed_that_ended_while_none_waited_for_
             list(stream)
 
 
-def test_a_stream_closed_while_a_round_runs_leaves_nothing(model):
-    served = reopened(model, replicas=2)
-    replicas = served.replicas()
-    [first, second] = replicas.replicas
-    inside, go_on, decode = threading.Event(), threading.Event(), second._decode
-
-    def held_up(pending):
-        inside.set()
-        second.queue.lock.release()
-        go_on.wait(20)
-        second.queue.lock.acquire()
-        decode(pending)
-
-    second._decode = held_up
+def test_a_stream_closed_while_a_round_runs_leaves_nothing(two_slots):
+    served = reopened(two_slots, replicas=2)
+    [first, second] = served.replicas().replicas
+    held = HeldRounds(second)
     stream = served.stream(PROMPTS, PARAMS)
-    while not inside.is_set():
+    while not held.inside.is_set():
         next(stream)
     assert second.slots and first.slots
     stream.close()
-    assert second.slots  # a slot is not emptied under a running round
-    go_on.set()
+    assert second.slots  # a slot is not emptied while a round runs
+    held.end()
     assert served.replicas().idle
-    del second._decode
 
 
-def test_each_replica_has_a_device_of_its_own_where_there_are_several(texts):
-    asked = json.dumps([SETTINGS, PROMPTS, dataclasses.asdict(PARAMS)])
+def test_each_replica_has_a_device_of_its_own_where_there_are_several(expected):
+    asked = json.dumps([TWO_SLOTS, PROMPTS, dataclasses.asdict(PARAMS)])
     done = subprocess.run(
         [sys.executable, "-c", ON_TWO_DEVICES, asked], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said["texts"] == texts
+    assert said["texts"] == expected
     assert [set(devices) for devices in said["devices"]] == [{0}, {1}]
     assert min(said["rounds"]) > 3 and said["late"] == 0

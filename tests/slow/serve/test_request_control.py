@@ -1,14 +1,13 @@
-"""Requests with numbers of their own: one program for all, and each text as under that controller alone."""
+"""Requests with numbers of their own: one program for all, and each completion as under that controller alone."""
 
 import pytest
-from reopened import SIZES
+from reopened import SIZES, bits
 
 import et_jax
 from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
 from et_jax.control.settings import adjusted
 from et_jax.control.temperature import Thermostat
 from et_jax.serve.compilation import made
-from et_jax.serve.completions import Completion, TokenTrace
 from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -27,49 +26,23 @@ def numbers(i: int) -> dict[str, float]:
     return {"target_entropy": 0.5 + i / 25, "tolerance": i / 1000, "gain": 0.02 + i / 5000, "window": 16 * (i % 4)}
 
 
-def uncharged(done: Completion) -> list[TokenTrace]:
-    """The tokens of a text and their figures, but for the charge, which the company shares."""
-    return [replace(row, cost=0.0) for row in done.trace]
-
-
 def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
     model.warm_up()
     before = made().programs
     asked = [GenerationRequest(prompt=PROMPT, params=PARAMS, control=numbers(i)) for i in range(100)]
-    together = model.generate(asked)
-    assert made().programs == before and model.metrics.programs_compiled_late == 0
-    assert len({tuple(row.temperature for row in done.trace) for done in together}) > 90  # the numbers matter
-    for i in range(0, 100, 33):
-        given = numbers(i)
-        whole = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
-        [alone] = model.generate([PROMPT], PARAMS, control=adjusted(whole, {"gain": given["gain"]}))
-        assert uncharged(alone) == uncharged(together[i])
-    assert made().programs == before
-
-
-def test_a_model_loaded_with_the_numbers_writes_the_same(model):
-    own = {"target_entropy": 3.0, "tolerance": 0.2}
-    [asked] = model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=own)])
-    loaded = et_jax.load(**SIZES, control=preset("guarded", **own))
-    [alone] = loaded.generate([PROMPT], PARAMS)
-    assert uncharged(alone) == uncharged(asked)
-
-
-def test_a_call_sets_the_knobs_of_the_preset_that_the_model_has(model):
-    own = {"target_entropy": 3.0, "tolerance": 0.2}
-    [asked] = model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=own)])
-    [called] = model.generate([PROMPT], PARAMS, **own)
-    [(_, completed)] = model.as_completed([GenerationRequest(prompt=PROMPT, params=PARAMS)], **own)
-    assert uncharged(called) == uncharged(completed) == uncharged(asked)
-    assert uncharged(called) != uncharged(model.generate([PROMPT], PARAMS)[0])
-
-
-def test_a_controller_that_differs_in_numbers_serves_one_request(model):
     other = preset("guarded", target_entropy=1.0, tolerance=0.01)
     by_value = GenerationRequest(prompt=PROMPT, params=PARAMS, control=other)
     by_name = GenerationRequest(prompt=PROMPT, params=PARAMS, control={"target_entropy": 1, "tolerance": 0.01})
-    one, two = model.generate([by_value, by_name])
-    assert uncharged(one) == uncharged(two)
+    *together, one, two = model.generate([*asked, by_value, by_name])
+    assert bits(one) == bits(two)
+    assert made().programs == before and model.metrics.programs_compiled_late == 0
+    assert len({tuple(row.temperature for row in done.trace) for done in together}) > 90  # the numbers matter
+    for i in (0, 33, 99):
+        given = numbers(i)
+        laws = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
+        [alone] = model.generate([PROMPT], PARAMS, control=adjusted(laws, {"gain": given["gain"]}))
+        assert bits(alone) == bits(together[i])
+    assert made().programs == before
 
 
 @pytest.mark.parametrize(
@@ -82,17 +55,26 @@ def test_a_controller_that_differs_in_numbers_serves_one_request(model):
     ],
 )
 def test_what_a_request_cannot_set_is_refused_alone(model, control, sentence):
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as refusal:
         model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=control)])
-    assert sentence in str(told.value)
+    assert sentence in str(refusal.value)
 
 
 def test_controllers_made_in_a_loop_compile_once_and_few_decoders_are_kept(model):
-    def made(i: int) -> Controller:
+    def laws(i: int) -> Controller:
         return Controller(law=Thermostat(1.0 + i))
 
-    decoders = [model.decoder(made(i)) for i in range(3)]
-    assert decoders[0].step is decoders[2].step and decoders[2].config.controller == made(2)
+    decoders = [model.decoder(laws(i)) for i in range(3)]
+    assert decoders[0].step is decoders[2].step and decoders[2].config.controller == laws(2)
     for i in range(1, 12):
-        model.decoder(replace(made(0), refresh_every=1 + i))
+        model.decoder(replace(laws(0), refresh_every=1 + i))
     assert len(model._decoders) <= 4
+
+
+def test_a_call_sets_the_knobs_of_the_preset_that_the_model_has(model):
+    own = {"target_entropy": 3.0, "tolerance": 0.2}
+    [asked] = model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=own)])
+    [called] = model.generate([PROMPT], PARAMS, **own)
+    [(_, completed)] = model.as_completed([GenerationRequest(prompt=PROMPT, params=PARAMS)], **own)
+    assert uncharged(called) == uncharged(completed) == uncharged(asked)
+    assert uncharged(called) != uncharged(model.generate([PROMPT], PARAMS)[0])

@@ -1,12 +1,11 @@
 """A small model beside the model in the engine: turns by entropy, bounds of one request each, refusals in words."""
 
-import dataclasses
 import json
 import math
 import shutil
 
 import pytest
-from reopened import SIZES
+from reopened import SIZES, assert_balanced, bits
 
 import et_jax
 from et_jax import GenerationRequest, SamplingParams, UsageError, preset
@@ -17,7 +16,7 @@ from et_jax.serve.config import EngineConfig
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 PROMPTS = ["It was late in the evening when", "The guests were these:", "He said that", "On the other hand"]
-TURNS = {"small": "bundled-small", "max_model_len": 96}
+TURNS = {"name": "bundled", "small": "bundled-small", "max_model_len": 96}
 
 
 def asked(taus: list[float]) -> list[GenerationRequest]:
@@ -33,46 +32,31 @@ def asked(taus: list[float]) -> list[GenerationRequest]:
     ]
 
 
-def uncharged(done):
-    """All but the charge, which the company shares."""
-    return done.text, [dataclasses.replace(row, cost=0.0, flops=0.0) for row in done.trace]
-
-
 @pytest.fixture(scope="module")
 def guarded():
     return et_jax.load(**(SIZES | TURNS), control=preset("ead_guarded", tau=5.0))
 
 
-@pytest.fixture(scope="module")
-def together(guarded):
-    return guarded.generate(asked([5.0, 5.5, 4.5, 1e9]))
-
-
-def test_both_speak_and_every_request_has_its_own_bound(guarded, together):
+def test_both_speak_and_every_request_has_its_own_bound(guarded):
+    requests = asked([5.0, 5.5, 4.5, 1e9])
+    together = guarded.generate(requests)
     shares = [done.to_dict()["entropic"]["small_share"] for done in together]
     assert any(0 < share < 1 for share in shares[:4]) and shares[-1] == 1.0
     said = sum(row.by_small for done in together for row in done.trace)
     assert 0 < guarded.metrics.small_tokens == said < guarded.metrics.generated_tokens
     assert any("takes turns with bundled-small" in line for line in guarded.describe())
-    [alone] = guarded.generate(asked([5.0] * 4)[:1])
-    assert uncharged(alone) == uncharged(together[0])
-
-
-def test_texts_are_the_same_under_preemption_replicas_and_late_reading(together):
     settings = {"lazy_prefill": True, "replicas": 2, "preempt_every": 2}
     model = et_jax.load(**(SIZES | TURNS | settings), control="ead_guarded")
-    done = model.generate(asked([5.0, 5.5, 4.5, 1e9]))
-    assert [uncharged(one) for one in done] == [uncharged(one) for one in together]
+    done = model.generate(requests)
+    assert [bits(one, flops=0.0) for one in done] == [bits(one, flops=0.0) for one in together]
     assert model.metrics.preemptions > 0
-    for replica in model.replicas().replicas:
-        replica.forget_prefixes()
-        assert int(replica.device.state.table.num_free) == model.decoder_config.num_pages - 1
+    assert_balanced(model)
 
 
 def test_without_a_bound_the_small_model_speaks_alone(guarded):
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=4)
     [done] = guarded.generate(PROMPTS[:1], params, control=preset("ead_guarded", tau=math.inf))
-    [alone] = et_jax.load("bundled-small", **(SIZES | {"max_model_len": 96})).generate(PROMPTS[:1], params)
+    [alone] = et_jax.load(**SIZES | {"max_model_len": 96}).generate(PROMPTS[:1], params)
     assert done.token_ids == alone.token_ids
     assert [row.entropy for row in done.trace] == [row.entropy for row in alone.trace]
 
@@ -91,7 +75,7 @@ def test_a_model_with_another_tokenizer_is_refused(folder):
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(parts), encoding="utf-8")
     for settings in ({"draft": str(folder)}, {"small": str(folder), "control": "ead"}):
-        with pytest.raises(UsageError, match="small and bundled have different tokenizers; take a small model"):
+        with pytest.raises(UsageError, match="small and bundled-small have different tokenizers; take a small model"):
             et_jax.load(**(SIZES | settings))
 
 
@@ -109,10 +93,15 @@ def test_a_model_that_does_not_fit_the_other_is_refused(folder, changed, sentenc
         et_jax.load(**(SIZES | TURNS | {"small": str(folder), "control": "ead"}))
 
 
-def test_a_small_model_that_is_not_small_is_told_of():
-    told: list[str] = []
-    et_jax.load("bundled-small", **SIZES, draft="bundled", progress=told.append)
-    assert "bundled, the small model, has no fewer weights than bundled-small: it will save nothing" in told
+def test_a_model_that_is_nowhere_is_refused():
+    with pytest.raises(UsageError, match="nowhere-at-all is neither a folder nor a hub name"):
+        et_jax.load(**(SIZES | {"small": "nowhere-at-all", "control": "ead"}))
+
+
+def test_a_small_model_that_is_not_small_is_reported():
+    said: list[str] = []
+    et_jax.load(**SIZES, draft="bundled", progress=said.append)
+    assert "bundled, the small model, has no fewer weights than bundled-small: it will save nothing" in said
 
 
 def test_two_models_that_do_not_fit_in_memory_are_refused_before_a_weight_is_read(monkeypatch):
@@ -123,24 +112,3 @@ def test_two_models_that_do_not_fit_in_memory_are_refused_before_a_weight_is_rea
     with pytest.raises(UsageError, match=r"This needs .* for weights in bfloat16"):
         loading.opened(EngineConfig(**SIZES, draft="bundled-small"), lambda _: None)
     assert device_memory.usable_memory(0.5) > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"control": "ead"}, "This control switches between two models; name the other one by small."),
-        ({"small": "bundled-small", "draft": "another"}, "draft is for one model, and small for two that take turns"),
-        ({"small": "nowhere-at-all", "control": "ead"}, "nowhere-at-all is neither a folder nor a hub name"),
-    ],
-)
-def test_settings_of_two_models_that_cannot_work_are_refused(settings, sentence):
-    with pytest.raises(UsageError) as told:
-        et_jax.load(**(SIZES | settings))
-    assert sentence in str(told.value) and "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize(("given", "sentence"), [("nan", "tau is nan"), ("soon", "tau")])
-def test_a_bound_that_is_no_number_is_refused(guarded, given, sentence):
-    number = float(given) if given == "nan" else given
-    with pytest.raises(UsageError, match=sentence):
-        guarded.generate([GenerationRequest(prompt="It was", params=SamplingParams(), control={"tau": number})])

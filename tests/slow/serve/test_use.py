@@ -11,7 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from reopened import reopened
+from reopened import TWO_SLOTS, reopened
 
 from et_jax.errors import UsageError
 from et_jax.serve import engine
@@ -21,17 +21,11 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-SETTINGS = {"max_num_seqs": 2, "max_model_len": 96, "prefill_batch": 32}
 PROMPTS = ["It was", "The sea", "In the year 1801 the old king"]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 REQUEST = GenerationRequest(prompt="It was", params=PARAMS)
-CLOSED = r"^The model bundled is closed; load it anew\.$"
+CLOSED = r"^The model bundled-small is closed; load it anew\.$"
 TRACED = "cannot be loaded or used within a function that JAX traces"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine.load(**SETTINGS)
 
 
 def live() -> int:
@@ -52,33 +46,30 @@ def uses(model):
     }
 
 
-def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(model):
+def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(two_slots):
     before = live()
-    with reopened(model, replicas=2) as own:
-        copied = jax.tree.map(jnp.copy, model.weights)
+    with reopened(two_slots, replicas=2) as own:
+        copied = jax.tree.map(jnp.copy, two_slots.weights)
         own._weights = copied
         del copied
         own.generate(PROMPTS, PARAMS)
         open_stream, unbegun = own.stream(PROMPTS, max_tokens=60, ignore_eos=True), own.stream(PROMPTS, PARAMS)
         completions = own.as_completed([REQUEST] * 4)
         next(open_stream), next(completions)
-        assert live() > before + sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+        assert live() > before + sum(leaf.nbytes for leaf in jax.tree.leaves(two_slots.params))
     assert live() == before  # with the streams still open
-    for name, use in (
-        uses(own) | {"params": lambda: own.params, "decoder": own.decoder, "describe": own.describe}
-    ).items():
+    more = {"params": lambda: own.params, "decoder": own.decoder, "describe": own.describe}
+    more |= {"a stream": lambda: list(open_stream), "another": lambda: list(unbegun), "rows": lambda: list(completions)}
+    for name, use in (uses(own) | more).items():
         with pytest.raises(UsageError, match=CLOSED):
             use()
             pytest.fail(name)
-    for stream in (open_stream, unbegun, completions):
-        with pytest.raises(UsageError, match=CLOSED):
-            list(stream)
     own.close()
-    assert own.metrics.prompt_tokens and own.name == "bundled" and live() == before
+    assert own.metrics.prompt_tokens and own.name == "bundled-small" and live() == before
 
 
-def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(model, monkeypatch):
-    own, before = reopened(model, replicas=2), live()
+def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(two_slots, monkeypatch):
+    own, before = reopened(two_slots, replicas=2), live()
     own.generate(PROMPTS, PARAMS)
     inside, failed, decode = threading.Event(), [], Replica._decode
 
@@ -104,39 +95,35 @@ def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(model, mon
         thread.start()
     for thread in (*closing, *threads):
         thread.join(20)
-    assert failed == ["The model bundled is closed; load it anew."] * 3 and live() == before
+    assert failed == ["The model bundled-small is closed; load it anew."] * 3 and live() == before
 
 
-def test_a_model_closed_while_it_is_compiled_is_not_left_half_open(model, monkeypatch):
-    own, before = reopened(model), live()
-    monkeypatch.setattr(Replicas, "warm_up", lambda *_: own.close())
-    with pytest.raises(UsageError, match=CLOSED):
-        own.generate(PROMPTS, PARAMS)
+def test_a_model_closed_while_it_is_compiled_or_by_a_finaliser_in_its_own_round_is_closed(two_slots, monkeypatch):
+    own, before = reopened(two_slots), live()
+    with monkeypatch.context() as patch:
+        patch.setattr(Replicas, "warm_up", lambda *_: own.close())
+        with pytest.raises(UsageError, match=CLOSED):
+            own.generate(PROMPTS, PARAMS)
     assert live() == before and not own._replicas
-
-
-def test_a_model_closed_by_a_finaliser_in_a_round_of_its_own_does_not_wait_for_itself(model, monkeypatch):
-    own = reopened(model)
+    own = reopened(two_slots)
     [replica] = own.replicas().replicas
     decode = replica._decode
-
-    def closes(pending):
-        own.close()
-        decode(pending)
-
+    replica._decode = lambda pending: (own.close(), decode(pending))
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    replica._decode = closes
     with pytest.raises(UsageError, match=CLOSED):
         own.generate(PROMPTS, max_tokens=60)
 
 
-def test_no_model_is_copied_or_pickled(model):
+def test_no_model_is_copied_or_pickled(two_slots):
     for make in (pickle.dumps, copy.copy, copy.deepcopy, lambda one: pickle.dumps([one])):
-        with pytest.raises(UsageError, match=r"^The model bundled cannot be copied or pickled, .*load it again.*\.$"):
-            make(model)
+        with pytest.raises(
+            UsageError, match=r"^The model bundled-small cannot be copied or pickled, .*load it again.*\.$"
+        ):
+            make(two_slots)
 
 
-def test_a_model_within_a_traced_function_is_refused_and_where_there_are_numbers_it_serves(model):
+def test_a_model_within_a_traced_function_is_refused_and_where_there_are_numbers_it_serves(two_slots):
+    model = two_slots
     started = model.stream(PROMPTS, max_tokens=60, ignore_eos=True)
     next(started)
     mesh = jax.make_mesh((1,), ("a",))
@@ -149,7 +136,7 @@ def test_a_model_within_a_traced_function_is_refused_and_where_there_are_numbers
         "grad of jit": lambda f: jax.grad(jax.jit(f)),
     }
     for name, traced in ways.items():
-        for use in (*uses(model).values(), lambda: engine.load(**SETTINGS)):
+        for use in (*uses(model).values(), lambda: engine.load(**TWO_SLOTS)):
             if use == model.__enter__:
                 continue
 
@@ -180,7 +167,8 @@ def test_a_model_within_a_traced_function_is_refused_and_where_there_are_numbers
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX systems")
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_fork_of_the_process_is_told_to_load_the_model_itself(model):
+def test_a_fork_of_the_process_must_load_the_model_itself(two_slots):
+    model = two_slots
     replicas, started = model.replicas(), model.stream(PROMPTS, max_tokens=60, ignore_eos=True)
     next(started)
     reader, writer = os.pipe()
@@ -200,9 +188,8 @@ def test_a_fork_of_the_process_is_told_to_load_the_model_itself(model):
     with open(reader) as said:
         sentences = said.read().splitlines()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    sentence = (
-        "The model bundled was loaded before this process was forked, and its threads are not here; load it in each "
-    )
+    sentence = "The model bundled-small was loaded before this process was forked, and its threads are not here; "
+    sentence += "load it in each "
     assert len(sentences) == len(uses(model)) + 1
     assert all(one.startswith(sentence) and one.endswith(".") for one in sentences)
     assert sum(event.completion is not None for event in started) == len(PROMPTS)

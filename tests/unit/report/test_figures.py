@@ -11,7 +11,10 @@ from samples import sample
 
 from et_jax.report.drawing import MOST_POINTS, Figure, binned
 from et_jax.report.figures import of_completion
+from et_jax.serve.completions import Completion
 from et_jax.types import replace
+
+OVER_TIME = ("layer", "token", "share of blocks read")
 
 
 def figure(title: str, completion: Any) -> Figure:
@@ -35,81 +38,57 @@ def test_groups_hold_every_value_once(values: list[float], most: int) -> None:
             assert (least[i], greatest[i]) == (known.min(), known.max())
 
 
-def test_lines_have_a_point_for_every_token_of_a_short_text() -> None:
+def test_lines_have_a_point_for_every_token_of_a_short_text_and_a_band_over_a_long_one() -> None:
     completion = sample(50)
-    columns = figure("Entropy and surprisal", completion).columns
-    assert columns["token"] == list(range(1, 51))
-    np.testing.assert_allclose(columns["entropy"], [row.entropy for row in completion.trace], rtol=1e-4)
-    np.testing.assert_allclose(columns["surprisal"], [row.surprisal for row in completion.trace], rtol=1e-4)
-    warm = figure("Temperature", completion).columns["temperature"]
-    np.testing.assert_allclose(warm, [row.temperature for row in completion.trace], rtol=1e-4)
-
-
-def test_long_texts_are_drawn_by_fewer_points_with_a_band() -> None:
+    names = {"entropy": "Entropy and surprisal", "surprisal": "Entropy and surprisal", "temperature": "Temperature"}
+    for name, title in names.items():
+        columns = figure(title, completion).columns
+        assert columns["token"] == list(range(1, 51))
+        np.testing.assert_allclose(columns[name], [getattr(row, name) for row in completion.trace], rtol=1e-4)
     completion = sample(2 * MOST_POINTS + 1)
     drawn = figure("Entropy and surprisal", completion)
     columns, entropy = drawn.columns, [row.entropy for row in completion.trace]
-    assert len(columns["token"]) <= MOST_POINTS
+    assert len(columns["token"]) <= MOST_POINTS and "mean of 3 tokens" in drawn.caption
     assert max(columns["greatest"]) == pytest.approx(max(entropy), rel=1e-4)
     assert min(columns["least"]) == pytest.approx(min(entropy), rel=1e-4, abs=1e-9)
-    assert "mean of 3 tokens" in drawn.caption
 
 
-def test_heat_is_the_mean_share_of_each_layer_and_head() -> None:
-    completion = sample(40)
-    rows = [replace(row, reads=((4, 1), (2, 3)), blocks_held=16) for row in completion.trace[:20]]
-    rows += [replace(row, reads=((2, 1), (2, 1)), blocks_held=16) for row in completion.trace[20:]]
-    drawn = figure("Blocks read, by layer and KV head", replace(completion, trace=tuple(rows)))
-    assert list(zip(drawn.columns["layer"], drawn.columns["KV head"], strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert drawn.columns["share of blocks read"] == [0.75, 0.25, 0.5, 0.5]
+def with_rows(*changes: dict[str, Any]) -> Completion:
+    """A completion of which each token has figures of its own."""
+    done = sample(len(changes))
+    return replace(done, trace=tuple(replace(row, **one) for row, one in zip(done.trace, changes, strict=True)))
 
 
-def test_heat_over_time_is_the_mean_of_the_heads() -> None:
-    completion = sample(2)
-    rows = (
-        replace(completion.trace[0], reads=((4, 2),), blocks_held=8),
-        replace(completion.trace[1], reads=((1, 1),), blocks_held=8),
-    )
-    columns = figure("Blocks read, as the text goes on", replace(completion, trace=rows)).columns
-    assert (columns["token"], columns["to"]) == ([1, 2], [2, 3])
-    assert columns["share of blocks read"] == [0.75, 0.25]
+def test_heat_is_the_mean_share_of_each_layer_and_head_and_over_time_that_of_the_heads() -> None:
+    early, late = {"reads": ((4, 1), (2, 3)), "blocks_held": 16}, {"reads": ((2, 1), (2, 1)), "blocks_held": 16}
+    drawn = figure("Blocks read, by layer and KV head", with_rows(early, late)).columns
+    assert list(zip(drawn["layer"], drawn["KV head"], strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert drawn["share of blocks read"] == [0.75, 0.25, 0.5, 0.5]
+    drawn = figure("Blocks read, as the text goes on", with_rows(early, late)).columns
+    at = {(layer, token): share for layer, token, share in zip(*(drawn[name] for name in OVER_TIME), strict=True)}
+    assert at == {(0, 1): 0.625, (1, 1): 0.625, (0, 2): 0.375, (1, 2): 0.375}
+    assert set(zip(drawn["token"], drawn["to"], strict=True)) == {(1, 2), (2, 3)}
+    small = {"reads": None, "by_small": True}  # whose tokens leave their places empty
+    own = {"reads": ((1, 3),), "blocks_read": 4, "blocks_held": 8}
+    titles = {one.title: one.columns for one in of_completion(with_rows(own, small, own))}
+    assert titles["Blocks read, as the text goes on"]["token"] == [1, 3]
+    assert titles["Blocks read, by layer and KV head"]["share of blocks read"] == [0.25, 0.75]
 
 
-def test_a_run_that_tells_no_reads_has_no_heat() -> None:
-    completion = sample(3)
-    rows = tuple(replace(row, reads=None) for row in completion.trace)
-    assert not [one for one in of_completion(replace(completion, trace=rows)) if one.title.startswith("Blocks read,")]
-
-
-def test_tokens_of_a_small_model_leave_their_places_empty() -> None:
-    rows = list(sample(3).trace)
-    rows = [replace(row, reads=((1, 3),), blocks_read=4, blocks_held=8) for row in rows]
-    rows[1] = replace(rows[1], reads=None, by_small=True)
-    drawn = {one.title: one.columns for one in of_completion(replace(sample(3), trace=tuple(rows)))}
-    assert drawn["Blocks read, as the text goes on"]["token"] == [1, 3]
-    assert drawn["Blocks read, by layer and KV head"]["share of blocks read"] == [0.25, 0.75]
-
-
-def test_a_run_that_read_everything_has_no_heat() -> None:
-    rows = tuple(replace(row, reads=((4, 4),), blocks_read=8, blocks_held=8) for row in sample(3).trace)
-    drawn = of_completion(replace(sample(3), trace=rows))
-    assert not [one for one in drawn if one.title.startswith("Blocks read,")]
+@pytest.mark.parametrize("row", [{"reads": None}, {"reads": ((4, 4),), "blocks_read": 8, "blocks_held": 8}], ids=str)
+def test_a_run_without_reads_or_that_read_everything_has_no_heat(row: dict[str, Any]) -> None:
+    assert not [one for one in of_completion(with_rows(row, row, row)) if one.title.startswith("Blocks read,")]
 
 
 def test_entropy_of_attention_is_a_share_of_the_most_there_is_and_no_nats() -> None:
-    completion = sample(12)
-    rows = tuple(replace(row, attention_entropy=0.25) for row in completion.trace)
-    words = figure("Blocks read", replace(completion, trace=rows)).words
+    words = figure("Blocks read", with_rows(*[{"attention_entropy": 0.25}] * 12)).words
     assert "Entropy of attention, from 0 to 1: " in words and "nats" not in words
 
 
 def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
-    completion = sample(12)
     accepted = [True, True, False, False, True, False, True, True, False, False, True, True]  # 2, 0, 1, 2, 0, then 2
-    rows = [replace(row, accepted=held, drafted=0) for row, held in zip(completion.trace, accepted, strict=True)]
-    rows[0] = replace(rows[0], drafted=6)
-    rows[4] = replace(rows[4], drafted=6)
-    drawn = figure("Drafts accepted", replace(completion, trace=tuple(rows)))
+    rows = [{"accepted": one, "drafted": 6 * (i in (0, 4))} for i, one in enumerate(accepted)]
+    drawn = figure("Drafts accepted", with_rows(*rows))
     wanted = Counter([2, 0, 1, 2, 0, 2])
     assert drawn.columns["steps"] == [wanted[count] for count in drawn.columns["accepted in a step"]]
     assert "7 of 12 drafted tokens accepted in 6 steps" in drawn.words
@@ -124,11 +103,9 @@ def test_turns_of_two_models_cover_every_token_once() -> None:
 
 
 def test_what_did_not_happen_is_not_drawn() -> None:
-    plain = sample(5)
-    rows = tuple(replace(row, guard_rates={"stability": 0.0}) for row in plain.trace)
-    titles = {one.title for one in of_completion(replace(plain, trace=rows))}
+    titles = {one.title for one in of_completion(with_rows(*[{"guard_rates": {"stability": 0.0}}] * 5))}
     assert not titles & {"Drafts accepted", "Which model spoke", "Guards"}
-    assert "Guards" in {one.title for one in of_completion(plain)}
+    assert "Guards" in {one.title for one in of_completion(sample(5))}
 
 
 def test_entropic_time_ends_where_the_run_ended() -> None:

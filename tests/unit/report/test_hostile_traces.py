@@ -13,7 +13,7 @@ import jinja2
 import numpy as np
 import pytest
 from samples import row as batch_row
-from samples import sample, traced
+from samples import sample, traced, write
 
 from et_jax.errors import UsageError
 from et_jax.report.__main__ import main
@@ -131,20 +131,20 @@ def test_every_field_of_a_trace_may_hold_anything(tmp_path: Path, step: int) -> 
     assert len(got) > 800 / step and got.count("page") > 60 / step
 
 
+def reported(folder: Path, rows: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """The page on the rows of a batch, and its data."""
+    source, page = write(folder / "out.jsonl", rows), folder / "page.html"
+    write_batch_report(source, page, facts={})
+    return page.read_text(), data_of(page)
+
+
 @EACH
 def test_every_field_of_a_batch_may_hold_anything(tmp_path: Path, step: int) -> None:
-    source, page = tmp_path / "out.jsonl", tmp_path / "page.html"
     rows = [batch_row(i, [sample(2 + i, seed=i)]) for i in range(3)]
     got = []
     for path, value in [*itertools.product(places(rows[1]), VALUES)][::step]:
         changed = [rows[0], mutated(rows[1], path, value), rows[2]]
-        source.write_text("".join(json.dumps(one) + "\n" for one in changed))
-
-        def work() -> None:
-            write_batch_report(source, page, facts={})
-            data_of(page)
-
-        got.append(outcome(work))
+        got.append(outcome(lambda changed=changed: reported(tmp_path, changed)))
     assert len(got) > 800 / step and got.count("page") > 60 / step
 
 
@@ -153,29 +153,23 @@ def test_requests_that_differ_by_a_rounding_are_alike(tmp_path: Path) -> None:
     for values, drawn in (((0.0, 1e-320), True), ((1.0, 1.0 + 2**-52), False), ((1e-300, 1e-300), False)):
         for row, value in zip(rows, values, strict=True):
             row["response"]["body"]["entropic"]["mean_entropy"] = value
-        (tmp_path / "out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-        write_batch_report(tmp_path / "out.jsonl", tmp_path / "page.html", facts={})
-        words = [figure["words"] for figure in data_of(tmp_path / "page.html")["figures"].values()]
-        assert any("nats a token" in said for said in words) == drawn
+        figures = reported(tmp_path, rows)[1]["figures"].values()
+        assert any("nats a token" in figure["words"] for figure in figures) == drawn
 
 
 def test_an_answer_without_a_token_has_no_efficiency(tmp_path: Path) -> None:
     empty = sample(3, trace=(), token_ids=(), text="")
     rows = [batch_row(i, [one]) for i, one in enumerate((empty, sample(3), sample(4, seed=1)))]
-    (tmp_path / "out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    write_batch_report(tmp_path / "out.jsonl", tmp_path / "page.html", facts={})
-    assert "least efficiency: 0 nats" not in (tmp_path / "page.html").read_text()
-    words = [figure["words"] for figure in data_of(tmp_path / "page.html")["figures"].values()]
+    page, data = reported(tmp_path, rows)
+    assert "least efficiency: 0 nats" not in page
+    words = [figure["words"] for figure in data["figures"].values()]
     assert any(said.startswith("2 requests") and "nats a MB" in said for said in words)
 
 
 def test_a_row_that_is_none_is_named_by_its_line(tmp_path: Path) -> None:
-    rows = [batch_row(i, [sample(3)]) for i in range(2)]
-    rows[0]["response"] = 5
-    (tmp_path / "out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    rows = [batch_row(i, [sample(3)], response=5) for i in range(2)]
+    assert "line 1 is no row of a batch" in outcome(lambda: reported(tmp_path, rows))
     assert is_batch(tmp_path / "out.jsonl")
-    said = outcome(lambda: write_batch_report(tmp_path / "out.jsonl", tmp_path / "page.html", facts={}))
-    assert "line 1 is no row of a batch" in said
 
 
 def by_hand(changes: dict[str, Any], own: dict[str, Any] | None = None) -> Completion:
@@ -206,41 +200,41 @@ def test_every_field_of_a_completion_may_hold_anything(tmp_path: Path, step: int
     assert pages > 60 / step
 
 
+FIGURES = ("entropy", "varentropy", "surprisal", "temperature", "entropic_time", "flops", "kept_mass")
+
+
 def test_what_is_no_number_is_shown_as_missing(tmp_path: Path) -> None:
-    names = ("entropy", "varentropy", "surprisal", "temperature", "entropic_time", "flops", "kept_mass")
     for odd in (math.nan, math.inf, -math.inf):
-        write_report(by_hand(dict.fromkeys(names, odd)), tmp_path / "page.html")
+        done = by_hand(dict.fromkeys(FIGURES, odd))
+        write_report(done, tmp_path / "page.html")
         data, page = data_of(tmp_path / "page.html"), (tmp_path / "page.html").read_text()
         columns = data["tokens"]["text-1"]["columns"]
         for name in ("entropy (nats)", "varentropy (nats²)", "surprisal (nats)", "temperature", "attention mass kept"):
             assert columns[name][0] is not None and columns[name][1] is None, name
         assert data["figures"]["text-1-figure-1"]["columns"]["entropy"][1] is None
         assert "<dt>entropic time</dt><dd>unknown nats</dd>" in page and "unknown GFLOP" in page
-        drawn = by_hand(dict.fromkeys(names, odd))._repr_html_()
-        assert "entropy unknown nats\nsurprisal unknown nats\ntemperature unknown" in drawn
-        told = by_hand(dict.fromkeys(names, odd)).to_dict()
-        assert told["entropic"]["entropic_time"] is None and told["logprobs"][1] is None
-        assert told["entropic"]["mean_entropy"] == shortened().trace[0].entropy
+        assert "entropy unknown nats\nsurprisal unknown nats\ntemperature unknown" in done._repr_html_()
+        said = done.to_dict()
+        assert said["entropic"]["entropic_time"] is None and said["logprobs"][1] is None
+        assert said["entropic"]["mean_entropy"] == shortened().trace[0].entropy
+    free = by_hand({"cost": 0.0})
+    object.__setattr__(free.trace[0], "cost", 0.0)
+    assert math.isnan(free.efficiency) and Totals.of([free]).to_dict()["nats_per_byte"] is None
+    assert "unknown nats/MB" in Totals.of([free]).told()
 
 
-def test_tokens_that_cost_nothing_have_no_efficiency() -> None:
-    done = shortened()
-    for row in done.trace:
-        object.__setattr__(row, "cost", 0.0)
-    assert math.isnan(done.efficiency) and Totals.of([done]).to_dict()["nats_per_byte"] is None
-    assert "unknown nats/MB" in Totals.of([done]).told()
-
-
-def test_a_text_of_half_characters_is_shown_with_marks(tmp_path: Path) -> None:
+def test_markup_is_shown_as_text_and_half_characters_as_marks(tmp_path: Path) -> None:
+    write_report(sample(200), tmp_path / "page.html", facts={"model": "<b>"})
+    page = (tmp_path / "page.html").read_text().partition('id="report">')[0]
+    assert "<b>" not in page and "A &lt;b&gt;prompt" in page and "<dd>&lt;b&gt;</dd>" in page
     done = by_hand({"text": "a\ud800b"}, {"prompt": "\udfff", "error": "\ud800"})
     write_report(done, tmp_path / "page.html", facts={"\ud800": "\ud801"}, decode=lambda ids: "\ud800")
-    assert "a\N{REPLACEMENT CHARACTER}b" in (tmp_path / "page.html").read_text()
-    assert "a\N{REPLACEMENT CHARACTER}b" in done._repr_html_()
+    for page in ((tmp_path / "page.html").read_text(), done._repr_html_()):
+        assert "a\N{REPLACEMENT CHARACTER}b" in page
 
 
 def test_pictures_leave_gaps_and_refuse_what_no_run_has(tmp_path: Path) -> None:
-    names = ("entropy", "varentropy", "surprisal", "temperature", "entropic_time", "flops", "kept_mass")
-    for changes in (dict.fromkeys(names, math.nan) | {"attention_entropy": math.inf}, dict.fromkeys(names, 3e38)):
+    for changes in (dict.fromkeys(FIGURES, math.nan) | {"attention_entropy": math.inf}, dict.fromkeys(FIGURES, 3e38)):
         assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) == "page"
     for changes in ({"text": None}, {"cost": 0.0}, {"entropy": 1e308}, {"blocks_held": 0}, {"top": ((1, 1e4),)}):
         assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) != "page"

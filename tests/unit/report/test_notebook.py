@@ -12,7 +12,7 @@ from et_jax.io.cell import Area
 from et_jax.serve.completions import TokenEvent
 
 CELLS = {
-    "load": "import sys, et_jax\nmodel = et_jax.load(max_num_seqs=2)",
+    "load": "import sys, et_jax\nmodel = et_jax.load('bundled-small', max_num_seqs=2)",
     "generate": "done = model.generate(['It was'] * 3, max_tokens=8, temperature=0.0, progress=True)",
     "show": "shown = et_jax.show(model.stream('It was', max_tokens=8, temperature=0.0))\nshown",
     "completion": "shown[0]",
@@ -20,7 +20,7 @@ CELLS = {
     "two": "et_jax.show(model.stream('It <was>', max_tokens=4, n=2))",
     "await": "print(''.join([one.text async for one in model.stream_async('It was', max_tokens=8, temperature=0.0)])"
     " == done[0].text)",
-    "interrupted": "et_jax.show(model.stream('It was', max_tokens=2000))",
+    "interrupted": "et_jax.show(model.stream('It was', max_tokens=2000, ignore_eos=True))",
     "after": "print([one.text == done[0].text for one in model.generate(['It was'], max_tokens=8, temperature=0.0)])",
 }
 
@@ -47,10 +47,13 @@ def outputs(hardly_optimised) -> dict[str, list]:
     return asyncio.run(executed())
 
 
-def test_no_cell_fails_but_the_interrupted_one(outputs):
+def test_no_cell_fails_but_the_interrupted_one_which_leaves_the_model_as_it_was(outputs):
     failed = {name: one.ename for name, all_ in outputs.items() for one in all_ if one.output_type == "error"}
     assert failed == {"interrupted": "KeyboardInterrupt"}
     assert not outputs["load"]
+    shown = outputs["interrupted"][0].data["text/html"]
+    assert 1 <= shown.count("title=") < 2000 and shown.endswith("<p>interrupted</p></div>")
+    assert outputs["after"][0].text == "[True]\n"
 
 
 def test_a_bar_is_one_output_rewritten_in_place(outputs):
@@ -58,15 +61,11 @@ def test_a_bar_is_one_output_rewritten_in_place(outputs):
     assert bar.output_type == "display_data" and '<progress value="3" max="3">' in bar.data["text/html"]
 
 
-def test_a_completion_is_drawn_in_colour(outputs):
-    [shown] = outputs["completion"]
-    assert 'class="et-jax"' in shown.data["text/html"] and "8 tokens (length)" in shown.data["text/html"]
-
-
 def test_a_stream_ends_as_the_completion_it_is_and_is_shown_once(outputs):
-    [shown] = outputs["show"]
-    assert shown.data["text/html"] == outputs["completion"][0].data["text/html"]
-    assert outputs["same"][0].text == "True False\n"
+    [shown], [completion] = outputs["show"], outputs["completion"]
+    html = shown.data["text/html"]
+    assert html == completion.data["text/html"] and 'class="et-jax"' in html and "8 tokens (length)" in html
+    assert outputs["same"][0].text == "True False\n" and outputs["await"][0].text == "True\n"
 
 
 def test_continuations_stand_below_one_another(outputs):
@@ -76,19 +75,12 @@ def test_continuations_stand_below_one_another(outputs):
     assert html.count("It &lt;was&gt;") == 2 and "<was>" not in html
 
 
-def test_a_stream_is_awaited_in_the_loop_of_the_kernel(outputs):
-    assert outputs["await"][0].text == "True\n"
-
-
-def test_an_interrupt_keeps_the_text_and_leaves_the_model_whole(outputs):
-    shown = outputs["interrupted"][0].data["text/html"]
-    assert 1 <= shown.count("title=") < 2000 and shown.endswith("<p>interrupted</p></div>")
-    assert outputs["after"][0].text == "[True]\n"
-
-
-def test_outside_a_notebook_it_is_refused_in_a_sentence():
+def test_outside_a_notebook_and_for_no_stream_it_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(UsageError, match=r"none runs this; start one \(pip install 'et_jax\[notebook\]'\)"):
         et_jax.show(iter(()))
+    monkeypatch.setattr("et_jax.report.notebook.in_notebook", lambda: True)
+    with pytest.raises(UsageError, match=r"events is .*; give what model.stream\(...\) returns."):
+        et_jax.show(iter("It was"))
 
 
 def test_a_stream_is_closed_when_the_drawing_is_interrupted(monkeypatch):
@@ -112,9 +104,3 @@ def test_a_stream_is_closed_when_the_drawing_is_interrupted(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         et_jax.show(events)
     assert closed
-
-
-def test_what_is_no_stream_is_refused(monkeypatch):
-    monkeypatch.setattr("et_jax.report.notebook.in_notebook", lambda: True)
-    with pytest.raises(UsageError, match=r"events is .*; give what model.stream\(...\) returns."):
-        et_jax.show(iter("It was"))
