@@ -5,14 +5,14 @@ import json
 import jax
 import numpy as np
 import pytest
-from test_paged_attention import NAMED, example
+from cases import ATTENTION
 
 from et_jax.errors import UsageError
 from et_jax.pallas import tuned
 from et_jax.pallas.paged_attention import xla
 from et_jax.pallas.ring import RingConfig
 
-SHAPE = NAMED["group_4"]
+SHAPE = ATTENTION.shapes["group_4"]
 KEY = "paged_attention/xla page_size=16 head_dim=64 queries=4 dtype=bfloat16"
 
 
@@ -32,7 +32,7 @@ def settings_used(monkeypatch):
     groups = []
     page_rows = xla.page_rows
     monkeypatch.setattr(xla, "page_rows", lambda table, ids, p: groups.append(ids.shape[2]) or page_rows(table, ids, p))
-    jax.eval_shape(lambda arrays: xla.paged_attention(**arrays), example(SHAPE))
+    jax.eval_shape(lambda arrays: xla.paged_attention(**arrays), ATTENTION.example(SHAPE))
     return set(groups)
 
 
@@ -74,7 +74,7 @@ def test_settings_within_settings_are_read(recorded):
 def test_settings_the_kernel_refuses_are_refused_in_a_sentence(recorded, entry, reason):
     recorded({KEY: entry})
     with pytest.raises(UsageError) as caught:
-        xla.paged_attention(**example(SHAPE))
+        xla.paged_attention(**ATTENTION.example(SHAPE))
     message = str(caught.value)
     assert reason in message and KEY in message and "scripts/tune_kernels.py" in message
 

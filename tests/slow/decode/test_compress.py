@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from decoders import made
 from small_model import (
-    CHUNK,
     LENGTH,
     MODEL,
     NARROW,
-    OTHER,
     PAGE,
     configuration,
     fill,
     prompt,
-    request,
     run,
     same_bits,
     start,
@@ -31,15 +28,13 @@ from small_model import (
 from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
 from et_jax.control.draft import FixedLength
-from et_jax.control.select import Certified, Dense, Quest, coded_bounds
+from et_jax.control.select import Certified, Quest, coded_bounds
 from et_jax.decode import decoder as decoding
 from et_jax.decode import request as requests
-from et_jax.decode import snapshots
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
 from et_jax.models.transformer import forward
-from et_jax.serve.chunks import pack
 from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -216,18 +211,6 @@ def test_a_sequence_that_fits_its_region_is_left_alone():
     assert points(d, len(tokens)) == [] and points(compressing("latent", 4), len(tokens))[0] == BUDGET + 4
 
 
-def test_a_window_that_the_budget_holds_sees_all_it_saw():
-    """Layers with a sliding window keep their last tokens, so a model of such layers alone writes what it wrote."""
-    d, params = compressing("latent", 5, "windows"), weights()
-    plain = decoding.decoder(configuration(model=MODELS["windows"], keep=frozenset({"logits"})))
-    _, text, logits = decoded(d, params, 0, TOKENS, 20, temperature=0.0)
-    state = start(plain, params, plain.empty(), 0, TOKENS, temperature=0.0, limit=20)
-    for number in range(20):
-        state, _ = plain.step((params,), state)
-        np.testing.assert_allclose(logits[number], np.asarray(state.logits)[0], rtol=1e-5, atol=1e-5)
-    assert len(text) == len(TOKENS) + 19
-
-
 def test_pages_are_given_back_and_memory_stays_flat_for_thousands_of_tokens():
     every, length = 32, 4096
     d = compressing("latent", every, max_length=length)
@@ -248,42 +231,6 @@ def test_pages_are_given_back_and_memory_stays_flat_for_thousands_of_tokens():
     assert not shift_of(state).any() and int(state.num_cached.sum()) == 0
 
 
-def test_a_prefix_that_others_hold_stays_as_it_was():
-    d, params = compressing("latent"), weights()
-    alone = decoded(d, params, 1, TOKENS, 17, temperature=0.0)[1]
-    state = start(d, params, d.empty(), 0, TOKENS, temperature=0.0, limit=20)
-    shared = np.zeros(d.config.blocks_per_slot, np.int32)
-    shared[:6] = np.asarray(state.table.pages[0, :6])
-    state = d.increment(state, shared, np.int32(6))
-    state = d.share(state, 1, shared, np.int32(6))  # 24 tokens, three chunks
-    for at in range(24, len(TOKENS) - 1, CHUNK):
-        state, granted = d.prefill(
-            (params,), state, *pack(d.config, [(1, TOKENS[at : min(at + CHUNK, len(TOKENS) - 1)])])
-        )
-        assert granted.all()
-    state = d.insert(state, 1, request(TOKENS[-1], temperature=0.0, limit=20, control=d.config.controller))
-    before = [np.asarray(layer.pages[:, shared[:6]]) for layer in state.plants[0].cache.layers]
-    state, written = texts_of_steps(d, params, state, {0: len(TOKENS), 1: len(TOKENS)}, 16)
-    assert written[0] == written[1] == alone[len(TOKENS) :]
-    assert np.asarray(state.table.references)[shared[:6]].tolist() == [1] * 6
-    for pages, layer in zip(before, state.plants[0].cache.layers, strict=True):
-        np.testing.assert_array_equal(pages, layer.pages[:, shared[:6]])
-    state = d.release(d.release(state, 0), 1)
-    state = d.decrement(state, shared, np.int32(6))
-    assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
-
-
-def texts_of_steps(d, params, state, slots: dict[int, int], steps: int):
-    """The state after so many steps, and the tokens that each slot got."""
-    written = {slot: [] for slot in slots}
-    for _ in range(steps):
-        state, output = step(d, params, state, slots)
-        for slot in slots:
-            if output.produced[0, slot]:
-                written[slot].append(int(state.token[slot]))
-    return state, written
-
-
 def test_where_pages_are_short_nothing_changes():
     """A fork holds every page of its source, and no page is free: the source's region has no room."""
     d, params = compressing("latent", 8), weights()
@@ -300,20 +247,6 @@ def test_where_pages_are_short_nothing_changes():
     state = d.release(state, 1)
     state, granted = d.compress(state, 0)
     assert granted and int(state.table.num_free) == 8
-
-
-def test_a_text_is_the_same_alone_and_in_company():
-    d, params = compressing("adakv", 8), weights()
-    prompts = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 9)}
-    alone = {}
-    for slot, tokens in prompts.items():
-        state = start(d, params, d.empty(), slot, tokens, seed=slot, limit=18)
-        alone[slot] = texts_of_steps(d, params, state, {slot: len(tokens)}, 18)[1][slot]
-    state = d.empty()
-    for slot, tokens in prompts.items():
-        state = start(d, params, state, slot, tokens, seed=slot, limit=18)
-    together = texts_of_steps(d, params, state, {slot: len(tokens) for slot, tokens in prompts.items()}, 18)[1]
-    assert together == alone and all(len(text) == 18 for text in alone.values())
 
 
 DRAFTED = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 2) * 13}  # the last goes round in circles
@@ -363,60 +296,6 @@ def test_drafts_beside_a_compressed_cache_change_no_bit():
     assert same_bits(told, expected)
     assert same_bits(shift_of(after), shift_of(before)) and int(shift_of(after).min()) > 0
     assert same_bits(after.table.num_blocks, before.table.num_blocks)
-
-
-def test_a_compressed_sequence_swapped_out_and_in_goes_on_as_it_would():
-    d, params = compressing("adakv", 8), weights()
-    state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
-    undisturbed = texts_of_steps(d, params, state, {0: len(TOKENS)}, 20)[1][0]
-    state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
-    state, before = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
-    row = jax.device_get(d.read_row(state, 0))
-    blocks, per = int(state.table.num_blocks[0]), CHUNK // PAGE
-    assert blocks < len(TOKENS) // PAGE
-    pages = jax.device_get([d.read_pages(state, 0, first) for first in range(0, blocks, per)])
-    state = start(d, params, d.release(state, 0), 0, prompt(16, 30))  # on the pages that came free
-    state, granted = d.write_row(state, 2, row)
-    assert granted and int(state.table.num_blocks[2]) == blocks
-    for number, taken in enumerate(pages):
-        state = d.write_pages(state, 2, number * per, taken)
-    assert same_bits(jax.device_get(d.read_row(state, 2)), row)
-    after = texts_of_steps(d, params, state, {2: len(TOKENS)}, 13)[1]
-    assert before[0] + after[2] == undisturbed
-
-
-def test_a_compressed_sequence_comes_back_from_a_disk(tmp_path):
-    d, params = compressing("adakv", 8), weights()
-    state = start(d, params, d.empty(), 0, TOKENS, seed=4, limit=20)
-    state, _ = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
-    assert int(shift_of(state)[0]) > 0
-    snapshots.save(tmp_path / "state", state)
-    undisturbed = texts_of_steps(d, params, state, {0: len(TOKENS)}, 13)[1]
-    again = snapshots.restore(tmp_path / "state", jax.eval_shape(d.empty))
-    assert texts_of_steps(d, params, again, {0: len(TOKENS)}, 13)[1] == undisturbed and len(undisturbed[0]) == 13
-
-
-def test_a_fork_of_a_compressed_sequence_writes_what_its_source_does():
-    d, params = compressing("latent", 8), weights()
-    state = start(d, params, d.empty(), 0, TOKENS, temperature=0.0, limit=20)
-    state, _ = texts_of_steps(d, params, state, {0: len(TOKENS)}, 7)
-    state, granted = d.fork(state, 0, 1)
-    assert granted and int(shift_of(state)[1]) == int(shift_of(state)[0]) > 0
-    state, written = texts_of_steps(d, params, state, {0: len(TOKENS), 1: len(TOKENS)}, 10)
-    assert written[0] == written[1] and len(written[0]) == 10
-    state = d.release(d.release(state, 0), 1)
-    assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
-
-
-def test_a_released_slot_starts_anew():
-    d, params = compressing("adakv", 8), weights()
-    fresh = texts_of_steps(d, params, start(d, params, d.empty(), 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1]
-    state = start(d, params, d.empty(), 0, prompt(17, 44), limit=19)
-    state, _ = texts_of_steps(d, params, state, {0: 44}, 10)
-    assert shift_of(state)[0] > 0 and np.any(known(state).skipped)
-    state = d.release(state, 0)
-    assert not np.any(shift_of(state)) and not np.any(known(state).skipped)
-    assert texts_of_steps(d, params, start(d, params, state, 0, TOKENS, seed=5, limit=20), {0: 41}, 20)[1] == fresh
 
 
 def test_a_selector_sees_what_is_kept():
@@ -475,29 +354,6 @@ def test_reads_are_counted_as_they_are():
     assert int(state.signals.blocks_read[0]) == heads * (BUDGET // PAGE + new)
     assert int(state.signals.pages_held[0]) == room_of(d) // PAGE + new == int(state.table.num_blocks[0])
     assert int(state.signals.length[0]) == len(TOKENS) + 4
-
-
-def test_a_decoder_that_never_compresses_holds_nothing_for_it():
-    d = made("plain")
-    state = d.empty()
-    assert state.plants[0].shift is None and state.num_cached is state.length
-    with pytest.raises(ValueError, match=r"^compression: got None"):
-        d.compress(state, 0)
-
-
-@pytest.mark.parametrize(
-    ("policy", "changes"),
-    [
-        ("latent", dict(draft=Drafting(drafter=None), others=(OTHER,))),
-        ("latent", dict(keep=frozenset({"surprisals"}))),
-        ("latent", dict(controller=Controller(selector=Quest(3), refresh_every=2))),
-        ("adakv", dict(controller=Controller(selector=Quest(3)))),
-        ("pyramidkv", dict(controller=Controller(selector=(Dense(), Quest(3))))),
-    ],
-)
-def test_what_a_compressed_cache_cannot_serve_is_refused(policy, changes):
-    with pytest.raises(ValueError, match=r"^cache_budget forgets|^This control chooses blocks"):
-        configuration(compression=named(policy, BUDGET, window=WINDOW), **changes)
 
 
 def test_a_budget_must_be_whole_blocks_and_hold_the_sliding_window():

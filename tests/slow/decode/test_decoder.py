@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import made
-from small_model import MODEL, PROMPTS, configuration, prompt, run, start, texts, weights
+from small_model import MODEL, PROMPTS, configuration, run, start, texts, weights
 
 from et_jax.decode import decoder as decoding
 from et_jax.models.transformer import initialise
@@ -66,26 +66,6 @@ def test_decoding_stops_when_nobody_is_active():
     assert int(ran) == 0
     state = start(d, params, d.empty(), 1, PROMPTS[0], limit=0)
     assert not state.active.any()
-
-
-def test_whatever_is_asked_each_function_compiles_once():
-    d, params = made("plain"), weights()
-    settings = (
-        {},
-        {"temperature": 0.0},
-        {"top_k": 3, "stop": (4,)},
-        {"top_p": 0.5, "min_p": 0.1, "limit": 2, "index": 3},
-    )
-    state = d.empty()
-    for number, asked in enumerate(settings):
-        slot = number % 3
-        state = d.release(state, slot)
-        state = start(d, params, state, slot, prompt(30 + number, 1 + 9 * number), seed=number, **asked)
-        state, _ = d.step((params,), state)
-        state, _ = run(d, params, state, number)
-    state, _ = d.fork(d.release(state, 2), 0, 2)
-    functions = ("empty", "prefill", "insert", "step", "decode", "release", "fork")
-    assert {name: getattr(d, name).jitted._cache_size() for name in functions} == dict.fromkeys(functions, 1)
 
 
 def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_grow_with_the_pool():
