@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 BUDGET, WINDOW, GAP = 16, 6, 3
 POOL = 49  # every slot may hold all it can
-MODELS = {"plain": MODEL, "narrow": NARROW, "windows": dataclasses.replace(MODEL, windows=(6, 6))}
+MODELS = {"plain": MODEL, "narrow": NARROW}
 TOKENS = prompt(11, 41)
 
 
@@ -161,11 +161,9 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
 @pytest.mark.parametrize(
     ("name", "model", "every"),
     [
-        ("latent", "plain", 0),
         ("latent", "plain", 8),
         ("adakv", "plain", 8),
         ("adakv", "narrow", 8),
-        ("pyramidkv", "plain", 8),
         ("pyramidkv", "narrow", 0),
         ("streaming", "plain", 8),
     ],
@@ -184,6 +182,11 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
 
     shift = len(text) - int(state.num_cached[1])
     assert shift == at[-1] - room_of(d) and int(state.table.num_blocks[1]) == -(-(len(text) - shift) // PAGE)
+    signals, blocks = state.signals, int(state.table.num_blocks[1])
+    assert int(signals.pages_held[1]) == blocks and int(signals.length[1]) == len(text)
+    if model == "plain":  # heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets
+        new = blocks - room_of(d) // PAGE
+        assert int(signals.blocks_read[1]) == MODEL.num_layers * MODEL.num_kv_heads * (BUDGET // PAGE + new)
     table, skipped = np.asarray(state.table.pages[1]), known(state).skipped
     for layer, head in itertools.product(range(MODEL.num_layers), range(MODEL.num_kv_heads)):
         first = 0 if skipped is None else int(skipped[1, layer, head]) * PAGE
@@ -194,38 +197,31 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
 
 def test_where_the_budget_holds_everything_nothing_changes():
     whole = decoding.decoder(configuration(compression=Compression(budget=LENGTH, window=WINDOW, gap=GAP)))
-    params, tokens = weights(), TOKENS
-    state, _ = run(whole, params, start(whole, params, whole.empty(), 1, tokens, seed=3), 5)
-    before = jax.tree.map(np.asarray, state)
-    state, granted = whole.compress(state, 1)
-    assert granted and same_bits(before, state)
-    assert text_of(whole, params, 1, tokens, seed=3) == text_of(made("plain"), params, 1, tokens, seed=3)
+    d, params, short = compressing("latent", 8), weights(), prompt(12, 5)
+    assert text_of(whole, params, 1, TOKENS, seed=3) == text_of(made("plain"), params, 1, TOKENS, seed=3)
+    assert points(d, len(short))[0] == BUDGET + 8
+    for one, tokens, steps in ((whole, TOKENS, 5), (d, short, 12)):  # the second fits its region
+        state, _ = run(one, params, start(one, params, one.empty(), 1, tokens, limit=20), steps)
+        before = jax.tree.map(np.asarray, state)
+        state, granted = one.compress(state, 1)
+        assert granted and same_bits(before, state)
 
 
-def test_a_sequence_that_fits_its_region_is_left_alone():
-    d, params, tokens = compressing("latent"), weights(), prompt(12, 9)
-    state, _ = run(d, params, start(d, params, d.empty(), 1, tokens), 8)  # 16 tokens
-    before = jax.tree.map(np.asarray, state)
-    state, granted = d.compress(state, 1)
-    assert granted and same_bits(before, state)
-    assert points(d, len(tokens)) == [] and points(compressing("latent", 4), len(tokens))[0] == BUDGET + 4
-
-
-def test_pages_are_given_back_and_memory_stays_flat_for_thousands_of_tokens():
-    every, length = 32, 4096
+def test_pages_are_given_back_and_memory_stays_flat_for_a_thousand_tokens():
+    every, length = 32, 1200
     d = compressing("latent", every, max_length=length)
     params, tokens, room = weights(), TOKENS, BUDGET
-    state = start(d, params, d.empty(), 1, tokens, limit=3000, temperature=0.0)
+    state = start(d, params, d.empty(), 1, tokens, limit=1000, temperature=0.0)
     state, _, _ = d.decode((params,), state, GAP + 1)
     assert int(state.length[1]) == len(tokens) + GAP
-    while int(state.generated[1]) < 3000 - every:
+    while int(state.generated[1]) < 1000 - every:
         state, granted = d.compress(state, 1)
         assert granted and int(state.table.num_blocks[1]) == room // PAGE
         assert int(state.table.num_free) == POOL - 1 - room // PAGE
         state, output, ran = d.decode((params,), state, every)
         assert int(ran) == every and not output.refused.any()
         assert int(state.table.num_blocks[1]) == (room + every) // PAGE
-    assert int(state.length[1]) > 2900
+    assert int(state.length[1]) > 950
     state = d.release(state, 1)
     assert int(state.table.num_free) == POOL - 1 and not state.table.references.any()
     assert not shift_of(state).any() and int(state.num_cached.sum()) == 0
@@ -281,15 +277,10 @@ def written_with(d) -> tuple[DecodeState, dict[int, list], int]:
     return state, told, held
 
 
-@functools.cache
-def written_plainly():
-    return written_with(compressing("adakv", 8, penalties=True))
-
-
 def test_drafts_beside_a_compressed_cache_change_no_bit():
     """Those of the model itself; lookups are held to it by the tests of the engine."""
     drafting = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.5))
-    before, expected, _ = written_plainly()
+    before, expected, _ = written_with(compressing("adakv", 8, penalties=True))
     after, told, held = written_with(compressing("adakv", 8, penalties=True, draft=drafting))
     assert held > 0
     assert {slot: len(rows) for slot, rows in told.items()} == dict.fromkeys(DRAFTED, 20)
@@ -346,26 +337,16 @@ def test_entries_in_8_bits_are_moved_with_their_scales():
             np.testing.assert_array_equal(box, np.concatenate([key.min(1), key.max(1)], axis=-1))
 
 
-def test_reads_are_counted_as_they_are():
-    """Heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets."""
-    d, params = compressing("adakv", 8), weights()
-    state, _, _ = decoded(d, params, 0, TOKENS, 5)
-    heads, new = MODEL.num_layers * MODEL.num_kv_heads, 1
-    assert int(state.signals.blocks_read[0]) == heads * (BUDGET // PAGE + new)
-    assert int(state.signals.pages_held[0]) == room_of(d) // PAGE + new == int(state.table.num_blocks[0])
-    assert int(state.signals.length[0]) == len(TOKENS) + 4
-
-
 def test_a_budget_must_be_whole_blocks_and_hold_the_sliding_window():
     for budget, model in ((18, MODEL), (8, dataclasses.replace(MODEL, windows=(9, None)))):
         with pytest.raises(ValueError, match=r"^budget: got"):
             configuration(model=model, compression=named("latent", budget, window=WINDOW))
 
 
-@pytest.mark.parametrize("length", [1, 5, 8, 19, 41])
+@pytest.mark.parametrize("length", [1, 8, 19])
 def test_the_last_queries_of_a_prompt_are_stored(length):
     """Whatever the chunks: the query at position p stands at p mod w, as a dense pass has it."""
-    d, params, tokens = compressing("latent"), weights(), prompt(18, length + 1)
+    d, params, tokens = compressing("latent", 8), weights(), prompt(18, length + 1)
     state = fill(d, params, d.empty(), 2, tokens)
     padded = jnp.asarray(tokens + [0] * (LENGTH - len(tokens)), jnp.int32)
     reads = np.tile(np.tril(np.ones((LENGTH, LENGTH), bool)), (MODEL.num_layers, MODEL.num_kv_heads, 1, 1))
