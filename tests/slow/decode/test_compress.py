@@ -341,18 +341,3 @@ def test_a_budget_must_be_whole_blocks_and_hold_the_sliding_window():
     for budget, model in ((18, MODEL), (8, dataclasses.replace(MODEL, windows=(9, None)))):
         with pytest.raises(ValueError, match=r"^budget: got"):
             configuration(model=model, compression=named("latent", budget, window=WINDOW))
-
-
-@pytest.mark.parametrize("length", [1, 8, 19])
-def test_the_last_queries_of_a_prompt_are_stored(length):
-    """Whatever the chunks: the query at position p stands at p mod w, as a dense pass has it."""
-    d, params, tokens = compressing("latent", 8), weights(), prompt(18, length + 1)
-    state = fill(d, params, d.empty(), 2, tokens)
-    padded = jnp.asarray(tokens + [0] * (LENGTH - len(tokens)), jnp.int32)
-    reads = np.tile(np.tril(np.ones((LENGTH, LENGTH), bool)), (MODEL.num_layers, MODEL.num_kv_heads, 1, 1))
-    _, memory = restricted(MODEL)(params, padded, jnp.asarray(reads))
-    stored = np.asarray(known(state).queries)
-    for layer, (query, _) in enumerate(memory):
-        for position in range(max(0, length - WINDOW), length):
-            np.testing.assert_allclose(stored[2, layer, position % WINDOW], query[position], rtol=1e-4, atol=1e-4)
-    assert not stored[:2].any()

@@ -1,4 +1,4 @@
-"""The functions of decoding bound and jitted: many steps are single steps, each compiles once and works in place."""
+"""The functions of a decoder: many steps are single steps, the cache stays in place, refusals change nothing."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ from small_model import MODEL, PROMPTS, configuration, run, start, texts, weight
 
 from et_jax.decode import decoder as decoding
 from et_jax.models.transformer import initialise
+from et_jax.serve.chunks import pack
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -57,17 +58,6 @@ def test_many_steps_on_the_device_are_as_many_single_steps():
     assert not any(x[5:].any() for x in jax.tree.leaves(stacked))
 
 
-def test_decoding_stops_when_nobody_is_active():
-    d, params = made("plain"), weights()
-    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=5)
-    state, output, ran = d.decode((params,), state, 32)
-    assert int(ran) == 5 and output.finished[:, 0, 1].tolist()[:5] == [False] * 4 + [True]
-    _, _, ran = d.decode((params,), state, 32)
-    assert int(ran) == 0
-    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=0)
-    assert not state.active.any()
-
-
 def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_grow_with_the_pool():
     model = dataclasses.replace(MODEL, num_layers=1, windows=(None,))
 
@@ -82,3 +72,64 @@ def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_
 
     (small, _), (large, pool) = analysed(25), analysed(1025)
     assert large - small < 0.01 * pool
+
+
+def test_decoding_stops_when_no_sequence_is_active_or_one_ends_where_that_is_asked():
+    d, params = made("plain"), weights()
+    for until_end, expected in ((True, 2), (False, 9)):
+        state = d.insert(d.empty(), 0, request(5, limit=2))
+        state = d.insert(state, 1, request(6, limit=9))
+        state, output, ran = d.decode((params,), state, 32, np.bool_(until_end))
+        assert int(ran) == expected and output.finished[:2, 0, 0].tolist() == [False, True]
+    _, _, ran = d.decode((params,), state, 32)
+    assert int(ran) == 0
+    assert not start(d, params, d.empty(), 1, PROMPTS[0], limit=0).active.any()
+
+
+def test_what_is_refused_or_of_no_tokens_changes_nothing_and_a_fork_of_full_pages_needs_none():
+    d, params = made("plain"), weights()
+    state = fill(d, params, d.empty(), 0, prompt(4, 60))
+    state = start(d, params, state, 1, prompt(5, 36))  # 35 tokens: the last of nine pages is partial
+    assert int(state.table.num_free) == 0
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.fork(state, 1, 2)
+    assert not granted and same_bits(state, before)
+    for slot, tokens in ((2, range(CHUNK)), (1, [])):
+        state, granted = d.prefill((params,), state, *pack(d.config, [(slot, tokens)]))
+        assert granted.all() == (slot == 1) and same_bits(state, before)
+    state, granted = d.write_row(state, 2, jax.device_get(d.read_row(state, 1)))
+    assert not granted and same_bits(state, before)
+    assert not any(np.asarray(layer.pages[:, 0]).any() for layer in state.plants[0].cache.layers)  # the null page
+    state = d.release(state, 1)
+    state = start(d, params, state, 1, prompt(5, 33))  # 32 tokens: eight full pages
+    state, granted = d.fork(state, 1, 2)
+    assert granted and state.table.pages[2].tolist() == state.table.pages[1].tolist()
+
+
+def test_a_fork_shares_pages_has_its_own_future_and_leaves_its_source_alone():
+    """Of a prompt of 9 the cache holds 8 tokens; with 2 more the third page is half full."""
+    d, params = made("plain"), weights()
+    asked = dict(seed=8, limit=16)
+    tokens = prompt(7, 9)
+    undisturbed = text_of(d, params, 0, tokens, **asked)
+    state = start(d, params, d.empty(), 0, tokens, **asked)
+    state, before = run(d, params, state, 2)
+    source = row_of(state, 0)
+    length = int(state.length[0])
+    state, granted = d.fork(state, 0, 2)
+    assert granted and same_bits(row_of(state, 0), source)
+    full = length // PAGE
+    pages = np.asarray(state.table.pages)
+    assert (pages[2, :full] == pages[0, :full]).all()
+    assert np.asarray(state.table.references)[pages[0, :full]].tolist() == [2] * full
+    assert pages[2, full] not in (0, pages[0, full])
+    for layer in state.plants[0].cache.layers:
+        used = slice(0, length % PAGE)
+        np.testing.assert_array_equal(layer.pages[:, pages[2, full], used], layer.pages[:, pages[0, full], used])
+        for leaf in jax.tree.leaves(layer.summary):
+            np.testing.assert_array_equal(leaf[:, pages[2, full]], leaf[:, pages[0, full]])
+    assert same_bits(jax.tree.map(lambda x: x[2], state.control), jax.tree.map(lambda x: x[0], state.control))
+    state, rows = run(d, params, state)
+    done = texts(before)[0]
+    assert done + texts(rows)[0] == undisturbed
+    assert len(texts(rows)[2]) == 14 and texts(rows)[2] != texts(rows)[0]

@@ -256,23 +256,6 @@ def test_drafts_that_hold_take_no_step_of_their_own():
     np.testing.assert_array_equal(output.work[0].blocks, np.where(output.produced, output.signals.blocks_read, 0))
 
 
-def test_where_there_is_no_guess_nothing_is_drafted_and_nothing_is_held_against_drafts():
-    """One sequence is guessed at for two tokens, another never, a third as far as is asked."""
-
-    def some(text, newest, most):
-        guesses = jnp.full((newest.shape[0], most), 7, jnp.int32)
-        return jnp.where(jnp.arange(most) < jnp.asarray([2, 0, most])[:, None], guesses, -1)
-
-    _, expected = plain("off")
-    after, rows, output, ran = decoded(made("off", Drafting(most=4, length=AcceptanceLength(0.0), drafter=some)))
-    assert all(rows[slot]["token"].tolist() == expected[slot]["token"].tolist() for slot in PROMPTS)
-    drafted = np.asarray(output.drafted)[:ran, 0]
-    assert drafted[0].tolist() == [2, 0, 4]
-    assert not drafted[:, 1].any() and after.draft is not None
-    assert after.draft.acceptance[1] == 0.5 and after.draft.acceptance[0] < 0.5
-    assert int(after.table.num_free) == int(plain("off")[0].table.num_free)
-
-
 def test_where_a_lookup_has_a_guess_it_is_taken_and_else_the_model_drafts():
     """One sequence is always guessed at, wrongly; another never; a third for its first two tokens of a step.
 

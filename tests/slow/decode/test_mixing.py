@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PROMPTS, configuration, paged_texts, same_bits, texts, weights
+from small_model import MODEL, PROMPTS, configuration, run, same_bits, start, texts, weights
 
 from et_jax.control.controller import Controller
 from et_jax.control.experts import TopK
 from et_jax.decode import cost
-from et_jax.decode.decoder import decoder
+from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.plant import costs
 from et_jax.models.config import ExpertConfig
 from et_jax.models.experts import choose, gate
@@ -27,17 +27,25 @@ EXPERTS = ExpertConfig(num_experts=6, num_per_token=3, width=20, normalised=True
 MIXTURE = dataclasses.replace(MODEL, experts=EXPERTS)
 
 
+def rows_of(d: Decoder):
+    """What is written in two slots of three: the row of the other has no token."""
+    params, state = weights(model=MIXTURE), d.empty()
+    for slot in (0, 2):
+        state = start(d, params, state, slot, PROMPTS[slot], temperature=0.0)
+    _, rows = run(d, params, state)
+    return {slot: rows[slot] for slot in (0, 2)}
+
+
 @functools.cache
 def written():
-    return paged_texts(decoder(configuration(model=MIXTURE)), weights(model=MIXTURE), temperature=0.0)
+    return rows_of(decoder(configuration(model=MIXTURE)))
 
 
 def test_a_rule_at_its_neutral_number_gives_the_bits_of_none_and_another_text_at_others():
-    params = weights(model=MIXTURE)
     d = decoder(configuration(model=MIXTURE, controller=Controller(experts=TopK(3))))
-    assert same_bits(paged_texts(d, params, temperature=0.0), written())
+    assert same_bits(rows_of(d), written())
     other = replace(d, config=dataclasses.replace(d.config, controller=Controller(experts=TopK(1))))
-    assert texts(paged_texts(other, params, temperature=0.0)) != texts(written())
+    assert texts(rows_of(other)) != texts(written())
 
 
 def own_experts(tokens: list[int]) -> np.ndarray:
@@ -62,7 +70,7 @@ def own_experts(tokens: list[int]) -> np.ndarray:
 def test_the_books_hold_each_expert_that_a_step_touched_once_and_each_token_its_own():
     rows = written()
     taken = {slot: own_experts(PROMPTS[slot] + text)[len(PROMPTS[slot]) - 1 :] for slot, text in texts(rows).items()}
-    [work] = {slot: row.work for slot, row in rows.items()}[0]
+    [work] = rows[0].work
     for step in range(12):
         union = set().union(*(taken[slot][step].tolist() for slot in taken))
         assert work.experts.touched[step] == len(union) < EXPERTS.num_experts + 1

@@ -108,36 +108,6 @@ def test_bytes_are_even_for_each_position_and_for_each_token(shift):
         assert abs(np.std(each) - 1) < SIGMAS / np.sqrt(2 * len(each)) + 0.02
 
 
-NEIGHBOURS = ["token", "token 16", "token 256", "position", "position 16", "seed", "seed 256", "both"]
-
-
-def pairs(neighbour: str) -> tuple[np.ndarray, np.ndarray]:
-    """Bits beside those of a neighbour."""
-    kind, _, distance = neighbour.partition(" ")
-    d, rows, size = int(distance or 1), 512, 2048
-    if kind == "token":
-        bits = at(rows, size + d)
-        return bits[:, :-d], bits[:, d:]
-    if kind == "position":
-        bits = at(rows + d, size)
-        return bits[:-d], bits[d:]
-    if kind == "both":
-        bits = at(rows + d, size + d)
-        return bits[:-d, :-d], bits[d:, d:]
-    zero = np.zeros(rows, np.int32)
-    return np.asarray(bits_of(keys(rows), zero, size)), np.asarray(bits_of(keys(rows, d), zero, size))
-
-
-@pytest.mark.parametrize("neighbour", NEIGHBOURS)
-def test_neighbours_do_not_correlate(neighbour):
-    one, other = pairs(neighbour)
-    ours, theirs = (-np.log(np.asarray(noise.exponential(jnp.asarray(bits)))).ravel() for bits in (one, other))
-    assert abs(np.corrcoef(ours, theirs)[0, 1]) < SIGMAS / np.sqrt(one.size)
-    for low in (0, 28):
-        symbols = (one >> np.uint32(low) & 15) * 16 + (other >> np.uint32(low) & 15)
-        assert abs(even_counts(symbols.astype(np.int64), 256)) < SIGMAS
-
-
 def test_the_least_of_many_is_exponential_down_to_its_last_bits():
     """The least of n numbers is exponential with rate n; with 24 bits, one in 300 would be shared by two tokens."""
     size, positions = 49_157, 4096

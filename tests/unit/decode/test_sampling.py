@@ -245,23 +245,6 @@ def test_counts_grow_where_a_token_was_produced_and_a_folded_key_differs_by_numb
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(one), strict=True))
 
 
-def test_a_row_has_the_same_bits_whatever_the_others_ask_for():
-    rng = np.random.default_rng(9)
-    row = rng.normal(0, 2, 300).astype(np.float32)
-    mine = dict(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)
-    plain = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    for own in (mine, plain):
-        seen = set()
-        for place, others in ((0, plain), (2, plain), (3, mine), (1, dict(mine, top_p=0.3)), (1, dict(mine, top_k=1))):
-            logits = rng.normal(0, 5, (ROWS, 300)).astype(np.float32)
-            logits[place] = row
-            fields = {n: np.where(np.arange(ROWS) == place, own[n], others[n]) for n in own}
-            cut = cut_of(logits, asked(**fields))
-            token = draw(logits, fields["temperature"], cut, keys(37), 5)
-            seen.add((cut[place].tobytes(), int(token[place])))
-        assert len(seen) == 1
-
-
 def test_what_nobody_asks_for_is_in_a_branch_of_its_own():
     """XLA takes out of a loop what no trip changes, and a search for a cut would be made without a trip too."""
     logits, numbers = jnp.zeros((ROWS, 512)), jnp.ones(ROWS)
