@@ -10,6 +10,7 @@ from cases import ATTENTION
 from et_jax.errors import UsageError
 from et_jax.pallas import tuned
 from et_jax.pallas.paged_attention import xla
+from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 
 SHAPE = ATTENTION.shapes["group_4"]
@@ -52,15 +53,10 @@ def test_another_device_has_another_table(recorded):
     device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
         assert tuned.settings(rule, "paged_attention/xla", **facts) == rule
-
-
-def test_settings_within_settings_are_read(recorded):
-    from et_jax.pallas.paged_prefill.tpu import Config
-
+    # settings within settings
     recorded({"paged_prefill/tpu page_size=16": {"tile": 32, "ring": {"group": 8, "depth": 4}}})
-    by_rule = Config(tile=16, ring=RingConfig(group=4, depth=3))
-    expected = Config(tile=32, ring=RingConfig(group=8, depth=4))
-    assert tuned.settings(by_rule, "paged_prefill/tpu", page_size=16) == expected
+    found = tuned.settings(Config(tile=16, ring=RingConfig(group=4, depth=3)), "paged_prefill/tpu", page_size=16)
+    assert found == Config(tile=32, ring=RingConfig(group=8, depth=4))
 
 
 @pytest.mark.parametrize(
