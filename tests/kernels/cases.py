@@ -1,10 +1,11 @@
 """The operations that have kernels: their named shapes, their formulas in float64, and NaN wherever nothing is read."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
+import pytest
 from ladder import LSE_TOLERANCE, TOLERANCE, numbers, with_nan_unseen
 
 from et_jax.evidence.kernel_shapes import block_scores as scored
@@ -201,6 +202,17 @@ PREFILL = Operation(
 BLOCK = Operation("block_scores", block_scores, named(scored.SHAPES), scored.example, block, nan_unscored)
 CODE = Operation("code_scores", code_scores, named(scored.SHAPES), scored.example, code, nan_unscored)
 OPERATIONS = (ATTENTION, PREFILL, BLOCK, CODE)
+
+
+def each(names: dict[str, list[str]], quick: Collection[str] = ()) -> pytest.MarkDecorator:
+    """An operation and a shape for each of its names; those that are not quick are slow."""
+    slow = [pytest.mark.slow]
+    cases = [
+        pytest.param(one, one.shapes[name], id=f"{one.name}-{name}", marks=[] if name in quick else slow)
+        for one in OPERATIONS
+        for name in names[one.name]
+    ]
+    return pytest.mark.parametrize(("operation", "shape"), cases)
 
 
 def with_a_fault(arguments: dict[str, Any], shape: Any, column: int, place: int) -> dict[str, Any]:

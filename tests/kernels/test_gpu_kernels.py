@@ -10,10 +10,10 @@ from cases import (
     ATTENTION,
     BLOCK,
     CODE,
-    OPERATIONS,
     PREFILL,
     assert_dense_is_listing_every_block,
     assert_fault_shows,
+    each,
     with_a_fault,
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -49,23 +49,6 @@ PATHS = {
 QUICK = {"dim_128_bfloat16", "hopper_empty_slots", "hopper_dim_256", "hopper_dim_128"}
 
 
-def each(quick: frozenset[str] | set[str] = frozenset()):
-    """An operation and a shape for each path; those that are not quick are slow."""
-    return pytest.mark.parametrize(
-        ("operation", "shape"),
-        [
-            pytest.param(
-                operation,
-                operation.shapes[name],
-                id=f"{operation.name}-{name}",
-                marks=[] if name in quick else [pytest.mark.slow],
-            )
-            for operation in OPERATIONS
-            for name in PATHS[operation.name]
-        ],
-    )
-
-
 def run(operation, arguments, shape, **more):
     return simulate(KERNELS[operation.name], arguments, **shape.settings, **more)
 
@@ -75,12 +58,12 @@ def is_right(operation, shape, got) -> None:
     operation.assert_close(got, expected, shape)
 
 
-@each(QUICK)
+@each(PATHS, QUICK)
 def test_is_the_definition_whatever_stands_where_nothing_is_read(operation, shape):
     is_right(operation, shape, run(operation, operation.poisoned(operation.example(shape), shape), shape))
 
 
-@each()
+@each(PATHS)
 def test_lowers_for_cuda(operation, shape):
     lower(KERNELS[operation.name], operation.example(shape), **shape.settings)
 

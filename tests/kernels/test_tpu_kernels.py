@@ -15,6 +15,7 @@ from cases import (
     PREFILL,
     assert_dense_is_listing_every_block,
     assert_fault_shows,
+    each,
     with_a_fault,
 )
 from ladder import CAP, MIXED, compiled, of_two_dtypes, results, taken
@@ -63,23 +64,6 @@ SEVERAL_GROUPS = {
 }
 
 
-def each(names: dict[str, list[str]], quick: frozenset[str] | set[str] = frozenset()):
-    """An operation and a shape for each of its names; those that are not quick are slow."""
-    return pytest.mark.parametrize(
-        ("operation", "shape"),
-        [
-            pytest.param(
-                operation,
-                operation.shapes[name],
-                id=f"{operation.name}-{name}",
-                marks=[] if name in quick else [pytest.mark.slow],
-            )
-            for operation in OPERATIONS
-            for name in names[operation.name]
-        ],
-    )
-
-
 def is_right(operation, shape, arguments, config: Any) -> None:
     """Equal to the definition, and without a race."""
     got = strictly(KERNELS[operation.name], arguments, config=config, **shape.settings)
@@ -116,13 +100,6 @@ def test_codes_are_summed_after_the_cap():
     shape = CODE.shapes["codes_group_3"]
     arguments = CODE.example(shape)
     CODE.assert_close(plain(CODE, arguments, shape, soft_cap=CAP), CODE.formula(arguments, shape, CAP), shape)
-
-
-def test_nothing_listed_gives_zero_and_minus_infinity():
-    arguments = ATTENTION.example(ATTENTION.shapes["sinks"])
-    arguments["counts"] = np.zeros(arguments["counts"].shape, np.int32)
-    out, block_lse = strictly(attention.paged_attention, arguments, config=RING)
-    assert (out == 0).all() and (block_lse == -np.inf).all()
 
 
 def without_pages_past_the_length(shape, arguments):

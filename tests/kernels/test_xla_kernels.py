@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from cases import (
 )
 from ladder import CAP, MIXED, as_bytes, compiled, of_two_dtypes, results
 
-from et_jax.decode import cache
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.pallas.checks import wider
 from et_jax.pallas.paged_attention import xla
@@ -210,32 +208,6 @@ def test_the_scores_of_a_row_have_the_same_bits_alone_and_beside_others(function
     )
     for got, wanted in ((got, wanted) for other in others for got, wanted in zip(other, expected, strict=True)):
         np.testing.assert_array_equal(got[2], wanted[2])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_scores_of_what_the_cache_wrote_bracket_its_tokens(dtype):
-    """Keys through the cache's own summaries and codes: their scores, token by token in float64, obey the bounds."""
-    k, n, s, d, g = 2, 6, 8, 16, 3
-    length = n * s  # of a page that is not full there is no summary
-    rng = np.random.default_rng(0)
-    table, lengths = jnp.asarray(rng.permutation(n)[None] + 1, jnp.int32), jnp.full(1, length, jnp.int32)
-    new_key, new_value = (jnp.asarray(rng.standard_normal((1, length, k, d)), dtype) for _ in range(2))
-    layer = cache.empty(1, k, d, n + 1, s, dtype, key_codes=True).layers[0]
-    written = cache.write(layer, new_key, new_value, table, jnp.zeros(1, jnp.int32), lengths)
-    q = jnp.asarray(3 * rng.standard_normal((1, k * g, d)), jnp.float32)
-    key = np.asarray(written.pages[:, table[0], :, :d], np.float64)
-    score = np.einsum("kgd,knsd->kgns", np.asarray(q, np.float64).reshape(k, g, d), key) * 0.5
-    assert written.summary is not None and written.key_codes is not None
-    box, mean = written.summary.key_box, written.summary.mean
-    how: dict[str, Any] = {"page_size": s, "scale": 0.5, "backend": "xla"}
-    low, high, middle = (np.asarray(x).reshape(k, g, n) for x in block_scores(q, box, mean, table, lengths, **how))
-    tolerance = 5e-5
-    assert np.all(high >= score.max(-1) - tolerance) and np.all(low <= score.min(-1) + tolerance)
-    np.testing.assert_allclose(middle, score.mean(-1), atol=tolerance)
-    scored = code_scores(q, written.key_codes, box, table, lengths, **how)
-    log_mass, error = (np.asarray(x).reshape(k, g, n) for x in scored)
-    apart = np.abs(log_mass - np.logaddexp.reduce(score, axis=-1))
-    assert np.all(apart <= error + tolerance) and apart.max() > 0.01 * error.max()
 
 
 # The programs.
