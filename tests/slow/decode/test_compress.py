@@ -16,7 +16,6 @@ from small_model import (
     NARROW,
     PAGE,
     configuration,
-    fill,
     prompt,
     run,
     same_bits,
@@ -27,11 +26,8 @@ from small_model import (
 
 from et_jax.control.compression import Compression, named
 from et_jax.control.controller import Controller
-from et_jax.control.draft import FixedLength
 from et_jax.control.select import Certified, Quest, coded_bounds
 from et_jax.decode import decoder as decoding
-from et_jax.decode import request as requests
-from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
 from et_jax.models.transformer import forward
@@ -243,50 +239,6 @@ def test_where_pages_are_short_nothing_changes():
     state = d.release(state, 1)
     state, granted = d.compress(state, 0)
     assert granted and int(state.table.num_free) == 8
-
-
-DRAFTED = {0: TOKENS, 1: prompt(14, 36), 2: prompt(15, 2) * 13}  # the last goes round in circles
-
-
-def written_with(d) -> tuple[DecodeState, dict[int, list], int]:
-    """What is told of every token of three sequences, each compressed at its points, and how many drafts held."""
-    params, state = (weights(),), d.empty()
-    for slot, tokens in DRAFTED.items():
-        state = fill(d, params, state, slot, tokens)
-        asked = dict(seed=slot, temperature=0.7 * slot, frequency_penalty=-2.0 * (slot == 2))
-        state = d.insert(state, slot, requests.request(d.config, tokens, limit=20, num_drafted=4, **asked))
-    told, held = {slot: [] for slot in DRAFTED}, 0
-    while state.active.any():
-        compressed = []
-        for slot, tokens in DRAFTED.items():
-            if state.active[slot] and int(state.length[slot]) in points(d, len(tokens)):
-                state, granted = d.compress(state, slot)
-                assert granted and int(state.num_cached[slot]) == room_of(d)
-                compressed.append(slot)
-        before = np.array(state.length)
-        state, output = d.step(params, state)
-        output = jax.tree.map(np.asarray, output)
-        held += int(output.accepted.sum())
-        if d.config.pruned is not None:  # where the mass lies now has not been seen
-            assert not output.drafted[:, compressed].any()
-        for slot, tokens in DRAFTED.items():
-            assert not any(before[slot] < point < state.length[slot] for point in points(d, len(tokens)))
-            for at in np.flatnonzero(output.produced[:, slot]):
-                signals = jax.tree.map(lambda x, at=at, slot=slot: x[at, slot], output.signals)
-                told[slot].append((output.token[at, slot], signals))
-    return state, told, held
-
-
-def test_drafts_beside_a_compressed_cache_change_no_bit():
-    """Those of the model itself; lookups are held to it by the tests of the engine."""
-    drafting = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.5))
-    before, expected, _ = written_with(compressing("adakv", 8, penalties=True))
-    after, told, held = written_with(compressing("adakv", 8, penalties=True, draft=drafting))
-    assert held > 0
-    assert {slot: len(rows) for slot, rows in told.items()} == dict.fromkeys(DRAFTED, 20)
-    assert same_bits(told, expected)
-    assert same_bits(shift_of(after), shift_of(before)) and int(shift_of(after).min()) > 0
-    assert same_bits(after.table.num_blocks, before.table.num_blocks)
 
 
 def test_a_selector_sees_what_is_kept():

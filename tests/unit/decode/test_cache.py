@@ -231,16 +231,15 @@ def test_pages_that_are_moved_take_their_summaries_along_and_leave_the_rest(dtyp
         np.testing.assert_array_equal(np.asarray(new), expected)
 
 
-@pytest.mark.parametrize(("head_dim", "width"), [(1, 128), (64, 128), (65, 256), (80, 256), (128, 256), (256, 512)])
-def test_a_token_fills_whole_lanes(head_dim, width):
-    assert kv.token_width(head_dim) == width
-    assert kv.empty(1, 1, head_dim, 2, 1, jnp.float32).layers[0].pages.shape[-1] == width
-
-
-@pytest.mark.parametrize(("asked", "held"), [(7, 7), (8, 9), (9, 9), (64, 65)])
-def test_no_pool_is_a_multiple_of_eight_pages(asked, held):
+@pytest.mark.parametrize(
+    ("head_dim", "width", "asked", "held"),
+    [(1, 128, 7, 7), (64, 128, 8, 9), (65, 256, 9, 9), (80, 256, 16, 17), (128, 256, 63, 63), (256, 512, 64, 65)],
+)
+def test_a_token_fills_whole_lanes_and_no_pool_is_a_multiple_of_eight_pages(head_dim, width, asked, held):
     """A TPU would copy the summaries of such a pool before it scores them."""
-    cache = kv.empty(1, 2, 64, asked, 1, jnp.float32, key_codes=True, surprisals=True)
+    assert kv.token_width(head_dim) == width
+    cache = kv.empty(1, 2, head_dim, asked, 1, jnp.float32, key_codes=True, surprisals=True)
     arrays = jax.tree.leaves(cache.layers)
-    sizes = {array.shape[1] for array in arrays}
-    assert len(arrays) == 5 and sizes == {held} and cache.surprisal is not None and cache.surprisal.shape[0] == held
+    assert cache.layers[0].pages.shape[-1] == width and len(arrays) == 5
+    assert {array.shape[1] for array in arrays} == {held}
+    assert cache.surprisal is not None and cache.surprisal.shape[0] == held
