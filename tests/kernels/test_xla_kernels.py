@@ -12,7 +12,6 @@ from cases import (
     CODE,
     OPERATIONS,
     PREFILL,
-    assert_dense_is_listing_every_block,
     assert_fault_shows,
     with_a_fault,
 )
@@ -119,14 +118,6 @@ def test_a_fault_that_is_seen_shows(name, column, backend):
     place = shape.starts[0] + 5
     faulty = with_a_fault(PREFILL.example(shape), shape, column, place)
     assert_fault_shows(results(PREFILL.function, faulty, backend=backend, **shape.settings)[0], shape, place)
-
-
-@pytest.mark.parametrize("name", ["ragged", "all_of_them_bfloat16"])
-def test_a_dense_chunk_is_one_that_lists_every_block(name):
-    def defined(arguments, shape):
-        return results(PREFILL.function, arguments, backend="reference", **shape.settings)
-
-    assert_dense_is_listing_every_block(defined, PREFILL.shapes[name])
 
 
 # The bits of a row.

@@ -12,7 +12,6 @@ from small_model import MODEL, configuration, prompt
 
 from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
 from et_jax.control.controller import Controller
-from et_jax.control.switch import AsPrinted
 from et_jax.decode.decoder import decoder
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import calls
@@ -163,10 +162,6 @@ def test_layers_with_a_window_read_all_of_it():
     [
         (dict(controller=Controller(budget=LAW), chunk=8, prefill_batch=8), "wanted 16"),
         (dict(controller=Controller(budget=dataclasses.replace(LAW, tokens=8))), "at least a block of 4"),
-        (
-            dict(controller=Controller(budget=LAW, switch=AsPrinted(0.1)), others=(THREE,)),
-            "has a prefill budget and switches between two models",
-        ),
     ],
 )
 def test_a_budget_that_does_not_fit_is_refused(changes, sentence):
