@@ -67,6 +67,12 @@ def both(switch):
     return spoken(d, pair(), begun(d, pair(), switch))
 
 
+@functools.cache
+def alone(model):
+    d, params = decoding.decoder(configuration(model=model, num_pages=49)), weights(model=model)
+    return spoken(d, params, begun(d, params))[0]
+
+
 def by_hand(switch, tokens: list[int]) -> tuple[list[int], list[bool]]:
     """The greedy text and who says what, by dense forward passes over the whole text and the paper's own loop."""
     text, window, since, small = list(tokens), [], 0, True
@@ -118,8 +124,7 @@ def test_two_models_write_what_an_independent_program_does(name):
 )
 def test_at_either_end_of_the_bound_one_model_speaks_alone(switch, speaks):
     rows, output = both(switch)
-    d, params = decoding.decoder(configuration(model=speaks, num_pages=49)), weights(model=speaks)
-    expected, _ = spoken(d, params, begun(d, params))
+    expected = alone(speaks)
     for slot in PROMPTS:
         assert rows[slot][0] == expected[slot][0] and same_bits(rows[slot][1], expected[slot][1])
         assert set(rows[slot][2]) == {speaks == OTHER}
