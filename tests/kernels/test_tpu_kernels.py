@@ -57,8 +57,8 @@ PATHS = {
 QUICK = {"empty_slots", "rows_all_of_them", "sparse_all_of_them", "int8", "codes_group_3"}
 # Lists that fill several groups of the ring that is served.
 SEVERAL_GROUPS = {
-    "paged_attention": ["sparse", "page_64", "rows_apart"],
-    "paged_prefill": ["sparse", "page_128"],
+    "paged_attention": ["sparse", "hopper_int8_all_of_them", "hopper_rows_all_of_them"],
+    "paged_prefill": ["sparse", "page_128", "hopper_int8"],
     "block_scores": ["many_blocks"],
     "code_scores": ["codes_many_blocks"],
 }
