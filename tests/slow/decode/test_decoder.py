@@ -8,7 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import made
-from small_model import MODEL, PROMPTS, configuration, run, start, texts, weights
+from small_model import (
+    CHUNK,
+    MODEL,
+    PROMPTS,
+    configuration,
+    fill,
+    prompt,
+    request,
+    run,
+    same_bits,
+    start,
+    texts,
+    weights,
+)
 
 from et_jax.decode import decoder as decoding
 from et_jax.models.transformer import initialise
