@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from small_model import NARROW, PAGE, configuration
+from small_model import PAGE, configuration
 
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
@@ -41,8 +41,6 @@ def made(name: str) -> decoding.Decoder:
     queue = Controller(priority=Aged(first_come, ceiling=1000.0, rate=0.5))
     changes = {
         "plain": {},
-        "narrow": {"model": NARROW},
-        "bfloat16": {"cache_dtype": jnp.bfloat16},
         "sparse": {"controller": sparse},
         "own": {"controller": own},
         "queue": {

@@ -1,4 +1,4 @@
-"""Fixtures that every kernel's tests share: a rung of the ladder of proof, and kernels broken on purpose."""
+"""Fixtures that every kernel's tests share: kernels broken on purpose."""
 
 import functools
 
@@ -13,21 +13,7 @@ from et_jax.pallas import ring
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpreters_are_hardly_optimised(hardly_optimised):
-    """A rung proves what a kernel computes; the code that a CPU gets for an interpreter is no part of that."""
-
-
-@pytest.fixture
-def rung(capsys):
-    """Check every shape of a rung and say how many there were; fewer than recorded fails."""
-
-    def climb(what: str, shapes, recorded: int, check) -> None:
-        assert len(shapes) == recorded
-        for shape in shapes:
-            check(shape)
-        with capsys.disabled():
-            print(f"\n{what}: {recorded} shapes")
-
-    return climb
+    """The tests prove what a kernel computes; the code that a CPU gets for an interpreter is no part of that."""
 
 
 class Broken:

@@ -1,4 +1,4 @@
-"""What the tests of every kernel share: one compiled program a function and its settings, and results as plain numbers.
+"""What the tests of every kernel share: one compiled program a function and its settings, and results as NumPy arrays.
 
 The settings of the softmax travel with the arrays, so shapes that differ in arrays or softmax alone share a program's
 entry here and are compiled by it once each, however many tests of a module ask.
@@ -10,26 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-
-from et_jax.pallas import ring
 
 # rounding of one value, times a few for the sums: relative to outputs of size one
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
 LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
+CAP = 1.5  # of the scores of codes, a third of which are larger
+MIXED = [("float32", "bfloat16"), ("bfloat16", "float32")]
 
 
 @functools.cache
 def compiled(function: Callable[..., Any], **settings: Any) -> Any:
     """The function with its settings bound, compiled once for each shape of its arrays."""
     return jax.jit(lambda arrays: function(**arrays, **settings))
-
-
-def fills_groups(shape: Any, group_tokens: int) -> bool:
-    """Whether a list of the shape's blocks may fill several groups of the ring that is served."""
-    dtype = jnp.dtype(shape.in_8_bits or shape.dtype)
-    return shape.num_blocks > ring.heuristic(group_tokens, shape.page_size, shape.width, dtype).group
 
 
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +46,11 @@ def as_bytes(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), tree)
 
 
+def of_two_dtypes(arguments: dict[str, Any], queries: str, pages: str) -> dict[str, Any]:
+    """The same with queries and pages of these dtypes."""
+    return arguments | {"q": arguments["q"].astype(queries), "pages": arguments["pages"].astype(pages)}
+
+
 def with_nan_unseen(arguments: dict[str, Any], seen: Any, width: int) -> dict[str, Any]:
     """The same pool with NaN in all tokens but those `seen` "k p s", and in their columns from `width` on.
 
@@ -66,14 +64,3 @@ def with_nan_unseen(arguments: dict[str, Any], seen: Any, width: int) -> dict[st
     pages[~seen] = poison
     pages[..., width:] = poison
     return arguments | {"pages": pages, "kv_scales": scales}
-
-
-def assert_attention_close(got: Any, expected: Any, dtype: str) -> None:
-    """Compare attention, and block sums where there are any; nothing is NaN."""
-    for one, other, tolerance in zip(got, expected, (TOLERANCE[dtype], LSE_TOLERANCE), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-            assert not np.isnan(one).any()
-            np.testing.assert_array_equal(np.isinf(one), np.isinf(other))
-            np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance)

@@ -1,4 +1,4 @@
-"""The settings of the softmax: what they refuse, what of them is traced, and what the soft cap does."""
+"""The settings of the softmax: what they refuse, and what of them is traced."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from et_jax.softmax import Softmax, finite
+from et_jax.softmax import Softmax
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,3 @@ def test_only_the_sinks_are_traced():
         np.testing.assert_array_equal(scaled(softmax), [sink / 2] * 2)
     assert traced == [None, 3]
     assert jax.tree.leaves(softmax.without_sinks) == [] and softmax.without_sinks == Softmax(scale=0.5, window=3)
-
-
-def test_the_soft_cap_bounds_the_scores_and_leaves_small_ones():
-    scores = jnp.asarray([-1e6, -1e-3, 0.0, 1e-3, 1e6], jnp.float32)
-    capped = np.asarray(Softmax(scale=1.0, soft_cap=5.0).capped(scores))
-    np.testing.assert_allclose(capped, [-5, -1e-3, 0, 1e-3, 5], rtol=1e-6)
-    np.testing.assert_array_equal(Softmax(scale=1.0).capped(scores), scores)
-
-
-def test_a_maximum_of_nothing_is_zero():
-    np.testing.assert_array_equal(finite(jnp.asarray([-jnp.inf, -3.0, 7.0])), [0, -3, 7])

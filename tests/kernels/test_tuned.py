@@ -5,14 +5,15 @@ import json
 import jax
 import numpy as np
 import pytest
-from test_paged_attention import NAMED, example
+from cases import ATTENTION
 
 from et_jax.errors import UsageError
 from et_jax.pallas import tuned
 from et_jax.pallas.paged_attention import xla
+from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 
-SHAPE = NAMED["group_4"]
+SHAPE = ATTENTION.shapes["group_4"]
 KEY = "paged_attention/xla page_size=16 head_dim=64 queries=4 dtype=bfloat16"
 
 
@@ -32,7 +33,7 @@ def settings_used(monkeypatch):
     groups = []
     page_rows = xla.page_rows
     monkeypatch.setattr(xla, "page_rows", lambda table, ids, p: groups.append(ids.shape[2]) or page_rows(table, ids, p))
-    jax.eval_shape(lambda arrays: xla.paged_attention(**arrays), example(SHAPE))
+    jax.eval_shape(lambda arrays: xla.paged_attention(**arrays), ATTENTION.example(SHAPE))
     return set(groups)
 
 
@@ -52,15 +53,10 @@ def test_another_device_has_another_table(recorded):
     device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
         assert tuned.settings(rule, "paged_attention/xla", **facts) == rule
-
-
-def test_settings_within_settings_are_read(recorded):
-    from et_jax.pallas.paged_prefill.tpu import Config
-
+    # settings within settings
     recorded({"paged_prefill/tpu page_size=16": {"tile": 32, "ring": {"group": 8, "depth": 4}}})
-    by_rule = Config(tile=16, ring=RingConfig(group=4, depth=3))
-    expected = Config(tile=32, ring=RingConfig(group=8, depth=4))
-    assert tuned.settings(by_rule, "paged_prefill/tpu", page_size=16) == expected
+    found = tuned.settings(Config(tile=16, ring=RingConfig(group=4, depth=3)), "paged_prefill/tpu", page_size=16)
+    assert found == Config(tile=32, ring=RingConfig(group=8, depth=4))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +70,7 @@ def test_settings_within_settings_are_read(recorded):
 def test_settings_the_kernel_refuses_are_refused_in_a_sentence(recorded, entry, reason):
     recorded({KEY: entry})
     with pytest.raises(UsageError) as caught:
-        xla.paged_attention(**example(SHAPE))
+        xla.paged_attention(**ATTENTION.example(SHAPE))
     message = str(caught.value)
     assert reason in message and KEY in message and "scripts/tune_kernels.py" in message
 

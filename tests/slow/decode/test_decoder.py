@@ -1,4 +1,4 @@
-"""The functions of decoding bound and jitted: many steps are single steps, each compiles once and works in place."""
+"""The functions of a decoder: many steps are single steps, the cache stays in place, refusals change nothing."""
 
 import dataclasses
 import functools
@@ -8,10 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import made
-from small_model import MODEL, PROMPTS, configuration, prompt, run, start, texts, weights
+from small_model import (
+    CHUNK,
+    MODEL,
+    PROMPTS,
+    configuration,
+    fill,
+    prompt,
+    request,
+    run,
+    same_bits,
+    start,
+    texts,
+    weights,
+)
 
 from et_jax.decode import decoder as decoding
 from et_jax.models.transformer import initialise
+from et_jax.serve.chunks import pack
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -57,37 +71,6 @@ def test_many_steps_on_the_device_are_as_many_single_steps():
     assert not any(x[5:].any() for x in jax.tree.leaves(stacked))
 
 
-def test_decoding_stops_when_nobody_is_active():
-    d, params = made("plain"), weights()
-    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=5)
-    state, output, ran = d.decode((params,), state, 32)
-    assert int(ran) == 5 and output.finished[:, 0, 1].tolist()[:5] == [False] * 4 + [True]
-    _, _, ran = d.decode((params,), state, 32)
-    assert int(ran) == 0
-    state = start(d, params, d.empty(), 1, PROMPTS[0], limit=0)
-    assert not state.active.any()
-
-
-def test_whatever_is_asked_each_function_compiles_once():
-    d, params = made("plain"), weights()
-    settings = (
-        {},
-        {"temperature": 0.0},
-        {"top_k": 3, "stop": (4,)},
-        {"top_p": 0.5, "min_p": 0.1, "limit": 2, "index": 3},
-    )
-    state = d.empty()
-    for number, asked in enumerate(settings):
-        slot = number % 3
-        state = d.release(state, slot)
-        state = start(d, params, state, slot, prompt(30 + number, 1 + 9 * number), seed=number, **asked)
-        state, _ = d.step((params,), state)
-        state, _ = run(d, params, state, number)
-    state, _ = d.fork(d.release(state, 2), 0, 2)
-    functions = ("empty", "prefill", "insert", "step", "decode", "release", "fork")
-    assert {name: getattr(d, name).jitted._cache_size() for name in functions} == dict.fromkeys(functions, 1)
-
-
 def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_grow_with_the_pool():
     model = dataclasses.replace(MODEL, num_layers=1, windows=(None,))
 
@@ -102,3 +85,38 @@ def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_
 
     (small, _), (large, pool) = analysed(25), analysed(1025)
     assert large - small < 0.01 * pool
+
+
+def test_decoding_stops_when_no_sequence_is_active_or_one_ends_where_that_is_asked():
+    d, params = made("plain"), weights()
+    for until_end, expected in ((True, 2), (False, 9)):
+        state = d.insert(d.empty(), 0, request(5, limit=2))
+        state = d.insert(state, 1, request(6, limit=9))
+        state, output, ran = d.decode((params,), state, 32, np.bool_(until_end))
+        assert int(ran) == expected and output.finished[:2, 0, 0].tolist() == [False, True]
+    _, _, ran = d.decode((params,), state, 32)
+    assert int(ran) == 0
+    assert not start(d, params, d.empty(), 1, PROMPTS[0], limit=0).active.any()
+
+
+def test_what_is_refused_or_of_no_tokens_changes_nothing_and_a_fork_of_full_pages_needs_none():
+    """It has a future of its own."""
+    d, params = made("plain"), weights()
+    state = fill(d, params, d.empty(), 0, prompt(4, 60))
+    state = start(d, params, state, 1, prompt(5, 36))  # 35 tokens: the last of nine pages is partial
+    assert int(state.table.num_free) == 0
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.fork(state, 1, 2)
+    assert not granted and same_bits(state, before)
+    for slot, tokens in ((2, range(CHUNK)), (1, [])):
+        state, granted = d.prefill((params,), state, *pack(d.config, [(slot, tokens)]))
+        assert granted.all() == (slot == 1) and same_bits(state, before)
+    state, granted = d.write_row(state, 2, jax.device_get(d.read_row(state, 1)))
+    assert not granted and same_bits(state, before)
+    assert not any(np.asarray(layer.pages[:, 0]).any() for layer in state.plants[0].cache.layers)  # the null page
+    state = d.release(state, 1)
+    state = start(d, params, state, 1, prompt(5, 33))  # 32 tokens: eight full pages
+    state, granted = d.fork(state, 1, 2)
+    assert granted and state.table.pages[2].tolist() == state.table.pages[1].tolist()
+    _, rows = run(d, params, d.release(state, 0))
+    assert len(rows[1].token) == len(rows[2].token) == 12 and texts(rows)[1] != texts(rows)[2]

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from places import HELPERS
 
-CASES = ("llama off", "llama certified", "odd paper")
-
 
 @pytest.fixture(scope="module")
 def found(hardly_optimised):
@@ -28,7 +26,7 @@ def found(hardly_optimised):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama off", "llama certified", "odd paper"])
 def test_a_model_over_eight_devices_is_the_model_on_one(found, case):
     """Its sums are those of eight parts, so that float32 rounds them otherwise."""
     said = found[case]
@@ -38,14 +36,7 @@ def test_a_model_over_eight_devices_is_the_model_on_one(found, case):
     assert said["signals"]
     alone, together = said["reads"]
     assert together == alone
-
-
-@pytest.mark.parametrize("case", ["llama certified", "odd paper"])
-def test_less_than_all_is_read(found, case):
-    read, everything = (np.sum(found[name]["reads"][1]) for name in (case, "llama off"))
-    assert read < everything
-
-
-def test_certificates_hold_over_eight_devices(found):
-    """No head leaves more of its mass unread than its tolerance."""
-    assert 0.5 <= found["llama certified"]["kept"] < 1.0
+    if case != "llama off":
+        assert np.sum(together) < np.sum(found["llama off"]["reads"][1])
+    if case == "llama certified":  # no head leaves more of its mass unread than its tolerance
+        assert 0.5 <= said["kept"] < 1.0

@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PAGE, PROMPTS, configuration, request, weights
+from small_model import MODEL, PAGE, PROMPTS, configuration, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
+from et_jax.control.draft import FixedLength
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, Pruned
+from et_jax.decode.request import request
 from et_jax.models.calibration import Calibration
-from et_jax.models.config import ExpertConfig, ModelConfig
+from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params, in_stacks
 from et_jax.models.stacks import stacks_of
 from et_jax.serve.chunks import calls
@@ -28,31 +30,16 @@ def deep(windows: tuple[int | None, ...], **changes) -> ModelConfig:
     return dataclasses.replace(MODEL, num_layers=len(windows), windows=windows, **changes)
 
 
-def mixture(layers: tuple[bool, ...]) -> ModelConfig:
-    experts = ExpertConfig(num_experts=6, num_per_token=3, width=20, normalised=True, layers=layers, shared_width=16)
-    return deep((None,) * len(layers), experts=experts)
-
-
 MODELS = {
     "llama": deep((None,) * 3),
     "gemma": deep((6, None) * 2 + (6,), norms="around", score_cap=20.0, window_rope_theta=100.0),
-    "mixture": mixture((False, True) * 2),
 }
-PRUNED = {"min_blocks": 1, "window": 4, "target_entropy": 2.0}
-CERTIFIED = preset("certified", tolerance=0.5, **PRUNED)
+CERTIFIED = preset("certified", tolerance=0.5, min_blocks=1, window=4, target_entropy=2.0)
 ENTROPYINFER = preset("entropyinfer", prefill_budget=16)
 WAYS = {
-    "off": {},
-    "entropyinfer": {"controller": ENTROPYINFER},
-    "certified": {"controller": CERTIFIED},
-    "self": {"draft": Drafting(most=3, drafter=Pruned(share=0.2))},
+    "llama": {"controller": ENTROPYINFER},
+    "gemma": {"controller": CERTIFIED, "draft": Drafting(most=3, length=FixedLength(), drafter=Pruned(share=0.2))},
 }
-PAIRS = [
-    ("gemma", "certified"),
-    ("llama", "entropyinfer"),
-    ("gemma", "self"),
-    ("mixture", "off"),
-]
 
 
 def of(model: ModelConfig, stacked: bool, **changes) -> tuple[Decoder, tuple[Params, ...]]:
@@ -73,39 +60,43 @@ def as_stacked(model: ModelConfig) -> Params:
     return in_stacks(weights(model=model), model, lambda *leaves: jnp.stack(leaves))
 
 
-def start(d: Decoder, params: tuple[Params, ...], state, slot: int, tokens: list[int], begin: int = 0, **asked):
-    """Start a sequence in a slot that holds the first `begin` tokens of its prompt."""
-    for rows in calls(d.config, slot, tokens[begin:-1]):
+def start(d: Decoder, params: tuple[Params, ...], state, slot: int, tokens: list[int], **asked):
+    for rows in calls(d.config, slot, tokens[:-1]):
         state, granted = d.prefill(params, state, *rows)
         assert granted.all()
-    return d.insert(state, slot, request(tokens[-1], control=d.config.controller, **asked))
+    return d.insert(state, slot, request(d.config, tokens, **asked))
 
 
-def ended(d: Decoder, params: tuple[Params, ...], state) -> tuple[dict[int, list[int]], np.ndarray]:
-    """What every slot is brought from here on until its end, and its last logits."""
+def ended(d: Decoder, params: tuple[Params, ...], state) -> tuple[dict[int, list[int]], np.ndarray, int]:
+    """What every slot writes from here on until its end, its last logits, and how many tokens were drafted."""
     written: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
+    drafted = 0
     while np.asarray(state.active).any():
         state, output = d.step(params, state)
         for position, slot in zip(*np.nonzero(np.asarray(output.produced)), strict=True):
             written[int(slot)].append(int(output.token[position, slot]))
+        drafted += 0 if d.config.draft is None else int(output.drafted.sum())
     assert state.logits is not None
-    return written, np.asarray(state.logits)
+    return written, np.asarray(state.logits), drafted
 
 
-def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]], np.ndarray]:
-    """The texts of three sequences, one of them greedy, and the last logits of each."""
+def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]], np.ndarray, int]:
+    """The texts of three sequences, one of them greedy, the last logits of each, and how many tokens were drafted."""
     state = d.empty()
     for slot, tokens in PROMPTS.items():
         state = start(d, params, state, slot, tokens, seed=slot, temperature=float(slot), limit=24)
     return ended(d, params, state)
 
 
-@pytest.mark.parametrize(("name", "way"), PAIRS)
-def test_a_text_is_that_of_layers_apart(name, way):
+@pytest.mark.parametrize("name", WAYS)
+def test_a_text_is_that_of_layers_apart(name):
     """Its logits too, but for what XLA rounds otherwise where a loop is around it."""
     model = MODELS[name]
     assert len(stacks_of(model, stacked=True)) < model.num_layers
-    (texts, logits), (apart, expected) = (decoded(*of(model, stacked, **WAYS[way])) for stacked in (True, False))
+    (texts, logits, drafted), (apart, expected, _) = (
+        decoded(*of(model, stacked, **WAYS[name])) for stacked in (True, False)
+    )
+    assert (drafted > 0) == ("draft" in WAYS[name])
     assert texts == apart and all(len(text) == 24 for text in texts.values())
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
@@ -124,16 +115,13 @@ def lines_of(depth: int, function: str, **changes) -> int:
     return len(getattr(d, function).lower(*given).as_text().splitlines())
 
 
-COMPRESSION = named("latent", 16, window=6, gap=3)
-
-
 @pytest.mark.parametrize(
     ("function", "changes"),
     [
         ("step", {}),
         ("step", {"controller": CERTIFIED, "draft": Drafting(most=3)}),
         ("prefill", {"controller": ENTROPYINFER}),
-        ("compress", {"compression": COMPRESSION}),
+        ("compress", {"compression": named("latent", 16, window=6, gap=3)}),
     ],
 )
 def test_a_program_is_as_long_whatever_its_layers(function, changes):
@@ -151,37 +139,10 @@ def test_what_a_compression_keeps_is_what_it_keeps_of_layers_apart():
             state, _ = d.step(params, state)
         state, granted = d.compress(state, jnp.int32(1))
         assert granted and int(state.num_cached[1]) < int(state.length[1])
-        written, logits = ended(d, params, state)
+        written, logits, _ = ended(d, params, state)
         found.append((written[1], logits[1]))
     assert found[0][0] == found[1][0] and len(found[0][0]) == 13
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-4 * np.abs(found[1][1]).max())
-
-
-def test_pages_are_shared_forked_and_swapped_as_those_of_layers_apart():
-    """A fork of a prompt amid a page, one that takes its full pages, and one that has been to the host and back."""
-    model, tokens = MODELS["gemma"], list(range(1, 15))
-    found = []
-    for stacked in (True, False):
-        d, params = of(model, stacked, controller=CERTIFIED)
-        state = start(d, params, d.empty(), 0, tokens, temperature=0.0, limit=20)
-        held = state.table.pages[0]
-        state, granted = d.fork(state, jnp.int32(0), jnp.int32(1))
-        assert granted
-        state = d.share(state, jnp.int32(2), held, jnp.int32(2))
-        rest = [*tokens[: 2 * PAGE], 90, 91, 92, 93]
-        state = start(d, params, state, 2, rest, begin=2 * PAGE, temperature=0.0, limit=20)
-        for _ in range(4):
-            state, _ = d.step(params, state)
-        row = d.read_row(state, jnp.int32(1))
-        blocks, most = int(state.table.num_blocks[1]), d.config.pages_per_swap
-        taken = [(at, d.read_pages(state, jnp.int32(1), jnp.int32(at))) for at in range(0, blocks, most)]
-        state = d.release(state, jnp.int32(1))
-        state, granted = d.write_row(state, jnp.int32(1), row)
-        assert granted
-        for at, pages in taken:
-            state = d.write_pages(state, jnp.int32(1), jnp.int32(at), pages)
-        found.append(ended(d, params, state)[0])
-    assert found[0] == found[1] and found[0][0] == found[0][1] != found[0][2]
 
 
 def test_weights_that_lie_otherwise_than_the_cache_are_refused():

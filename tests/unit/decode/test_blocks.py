@@ -1,26 +1,184 @@
-"""Which blocks a query may see, and which are read whatever a selector says: by looking at every position."""
+"""Blocks of a sequence: which a query may see, their shares of the mass, and the residual for those left unread."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_model import MODEL
 
-from et_jax.decode.selection import blocks_of
+from et_jax.control.select import SinksWindow
+from et_jax.control.selector import Selection
+from et_jax.decode import cache as kv
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.plant import Plant
+from et_jax.decode.readers import AllOfLayer, SelectedOfLayer
+from et_jax.decode.selection import blocks_of, in_units_read, shares_after, with_residual
+from et_jax.softmax import Softmax
 
-PAGE, BLOCKS = 4, 6
+PAGE, CAPACITY = 4, 6
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 7, 24])
 def test_blocks_are_those_of_the_positions_that_are_seen(window):
-    lengths = np.arange(PAGE * BLOCKS + 1)
-    table = jnp.zeros((len(lengths), BLOCKS), jnp.int32)
+    lengths = np.arange(PAGE * CAPACITY + 1)
+    table = jnp.zeros((len(lengths), CAPACITY), jnp.int32)
     blocks = blocks_of(table, jnp.asarray(lengths, jnp.int32), PAGE, window)
-    position = np.arange(PAGE * BLOCKS)
+    position = np.arange(PAGE * CAPACITY)
     held = position < lengths[:, None]
     seen = held & (position >= lengths[:, None] - (window or len(position)))
-    held, seen = (x.reshape(len(lengths), BLOCKS, PAGE) for x in (held, seen))
+    held, seen = (x.reshape(len(lengths), CAPACITY, PAGE) for x in (held, seen))
     newest = (position == lengths[:, None] - 1).reshape(held.shape).any(axis=-1)
     cut = seen.any(axis=-1) & (held & ~seen).any(axis=-1)  # its summary speaks of tokens that are not seen
     np.testing.assert_array_equal(blocks.readable, seen.any(axis=-1))
     np.testing.assert_array_equal(blocks.certain, newest | cut)
     whole = held.sum(axis=-1) * seen.any(axis=-1) * ~cut
     np.testing.assert_array_equal(np.where(blocks.readable, blocks.num_tokens, 0), whole)
+
+
+# Shares of attention mass from one token to the next, against sums in NumPy.
+
+LENGTHS = np.asarray([23, 9], np.int32)  # six blocks, and three
+TABLE = jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
+BLOCKS = blocks_of(TABLE, jnp.asarray(LENGTHS), PAGE, None)
+OPENED = np.zeros((2, 2, 7), bool)
+OPENED[0, 0, [0, 2, 5]], OPENED[0, 1, [4, 5]], OPENED[1, :, [0, 2]] = True, True, True
+
+
+def drawn():
+    """True log masses of every block, "b k g n", and shares that were known before, which are not quite those."""
+    rng = np.random.default_rng(0)
+    log_mass = rng.normal(size=(2, 2, 3, 7)) + 40.0
+    log_mass = np.where(np.asarray(BLOCKS.readable)[:, None, None], log_mass, -np.inf)
+    share = np.exp(log_mass - np.logaddexp.reduce(log_mass, axis=-1, keepdims=True))
+    return log_mass, share
+
+
+def listed(log_mass):
+    """The log masses of the opened blocks in ascending order, then padding, as kernels give them."""
+    found = np.full(log_mass.shape, -np.inf, np.float32)
+    for row, head in np.ndindex(OPENED.shape[:2]):
+        read = np.flatnonzero(OPENED[row, head])
+        found[row, head, :, : len(read)] = log_mass[row, head][:, read]
+    return found
+
+
+def chosen(share):
+    estimate = jnp.asarray(np.log(np.maximum(share, 1e-30)), jnp.float32)
+    return Selection(opened=jnp.asarray(OPENED), estimate=estimate, upper=None, shares=True)
+
+
+def test_what_was_not_read_keeps_its_share_and_what_was_has_that_of_its_keys():
+    log_mass, share = drawn()
+    read = listed(log_mass)
+    log_read = jnp.asarray(np.logaddexp.reduce(read, axis=-1))
+    guessed = in_units_read(chosen(share), BLOCKS, log_read)
+    held = np.broadcast_to(np.asarray(BLOCKS.readable)[:, None, None], log_mass.shape)
+    assert not guessed.shares
+    left = np.where(held & ~OPENED[:, :, None], share, 0.0).sum(-1)
+    right = left < 0.5  # of more than half, half is taken for unread
+    assert 0 < right.mean() < 1
+    np.testing.assert_allclose(
+        np.asarray(guessed.estimate)[right][held[right]], log_mass[right][held[right]], rtol=1e-5
+    )
+    after = np.asarray(shares_after(guessed, BLOCKS, jnp.asarray(read)))
+    np.testing.assert_allclose(after[right][held[right]], share[right][held[right]], rtol=1e-4)
+    assert np.all(after[~held] == 1.0)
+    np.testing.assert_allclose(np.where(held, after, 0.0).sum(-1), 1.0, rtol=1e-5)
+
+
+def test_a_share_that_was_wrong_is_put_right_by_reading():
+    log_mass, share = drawn()
+    read = listed(log_mass)
+    log_read = jnp.asarray(np.logaddexp.reduce(read, axis=-1))
+    wrong = np.where(OPENED[:, :, None], 0.3 * share[..., ::-1], 1e-6)
+    after = np.asarray(shares_after(in_units_read(chosen(wrong), BLOCKS, log_read), BLOCKS, jnp.asarray(read)))
+    expected = np.exp(read - np.asarray(log_read)[..., None])
+    for row, head in np.ndindex(OPENED.shape[:2]):
+        blocks = np.flatnonzero(OPENED[row, head])
+        np.testing.assert_allclose(after[row, head][:, blocks], expected[row, head][:, : len(blocks)], rtol=1e-4)
+
+
+# The residual, under caps and sinks too.
+
+ROWS, TOKENS = 3, 12
+PLANT = Plant(model=MODEL, page_size=1, backend="xla", scores_backend="xla")
+
+
+def read(reader, softmax: Softmax):
+    """Attention of one token a row to a cache of random keys and values, by a reader."""
+    rng, c = np.random.default_rng(0), MODEL
+    table = jnp.arange(1, ROWS * TOKENS + 1, dtype=jnp.int32).reshape(ROWS, TOKENS)
+    key, value = (jnp.asarray(rng.normal(size=(ROWS, TOKENS, c.num_kv_heads, c.head_dim)), jnp.float32) for _ in "kv")
+    length = jnp.asarray([TOKENS, 7, 9], jnp.int32)
+    blank = kv.empty(1, c.num_kv_heads, c.head_dim, ROWS * TOKENS + 1, 1, jnp.float32).layers[0]
+    cached = kv.write(blank, key, value, table, jnp.zeros(ROWS, jnp.int32), length)
+    query = jnp.asarray(3 * rng.normal(size=(ROWS, 1, c.num_heads, c.head_dim)), jnp.float32)
+    one = jnp.ones(ROWS, jnp.int32)
+    token, start = jnp.zeros((ROWS, 1), jnp.int32), length - 1
+    chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=one, end=length)
+    return np.asarray(reader.read(PLANT, softmax, query, cached, None, chunk)[0])
+
+
+def pruned(residual: bool) -> SelectedOfLayer:
+    return SelectedOfLayer(
+        tolerance=jnp.zeros(ROWS),
+        fresh=jnp.ones(ROWS, bool),
+        last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
+        kept_mass=jnp.ones(ROWS),
+        selector=SinksWindow(jnp.full(ROWS, 1), jnp.full(ROWS, 2)),
+        min_context=None,
+        mass=None,
+        sensitivity=None,
+        refresh_every=1,
+        residual=residual,
+        noting=None,
+        chooses=True,
+    )
+
+
+@pytest.mark.parametrize("soft_cap", [None, pytest.param(1.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_cap, sinks):
+    logits = jnp.asarray([1.0, 3.0, -1.0, 2.0]) if sinks else None
+    softmax = Softmax(scale=MODEL.head_dim**-0.5, soft_cap=soft_cap, sink_logits=logits)
+    whole = read(AllOfLayer(skipped=None, mass=None, noting=None), softmax)
+    np.testing.assert_allclose(read(pruned(True), softmax), whole, atol=1e-5)
+    assert np.abs(read(pruned(False), softmax) - whole).max() > 0.05
+
+
+def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
+    """What lies beyond a row's own blocks adds nothing, and pages that nobody holds may be anything."""
+    rng = np.random.default_rng(4)
+    k, g, d, page, capacity, lengths = 2, 3, 8, 4, 130, [9, 300, 131, 517]
+    table = 1 + np.arange(4 * capacity).reshape(4, capacity)
+    mean = np.full((k, 1 + 4 * capacity, 2 * d), np.nan, np.float32)
+    held = [-(-length // page) for length in lengths]
+    for row, blocks in enumerate(held):
+        mean[:, table[row, :blocks]] = rng.normal(size=(k, blocks, 2 * d))
+        table[row, blocks:] = 0
+    opened = (rng.random((4, k, capacity)) < 0.2) & (np.arange(capacity) < np.reshape(held, (4, 1, 1)))
+    estimate = rng.normal(size=(4, k, g, capacity)).astype(np.float32)
+    out, log_read = rng.normal(size=(4, k, g, d)).astype(np.float32), np.full((4, k, g), 2.0, np.float32)
+
+    def made_up(rows: slice, num_blocks: int) -> np.ndarray:
+        length = jnp.asarray(lengths[rows], jnp.int32)
+        blocks = blocks_of(jnp.asarray(table[rows, :num_blocks], jnp.int32), length, page, None)
+        chosen = Selection(
+            opened=jnp.asarray(opened[rows, :, :num_blocks]),
+            estimate=jnp.asarray(estimate[rows, ..., :num_blocks]),
+            upper=None,
+        )
+        given = jnp.asarray(out[rows]), chosen, blocks, jnp.asarray(log_read[rows]), jnp.asarray(mean)
+        return np.asarray(jax.jit(with_residual)(*given))
+
+    together = made_up(slice(0, 4), capacity)
+    assert np.isfinite(together).all()
+    for row, blocks in enumerate(held):
+        for num_blocks in (blocks, min(blocks + 40, capacity)):
+            np.testing.assert_array_equal(made_up(slice(row, row + 1), num_blocks)[0], together[row])
+    weight = np.where(~opened & (np.arange(capacity) < np.reshape(held, (4, 1, 1))), 1.0, 0.0)[:, :, None] * np.exp(
+        estimate
+    )
+    value = np.nan_to_num(mean[:, table, d:]).swapaxes(0, 1)
+    whole = np.exp(2.0) * out + np.einsum("bkgn,bknd->bkgd", weight, value)
+    np.testing.assert_allclose(together, whole / (np.exp(2.0) + weight.sum(-1))[..., None], rtol=1e-4, atol=1e-5)

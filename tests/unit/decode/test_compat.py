@@ -81,12 +81,6 @@ REFUSED = [
 ]
 
 
-def told_of(settings: dict[str, Any]) -> UsageError:
-    with pytest.raises(UsageError) as refused:
-        sized(**settings)
-    return refused.value
-
-
 def test_every_row_refuses_in_one_sentence(monkeypatch):
     unmet = set(compat.TABLE)
     told = compat.Row.told
@@ -97,35 +91,30 @@ def test_every_row_refuses_in_one_sentence(monkeypatch):
 
     monkeypatch.setattr(compat.Row, "told", met)
     for settings, sentence in REFUSED:
-        refused = told_of(settings)
+        with pytest.raises(UsageError) as caught:
+            sized(**settings)
+        refused = caught.value
         assert str(refused).startswith(sentence), (settings, str(refused))
         assert str(refused).endswith(".") and "\n" not in str(refused) and "{" not in str(refused)
-        assert refused.on_command_line == str(refused) or "--" in refused.on_command_line
+        first, of_flags = str(refused).split()[0], refused.on_command_line.split()[0]
+        assert of_flags == ("--" + first.replace("_", "-") if first in settings else first)
     assert not unmet
 
 
 def test_a_control_for_one_call_meets_the_same_table_but_may_leave_idle_what_serves_others():
-    drafting = {"page_size": 4, "backend": "xla", "draft": "bundled-small"}
-    for control, sentence in (
-        ("ead", "^draft is for one model"),
-        ("paper", "^draft guesses"),
-        (SETS_TOLERANCE, "^dra"),
+    plain = {"page_size": 4, "backend": "xla"}
+    for settings, control, sentence in (
+        ({"draft": "bundled-small"}, preset("ead"), "^draft is for one model"),
+        ({"draft": "bundled-small"}, preset("paper"), "^draft guesses"),
+        ({"draft": "bundled-small"}, SETS_TOLERANCE, "^draft guesses"),
+        ({"cache_budget": 36}, Controller(selector=Quest(2), refresh_every=2), "^cache_budget forgets tokens"),
     ):
-        settings = EngineConfig(**drafting)
-        laws = preset(control) if isinstance(control, str) else control
         with pytest.raises(UsageError, match=sentence):
-            beside(settings, sized(**drafting), laws, (OTHER,))
-    turning = {"page_size": 4, "backend": "xla", "lazy_prefill": True, "audit": True} | TURNS
-    alone = beside(EngineConfig(**turning), sized(**turning), Controller(), (OTHER,))
+            beside(EngineConfig(**plain | settings), sized(**settings), control, (OTHER,) * ("draft" in settings))
+    turning = {"lazy_prefill": True, "audit": True} | TURNS
+    alone = beside(EngineConfig(**plain | turning), sized(**turning), Controller(), (OTHER,))
     assert not alone.others and not alone.lazy and not alone.audit
-    kept = {"page_size": 4, "backend": "xla", "cache_budget": 36}
-    with pytest.raises(UsageError, match=r"^cache_budget forgets tokens"):
-        beside(EngineConfig(**kept), sized(**kept), Controller(selector=Quest(2), refresh_every=2), ())
-
-
-def test_a_law_of_ones_own_is_drafted_for_unless_it_sets_what_the_next_token_reads():
-    assert sized(draft="lookup", control=SETS_HEAT).draft is not None
-    EngineConfig(draft="lookup", control=SETS_TOLERANCE)  # whose shapes are not known before the model is
+    assert sized(draft="lookup", control=SETS_HEAT).draft is not None  # a law of one's own that sets no reading
 
 
 ONE_OF_EACH = {
@@ -175,29 +164,18 @@ def test_whatever_is_taken_together_has_an_effect(most):
 def test_the_command_line_says_it_in_flags(capfd, tmp_path):
     output = tmp_path / "out.jsonl"
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
-    cases = {
-        "--draft lookup --control paper": "--draft guesses tokens ahead, and under this control one token decides",
-        "--draft bundled-small --control ead": "--draft is for one model, and this control has two take turns",
-        "--draft-tokens 4": "--draft-tokens is for drafts; set --draft to lookup, to self, or to a smaller model.",
-        "--draft-length fixed": "--draft-length is for drafts; set --draft to lookup, to self, or to a smaller model.",
-        "--control ead": "This control switches between two models; name the other one by --small.",
-        "--small bundled-small": "--small is for two models that take turns; set --control to ead or ead_guarded.",
-        "--lazy-prefill": "--lazy-prefill is for two models that take turns; set --control to ead or ead_guarded.",
-        "--audit --control certified": "--audit is for two models that take turns, and for prompts read in part;",
-        "--expert-share 0.5": "--expert-share is a number of rules for experts; set --experts to mass or entropy.",
-        "--cache-policy latent": "--cache-policy says what a --cache-budget keeps; set that too",
-        "--cache-budget 64 --draft bundled-small": "--cache-budget forgets what a second model has in the same pages, ",
-        "--cache-budget 64 --cache-policy adakv --control certified": "This control chooses blocks, and the policy of",
-    }
-    for given, sentence in cases.items():
-        for command, start in (
-            (generate, ["--prompt", "a"]),
-            (generate, ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]),
-            (evaluate, ["--task", "passkey"]),
-        ):
-            if command is evaluate and "draft" in given:
-                continue
-            assert command.main([*start, *given.split()]) == 2
-            said = capfd.readouterr().err
-            assert said.startswith(f"error: {sentence}") and said.count("\n") == 1, said
+    given, sentence = (
+        ["--draft-tokens", "4"],
+        "error: --draft-tokens is for drafts; set --draft to lookup, to self, or ",
+    )
+    for run, start in (
+        (generate.main, ["--prompt", "a"]),
+        (generate.main, ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]),
+        (evaluate.main, ["--task", "passkey"]),
+    ):
+        if run is evaluate.main:
+            given, sentence = ["--cache-policy", "latent"], "error: --cache-policy says what a --cache-budget keeps; "
+        assert run([*start, *given]) == 2
+        said = capfd.readouterr().err
+        assert said.startswith(sentence) and said.count("\n") == 1, said
     assert not output.exists()

@@ -52,10 +52,6 @@ class Loosened(temperature.Fixed):
         return replace(state, tolerance=0.1 * signals.entropy)
 
 
-def begun(law):
-    return fresh(law_numbers(Controller(law=law)), jnp.zeros((), jnp.float32), (1, 1, 1), None)
-
-
 def steers(law) -> bool:
     return law_steers(Controller(law=law), (1, 1, 1), lambda: None)
 
@@ -70,7 +66,8 @@ def test_a_law_sets_what_it_says(law):
         changed.update(name for name in fields if getattr(after, name) is not getattr(state, name))
         return after
 
-    jax.eval_shape(run, blank_signals(()), jax.eval_shape(lambda: begun(law)))
+    begun = jax.eval_shape(lambda: fresh(law_numbers(Controller(law=law)), jnp.zeros((), jnp.float32), (1, 1, 1), None))
+    jax.eval_shape(run, blank_signals(()), begun)
     assert law.sets == changed
     assert steers(law) == ("tolerance" in changed)
 

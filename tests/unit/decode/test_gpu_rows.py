@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 def test_texts_are_those_of_as_many_rows_as_there_are(monkeypatch):
     """Of a mixture of experts, whose router sees none of the rows beside; drafted and not."""
-    model = dataclasses.replace(MODEL, experts=dataclasses.replace(CONFIG, layers=(True, True)))
+    experts = dataclasses.replace(CONFIG, layers=(True,))
+    model = dataclasses.replace(MODEL, num_layers=1, windows=(None,), experts=experts)
     drafting = Drafting(most=4, length=FixedLength(), drafter=lookup)
     params, config, rows = weights(model=model), configuration(model=model, draft=drafting), []
     forward = extend.forward

@@ -137,27 +137,3 @@ class Pages(RuleBasedStateMachine):
 
 Pages.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestPages = Pages.TestCase
-
-
-def test_pages_are_handed_out_from_the_first():
-    table, granted = pages.reserve(pages.empty(2, 3, 9), jnp.asarray([2, 1], jnp.int32), 2)
-    assert granted.all()
-    assert table.pages.tolist() == [[1, 2, 0], [3, 0, 0]]
-
-
-def test_no_one_is_overtaken():
-    """Three pages are free; the second slot wants four, so the third waits although it would fit."""
-    table, granted = pages.reserve(pages.empty(3, 4, 4), jnp.asarray([1, 4, 1], jnp.int32), 4)
-    assert granted.tolist() == [True, False, False]
-    assert table.num_blocks.tolist() == [1, 0, 0]
-    table, granted = pages.reserve(table, jnp.asarray([1, 0, 2], jnp.int32), 4)
-    assert granted.tolist() == [True, True, True]
-
-
-def test_a_shared_page_is_free_when_its_last_holder_is_gone():
-    table, _ = pages.reserve(pages.empty(2, 3, 5), jnp.asarray([3, 0], jnp.int32), 3)
-    table = pages.share(table, jnp.int32(1), table.pages[0], jnp.int32(2))
-    table = pages.release(table, jnp.int32(0))
-    assert int(table.num_free) == 2 and table.references.tolist() == [0, 1, 1, 0, 0]
-    table = pages.release(table, jnp.int32(1))
-    assert int(table.num_free) == 4 and not table.references.any()

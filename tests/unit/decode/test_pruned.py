@@ -42,15 +42,10 @@ def test_the_blocks_chosen_are_the_fewest_that_hold_the_mass(mass):
         fewest = int(np.searchsorted(np.cumsum(ranked), mass)) + 1
         assert chosen.sum() in (fewest, fewest + 1)  # two as good as one another are not told apart
         assert share[chosen].min() >= share[~chosen].max(initial=0.0) and share[chosen].sum() >= mass
-
-
-def test_no_more_are_chosen_than_their_share_of_all():
-    log_share = log_shares(jnp.asarray(masses(2)), 2)[:, None]
-    held = jnp.asarray([40, 20, 5], jnp.int32)
-    packed = heavy_blocks(Pruned(mass=1.0, share=0.2), log_share, held)
+    # nor are more chosen than their share of all that are held
+    packed = heavy_blocks(Pruned(mass=1.0, share=0.2), log_share[:, None], jnp.asarray([40, 20, 5], jnp.int32))
     counts = np.asarray(unpack_blocks(packed)).sum(-1)[:, 0]
-    for row, most in enumerate((8, 4, 1)):
-        assert (counts[row] <= most).all() and (counts[row] >= most - 1).all()
+    assert all(most - 1 <= count <= most for row, most in zip(counts, (8, 4, 1), strict=True) for count in row)
 
 
 @pytest.mark.parametrize("rows", [None, [2, 0]])
@@ -72,22 +67,18 @@ def test_what_held_the_mass_is_noted_of_every_layer_where_it_is_asked(rows):
         assert not some[0].any() and np.array_equal(some[1:], alone[1:])
 
 
-def test_a_draft_reads_those_the_first_and_what_is_written_since():
+def test_a_draft_reads_those_the_first_that_each_head_holds_and_what_is_written_since():
     opened = np.zeros((1, 1, 2, BLOCKS), bool)
     opened[0, 0, 0, [3, 7]] = opened[0, 0, 1, [5]] = True
-    how = Pruned(share=0.1)
-    found = heavy(how, 6, pack_blocks(jnp.asarray(opened)), BLOCKS, jnp.asarray([64], jnp.int32), 4)
-    lists = [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
-    # the last token stands in block 15, the newest and six drafted ones in 16 and 17
-    assert lists == [[0, 3, 7, 15, 16, 17], [0, 5, 15, 16, 17]]
 
+    def lists(opened, steps: int, skipped=None) -> list[list[int]]:
+        length = jnp.asarray([64], jnp.int32)  # the last token stands in block 15, the newest and drafted ones behind
+        found = heavy(Pruned(share=0.1), steps, pack_blocks(jnp.asarray(opened)), BLOCKS, length, 4, skipped)
+        return [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
 
-def test_a_draft_reads_the_first_block_that_each_head_holds():
-    skipped = jnp.asarray([[[2, 0]]], jnp.int32)
-    nothing = pack_blocks(jnp.zeros((1, 1, 2, BLOCKS), bool))
-    found = heavy(Pruned(), 1, nothing, BLOCKS, jnp.asarray([64], jnp.int32), 4, skipped)
-    lists = [found.listed[0, 0, head, : int(found.counts[0, 0, head])].tolist() for head in (0, 1)]
-    assert lists == [[2, 15, 16], [0, 15, 16]]
+    assert lists(opened, 6) == [[0, 3, 7, 15, 16, 17], [0, 5, 15, 16, 17]]
+    nothing, skipped = np.zeros_like(opened), jnp.asarray([[[2, 0]]], jnp.int32)
+    assert lists(nothing, 1, skipped) == [[2, 15, 16], [0, 15, 16]]
 
 
 def test_where_all_draft_alike_a_step_has_room_for_as_many_of_each():

@@ -46,17 +46,9 @@ def test_a_state_is_split_by_its_heads_and_in_nothing_else():
     }
     assert jax.tree.structure(specs) == jax.tree.structure(state)
 
-
-def test_the_last_masses_are_split_by_query_heads():
     state = jax.eval_shape(partial(empty, configuration(controller=preset("paper"))))
-    assert split(state).control.block_mass == P(None, None, "tp", None)
-
-
-def test_sinks_are_split():
+    assert split(state).control.block_mass == P(None, None, "tp", None)  # of query heads
     assert split(Softmax(scale=1.0, sink_logits=jnp.zeros(4))).sink_logits == P("tp")
-
-
-def test_an_array_by_itself_is_whole():
     assert split((jnp.zeros(4), None)) == (P(), None)
 
 

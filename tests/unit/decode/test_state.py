@@ -1,4 +1,6 @@
-"""What a decoder holds: what cannot work is refused, and a request says what was asked."""
+"""What a decoder holds: what cannot work is refused, what was asked is kept, and who is served by a step."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +13,22 @@ from et_jax.control.controller import Controller
 from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import request
 from et_jax.decode.state import empty, fresh_control
+from et_jax.decode.step import choose
 
 
-def test_what_cannot_work_is_refused_while_configuring():
-    with pytest.raises(ValueError, match="batch: got 1, wanted 2 to num_slots = 3"):
-        configuration(batch=1)
-    with pytest.raises(ValueError, match="batch: got 4"):
-        configuration(batch=4)
-    with pytest.raises(ValueError, match="prefill_batch: got 6, wanted a multiple of chunk = 8"):
-        configuration(prefill_batch=6)
-    with pytest.raises(ValueError, match="chunk: got 6, wanted a multiple of page_size = 4"):
-        configuration(chunk=6)
-    with pytest.raises(ValueError, match="got 1 selectors, wanted one per layer: 2"):
-        configuration(controller=Controller(selector=(even_blocks,)))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 1}, "batch: got 1, wanted 2 to num_slots = 3"),
+        ({"batch": 4}, "batch: got 4"),
+        ({"prefill_batch": 6}, "prefill_batch: got 6, wanted a multiple of chunk = 8"),
+        ({"chunk": 6}, "chunk: got 6, wanted a multiple of page_size = 4"),
+        ({"controller": Controller(selector=(even_blocks,))}, "got 1 selectors, wanted one per layer: 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_while_configuring(changes, message):
+    with pytest.raises(ValueError, match=message):
+        configuration(**changes)
 
 
 def test_a_request_keeps_the_stop_ids_that_can_be_drawn_and_marks_its_prompt():
@@ -43,3 +48,30 @@ def test_every_leaf_of_control_leads_with_the_slots_and_starts_as_one_sequence_d
     for many, single in zip(jax.tree.leaves(control), jax.tree.leaves(one), strict=True):
         assert many.shape == (config.num_slots, *single.shape)
         np.testing.assert_array_equal(many, np.broadcast_to(single, many.shape))
+
+
+PRIORITIES = np.asarray([3.0, 1.0, np.nan, 2.0, -np.inf], np.float32)
+
+
+def by_arrival(signals, state):
+    """The priority that a sequence was given as its number of arrival."""
+    return jnp.asarray(PRIORITIES)[signals.arrival]
+
+
+@pytest.mark.parametrize(
+    ("active", "served"),
+    [
+        ([0, 1, 2, 3, 4], [2, 0, 3]),  # what is no number first
+        ([0, 1, 3], [0, 3, 1]),
+        ([4], [4]),  # the lowest of all before slots that are empty
+        ([1, 4], [1, 4]),
+        ([], []),
+    ],
+)
+def test_the_highest_priorities_are_served_and_the_lowest_before_nobody(active, served):
+    config = configuration(num_slots=5, batch=3, controller=Controller(priority=by_arrival))
+    state = empty(config)
+    runs = jnp.zeros(5, bool).at[jnp.asarray(active, jnp.int32)].set(True)
+    state = dataclasses.replace(state, active=runs, arrival=jnp.arange(5, dtype=jnp.int32))
+    _, rows = choose(config, state)
+    assert np.asarray(rows.slot)[np.asarray(rows.run)].tolist() == served

@@ -1,0 +1,221 @@
+"""The Hopper kernels, without a GPU: simulated on the CPU, lowered for CUDA, and what they refuse."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absent_gpu import finds_the_race, lower, races_raise, simulate
+from cases import (
+    ATTENTION,
+    BLOCK,
+    CODE,
+    PREFILL,
+    assert_dense_is_listing_every_block,
+    assert_fault_shows,
+    each,
+    with_a_fault,
+)
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from ladder import CAP, as_bytes, results, taken
+
+from et_jax.pallas import hopper
+from et_jax.pallas.block_scores import gpu as scores
+from et_jax.pallas.paged_attention import gpu as attention
+from et_jax.pallas.paged_prefill import gpu as prefill
+
+KERNELS = {
+    "paged_attention": attention.paged_attention,
+    "paged_prefill": prefill.paged_prefill,
+    "block_scores": scores.block_scores,
+    "code_scores": scores.code_scores,
+}
+# A shape for each path, raced and poisoned: one tile a page and two, eight columns and sixteen, each head dim, several
+# parts, empty slots, what changes the scores, pools in 8 bits, several rows a slot; several blocks of queries, lists.
+PATHS = {
+    "paged_attention": [
+        *("dim_128_bfloat16", "hopper_group_16", "hopper_dim_256", "hopper_empty_slots", "hopper_window"),
+        *("hopper_all_of_them", "hopper_int8_all_of_them", "hopper_rows", "hopper_rows_split"),
+        *("hopper_rows_all_of_them", "fp8_page_64"),
+    ],
+    "paged_prefill": [
+        *("hopper_group_3", "hopper_dim_256", "hopper_ragged", "hopper_long_chunk", "hopper_window"),
+        *("hopper_block_sums", "hopper_sparse_all_of_them", "hopper_int8", "hopper_fp8"),
+    ],
+    "block_scores": ["page_64", "empty_slots", "hopper_dim_128"],
+    "code_scores": ["page_64", "hopper_dim_128", "page_128"],
+}
+# Simulated with every run; the others by the slow tests.
+QUICK = {"dim_128_bfloat16", "hopper_empty_slots", "hopper_dim_256", "hopper_dim_128"}
+
+
+def run(operation, arguments, shape, **more):
+    return simulate(KERNELS[operation.name], arguments, **shape.settings, **more)
+
+
+def is_right(operation, shape, got) -> None:
+    expected = results(operation.function, operation.example(shape), backend="reference", **shape.settings)
+    operation.assert_close(got, expected, shape)
+
+
+@each(PATHS, QUICK)
+def test_is_the_definition_whatever_stands_where_nothing_is_read(operation, shape):
+    is_right(operation, shape, run(operation, operation.poisoned(operation.example(shape), shape), shape))
+
+
+@each(PATHS)
+def test_lowers_for_cuda(operation, shape):
+    lower(KERNELS[operation.name], operation.example(shape), **shape.settings)
+
+
+@pytest.mark.slow
+def test_codes_are_summed_after_the_cap():
+    shape = CODE.shapes["page_64"]
+    arguments = CODE.example(shape)
+    CODE.assert_close(run(CODE, arguments, shape, soft_cap=CAP), CODE.formula(arguments, shape, CAP), shape)
+    lower(scores.code_scores, arguments, soft_cap=CAP, **shape.settings)
+
+
+def test_padding_the_list_changes_no_bit():
+    """The longer list has more parts, none of them used."""
+    shape = ATTENTION.shapes["hopper_parts"]
+    arguments = ATTENTION.example(shape)
+    out, block_lse = as_bytes(run(ATTENTION, arguments, shape))
+    m = arguments["blocks"].shape[2]
+    blocks = np.pad(arguments["blocks"], ((0, 0), (0, 0), (0, 41)), constant_values=7)
+    wide_out, wide_lse = as_bytes(run(ATTENTION, arguments | {"blocks": blocks}, shape))
+    np.testing.assert_array_equal(wide_out, out)
+    np.testing.assert_array_equal(wide_lse[..., : 4 * m], block_lse)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    shape = ATTENTION.shapes["hopper_sparse"]
+    arguments = ATTENTION.example(shape)
+    counts, pages = np.array(arguments["counts"]), np.array(arguments["pages"])
+    counts[1] = 0
+    pages[:, arguments["page_table"][1]] = np.nan
+    expected = as_bytes(run(ATTENTION, arguments, shape))
+    for change in ({"counts": counts}, {"pages": pages}):
+        for got, wanted in zip(as_bytes(run(ATTENTION, arguments | change, shape)), expected, strict=True):
+            np.testing.assert_array_equal(got[0], wanted[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "stages"), [(1, 5), (3, 2), (40, 2)])
+def test_any_config_gives_the_same(part, stages):
+    shape = ATTENTION.shapes["hopper_sparse"]
+    config = attention.Config(part=part, stages=stages)
+    is_right(ATTENTION, shape, run(ATTENTION, ATTENTION.example(shape), shape, config=config))
+
+
+@pytest.mark.parametrize("name", ["hopper_group_3", "hopper_window", "hopper_fp8"])
+def test_tokens_of_a_chunk_past_a_query_may_be_nan(name):
+    """With half the chunk real, the other half's keys and values and the null page NaN, real rows are right."""
+    shape = PREFILL.shapes[name]
+    arguments, real = PREFILL.example(shape), shape.chunk // 2
+    (dirty, _), (expected, _) = (
+        run(PREFILL, PREFILL.poisoned(arguments, shape, real), shape),
+        results(PREFILL.function, arguments, backend="reference", **shape.settings),
+    )
+    PREFILL.assert_close((dirty[:, :real], None), (expected[:, :real], None), shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "place"),
+    [*(("hopper_group_1", column, place) for column in (3, 130) for place in (5, 33)), ("hopper_fp8", 0, 115)],
+)
+def test_a_fault_that_is_seen_shows(name, column, place):
+    """A NaN in a key or a value, before the chunk or in it, reaches every query that sees it, and no other."""
+    shape = PREFILL.shapes[name]
+    faulty = with_a_fault(PREFILL.example(shape), shape, column, place)
+    assert_fault_shows(run(PREFILL, faulty, shape)[0], shape, place)
+
+
+def test_a_dense_chunk_is_one_that_lists_every_block():
+    assert_dense_is_listing_every_block(
+        lambda arguments, shape: run(PREFILL, arguments, shape), PREFILL.shapes["hopper_window"]
+    )
+
+
+# What the simulation finds.
+
+
+@races_raise
+@pytest.mark.parametrize(
+    ("operation", "name", "primitive"),
+    [
+        (ATTENTION, "hopper_group_1", "barrier_wait"),
+        (ATTENTION, "hopper_parts", "commit_smem"),
+        (PREFILL, "hopper_long_chunk", "barrier_wait"),
+        (PREFILL, "hopper_long_chunk", "commit_smem"),
+        (BLOCK, "hopper_dim_128", "barrier_wait"),
+        (CODE, "hopper_dim_128", "barrier_wait"),
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_a_missing_wait_or_fence_is_found(broken_gpu, operation, name, primitive):
+    """A consumer that does not wait races with the copy; without a fence a copy overtakes the reads before it."""
+    shape = operation.shapes[name]
+    broken_gpu(primitive, lambda *barrier: None)
+    finds_the_race(KERNELS[operation.name], operation.example(shape), **shape.settings)
+
+
+def test_a_wrong_page_is_found(broken_gpu):
+    shape = ATTENTION.shapes["hopper_group_1"]
+    copy = plgpu.copy_gmem_to_smem
+
+    def copy_the_null_page(source, target, barrier):
+        is_tile = source.shape == (hopper.TILE, shape.width)
+        copy(source.ref.at[0, 0] if is_tile else source, target, barrier)
+
+    broken_gpu("copy_gmem_to_smem", copy_the_null_page)
+    with pytest.raises(AssertionError):
+        is_right(ATTENTION, shape, run(ATTENTION, ATTENTION.example(shape), shape))
+
+
+# What is refused, and what fits.
+
+UNSERVED = [
+    (ATTENTION, "multiplies bfloat16, not float32", {"dtype": "float32"}),
+    (
+        ATTENTION,
+        "multiplies bfloat16, not float32 queries with int8 pages",
+        {"dtype": "float32", "in_8_bits": "int8"},
+    ),
+    (ATTENTION, "reads pages of whole tiles of 64 tokens, not of 16", {"page_size": 16}),
+    (ATTENTION, "is laid out for head dims of 64, 128 and 256, not 96", {"head_dim": 96}),
+    (ATTENTION, "has columns for 16 query heads a KV head, not 17", {"num_heads": 17, "num_kv_heads": 1}),
+    (BLOCK, "has registers for head dims of 64 and 128, not 96", {"head_dim": 96}),
+    (CODE, "reads codes of whole tiles of 64 tokens, not of 16", {"page_size": 16}),
+    (CODE, "has columns for 8 query heads a KV head, not 9", {"num_heads": 18}),
+]
+
+
+@pytest.mark.parametrize(("operation", "reason", "change"), UNSERVED)
+def test_what_is_not_served_is_refused_with_the_reason(operation, reason, change):
+    name = "hopper_group_1" if operation is ATTENTION else "hopper_dim_128"
+    shape = dataclasses.replace(operation.shapes[name], **change)
+    kernel = KERNELS[operation.name]
+    with pytest.raises(NotImplementedError) as caught:
+        kernel(**taken(kernel, operation.example(shape)), **shape.settings)
+    assert str(caught.value).startswith(f'backend "gpu" {reason}') and str(caught.value).endswith(': use "xla"')
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
+def test_partial_results_take_little_and_stages_fit(page_size, head_dim, dtype):
+    in_8_bits = dtype != jnp.bfloat16
+    width = 2 * head_dim
+    tile, converted = hopper.tile_bytes(width, dtype), hopper.tile_bytes(width) if in_8_bits else 0
+    for group in (1, 8, 9, 16, 20, 32):
+        config = attention.heuristic(page_size, group, width, dtype)
+        tokens = config.part * page_size
+        sums_a_column = head_dim + 2 + tokens // hopper.TILE  # of values, the maximum, the total, each tile's own sum
+        in_bfloat16 = tokens * width * jnp.dtype(jnp.bfloat16).itemsize
+        assert 4 * sums_a_column < 0.013 / attention.COLUMNS * in_bfloat16
+        assert config.part == attention.heuristic(page_size, 1, width, dtype).part
+        assert config.stages >= attention.DEEP
+        assert config.stages * tile + converted + attention.SMALL <= hopper.SHARED
+    queries, stages = prefill.CONSUMERS * prefill.ROWS * head_dim * 2, prefill.heuristic(width, dtype).stages
+    assert stages >= 2 and queries + stages * tile + converted + prefill.SMALL <= hopper.SHARED

@@ -1,0 +1,110 @@
+"""What the operations refuse of their arguments, each in one sentence that names the argument."""
+
+import importlib
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from cases import ATTENTION, BLOCK, CODE, PREFILL
+from ladder import taken
+
+from et_jax.softmax import Softmax
+
+RIGHT: dict[Any, dict[str, tuple[int, ...]]] = {
+    ATTENTION: {
+        "q": (2, 6, 64),
+        "pages": (2, 5, 16, 128),
+        "page_table": (2, 4),
+        "blocks": (2, 2, 4),
+        "counts": (2, 2),
+        "lengths": (2,),
+    },
+    PREFILL: {"q": (2, 8, 6, 64), "pages": (2, 5, 16, 128), "page_table": (2, 4), "starts": (2,)},
+    BLOCK: {"q": (2, 6, 64), "key_box": (2, 5, 128), "mean": (2, 5, 128), "page_table": (2, 4), "lengths": (2,)},
+    CODE: {"q": (2, 6, 64), "key_box": (2, 5, 128), "key_codes": (2, 5, 1024), "page_table": (2, 4), "lengths": (2,)},
+}
+SETTINGS: dict[Any, dict[str, Any]] = {key: {"softmax": Softmax(scale=1.0)} for key in (ATTENTION, PREFILL)}
+SETTINGS |= {key: {"scale": 1.0, "page_size": 16} for key in (BLOCK, CODE)}
+FLOATS = {"q", "pages", "key_box", "mean", "kv_scales"}
+
+
+def called(operation, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, Any], settings: dict[str, Any]):
+    plain = dict.fromkeys(FLOATS, jnp.float32) | {"key_codes": jnp.int8} | dtypes
+    arrays = {name: jnp.zeros(shape, plain.get(name, jnp.int32)) for name, shape in (RIGHT[operation] | shapes).items()}
+    return operation.function(**taken(operation.function, arrays), **SETTINGS[operation] | settings)
+
+
+SHAPES = [
+    *((operation, {"q": q}, "q") for operation, q in ((ATTENTION, (2, 7, 64)), (PREFILL, (2, 8, 7, 64)))),
+    *((operation, {"q": q}, "pages") for operation, q in ((ATTENTION, (2, 6, 65)), (PREFILL, (2, 8, 6, 65)))),
+    *((operation, {"pages": (2, 5, 16, 192)}, "pages") for operation in (ATTENTION, PREFILL)),
+    *((operation, {"page_table": (3, 4)}, "page_table") for operation in RIGHT),
+    *((operation, {"lengths": (3,)}, "lengths") for operation in (ATTENTION, BLOCK, CODE)),
+    (ATTENTION, {"blocks": (2, 3, 4)}, "blocks"),
+    (ATTENTION, {"blocks": (2, 2, 0)}, "blocks"),
+    (ATTENTION, {"counts": (2,)}, "counts"),
+    (PREFILL, {"starts": (3,)}, "starts"),
+    (PREFILL, {"blocks": (2, 3, 4), "counts": (2, 2)}, "blocks"),
+    (PREFILL, {"blocks": (2, 2, 0), "counts": (2, 2)}, "blocks"),
+    (PREFILL, {"blocks": (2, 2, 4), "counts": (2, 3)}, "counts"),
+    *((operation, {"q": (2, 7, 64)}, "q") for operation in (BLOCK, CODE)),
+    *((operation, {"q": (2, 6, 65)}, "key_box") for operation in (BLOCK, CODE)),
+    (BLOCK, {"mean": (2, 4, 128)}, "mean"),
+    (CODE, {"key_codes": (2, 5, 16 * 63)}, "key_codes"),
+]
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(("operation", "change", "argument"), SHAPES)
+def test_a_wrong_shape_is_named(operation, change, argument):
+    with pytest.raises(ValueError, match=rf"^{argument}: got .*wanted"):
+        called(operation, change, {}, {})
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    ("operation", "shapes", "dtypes", "settings", "message"),
+    [
+        (ATTENTION, {}, {"q": jnp.float16}, {}, "q: got float16, wanted"),
+        (ATTENTION, {}, {"pages": jnp.float16}, {}, "pages: got float16, wanted"),
+        (ATTENTION, {}, {"blocks": jnp.int16}, {}, "blocks: got int16, wanted int32"),
+        (ATTENTION, {"readers": (2, 2, 4)}, {"readers": jnp.int16}, {}, "readers: got int16, wanted int32"),
+        (ATTENTION, {}, {"pages": jnp.int8}, {}, "pages: got int8"),
+        (ATTENTION, {"kv_scales": (2, 5, 2, 16)}, {}, {}, "pages: got float32, wanted int8 or float8_e4m3fn"),
+        (ATTENTION, {"kv_scales": (2, 4, 2, 16)}, {"pages": jnp.int8}, {}, "kv_scales: got shape"),
+        (
+            ATTENTION,
+            {},
+            {},
+            {"rows_per_slot": 3},
+            "rows_per_slot: got 3, wanted a number that divides the 2 rows of q",
+        ),
+        (
+            ATTENTION,
+            {"q": (64, 6, 64), "lengths": (64,), "readers": (2, 2, 4)},
+            {},
+            {"rows_per_slot": 32},
+            "rows_per_slot: got 32, wanted at most 31 with readers",
+        ),
+        (ATTENTION, {}, {}, {"backend": "cuda"}, 'backend: got "cuda", wanted one of'),
+        (PREFILL, {"blocks": (2, 2, 4)}, {}, {}, "counts: got None, wanted the lengths of the lists in blocks"),
+        (PREFILL, {"counts": (2, 2)}, {}, {}, "blocks: got None, wanted lists of blocks with counts"),
+        (BLOCK, {}, {"q": jnp.float16}, {}, "q: got float16, wanted"),
+        (BLOCK, {}, {"key_box": jnp.float16}, {}, "key_box: got float16, wanted"),
+        (BLOCK, {}, {"mean": jnp.bfloat16}, {}, "mean: got bfloat16, wanted"),
+        (BLOCK, {}, {}, {"scale": 0.0}, "scale: got 0.0, wanted a positive number"),
+        (CODE, {}, {}, {"page_size": 0}, "page_size: got 0, wanted at least 1 token"),
+        (CODE, {}, {}, {"soft_cap": 0.0}, "soft_cap: got 0.0, wanted a positive number or None"),
+    ],
+)
+def test_a_wrong_dtype_or_setting_is_named(operation, shapes, dtypes, settings, message):
+    with pytest.raises(ValueError) as caught:
+        called(operation, shapes, dtypes, settings)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_a_kernel_that_reads_no_such_int8_pages_names_the_backend_that_does(backend):
+    module = importlib.import_module(f"et_jax.pallas.paged_attention.{backend}")
+    with pytest.raises(NotImplementedError, match='use "xla"'):
+        module.paged_attention(**ATTENTION.example(ATTENTION.shapes["int8"]))

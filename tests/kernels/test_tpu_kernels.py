@@ -1,0 +1,311 @@
+"""The TPU kernels, interpreted on a CPU with a detector of races and lowered for a TPU that is not here."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from absent_tpu import lower, strictly
+from cases import (
+    ATTENTION,
+    BLOCK,
+    CODE,
+    OPERATIONS,
+    PREFILL,
+    assert_dense_is_listing_every_block,
+    assert_fault_shows,
+    each,
+    with_a_fault,
+)
+from ladder import CAP, MIXED, compiled, of_two_dtypes, results, taken
+
+from et_jax.pallas import ring
+from et_jax.pallas.block_scores import tpu as scores
+from et_jax.pallas.paged_attention import tpu as attention
+from et_jax.pallas.paged_prefill import tpu as prefill
+from et_jax.pallas.ring import RingConfig
+
+KERNELS = {
+    "paged_attention": attention.paged_attention,
+    "paged_prefill": prefill.paged_prefill,
+    "block_scores": scores.block_scores,
+    "code_scores": scores.code_scores,
+}
+# few buffers of few pages, and several tiles a chunk: lists go round the ring several times
+RING = RingConfig(group=4, depth=3)
+SMALL: dict[str, Any] = dict.fromkeys(KERNELS, RING) | {"paged_prefill": prefill.Config(tile=16, ring=RING)}
+# A shape for each path: whole heads and heads beside their values, with and without padding columns; lists in order
+# and with gaps, empty ones; rows far apart; what changes the scores; both dtypes; pools in 8 bits; several rows a slot;
+# more blocks than a row of lanes.
+PATHS = {
+    "paged_attention": [
+        *("dim_128_bfloat16", "group_3", "dim_96", "empty_slots", "window", "all_of_them", "int8_bfloat16"),
+        *("fp8_dim_96", "rows_5", "rows_all_of_them", "rows_int8", "group_8", "sinks", "rows_3", "sparse_wide"),
+    ],
+    "paged_prefill": [
+        *("dim_128", "group_4_bfloat16", "dim_96", "ragged", "all_of_them", "sparse_all_of_them", "int8_all_of_them"),
+        *("fp8_dim_96", "group_16", "one_query", "sinks", "int8"),
+    ],
+    "block_scores": [
+        *("heads_8", "group_3", "dim_96", "empty_slots", "group_1", "dim_256", "page_128", "one_token", "spare"),
+        "many_blocks",
+    ],
+    "code_scores": ["codes_group_3", "codes_dim_96", "codes_dim_256", "codes_page_128", "codes_many_blocks"],
+}
+# Raced with every run; the others by the slow tests.
+QUICK = {"empty_slots", "rows_all_of_them", "sparse_all_of_them", "int8", "codes_group_3"}
+# Lists that fill several groups of the ring that is served.
+SEVERAL_GROUPS = {
+    "paged_attention": ["sparse", "hopper_int8_all_of_them", "hopper_rows_all_of_them"],
+    "paged_prefill": ["sparse", "page_128", "hopper_int8"],
+    "block_scores": ["many_blocks"],
+    "code_scores": ["codes_many_blocks"],
+}
+
+
+def is_right(operation, shape, arguments, config: Any) -> None:
+    """Equal to the definition, and without a race."""
+    got = strictly(KERNELS[operation.name], arguments, config=config, **shape.settings)
+    expected = results(operation.function, operation.example(shape), backend="reference", **shape.settings)
+    operation.assert_close(got, expected, shape)
+
+
+@each(PATHS, QUICK)
+def test_is_the_definition_without_races_whatever_stands_where_nothing_is_read(operation, shape):
+    is_right(operation, shape, operation.poisoned(operation.example(shape), shape), SMALL[operation.name])
+
+
+@each(SEVERAL_GROUPS)
+def test_has_no_race_in_the_ring_that_is_served(operation, shape):
+    is_right(operation, shape, operation.poisoned(operation.example(shape), shape), None)
+
+
+def plain(operation, arguments, shape, **more):
+    """What a kernel returns, interpreted without checks."""
+    config = SMALL[operation.name]
+    return results(KERNELS[operation.name], arguments, config=config, interpret=True, **shape.settings, **more)
+
+
+@pytest.mark.parametrize("dtypes", MIXED)
+@pytest.mark.parametrize(("operation", "name"), [(ATTENTION, "group_2"), (PREFILL, "group_4_bfloat16")], ids=str)
+def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(operation, name, dtypes):
+    shape = dataclasses.replace(operation.shapes[name], dtype=dtypes[0])
+    arguments = of_two_dtypes(operation.example(shape), *dtypes)
+    expected = results(operation.function, arguments, backend="reference", **shape.settings)
+    operation.assert_close(plain(operation, arguments, shape), expected, shape)
+
+
+def test_codes_are_summed_after_the_cap():
+    shape = CODE.shapes["codes_group_3"]
+    arguments = CODE.example(shape)
+    CODE.assert_close(plain(CODE, arguments, shape, soft_cap=CAP), CODE.formula(arguments, shape, CAP), shape)
+
+
+def without_pages_past_the_length(shape, arguments):
+    table = np.array(arguments["page_table"])
+    past = np.arange(table.shape[1]) * shape.page_size >= np.asarray(shape.lengths)[:, None]
+    return arguments | {"page_table": np.where(past, 2 * table.size, table).astype(np.int32)}
+
+
+def without_unlisted_pages(shape, arguments):
+    """Nor does it matter with what a list is padded."""
+    table, blocks, counts = (np.array(arguments[name]) for name in ("page_table", "blocks", "counts"))
+    read = np.zeros(table.shape, bool)
+    for row, head in np.ndindex(*counts.shape):
+        read[row, blocks[row, head, : counts[row, head]]] = True
+    table[~read] = 2 * table.size
+    blocks[np.arange(blocks.shape[2]) >= counts[..., None]] = 3 * table.size
+    return arguments | {"page_table": table, "blocks": blocks}
+
+
+def without_pages_out_of_sight(shape, arguments):
+    """Before the window by whole groups of the ring, and after the chunk."""
+    table = np.array(arguments["page_table"])
+    for row, start in enumerate(shape.starts):
+        before = max(start - shape.window + 1, 0) // (shape.page_size * RING.group) * RING.group
+        table[row, :before] = 2 * table.size
+        table[row, -(-(start + shape.chunk) // shape.page_size) :] = 2 * table.size
+    return arguments | {"page_table": table}
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "without"),
+    [
+        (ATTENTION, "sparse", without_unlisted_pages),
+        (PREFILL, "sparse", without_unlisted_pages),
+        (PREFILL, "window", without_pages_out_of_sight),
+        (BLOCK, "codes_group_3", without_pages_past_the_length),
+        (CODE, "codes_group_3", without_pages_past_the_length),
+    ],
+    ids=lambda each: getattr(each, "name", None) or getattr(each, "__name__", None),
+)
+def test_pages_that_no_query_reads_are_not_copied(operation, name, without):
+    """Page ids past the pool stand for them: to copy one raises."""
+    shape = operation.shapes[name]
+    if name == "sparse":  # of one KV head, so that every page is listed by all heads or by none
+        shape = dataclasses.replace(shape, num_heads=2, num_kv_heads=1)
+    is_right(operation, shape, without(shape, operation.example(shape)), SMALL[operation.name])
+
+
+def test_a_row_keeps_its_bits_in_any_batch():
+    """Lists emptied around it, cut short, in another order of slots: a row's output is the same, bit for bit."""
+    shape = ATTENTION.shapes["window"]
+    arguments = jax.tree.map(np.array, ATTENTION.example(shape))
+    expected = plain(ATTENTION, arguments, shape)
+    alone = arguments | {"counts": arguments["counts"] * (np.arange(3)[:, None] == 0).astype(np.int32)}
+    by_row = ("q", "page_table", "blocks", "counts", "lengths")
+    turned = arguments | {key: arguments[key][::-1] for key in by_row}
+    wider = arguments | {"blocks": np.pad(arguments["blocks"], ((0, 0), (0, 0), (0, 131)), constant_values=7)}
+    for case, place in ((alone, 0), (turned, 2), (wider, 0)):
+        for got, wanted in zip(plain(ATTENTION, case, shape), expected, strict=True):
+            np.testing.assert_array_equal(got[place][..., : wanted.shape[2]], wanted[0])
+
+
+@pytest.mark.parametrize("name", ["group_3", "window"])
+def test_a_query_keeps_its_bits_wherever_the_chunk_is_cut(name):
+    """Two halves give the bits of the whole, in any batch."""
+    shape = dataclasses.replace(PREFILL.shapes[name], chunk=40, starts=(100, 300))
+    arguments = PREFILL.example(shape)
+    whole, _ = plain(PREFILL, arguments, shape)
+    q, starts = np.asarray(arguments["q"]), np.asarray(arguments["starts"])
+    cut = [arguments | {"q": q[:, at : at + 20], "starts": starts + at} for at in (0, 20)]
+    halves = [plain(PREFILL, half, shape)[0] for half in cut]
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole)
+    turned = {name: arguments[name][::-1] for name in ("q", "page_table", "starts")}
+    np.testing.assert_array_equal(plain(PREFILL, arguments | turned, shape)[0][::-1], whole)
+
+
+def test_more_rows_than_fit_are_read_in_parts(monkeypatch):
+    shape = ATTENTION.shapes["rows_apart"]
+    arguments = ATTENTION.example(shape)
+    expected = results(ATTENTION.function, arguments, backend="reference", **shape.settings)
+    together = []
+    split = attention.split
+    monkeypatch.setattr(
+        attention, "split", lambda every, rows, *lists: together.append(rows) or split(every, rows, *lists)
+    )
+    for rows in (4, 2):
+        sizes = 2, shape.num_heads, shape.num_blocks, arguments["blocks"].shape[2], rows
+        needed = attention.footprint(RING, arguments["pages"], *sizes, read_apart=True).vector
+        monkeypatch.setattr(ring, "VECTOR_MEMORY_BYTES", needed)
+        compiled.cache_clear()
+        ATTENTION.assert_close(plain(ATTENTION, arguments, shape), expected, shape)
+    assert together == [4, 2]
+    compiled.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 200), ("int8", 0), ("int8", 64)])
+def test_a_fault_that_is_seen_shows(name, column):
+    """A NaN in a key or a value reaches every query that sees it, and no other."""
+    shape = PREFILL.shapes[name]
+    place = shape.starts[0] + 5
+    faulty = with_a_fault(PREFILL.example(shape), shape, column, place)
+    assert_fault_shows(plain(PREFILL, faulty, shape)[0], shape, place)
+
+
+def test_a_dense_chunk_is_one_that_lists_every_block():
+    assert_dense_is_listing_every_block(
+        lambda arguments, shape: plain(PREFILL, arguments, shape), PREFILL.shapes["window"]
+    )
+
+
+# What the interpreter finds.
+
+
+def assert_caught():
+    """The kernel races or is wrong."""
+    shape = ATTENTION.shapes["group_3"]
+    with pytest.raises(AssertionError):
+        is_right(ATTENTION, shape, ATTENTION.example(shape), RING)
+
+
+def test_a_broken_copy_is_found(broken_ring):
+    assert_caught()
+
+
+def test_a_buffer_written_too_early_is_found(monkeypatch):
+    """Every copy that runs ahead lands in the buffer that is being worked on."""
+    compiled.cache_clear()
+    monkeypatch.setattr(ring.Ring, "buffer", lambda self, i: (self.first_ref[0] + i) % (self.depth - 1))
+    assert_caught()
+    compiled.cache_clear()
+
+
+def test_a_page_past_the_pool_is_found():
+    arguments = ATTENTION.example(ATTENTION.shapes["group_3"])
+    with pytest.raises(Exception, match=r"[Oo]ut.of.bounds"):
+        strictly(attention.paged_attention, arguments | {"page_table": arguments["page_table"] + 10_000}, config=RING)
+
+
+# What is compiled for a chip, and what is refused; nothing of the arguments is drawn.
+
+
+def shapes_of(operation, shape) -> dict[str, Any]:
+    """The arguments' shapes and dtypes."""
+    b, n, k = len(getattr(shape, "lengths", ()) or shape.starts), shape.num_blocks, shape.num_kv_heads
+    pages, heads, d = 1 + b * n, shape.num_heads, shape.head_dim
+    in_8_bits, rows = getattr(shape, "in_8_bits", None), getattr(shape, "rows", 1)
+    queries = (b, shape.chunk, heads, d) if operation is PREFILL else (b * rows, heads, d)
+    arrays = {
+        "q": (queries, shape.dtype),
+        "pages": ((k, pages, shape.page_size, shape.width), in_8_bits or shape.dtype),
+        "kv_scales": ((k, pages, 2, shape.page_size), np.float32) if in_8_bits else None,
+        "page_table": ((b, n), np.int32),
+        "blocks": ((b, k, n), np.int32) if getattr(shape, "open_share", None) is not None else None,
+        "counts": ((b, k), np.int32) if getattr(shape, "open_share", None) is not None else None,
+        "readers": ((b, k, n), np.int32) if getattr(shape, "read_apart", False) else None,
+        "lengths": ((b * rows,), np.int32),
+        "starts": ((b,), np.int32),
+        "key_box": ((k, pages, shape.width), shape.dtype),
+        "mean": ((k, pages, shape.width), np.float32),
+        "key_codes": ((k, pages, shape.page_size * d), np.int8),
+    }
+    found = {name: x and jax.ShapeDtypeStruct(*x) for name, x in arrays.items()}
+    softmax = {"softmax": shape.softmax()} if operation in (ATTENTION, PREFILL) else {}
+    return taken(KERNELS[operation.name], found | softmax)
+
+
+CHIP_SHAPES = {
+    operation.name: [
+        name
+        for name, shape in operation.shapes.items()
+        if not shape.tested and (operation is not CODE or shape.num_kv_heads % 8 == 0)  # it refuses other numbers
+    ]
+    for operation in OPERATIONS
+}
+
+
+@each(CHIP_SHAPES)
+def test_lowers_for_a_tpu(operation, shape):
+    lower(KERNELS[operation.name], shapes_of(operation, shape), **shape.settings)
+
+
+ATTENDED = {"num_heads": 4, "num_kv_heads": 2, "lengths": (64,)}
+SCORED = {"num_heads": 4, "num_kv_heads": 4, "lengths": (64,)}
+UNSERVED = [
+    (ATTENTION, ATTENDED | {"in_8_bits": "int8"}, 'reads int8 pages of a multiple of 32 tokens, not 16: use "xla"'),
+    (ATTENTION, ATTENDED | {"page_size": 4}, 'reads float32 pages of a multiple of 8 tokens, not 4: use "xla"'),
+    (ATTENTION, ATTENDED | {"lengths": (2_000_000,)}, 'bytes of scalar memory: use "xla", or pages of more than 16 to'),
+    (
+        ATTENTION,
+        ATTENDED | {"page_size": 16384, "lengths": (16384,)},
+        'bytes of vector memory: use "xla", or smaller pages',
+    ),
+    (PREFILL, {"page_size": 4}, 'reads float32 pages of a multiple of 8 tokens, not 4: use "xla"'),
+    (PREFILL, {"starts": (2_000_000,)}, 'bytes of scalar memory: use "xla", or pages of more than 16 tokens'),
+    (PREFILL, {"page_size": 16384}, 'bytes of vector memory: use "xla", or smaller pages'),
+    (PREFILL, {"starts": (400_000,), "block_lse": True}, 'bytes of vector memory: use "xla", or shorter lists'),
+    (BLOCK, SCORED | {"lengths": (5_000_000,)}, 'bytes of scalar memory: use "xla", or fewer blocks a slot'),
+    (BLOCK, SCORED | {"lengths": (600_000,), "num_heads": 64}, 'bytes of vector memory: use "xla", or fewer blocks'),
+    (CODE, SCORED | {"num_kv_heads": 2}, 'reads codes of 4 or a multiple of 8 KV heads, not 2: use "xla"'),
+    (CODE, SCORED | {"lengths": (7 * 16,)}, "pool of no multiple of 8 pages, not 8: add one"),
+    (CODE, SCORED | {"page_size": 1}, "multiple of 2 tokens at head dim 64, not 1"),
+]
+
+
+@pytest.mark.parametrize(("operation", "change", "reason"), UNSERVED)
+def test_what_it_cannot_serve_is_refused(operation, change, reason):
+    shape = dataclasses.replace(operation.shapes["sinks" if operation is PREFILL else "group_3"], **change)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(lambda arrays: KERNELS[operation.name](**arrays, **shape.settings), shapes_of(operation, shape))

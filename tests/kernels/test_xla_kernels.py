@@ -1,0 +1,238 @@
+"""The definitions and the XLA programs of every operation: equal to their formulas, and to themselves bit for bit."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    ATTENTION,
+    CODE,
+    OPERATIONS,
+    PREFILL,
+    assert_fault_shows,
+    with_a_fault,
+)
+from ladder import CAP, MIXED, as_bytes, compiled, of_two_dtypes, results
+
+from et_jax.pallas.block_scores import block_scores, code_scores
+from et_jax.pallas.checks import wider
+from et_jax.pallas.paged_attention import xla
+
+# What the shapes for Hopper vary beside the others is nothing to XLA.
+SHAPES = [
+    pytest.param(operation, shape, id=f"{operation.name}-{name}")
+    for operation in OPERATIONS
+    for name, shape in operation.shapes.items()
+    if shape.tested and not (name.startswith("hopper") and operation in (ATTENTION, PREFILL))
+]
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "xla"])
+
+
+@pytest.mark.parametrize(("operation", "shape"), SHAPES)
+def test_the_definition_is_its_formula_and_xla_the_definition_whatever_stands_where_nothing_is_read(operation, shape):
+    arguments = operation.example(shape)
+    given = operation.poisoned(arguments, shape)
+    defined, got = (
+        results(operation.function, given, backend=backend, **shape.settings) for backend in ("reference", "xla")
+    )
+    operation.assert_close(defined, operation.formula(arguments, shape), shape)
+    operation.assert_close(got, defined, shape)
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["group_3", "codes_dim_96", "empty_slots"])
+def test_codes_are_summed_after_the_cap(name, backend):
+    shape = CODE.shapes[name]
+    arguments = CODE.example(shape)
+    got = results(code_scores, arguments, backend=backend, soft_cap=CAP, **shape.settings)
+    CODE.assert_close(got, CODE.formula(arguments, shape, CAP), shape)
+
+
+@pytest.mark.parametrize("dtypes", MIXED)
+@pytest.mark.parametrize(("operation", "name"), [(ATTENTION, "group_2"), (PREFILL, "group_4_bfloat16")], ids=str)
+def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(operation, name, dtypes):
+    shape = dataclasses.replace(operation.shapes[name], dtype=dtypes[0])
+    arguments = of_two_dtypes(operation.example(shape), *dtypes)
+    defined, got = (
+        results(operation.function, arguments, backend=backend, **shape.settings) for backend in ("reference", "xla")
+    )
+    operation.assert_close(got, defined, shape)
+
+
+@pytest.mark.parametrize(
+    "name", ["group_3", "page_64", "sparse", "window", "all_of_them_bfloat16", "int8", "rows_5", "rows_apart"]
+)
+def test_what_lies_far_behind_in_a_list_is_read_in_lanes(name):
+    """As if lists were long from their second group on."""
+    shape = ATTENTION.shapes[name]
+    arguments = ATTENTION.example(shape)
+    dtype = wider(arguments["q"].dtype, *([] if shape.in_8_bits else [arguments["pages"].dtype]))
+    rule = xla.heuristic(shape.page_size, shape.head_dim, dtype, "cpu", shape.rows)
+    config = dataclasses.replace(rule, group=2, near=2, far=max(1, 32 // shape.page_size))
+    given = ATTENTION.poisoned(arguments, shape)
+    got = results(xla.paged_attention, given, config=config, **shape.settings)
+    expected = results(ATTENTION.function, arguments, backend="reference", **shape.settings)
+    ATTENTION.assert_close(got, expected, shape)
+
+
+@BACKENDS
+def test_nothing_listed_gives_zero_and_minus_infinity(backend):
+    """Nor is there NaN for queries of a chunk that stand before all that is listed."""
+    shape = ATTENTION.shapes["sinks"]
+    arguments = ATTENTION.example(shape)
+    out, block_lse = results(
+        ATTENTION.function, arguments | {"counts": jnp.zeros_like(arguments["counts"])}, backend=backend
+    )
+    assert not out.any() and np.isneginf(block_lse).all()
+    shape = PREFILL.shapes["block_sums"]
+    every = PREFILL.example(shape) | {
+        "blocks": jnp.ones((2, shape.num_kv_heads, shape.num_blocks), jnp.int32),
+        "counts": jnp.ones((2, shape.num_kv_heads), jnp.int32),
+    }
+    out, lse = results(PREFILL.function, every, backend=backend, block_lse=True)
+    assert not out[1, :32].any() and np.isneginf(lse[1, :32]).all()
+    assert out[1, 32:].all() and np.isfinite(lse[1, 32:, :, 0]).all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["group_3", "window", "group_4_bfloat16", "int8", "fp8_dim_96"])
+def test_tokens_of_a_chunk_past_a_query_may_be_nan(name, backend):
+    """With half the chunk real, the other half's keys and the null page NaN, real rows keep their bits."""
+    shape = PREFILL.shapes[name]
+    arguments, real = PREFILL.example(shape), shape.chunk // 2
+    clean, dirty = (
+        results(PREFILL.function, given, backend=backend, **shape.settings)[0]
+        for given in (arguments, PREFILL.poisoned(arguments, shape, real))
+    )
+    np.testing.assert_array_equal(*(as_bytes(out[:, :real]) for out in (dirty, clean)))
+
+
+@BACKENDS
+@pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("int8", 0), ("int8", 64)])
+def test_a_fault_that_is_seen_shows(name, column, backend):
+    """A NaN in a key or a value reaches every query that sees it, and no other."""
+    shape = PREFILL.shapes[name]
+    place = shape.starts[0] + 5
+    faulty = with_a_fault(PREFILL.example(shape), shape, column, place)
+    assert_fault_shows(results(PREFILL.function, faulty, backend=backend, **shape.settings)[0], shape, place)
+
+
+# The bits of a row.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_walked_in_tiles_have_the_bits_of_rows_walked_at_once(dtype):
+    """Lists of all lengths, an empty one among them, in tiles that divide the rows and tiles that do not."""
+    lengths = (40, 0, 7, 161, 16, 90, 33, 1, 200, 64, 17)
+    shape = dataclasses.replace(ATTENTION.shapes["group_3"], dtype=dtype, lengths=lengths, open_share=0.7)
+    arguments = ATTENTION.example(shape)
+    rule = dataclasses.replace(xla.heuristic(shape.page_size, shape.head_dim, jnp.dtype(dtype), "cpu"), group=2)
+    expected, *others = (
+        results(xla.paged_attention, arguments, config=dataclasses.replace(rule, rows=rows))
+        for rows in (None, 1, 4, 12)
+    )
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [("float32", (1, 2)), ("float32", (4, 1)), ("bfloat16", (3, 3)), ("bfloat16", (4, 1))],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_alone_and_beside_others(dtype, heads):
+    """Beside rows as long, beside rows whose lists are empty, where it is walked alone; however lists are padded.
+
+    NaN in the pages of other rows does not reach it.
+    """
+    kv_heads, group = heads
+    sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "lengths": (200,) * 8}
+    arguments = ATTENTION.example(dataclasses.replace(ATTENTION.shapes["group_3"], dtype=dtype, **sizes))
+    only = (np.arange(8) == 1).astype(np.int32)
+    faulty = np.array(arguments["pages"])
+    faulty[:, np.delete(np.asarray(arguments["page_table"]), 1, axis=0)] = np.nan
+    m = arguments["blocks"].shape[2]
+    expected, *others = (
+        as_bytes(results(ATTENTION.function, arguments | change, backend="xla"))
+        for change in (
+            {},
+            {"counts": arguments["counts"] * only[:, None], "lengths": arguments["lengths"] * only},
+            {"pages": faulty},
+            {"blocks": np.pad(arguments["blocks"], ((0, 0), (0, 0), (0, 41)), constant_values=7)},
+        )
+    )
+    for out, block_lse in others:
+        np.testing.assert_array_equal(out[1], expected[0][1])
+        np.testing.assert_array_equal(block_lse[1][:, : 4 * m], expected[1][1])
+
+
+@pytest.mark.parametrize("name", ["ragged", "all_of_them_bfloat16"])
+def test_a_row_of_a_chunk_does_not_depend_on_how_long_the_loop_runs(name):
+    """A neighbour far ahead, at the beginning or NaN leaves a row's bits as they are."""
+    shape = dataclasses.replace(PREFILL.shapes[name], starts=(300, 900))
+    arguments = jax.tree.map(np.array, PREFILL.example(shape))
+    faulty = arguments["pages"].copy()
+    faulty[:, arguments["page_table"][1]] = np.nan
+    expected, *others = (
+        as_bytes(results(PREFILL.function, arguments | change, backend="xla")[0])
+        for change in ({}, {"starts": np.array([300, 0], np.int32)}, {"pages": faulty})
+    )
+    for out in others:
+        np.testing.assert_array_equal(out[0], expected[0])
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize("function", [block_scores, code_scores])
+def test_the_scores_of_a_row_have_the_same_bits_alone_and_beside_others(function, heads):
+    """Beside rows that are empty, walked in another tile, and beside rows as long, of which one is NaN."""
+    kv_heads, group = heads
+    sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "lengths": (60,) * 16}
+    shape = dataclasses.replace(CODE.shapes["group_4"], **sizes)
+    arguments = CODE.example(shape)
+    only = (jnp.arange(16) == 2).astype(jnp.int32)
+    expected, *others = (
+        results(function, arguments | change, backend="xla", **shape.settings)
+        for change in ({}, {"lengths": arguments["lengths"] * only}, {"q": arguments["q"].at[3].set(jnp.nan)})
+    )
+    for got, wanted in ((got, wanted) for other in others for got, wanted in zip(other, expected, strict=True)):
+        np.testing.assert_array_equal(got[2], wanted[2])
+
+
+# The programs.
+
+
+@pytest.mark.parametrize(("operation", "name"), [(ATTENTION, "group_4"), (PREFILL, "group_3")], ids=str)
+def test_temporaries_do_not_grow_with_the_pool(operation, name):
+    shape = operation.shapes[name]
+    arguments = operation.example(shape)
+
+    def temporaries(num_pages: int) -> int:
+        pool = jax.ShapeDtypeStruct((shape.num_kv_heads, num_pages, shape.page_size, shape.width), shape.dtype)
+        lowered = compiled(operation.function, backend="xla", **shape.settings).lower(arguments | {"pages": pool})
+        analysis = lowered.compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporaries(100_000) <= temporaries(1_000) + 4096
+
+
+def test_the_number_of_steps_is_read_from_the_counts_and_the_starts():
+    """A step count known to the compiler would be that of the list or the table, however little is listed or held.
+
+    Known is how many slots there are to be walked apart; not how far, apart or together.
+    """
+
+    def text(operation, shape) -> str:
+        lowered = compiled(operation.function, backend="xla", **shape.settings).lower(operation.example(shape))
+        return lowered.compile().as_text() or ""
+
+    shape = ATTENTION.shapes["group_3"]
+    found = text(ATTENTION, shape)
+    known = re.findall(r'known_trip_count":{"n":"(\d+)"', found)
+    assert known == [str(len(shape.lengths))] and found.count(" while(") == len(known) + 2
+    for name, most in (("group_3", 0), ("listed", 1)):  # over the lists
+        found = text(PREFILL, PREFILL.shapes[name])
+        assert found.count(" while(") > most and found.count("known_trip_count") <= most
