@@ -21,7 +21,7 @@ from et_jax.control.expected_error import ExpectedError
 from et_jax.control.selector import AnySelector
 from et_jax.control.view import BlockView, coded_mass
 from et_jax.serve.engine import load
-from scripts.measuring import experiment, text
+from scripts.measuring import experiment, paired, text
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
 from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded, true_mass
 
@@ -88,8 +88,8 @@ def groups(settings: Settings) -> Iterator[Group]:
             def spend(left: float, few: bool) -> Scores:
                 return run(name, 1.0 - left, few)
 
-            return figures(bench.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1])
-        return figures(bench.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1])
+            return figures(paired.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1])
+        return figures(paired.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1])
 
     for share in settings.shares:
         arms = {name: partial(arm, name, share) for name in settings.selectors}

@@ -7,7 +7,7 @@ same tokens decoded by the dense model stand beside.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,8 +31,6 @@ from et_jax.scope import own_settings
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model
 from et_jax.types import pytree, replace
-from scripts.measuring import paired
-from scripts.measuring.experiment import Missed
 
 DENSE = Controller()
 SIGNALS = "signals."  # before the name of a signal that is set
@@ -122,33 +120,6 @@ class TeacherForced:
     def measured(self) -> tuple[int, int]:
         """Rows, and measured tokens of each."""
         return len(self.rows), self.rows.shape[1] - 1 - self.start
-
-    def at_budget(
-        self,
-        run: Callable[[float, bool], Scores],
-        name: str,
-        wanted: float,
-        least: float,
-        most: float,
-        within: float = 0.01,
-    ) -> tuple[float, Scores]:
-        """Return the setting at which an arm spends a budget, the mean of a figure, and its scores there.
-
-        `run` takes the setting and whether a few rows are enough; the figure falls as the setting rises. Raises Missed
-        where no setting comes within a share `within` of the budget.
-        """
-
-        def spend(setting: float, few: bool) -> tuple[float, Scores]:
-            scores = run(setting, few)
-            return float(np.mean(getattr(scores, name))), scores
-
-        try:
-            about = None
-            if len(self.rows) > self.batch:
-                about, _ = paired.matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
-            return paired.matched(lambda at: spend(at, False), wanted, least, most, within=within, start=about)
-        except ValueError as error:
-            raise Missed(str(error)) from error
 
     def config(self, controller: Controller, compression: Compression | None = None) -> DecoderConfig:
         """Return the model's decoder under a controller, with room for `batch` rows."""
