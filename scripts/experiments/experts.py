@@ -74,7 +74,9 @@ def groups(settings: Settings) -> Iterator[Group]:
 
     for number in settings.experts:
         arms = {name: partial(arm, name, number) for name in RULES}
-        yield Group(labels={"experts": number}, arms={"constant": partial(constant, number)} | arms, baseline="constant")
+        yield Group(
+            labels={"experts": number}, arms={"constant": partial(constant, number)} | arms, baseline="constant"
+        )
 
 
 EXPERIMENT = Experiment(
