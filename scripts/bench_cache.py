@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence import serving_tables
 from jaxtyping import Array, Float
 
 from et_jax.decode import cache as kv
@@ -32,7 +33,6 @@ from et_jax.decode.plant import PlantState
 from et_jax.decode.prefill import prefill
 from et_jax.decode.readers import Whole
 from et_jax.decode.state import DecodeState, empty
-from et_jax.evidence import serving_tables
 from et_jax.models.transformer import initialise
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import evaluate_each

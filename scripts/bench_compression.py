@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence import prompt_tables
 
 from et_jax.control.compression import named
 from et_jax.decode.decoder import Decoder, decoder, snapshot
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import prompt_tables
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.types import replace

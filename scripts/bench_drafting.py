@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence import draft_tables
 from jaxtyping import Array, Int
 
 from et_jax.control.draft import DraftLength, FixedLength
@@ -26,7 +27,6 @@ from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, by_acceptance
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import draft_tables
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.pallas.backend import pick

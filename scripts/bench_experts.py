@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence.serving_tables import experts
 from jaxtyping import Array, Float
 
-from et_jax.evidence.serving_tables import experts
 from et_jax.models.config import ExpertConfig
 from et_jax.models.experts import Choice, Experts, mixed
 from et_jax.models.model import expert_bytes

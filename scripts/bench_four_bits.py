@@ -16,9 +16,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence import serving_tables
 from jaxtyping import Array, Float
 
-from et_jax.evidence import serving_tables
 from et_jax.models.weights import Dense, rounded, to_int8
 from scripts.measuring import arguments
 from scripts.measuring.results import write

@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tokenizers
-
 from et_jax.evidence import serving_tables
+
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.transformer import initialise
 from scripts.measuring import arguments

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from et_jax.evidence import tables
 from measure_pruning import ALPHAS, pruned
 
 from et_jax.control.controller import Controller
@@ -23,7 +24,6 @@ from et_jax.control.presets import preset
 from et_jax.decode.decoder import snapshot
 from et_jax.decode.plant import costs
 from et_jax.decode.request import request
-from et_jax.evidence import tables
 from et_jax.serve.chunks import calls
 from et_jax.serve.engine import Model, load
 from scripts.measuring import arguments

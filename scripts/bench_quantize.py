@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence import serving_tables
 
 from et_jax.decode.decoder import decode
 from et_jax.decode.prefill import prefill
 from et_jax.decode.state import empty
-from et_jax.evidence import serving_tables
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.models.weights import num_bytes, quantized

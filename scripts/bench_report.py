@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import et_jax
 from et_jax.evidence import serving_tables
+
+import et_jax
 from et_jax.report.page import write_report
 from et_jax.serve.completions import Completion
 from scripts.measuring import arguments

@@ -27,12 +27,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence import serving_tables
 from jaxtyping import Array, Float, Int, UInt32
 
 from et_jax.decode import sampling
 from et_jax.decode.decoder import decode
 from et_jax.decode.noise import exponential, random_bits
-from et_jax.evidence import serving_tables
 from et_jax.pallas.backend import pick
 from et_jax.serve.engine import Model, load
 from scripts.measuring import arguments

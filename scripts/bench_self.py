@@ -31,6 +31,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from et_jax.evidence import draft_tables
 from jaxtyping import Array, Int
 
 from et_jax.control.draft import DraftLength
@@ -43,7 +44,6 @@ from et_jax.decode.fresh import law_numbers
 from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecodeState, wants_drafts
-from et_jax.evidence import draft_tables
 from et_jax.io.texts import read_text
 from et_jax.models.calibration import Calibration
 from et_jax.models.params import Params, in_stacks

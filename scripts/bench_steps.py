@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_pruning import started
+from et_jax.evidence import tables
 from jaxtyping import Array
 
 from et_jax.control.base import chain
@@ -41,7 +42,6 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decode
 from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import tables
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from et_jax.evidence import serving_tables
 
 from et_jax.errors import UsageError
-from et_jax.evidence import serving_tables
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams

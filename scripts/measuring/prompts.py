@@ -120,8 +120,8 @@ class Prompts:
             given = self.given[at : at + self.batch]
             if at not in self._dense:
                 reads_all = ConstantBudget(segment=self.segment, dense_until=given.shape[1])
-                self._dense[at] = _logits(self.plant, self.model.params, reads_all, given, segment=self.segment)[0]
-            got, read, held = _logits(self.plant, self.model.params, budget, given, segment=self.segment)
+                self._dense[at] = logits_of(self.plant, self.model.params, reads_all, given, segment=self.segment)[0]
+            got, read, held = logits_of(self.plant, self.model.params, budget, given, segment=self.segment)
             following = self.following[at : at + self.batch]
             parts.append(jax.device_get(_compared(self._dense[at], got, following, read / held, self.dense_until)))
         return jax.tree.map(lambda *each: np.concatenate(each), *parts)
@@ -137,10 +137,10 @@ def _compared(dense: Array, got: Array, following: Array, share: Array, begin: i
 
 
 @partial(jax.jit, static_argnames=("plant", "segment"))
-def _logits(
+def logits_of(
     plant: Plant, params: Any, budget: Budget, tokens: Int[Array, "r u"], *, segment: int
 ) -> tuple[Float[Array, "r u v"], Float[Array, " r"], Float[Array, " r"]]:
-    """Log-probabilities after every token, and of each row the blocks read and held, of those that may be left out."""
+    """Return log-probabilities after every token, and of each row the blocks read and held, of those that may be left out."""
     (r, u), c = tokens.shape, plant.model
     blocks = u // plant.page_size
     sizes = c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, plant.page_size, params.embedding.dtype

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from et_jax.evidence import serving_tables
 from peers import gguf_file
 from scripts_here import script
 
-from et_jax.evidence import serving_tables
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.layers import rotate
 from et_jax.models.transformer import initialise
