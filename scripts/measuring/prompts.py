@@ -140,7 +140,7 @@ def _compared(dense: Array, got: Array, following: Array, share: Array, begin: i
 def logits_of(
     plant: Plant, params: Any, budget: Budget, tokens: Int[Array, "r u"], *, segment: int
 ) -> tuple[Float[Array, "r u v"], Float[Array, " r"], Float[Array, " r"]]:
-    """Return log-probabilities after every token, and of each row the blocks read and held, of those that may be left out."""
+    """Return log-probabilities after every token, and of each row the blocks read and held that may be left out."""
     (r, u), c = tokens.shape, plant.model
     blocks = u // plant.page_size
     sizes = c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, plant.page_size, params.embedding.dtype

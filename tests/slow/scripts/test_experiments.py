@@ -57,7 +57,7 @@ def selection(run):
 
 
 def bounds(run):
-    """At tolerance 0 each is the dense model, bit for bit; above, each proves what it promises, and truth reads least."""
+    """At tolerance 0 each is the dense model, bit for bit; above, each proves its promise, and truth reads least."""
     for arm in ("box", "chord", "8-bit keys", "true mass"):
         assert np.all(rows(run, arm, "divergence") == 0) and np.all(rows(run, arm, "share_read") == 1)
     for arm in ("box", "chord", "8-bit keys"):
