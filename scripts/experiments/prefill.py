@@ -20,7 +20,7 @@ from scripts.measuring import experiment, paired, text
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
 from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedLevel, SizedMass
 
-ARMS: dict[str, tuple[type[Budget], dict[str, Any]]] = {
+ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
     "constant": (SizedConstant, {}),
     "entropy": (SizedEntropy, {}),
     "entropy, printed": (SizedEntropy, {"printed": True}),
