@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from et_jax.control import select
