@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from et_jax.evidence import tables
 from measure_pruning import ALPHAS, pruned
 
 from et_jax.control.controller import Controller
@@ -23,11 +24,11 @@ from et_jax.control.presets import preset
 from et_jax.decode.decoder import snapshot
 from et_jax.decode.plant import costs
 from et_jax.decode.request import request
-from et_jax.evidence import arguments, tables
-from et_jax.evidence.held_out import rows as rows_of
-from et_jax.evidence.results import write
 from et_jax.serve.chunks import calls
 from et_jax.serve.engine import Model, load
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.text import rows as rows_of
 
 CONTROLS: dict[str, Controller] = {
     "off": preset("off"),

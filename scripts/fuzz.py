@@ -28,8 +28,8 @@ from fuzzing.cases import FAILURES, draw
 from fuzzing.judge import judge
 from fuzzing.watch import Campaign, Done, code_digest, run_cases
 
-from et_jax.evidence import arguments
-from et_jax.evidence.results import table, write
+from scripts.measuring import arguments
+from scripts.measuring.results import table, write
 
 _LIBRARIES = ("et_jax", "hypothesis", "tokenizers", "sentencepiece", "safetensors", "orbax-checkpoint", "jinja2")
 

@@ -7,21 +7,21 @@ import dataclasses
 import json
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
-
 from aot.chips import CHIPS, Chip
 from aot.decoders import function_program, weights_on
 from aot.programs import Lowering, Program, device_of, traced_for
+from flax import nnx
+
 from et_jax.control.base import ControlState, Signals, chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.control.temperature import Thermostat
 from et_jax.decode.backends import serving_backend
-from et_jax.evidence.results import REPOSITORY
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import read_config, stored_dtype
 from et_jax.models.module import ModuleConfig
@@ -125,7 +125,9 @@ def configured(run: Run, backend: str) -> tuple[Any, Any]:
 
 def own_module() -> tuple[Any, Any]:
     """Return the module that `own_model` writes, as part of a program, and its weights."""
-    cells = json.loads((REPOSITORY / "notebooks/own_model.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((Path(__file__).resolve().parents[2] / "notebooks/own_model.ipynb").read_text(encoding="utf-8"))[
+        "cells"
+    ]
     [source] = [text for text in ("".join(cell["source"]) for cell in cells) if f"class {MODULE_CLASS}(" in text]
     names: dict[str, Any] = {"jax": jax, "jnp": jax.numpy, "nnx": nnx, "__name__": "own_model"}
     exec(compile(source, "own_model", "exec"), names)

@@ -11,14 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
+from fuzzing.small_folder import served_model
 from hypothesis import strategies as st
 
 from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
-from fuzzing.small_folder import served_model
 
 
 class _Text(str):

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import strategies as st
-
-from et_jax.errors import UsageError
-from et_jax.serve import engine
-from et_jax.text import load_tokenizer
 from fuzzing.cases import ACCEPTED, REFUSED, SECONDS, Fault, Surface
 from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
 from fuzzing.judge import NOISE, not_a_sentence
 from fuzzing.small_folder import overlay, served_model
 from fuzzing.templates import TEMPLATES
+from hypothesis import strategies as st
+
+from et_jax.errors import UsageError
+from et_jax.serve import engine
+from et_jax.text import load_tokenizer
 
 _main = runpy.run_module("et_jax.generate")["main"]  # the command, a layer above this one, as a shell would run it
 _NEIGHBOURS: tuple[dict[str, Any], ...] = (

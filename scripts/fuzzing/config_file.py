@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
+from fuzzing.edits import MUTATIONS, Mutation, mutated
+from fuzzing.small_folder import GPT_OSS, LENGTH, LLAMA, open_model, overlay, write_model
 from hypothesis import strategies as st
 
 from et_jax.errors import UsageError
 from et_jax.models.config import ExpertConfig
-from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
-from fuzzing.edits import MUTATIONS, Mutation, mutated
-from fuzzing.small_folder import GPT_OSS, LENGTH, LLAMA, open_model, overlay, write_model
 
 # Fields that a file may hold and the small models' need not.
 _NEUTRAL = {

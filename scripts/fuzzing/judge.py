@@ -7,8 +7,9 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-from et_jax.errors import UsageError
 from fuzzing.cases import REFUSED, Fault
+
+from et_jax.errors import UsageError
 
 LONGEST = 600  # characters of a refusal
 NOISE = 2000  # bytes of output besides it: more is pages

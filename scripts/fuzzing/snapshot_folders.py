@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fuzzing.cases import ACCEPTED, Fault, Surface
+from fuzzing.edits import DAMAGES, PLACES, Damage, damaged
+from fuzzing.small_folder import LLAMA, overlay, random_weights
 from hypothesis import strategies as st
 
 from et_jax.decode import snapshots
 from et_jax.models.checkpoint import assemble, restore_converted, save_converted
 from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
-from fuzzing.cases import ACCEPTED, Fault, Surface
-from fuzzing.edits import DAMAGES, PLACES, Damage, damaged
-from fuzzing.small_folder import LLAMA, overlay, random_weights
 
 _TREES: dict[str, Callable[[], Any]] = {
     "empty": dict,

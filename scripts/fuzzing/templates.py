@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fuzzing.cases import ACCEPTED, Fault, Surface
+from fuzzing.small_folder import LENGTH, overlay, write_model
 from hypothesis import strategies as st
 
 from et_jax.text import load_tokenizer
-from fuzzing.cases import ACCEPTED, Fault, Surface
-from fuzzing.small_folder import LENGTH, overlay, write_model
 
 _MARK = "ESCAPED"  # a file that no template can make
 _VALUES = (

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+from fuzzing.cases import ACCEPTED, Surface
+from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
+from fuzzing.small_folder import overlay, served_model
 from hypothesis import strategies as st
 
 from et_jax.errors import UsageError
 from et_jax.text import Detokenizer, Tokenizer, load_tokenizer
-from fuzzing.cases import ACCEPTED, Surface
-from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
-from fuzzing.small_folder import overlay, served_model
 
 TEXTS = ("Once upon a time", "", " ", "a" * 3000 + "!", "🙂 é 中文\r\n\t", "<|endoftext|>", "<s> </s>", "x\0y")
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<|endoftext|>"}]

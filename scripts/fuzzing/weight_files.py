@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
-
 from fuzzing.cases import ACCEPTED, Fault, Surface
 from fuzzing.edits import DAMAGES, FEW_EDITS, PLACES, Damage, Edit, Mutation, damaged, mutated
 from fuzzing.small_folder import GPT_OSS, open_model, overlay, write_model
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 INDEX, SHARDS = "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 _OUTSIDE = "outside.safetensors"  # beside the folder: a file that a name can reach only by leaving it

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from ladder import LSE_TOLERANCE, TOLERANCE, numbers, with_nan_unseen
 
-from et_jax.evidence.kernel_shapes import block_scores as scored
-from et_jax.evidence.kernel_shapes import paged_attention as attended
-from et_jax.evidence.kernel_shapes import paged_prefill as prefilled
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_prefill import paged_prefill
+from scripts.measuring.kernel_shapes import block_scores as scored
+from scripts.measuring.kernel_shapes import paged_attention as attended
+from scripts.measuring.kernel_shapes import paged_prefill as prefilled
 
 SCORE_TOLERANCE = 5e-5
 """Of sums of up to 256 products of size one, in float32 whatever the dtype of the arguments."""

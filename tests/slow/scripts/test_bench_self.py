@@ -4,10 +4,10 @@ import json
 import sys
 
 import pytest
+from et_jax.evidence import draft_tables
 from scripts_here import script
 
-from et_jax.evidence import draft_tables
-from et_jax.evidence.shapes import SMALL
+from scripts.measuring.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_blocks import NUM_BLOCKS, Blocks, blocks, drawn
+from et_jax.evidence.block_views import blocks_at
 from hypothesis import given, settings
 
 from et_jax.control.contribution import influence, relative_influence, token_nll
 from et_jax.control.view import mass
-from et_jax.evidence.block_views import blocks_at
 from et_jax.types import replace
 
 HELD, BLOCKS, PAGE, GROUP, DIM = 41, 70, 2, 3, 8

@@ -15,7 +15,6 @@ from jax.experimental.layout import Format, Layout
 from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
-from et_jax.evidence.shapes import SMALL
 from et_jax.models import checkpoint, weights
 from et_jax.models.checkpoint import (
     load,
@@ -32,6 +31,7 @@ from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, fr
 from et_jax.models.params import abstract, in_stacks
 from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import initialise
+from scripts.measuring.shapes import SMALL
 
 CONFIG = dataclasses.replace(
     SMALL, architecture="qwen2", vocab_size=24, hidden_size=16, intermediate_size=20, head_dim=4, qkv_bias=True

@@ -1,0 +1,94 @@
+"""The named shapes of `block_scores` and `code_scores`: one list, for tests and benchmarks alike."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from scripts.measuring.kernel_shapes import base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape(base.Shape):
+    """One case.
+
+    lengths: tokens a row; 0 is an empty slot. spare: blocks a slot has room for beyond its longest row.
+    dtype: of the queries and the boxes, as the cache's pages have it; mean keys are float32.
+    """
+
+    lengths: tuple[int, ...]
+    spare: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks a slot can hold."""
+        return max(1, -(-max(self.lengths) // self.page_size)) + self.spare
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments that are no arrays."""
+        return {"page_size": self.page_size, "scale": self.head_dim**-0.5}
+
+
+def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
+    """Return random arguments of both functions: summaries of pages scattered over the pool, and any codes."""
+    rng = np.random.default_rng(seed)
+    b, k, n, d = len(shape.lengths), shape.num_kv_heads, shape.num_blocks, shape.head_dim
+    num_pages = 1 + b * n
+    corners = rng.standard_normal((2, k, num_pages, d), np.float32).astype(jnp.dtype(shape.dtype))
+    low, high = np.minimum(*corners), np.maximum(*corners)
+    between = rng.random((k, num_pages, d), np.float32)
+    mean = low.astype(np.float32) + between * (high.astype(np.float32) - low.astype(np.float32))
+    value = rng.standard_normal((k, num_pages, shape.width - d), np.float32)
+    box = np.pad(np.concatenate([low, high], axis=-1), ((0, 0), (0, 0), (0, shape.width - 2 * d)))
+    codes = rng.integers(-128, 128, (k, num_pages, shape.page_size * d), np.int8)
+    return {
+        "q": base.normal(shape, rng)(b, shape.num_heads, d),
+        "key_box": jnp.asarray(box),
+        "mean": jnp.asarray(np.concatenate([mean, value], axis=-1)),
+        "key_codes": jnp.asarray(codes),
+        "page_table": base.scattered(num_pages, b, rng),
+        "lengths": jnp.asarray(shape.lengths, jnp.int32),
+    }
+
+
+def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, lengths: tuple[int, ...], **rest) -> Shape:
+    num_heads, num_kv_heads = heads
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
+    return Shape(name=name, lengths=lengths, **sizes, **rest)
+
+
+SHAPES = (
+    # query heads a KV head, and KV heads
+    _shape("group_1", (4, 4), 16, 16, (37, 64)),
+    _shape("group_3", (9, 3), 64, 16, (129, 250)),
+    _shape("group_4", (8, 2), 64, 16, (40, 300), dtype="bfloat16"),
+    _shape("group_8", (8, 1), 128, 16, (77, 20)),
+    _shape("heads_8", (32, 8), 128, 16, (90, 33), dtype="bfloat16"),
+    # head dims
+    _shape("dim_96", (4, 2), 96, 16, (61, 30)),
+    _shape("dim_256", (2, 1), 256, 16, (45, 17), dtype="bfloat16"),
+    # page sizes
+    _shape("page_64", (4, 2), 64, 64, (600, 200), dtype="bfloat16"),
+    _shape("page_128", (4, 2), 64, 128, (513, 128)),
+    # lengths: one token, empty slots, room to spare, more blocks than a group or a row of lanes
+    _shape("one_token", (6, 2), 64, 16, (1, 1)),
+    _shape("empty_slots", (6, 2), 64, 16, (0, 40, 0)),
+    _shape("all_empty", (6, 2), 64, 16, (0, 0)),
+    _shape("spare", (4, 2), 128, 16, (31, 100), spare=5),
+    _shape("many_blocks", (4, 2), 16, 8, (8 * 150, 1, 8 * 129), dtype="bfloat16"),
+    _shape("hopper_dim_128", (4, 2), 128, 64, (130, 0, 64), dtype="bfloat16"),
+    # KV heads that fill a tile of codes on a TPU: groups, head dims, page sizes, lengths
+    _shape("codes_group_3", (12, 4), 64, 16, (129, 0, 250), dtype="bfloat16"),
+    _shape("codes_dim_96", (4, 4), 96, 16, (61, 30)),
+    _shape("codes_dim_256", (8, 4), 256, 16, (45, 17), dtype="bfloat16"),
+    _shape("codes_page_128", (16, 8), 64, 128, (513, 128)),
+    _shape("codes_many_blocks", (8, 8), 16, 8, (8 * 150, 1, 8 * 129), dtype="bfloat16"),
+    # what is run, on a device
+    _shape("llama3_8b_64_at_32k", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", tested=False),
+    _shape("llama3_8b_8_at_128k", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", tested=False),
+    _shape("bundled_64_at_32k", (4, 2), 64, 128, (32768,) * 64, dtype="bfloat16", tested=False),
+    _shape("bundled_8_at_128k", (4, 2), 64, 128, (131072,) * 8, dtype="bfloat16", tested=False),
+)
+TESTED = tuple(shape for shape in SHAPES if shape.tested)

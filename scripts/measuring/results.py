@@ -1,0 +1,65 @@
+"""The machine that figures come from, Markdown tables, and pictures without a screen."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from et_jax.io.files import replace_file
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "benchmarks/results"
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor, its cores, the load, JAX's device and JAX's version."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def write(path: Path, script: str, settings: dict[str, Any], **results: Any) -> None:
+    """Write `results` as JSON, with the script, the machine and the settings they come from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"script": script, "machine": machine(), "settings": settings} | results
+    replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table; floats are shown to three significant digits, None as a dash."""
+    lines = [header, ["---"] * len(header), *[[cell(value) for value in row] for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """Return one cell of a table as text."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value).replace("|", r"\|")
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, which draws without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
