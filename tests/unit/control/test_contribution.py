@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from block_views import blocks_at
 from drawn_blocks import NUM_BLOCKS, Blocks, blocks, drawn
-from et_jax.evidence.block_views import blocks_at
 from hypothesis import given, settings
 
 from et_jax.control.contribution import influence, relative_influence, token_nll
