@@ -38,8 +38,7 @@ _CURIOUS = listed(r"""
 _FILTERS = listed(r"""
     |trim  |length  |tojson  |upper  |list  |first  |last  |join  |string  |int  |tojson(indent=4)  |selectattr('role')
     |sort  |unique  |reverse  |dictsort  |safe  |e  |nofilter  |map('upper')  |replace('a','b')  |format  |batch(2)
-    |slice(3)
-    |sum  |wordwrap(0)  |truncate(1)
+    |slice(3)  |sum  |wordwrap(0)  |truncate(1)
 """)
 _USUAL = (
     "{% for m in messages %}{{ m['role'] }}: {{ BODY }}\n{% endfor %}REST",
