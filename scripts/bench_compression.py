@@ -21,13 +21,14 @@ from et_jax.control.compression import named
 from et_jax.decode.decoder import Decoder, decoder, snapshot
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import arguments, prompt_tables
-from et_jax.evidence.results import write
-from et_jax.evidence.shapes import SMOLLM_135M
-from et_jax.evidence.states import filled, whole_context
+from et_jax.evidence import prompt_tables
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.types import replace
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.states import filled, whole_context
 
 TEXTS = 2  # decoded together; one row alone is another program to the compiler
 

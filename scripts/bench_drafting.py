@@ -26,10 +26,7 @@ from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, by_acceptance
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import arguments, draft_tables
-from et_jax.evidence.held_out import in_a_circle
-from et_jax.evidence.results import REPOSITORY, RESULTS, write
-from et_jax.evidence.shapes import SMOLLM_135M
+from et_jax.evidence import draft_tables
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.pallas.backend import pick
@@ -37,6 +34,10 @@ from et_jax.serve.chunks import calls
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import SamplingParams
 from et_jax.types import replace
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY, RESULTS, write
+from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.text import in_a_circle
 
 PROMPTS = REPOSITORY / "benchmarks/prompts/drafting.json"
 LOOKUP, SMALL = "lookup", "bundled-small"

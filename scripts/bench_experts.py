@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from et_jax.evidence import arguments
-from et_jax.evidence.results import write
 from et_jax.evidence.serving_tables import experts
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ExpertConfig
 from et_jax.models.experts import Choice, Experts, mixed
 from et_jax.models.model import expert_bytes
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.shapes import SMALL
 
 FORMS = ("loop", "ragged")
 WIDTH = 512

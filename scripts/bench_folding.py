@@ -22,16 +22,16 @@ from et_jax.decode.draft import Drafts, laid_out
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecodeState
 from et_jax.decode.step import extend_rows
-from et_jax.evidence import arguments
-from et_jax.evidence.results import table, write
-from et_jax.evidence.shapes import SMOLLM_135M
-from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
 from et_jax.models.hub import resolve
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.types import replace
+from scripts.measuring import arguments
+from scripts.measuring.results import table, write
+from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.states import filled, whole_context
 
 LAYERS = 4  # of SmolLM-135M at a long context
 WAYS = ("one row", "folded", "a row each")

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from et_jax.evidence import arguments, serving_tables
-from et_jax.evidence.results import write
-from et_jax.evidence.shapes import SMOLLM_135M
+from et_jax.evidence import serving_tables
 from et_jax.models.weights import Dense, rounded, to_int8
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.shapes import SMOLLM_135M
 
 GROUP = 32  # inputs to a scale
 Product = Callable[[Float[Array, "r i"]], Float[Array, "r o"]]

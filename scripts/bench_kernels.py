@@ -25,13 +25,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from et_jax.evidence import arguments
 from et_jax.evidence.figures import pyplot
-from et_jax.evidence.results import RESULTS, write
 from et_jax.io.files import replace_picture
 from et_jax.pallas.backend import resolve
 from et_jax.pallas.paged_attention.api import BACKENDS, paged_attention
 from et_jax.softmax import Softmax
+from scripts.measuring import arguments
+from scripts.measuring.results import RESULTS, write
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 

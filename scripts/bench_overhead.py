@@ -29,13 +29,14 @@ from et_jax.control import clock, entropy, guards, priority, smoothing, temperat
 from et_jax.control.base import ControlState, Law, Signals, chain
 from et_jax.control.controller import Controller
 from et_jax.decode.decoder import decode
-from et_jax.evidence import arguments, serving_tables
-from et_jax.evidence.results import write
-from et_jax.evidence.shapes import LLAMA_3_8B, SMOLLM_135M
-from et_jax.evidence.states import filled, whole_context
+from et_jax.evidence import serving_tables
 from et_jax.models.params import Params, num_multiplied
 from et_jax.models.transformer import initialise
 from et_jax.types import replace
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.shapes import LLAMA_3_8B, SMOLLM_135M
+from scripts.measuring.states import filled, whole_context
 
 STEPS = 32  # in one call of `decode`
 PARTS = ("estimator, raw", "estimator, tempered", "laws")

@@ -26,11 +26,12 @@ import jax
 import jax.numpy as jnp
 import tokenizers
 
-from et_jax.evidence import arguments, serving_tables
-from et_jax.evidence.results import write
-from et_jax.evidence.shapes import SMOLLM_135M
+from et_jax.evidence import serving_tables
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.transformer import initialise
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.shapes import SMOLLM_135M
 
 WORKER = Path(__file__).with_name("peers") / "worker.py"
 FORMS = {

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from et_jax.decode.request import request
-from et_jax.evidence import arguments
 from et_jax.io.files import replace_file
 from et_jax.models.weights import num_bytes
 from et_jax.serve.engine import load
+from scripts.measuring import arguments
 
 
 def measure(model_name: str, pools: list[int], rounds: int, steps: int) -> list[dict[str, float]]:

@@ -26,14 +26,15 @@ from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.extend import attend, extend
 from et_jax.decode.plant import Plant, PlantState
-from et_jax.evidence import arguments, prompt_tables
-from et_jax.evidence.results import write
-from et_jax.evidence.shapes import LLAMA_3_8B
+from et_jax.evidence import prompt_tables
 from et_jax.models.params import Params
 from et_jax.models.stacks import located, stacks_of
 from et_jax.models.transformer import initialise
 from et_jax.pallas.backend import pick
 from et_jax.types import replace, static, value
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.shapes import LLAMA_3_8B
 
 EVERY = 8  # segments of which one is timed
 

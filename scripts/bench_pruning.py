@@ -23,11 +23,12 @@ from et_jax.control.presets import preset
 from et_jax.decode.decoder import snapshot
 from et_jax.decode.plant import costs
 from et_jax.decode.request import request
-from et_jax.evidence import arguments, tables
-from et_jax.evidence.held_out import rows as rows_of
-from et_jax.evidence.results import write
+from et_jax.evidence import tables
 from et_jax.serve.chunks import calls
 from et_jax.serve.engine import Model, load
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.text import rows as rows_of
 
 CONTROLS: dict[str, Controller] = {
     "off": preset("off"),

@@ -22,11 +22,7 @@ import numpy as np
 from et_jax.decode.decoder import decode
 from et_jax.decode.prefill import prefill
 from et_jax.decode.state import empty
-from et_jax.evidence import arguments, held_out, paired, serving_tables
-from et_jax.evidence.arguments import DEPTHS
-from et_jax.evidence.results import write
-from et_jax.evidence.shapes import SMOLLM_135M
-from et_jax.evidence.states import filled, whole_context
+from et_jax.evidence import serving_tables
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.models.weights import num_bytes, quantized
@@ -34,6 +30,12 @@ from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import evaluate_each
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
+from scripts.measuring import arguments, paired
+from scripts.measuring import text as held_out
+from scripts.measuring.arguments import DEPTHS
+from scripts.measuring.results import write
+from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.states import filled, whole_context
 
 KINDS = {"bfloat16": None, "int8": "int8"}
 STEPS = 16  # in one call of `decode`

@@ -30,12 +30,12 @@ from et_jax.batch.ray.cluster import ray
 from et_jax.batch.ray.decoder import in_actors
 from et_jax.batch.ray.folder import LineDecoder
 from et_jax.batch.tasks import Defaults, Entry
-from et_jax.evidence import arguments
-from et_jax.evidence.results import RESULTS, table, write
 from et_jax.serve.completions import Completion
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from scripts.measuring import arguments
+from scripts.measuring.results import RESULTS, table, write
 
 WAYS = ("one process", "two replicas", "two actors")
 LENGTH = 256

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import et_jax
-from et_jax.evidence import arguments, serving_tables
-from et_jax.evidence.results import REPOSITORY, RESULTS, write
+from et_jax.evidence import serving_tables
 from et_jax.report.page import write_report
 from et_jax.serve.completions import Completion
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY, RESULTS, write
 
 FRAME = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"
 PRESS = (

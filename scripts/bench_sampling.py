@@ -32,11 +32,12 @@ from jaxtyping import Array, Float, Int, UInt32
 from et_jax.decode import sampling
 from et_jax.decode.decoder import decode
 from et_jax.decode.noise import exponential, random_bits
-from et_jax.evidence import arguments, serving_tables
-from et_jax.evidence.results import write
-from et_jax.evidence.states import filled, whole_context
+from et_jax.evidence import serving_tables
 from et_jax.pallas.backend import pick
 from et_jax.serve.engine import Model, load
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.states import filled, whole_context
 
 LANES = 256  # vocabulary entries per partial sum of the inverse CDF
 ELEMENTS = 2_000_000  # logits of one timed loop, at least

@@ -36,12 +36,13 @@ from et_jax.control.view import BlockView
 from et_jax.decode import cache as kv
 from et_jax.decode.reading import list_blocks
 from et_jax.decode.selection import Blocks, blocks_of, select, view_of
-from et_jax.evidence import arguments, tables
-from et_jax.evidence.results import write
+from et_jax.evidence import tables
 from et_jax.pallas.backend import pick
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.softmax import Softmax
 from et_jax.types import replace
+from scripts.measuring import arguments
+from scripts.measuring.results import write
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHARE = 1 / 8

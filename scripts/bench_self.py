@@ -43,10 +43,7 @@ from et_jax.decode.fresh import law_numbers
 from et_jax.decode.plant import PlantState, Weights
 from et_jax.decode.sample import guess
 from et_jax.decode.state import DecodeState, wants_drafts
-from et_jax.evidence import arguments, draft_tables
-from et_jax.evidence.results import REPOSITORY, write
-from et_jax.evidence.shapes import SMOLLM_135M
-from et_jax.evidence.states import filled, with_random_pages
+from et_jax.evidence import draft_tables
 from et_jax.io.texts import read_text
 from et_jax.models.calibration import Calibration
 from et_jax.models.params import Params, in_stacks
@@ -58,6 +55,10 @@ from et_jax.serve.requests import SamplingParams
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, read_sizes
 from et_jax.serve.step_clock import StepClock
 from et_jax.types import Table, replace
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY, write
+from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.states import filled, with_random_pages
 
 RATES = (0.9, 0.45, 0.0)  # of drafted tokens that hold: as on the bundled models, half as often, never
 TRUSTED = ("certified", "adaptive")

@@ -41,16 +41,17 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decode
 from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
-from et_jax.evidence import arguments, tables
-from et_jax.evidence.held_out import rows as rows_of
-from et_jax.evidence.results import write
-from et_jax.evidence.shapes import SMOLLM_135M
-from et_jax.evidence.states import filled, whole_context
+from et_jax.evidence import tables
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import initialise
 from et_jax.serve.engine import load
 from et_jax.types import Table, replace
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.states import filled, whole_context
+from scripts.measuring.text import rows as rows_of
 
 CONTROLS: dict[str, Controller] = {
     "off": preset("off"),

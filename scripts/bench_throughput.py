@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, serving_tables
-from et_jax.evidence.results import REPOSITORY, write
+from et_jax.evidence import serving_tables
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY, write
 
 TEXT = REPOSITORY / "README.md"
 PROMPTS, OUTPUTS = (8, 24, 60, 150, 300), (16, 48, 96, 160)  # tokens

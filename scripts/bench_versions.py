@@ -100,10 +100,10 @@ def compared(checkouts: list[Path], rounds: int, *what: str) -> dict[str, Any]:
 def main() -> None:
     """Measure, print a table, and keep the figures."""
     # here, for the processes that serve have an older version, of which they ask no more than `et_jax.load`
-    from et_jax.evidence import arguments
-    from et_jax.evidence.random_folder import random_folder
-    from et_jax.evidence.results import REPOSITORY, RESULTS, table, write
-    from et_jax.evidence.shapes import SMOLLM_135M
+    from scripts.measuring import arguments
+    from scripts.measuring.random_folder import random_folder
+    from scripts.measuring.results import REPOSITORY, RESULTS, table, write
+    from scripts.measuring.shapes import SMOLLM_135M
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=arguments.checkout, help="a checkout of the older version")

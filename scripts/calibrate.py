@@ -14,15 +14,14 @@ import sys
 from pathlib import Path
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments
-from et_jax.evidence.calibration import fit_temperature, negative_log_likelihood
-from et_jax.evidence.held_out import cut, held_out_logits, texts
-from et_jax.evidence.sensitivity import head_sensitivity
 from et_jax.io.files import check_writable
 from et_jax.models.calibration import FILE, Calibration, write_calibration
 from et_jax.models.hub import resolve
 from et_jax.serve.engine import load
+from et_jax.tasks.calibration import fit_temperature, head_sensitivity, negative_log_likelihood
 from et_jax.types import Table
+from scripts.measuring import arguments
+from scripts.measuring.text import cut, held_out_logits, texts
 
 WORTH = 1e-3  # nats a token that a temperature must save
 

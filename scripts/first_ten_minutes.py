@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from et_jax.evidence import arguments
-from et_jax.evidence.results import REPOSITORY, table, write
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY, table, write
 
 PATIENCE = 600.0  # seconds of a command
 NOTEBOOK = "quickstart.ipynb"

@@ -1,7 +1,7 @@
 """Hostile values for everything that comes from strangers: no traceback, no hang, no memory, no neighbour harmed.
 
-    python scripts/fuzz.py [--cases 5000] [--seed 0] [--target config] [--output FILE.json]
-    python scripts/fuzz.py --only templates:17
+    python -m scripts.fuzz [--cases 5000] [--seed 0] [--target config] [--output FILE.json]
+    python -m scripts.fuzz --only templates:17
 
 Targets: config.json, the weights' index and headers, tokenizer files, chat templates, batch lines (through the command,
 each file twice), calls of the Python API, snapshots. A case follows from its seed, target and number alone, and runs
@@ -24,11 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fuzzing import TARGETS
-from fuzzing.watch import FAILURES, draw, run_cases, verdict
-
-from et_jax.evidence import arguments
-from et_jax.evidence.results import REPOSITORY, table, write
+from scripts.fuzzing import TARGETS
+from scripts.fuzzing.watch import FAILURES, draw, run_cases, verdict
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY, table, write
 
 _LIBRARIES = ("et_jax", "tokenizers", "sentencepiece", "safetensors", "orbax-checkpoint", "jinja2")
 

@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from et_jax.evidence import arguments
-from et_jax.evidence.results import write
+from scripts.measuring import arguments
+from scripts.measuring.results import write
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STARTING = 0.3  # share of the kills that fall by the clock, while a run starts

@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, draft_tables, paired
+from et_jax.evidence import draft_tables
 from et_jax.evidence.coupling import acceptance
-from et_jax.evidence.held_out import cut, held_out_logits, in_a_circle, texts
 from et_jax.evidence.own_drafts import READERS, drafted
-from et_jax.evidence.results import write
 from et_jax.evidence.walks import CIRCLE, ROW_COST, lengths, written
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
@@ -34,6 +32,9 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.tasks.asking import counter, grid
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
+from scripts.measuring import arguments, paired
+from scripts.measuring.results import write
+from scripts.measuring.text import cut, held_out_logits, in_a_circle, texts
 
 TEMPERATURES = (0.4, 0.7, 1.0)
 WRITTEN_AT = (0.0, 0.7)  # temperatures of the texts that the model writes

@@ -18,11 +18,12 @@ from measure_compression import DEPTHS, Question, questions, right_answers
 from measure_prefill import BASELINE, PART, Bench, arms
 
 from et_jax.control.budget import Budget
-from et_jax.evidence import arguments, paired, prompt_tables
+from et_jax.evidence import prompt_tables
 from et_jax.evidence.prompt_arms import logits_of
-from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.generators import TASKS
+from scripts.measuring import arguments, paired
+from scripts.measuring.results import write
 
 SHARES = (0.25, 0.125, 0.0625)
 ARMS = (BASELINE, "entropy", "entropy, printed", "level", "mass", "recent", "random")

@@ -36,12 +36,13 @@ from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.selector import MaskSelector, Selector
 from et_jax.control.view import BlockView, coded_mass, held_values, likeliest_log_mass, needing
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, forced, paired
-from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import with_others, write
-from et_jax.evidence.sensitivity import head_sensitivity
+from et_jax.evidence import forced
 from et_jax.serve.engine import load
+from et_jax.tasks.calibration import head_sensitivity
 from et_jax.types import replace
+from scripts.measuring import arguments, paired
+from scripts.measuring.results import with_others, write
+from scripts.measuring.text import rows
 
 SHARES = (0.5, 0.35, 0.25, 0.15)
 SLOPES = (0.0, 0.8, 1.2, 5 / 3, 2.5, 3.5, 5.0)

@@ -25,11 +25,12 @@ from et_jax.control import bounds
 from et_jax.control.bounds import Interval
 from et_jax.control.select import Certified
 from et_jax.control.view import tolerating
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import tables
 from et_jax.evidence.block_views import CapturedBlocks, blocks_at, capture, key_radius
-from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.text import rows
 
 TOLERANCES = (0.5, 0.2, 0.1, 0.05, 0.01, 0.001)
 SHARES = (0.1, 0.25, 0.5)  # of the blocks, open for the residual estimate

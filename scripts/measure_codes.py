@@ -23,12 +23,13 @@ from measure_pruning import controls as ways_of_pruning
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.decode import cache
-from et_jax.evidence import arguments, paired, tables
-from et_jax.evidence.arguments import DEPTHS
-from et_jax.evidence.results import write
+from et_jax.evidence import tables
 from et_jax.serve.engine import load
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
+from scripts.measuring import arguments, paired
+from scripts.measuring.arguments import DEPTHS
+from scripts.measuring.results import write
 
 TASKS_ASKED = ("passkey", "multi_needle", "tracing", "copying")  # those that pruning by mean keys loses
 Encode = Callable[[jax.Array, jax.Array], jax.Array]

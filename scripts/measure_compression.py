@@ -31,16 +31,17 @@ from jaxtyping import Float, Int
 from et_jax.control.compression import Compression, named
 from et_jax.control.policies import Policy
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, paired, prompt_tables
-from et_jax.evidence.arguments import DEPTHS
+from et_jax.evidence import prompt_tables
 from et_jax.evidence.compression_arms import HeavyHitters, Oracle, Way, read_on
-from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import counter
 from et_jax.tasks.base import Example, right
 from et_jax.tasks.generators import NUM_PAIRS, TASKS, document
 from et_jax.text import Detokenizer
+from scripts.measuring import arguments, paired
+from scripts.measuring.arguments import DEPTHS
+from scripts.measuring.results import write
+from scripts.measuring.text import rows
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 BASELINE = "snapkv"

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from et_jax.control import entropy
-from et_jax.evidence import arguments, tables
-from et_jax.evidence.calibration import fit_temperature
-from et_jax.evidence.held_out import held_out_logits, rows
-from et_jax.evidence.results import write
+from et_jax.evidence import tables
 from et_jax.serve.engine import load
+from et_jax.tasks.calibration import fit_temperature
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.text import held_out_logits, rows
 
 LISTED = (4, 16, 64)
 

@@ -22,14 +22,15 @@ import numpy as np
 from jaxtyping import Float
 
 from et_jax.control.experts import Entropy, ExpertRule, Mass
-from et_jax.evidence import arguments, expert_tables, paired
+from et_jax.evidence import expert_tables
 from et_jax.evidence.expert_arms import Taken, counts, even, run, shuffled, union
-from et_jax.evidence.held_out import causal_attend, rows
-from et_jax.evidence.results import REPOSITORY, write
 from et_jax.models.config import ModelConfig
 from et_jax.models.model import forward
 from et_jax.serve.engine import Model, load
 from et_jax.types import replace
+from scripts.measuring import arguments, paired
+from scripts.measuring.results import REPOSITORY, write
+from scripts.measuring.text import causal_attend, rows
 
 NEVER = 1e9  # nats at which a rule that goes by the gate alone would heed the sequence
 RULES: dict[str, tuple[Callable[[float], ExpertRule], float, float]] = {

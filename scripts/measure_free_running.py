@@ -17,15 +17,16 @@ import numpy as np
 from et_jax.control import select
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
-from et_jax.evidence import arguments, paired, tables
-from et_jax.evidence.arguments import DEPTHS
-from et_jax.evidence.results import write
+from et_jax.evidence import tables
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.answers import Answer
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.base import Example
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
+from scripts.measuring import arguments, paired
+from scripts.measuring.arguments import DEPTHS
+from scripts.measuring.results import write
 
 SHARES = (0.36, 0.25, 0.15, 0.08)
 LEAST, MOST = 1e-9, 1e6  # tolerances that are tried; no share of mass is above 1

@@ -26,9 +26,10 @@ from measure_compression import (
 )
 
 from et_jax.control.compression import Compression
-from et_jax.evidence import arguments, paired, prompt_tables
-from et_jax.evidence.results import write
+from et_jax.evidence import prompt_tables
 from et_jax.serve.engine import Model, load
+from scripts.measuring import arguments, paired
+from scripts.measuring.results import write
 
 TASK = "copying"
 WORDS = (16, 50, 64)  # of a verse

@@ -30,9 +30,7 @@ import numpy as np
 from et_jax.control.budget import Budget, CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
 from et_jax.control.controller import Controller
 from et_jax.decode.plant import Plant
-from et_jax.evidence import arguments, paired, prompt_tables
-from et_jax.evidence.arguments import DEPTHS
-from et_jax.evidence.held_out import rows
+from et_jax.evidence import prompt_tables
 from et_jax.evidence.prompt_arms import (
     AtRandom,
     Reading,
@@ -45,10 +43,13 @@ from et_jax.evidence.prompt_arms import (
     compared,
     logits_of,
 )
-from et_jax.evidence.results import write
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
+from scripts.measuring import arguments, paired
+from scripts.measuring.arguments import DEPTHS
+from scripts.measuring.results import write
+from scripts.measuring.text import rows
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 FLOOR, CAP = 0.05, 20.0  # of a budget, where entropy may take as well as give

@@ -14,9 +14,10 @@ from typing import Any
 from measure_prefill import BASELINE, Bench, arms, line
 
 from et_jax.control.budget import ConstantBudget, EntropyBudget
-from et_jax.evidence import arguments, prompt_tables
-from et_jax.evidence.results import write
+from et_jax.evidence import prompt_tables
 from et_jax.serve.engine import load
+from scripts.measuring import arguments
+from scripts.measuring.results import write
 
 SIZES = (64, 128, 256, 512)  # B_0, tokens
 WITHIN = 0.04  # of the share read: a constant budget is of whole blocks

@@ -20,14 +20,15 @@ from et_jax.control import clock, priority, select, tolerance, view
 from et_jax.control.base import chain
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
-from et_jax.evidence import arguments, paired, tables
-from et_jax.evidence.arguments import DEPTHS
-from et_jax.evidence.results import write
+from et_jax.evidence import tables
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.answers import Answer
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 from et_jax.types import replace
+from scripts.measuring import arguments, paired
+from scripts.measuring.arguments import DEPTHS
+from scripts.measuring.results import write
 
 PARTS = ("boxes", "last masses")  # of the alpha that presets take
 THETA = 0.05  # the presets' own, where the model is certain

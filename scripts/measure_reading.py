@@ -18,14 +18,14 @@ from et_jax.control import select
 from et_jax.control.controller import Controller
 from et_jax.control.view import BlockView
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments
-from et_jax.evidence.results import RESULTS, table, write
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.tasks.asking import counter, evaluate
 from et_jax.tasks.base import Example, sentences
 from et_jax.tasks.generators import example
 from et_jax.types import Count, value
+from scripts.measuring import arguments
+from scripts.measuring.results import RESULTS, table, write
 
 TASKS = ("single_key", "multi_key", "passkey", "line_retrieval")  # whose needle is the question with its answer
 DEPTHS = (0.2, 0.4, 0.6, 0.8)

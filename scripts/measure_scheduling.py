@@ -36,12 +36,13 @@ from et_jax.control.base import Law, PriorityRule, chain
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments, misplaced, serving_tables
-from et_jax.evidence.held_out import texts
-from et_jax.evidence.results import REPOSITORY, write
+from et_jax.evidence import misplaced, serving_tables
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY, write
+from scripts.measuring.text import texts
 
 TEXT = REPOSITORY / "README.md"
 RATE = 0.01  # of aging: of the ceiling, per step waited

@@ -44,12 +44,13 @@ from et_jax.decode.prefill import prefill
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step
-from et_jax.evidence import arguments, tables
-from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import with_others, write
+from et_jax.evidence import tables
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
+from scripts.measuring import arguments
+from scripts.measuring.results import with_others, write
+from scripts.measuring.text import rows
 
 SHARES = (0.75, 0.5, 0.25)
 SEEDS = 3  # of the shuffle

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments
-from et_jax.evidence.random_folder import random_folder
-from et_jax.evidence.results import REPOSITORY, RESULTS, table, write
-from et_jax.evidence.shapes import SMOLLM_135M
+from scripts.measuring import arguments
+from scripts.measuring.random_folder import random_folder
+from scripts.measuring.results import REPOSITORY, RESULTS, table, write
+from scripts.measuring.shapes import SMOLLM_135M
 
 CASES = {
     "off": ["--control", "off"],

@@ -26,9 +26,7 @@ from jaxtyping import Array, Float, Int
 from et_jax.control.controller import Controller
 from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, SwitchState
 from et_jax.decode.sampling import fold_key, plain, sample_token
-from et_jax.evidence import arguments, paired, serving_tables
-from et_jax.evidence.held_out import cut, held_out_logits, texts
-from et_jax.evidence.results import write
+from et_jax.evidence import serving_tables
 from et_jax.serve.completions import Completion
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -36,6 +34,9 @@ from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.base import Example
 from et_jax.tasks.generators import TASKS
 from et_jax.types import Number, replace, value
+from scripts.measuring import arguments, paired
+from scripts.measuring.results import write
+from scripts.measuring.text import cut, held_out_logits, texts
 
 BITS = (99.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.25)  # bounds as the paper gives them
 TEMPERATURE = 0.7

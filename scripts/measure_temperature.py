@@ -21,12 +21,13 @@ from et_jax.control import guards, temperature, temperature_rules
 from et_jax.control.base import Law, TemperatureRule
 from et_jax.control.controller import Controller
 from et_jax.decode.request import request
-from et_jax.evidence import arguments, tables
+from et_jax.evidence import tables
 from et_jax.evidence.figures import FIGURES, pyplot, save
-from et_jax.evidence.held_out import rows
-from et_jax.evidence.results import write
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
+from scripts.measuring import arguments
+from scripts.measuring.results import write
+from scripts.measuring.text import rows
 
 LOW, HIGH = 0.1, 2.0  # clip of every law and rule
 PROMPT = 17  # tokens

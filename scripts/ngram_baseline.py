@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments
 from et_jax.io.files import replace_file
 from et_jax.training import corpus, ngram
 from et_jax.training.recipe import VOCAB_SIZE
+from scripts.measuring import arguments
 
 ROOT = Path(__file__).parents[1]
 

@@ -31,9 +31,6 @@ from et_jax.decode.rows import Rows
 from et_jax.decode.state import DecodeState
 from et_jax.decode.step import extend_rows, step
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments
-from et_jax.evidence.shapes import SMOLLM_135M
-from et_jax.evidence.states import filled, whole_context
 from et_jax.models.checkpoint import read_config
 from et_jax.models.hub import resolve
 from et_jax.models.params import Params
@@ -41,6 +38,9 @@ from et_jax.models.transformer import Attend, forward, initialise
 from et_jax.models.weights import Weight, nodes
 from et_jax.softmax import Softmax
 from et_jax.types import replace
+from scripts.measuring import arguments
+from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.states import filled, whole_context
 
 
 def without_attention(write: bool, table: Array, length: Array, run: Array) -> Attend:

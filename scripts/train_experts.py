@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from et_jax.errors import UsageError
-from et_jax.evidence import arguments
 from et_jax.models.bundled import bundled_folder
 from et_jax.training import corpus, distillation, export, loop, recipe
+from scripts.measuring import arguments
 
 RUNS = Path(__file__).parents[1] / "runs"
 MODELS = {"experts": recipe.experts_config, "dense": recipe.dense_config}

@@ -20,11 +20,11 @@ import jax
 import numpy as np
 from jax import lax
 
-from et_jax.evidence import arguments
-from et_jax.evidence.results import RESULTS, write
 from et_jax.io.files import replace_file
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import NAMES, pick
+from scripts.measuring import arguments
+from scripts.measuring.results import RESULTS, write
 
 FOLDERS = {
     "paged_attention": "paged_attention",
@@ -52,7 +52,7 @@ def module(op: str, backend: str) -> Any:
 
 
 def _shapes(op: str) -> Any:
-    return importlib.import_module(f"et_jax.evidence.kernel_shapes.{FOLDERS[op]}")
+    return importlib.import_module(f"scripts.measuring.kernel_shapes.{FOLDERS[op]}")
 
 
 def named_shapes(op: str, names: list[str]) -> list[Any]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.evidence import draft_tables, expert_tables, prompt_tables, serving_tables, tables
-from et_jax.evidence.results import REPOSITORY, RESULTS
 from et_jax.evidence.roofline import roofline, self_drafting
 from et_jax.io.files import replace_file
+from scripts.measuring.results import REPOSITORY, RESULTS
 
 DOCS = REPOSITORY / "docs"
 TARGET = 2.0  # nats: of the temperature tables shown; the results hold the others

@@ -9,11 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import bounds
 from et_jax.control.view import BlockView
-from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params
 from et_jax.models.transformer import Attend, forward
 from et_jax.softmax import Softmax
+from et_jax.tasks.calibration import require_plain_attention
 from et_jax.types import pytree
 
 

@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.compression import Compression, kept
 from et_jax.control.policies import Entries, Latent, attention_mass
-from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params
 from et_jax.models.transformer import forward
 from et_jax.softmax import Softmax
+from et_jax.tasks.calibration import require_plain_attention
 from et_jax.types import pytree
 
 _TEXTS = 4  # read at a time

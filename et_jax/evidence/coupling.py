@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from et_jax.decode.sampling import fold_key, plain, sample_token
-from et_jax.evidence import paired
 from et_jax.types import replace
+from scripts.measuring import paired
 
 
 def probabilities(logits: Float[Array, "n v"], temperature: float) -> Float[np.ndarray, "n v"]:

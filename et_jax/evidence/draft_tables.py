@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
-from et_jax.evidence.results import table
 from et_jax.evidence.tables import Case, with_interval
+from scripts.measuring.results import table
 
 
 def drafting(prompted: Sequence[Case]) -> str:

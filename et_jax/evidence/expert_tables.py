@@ -1,7 +1,7 @@
 """Measurements of expert rules as the tables that the docs show."""
 
-from et_jax.evidence.results import table
 from et_jax.evidence.tables import Case
+from scripts.measuring.results import table
 
 
 def expert_rules(found: Case) -> str:

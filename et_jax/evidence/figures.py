@@ -4,8 +4,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from et_jax.evidence.results import REPOSITORY
 from et_jax.io.files import replace_file
+from scripts.measuring.results import REPOSITORY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

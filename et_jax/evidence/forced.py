@@ -16,11 +16,11 @@ from et_jax.control import bounds
 from et_jax.control.select import fewest
 from et_jax.control.selector import Selector
 from et_jax.control.view import BlockView, attention_entropy, tail
-from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params
 from et_jax.models.transformer import forward
 from et_jax.softmax import Softmax
+from et_jax.tasks.calibration import require_plain_attention
 from et_jax.types import Number, pytree, replace, static, value
 
 HIGHEST = jax.lax.Precision.HIGHEST

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from et_jax.evidence.results import table
 from et_jax.evidence.tables import Case, right, saving
+from scripts.measuring.results import table
 
 
 def prefill(cases: Sequence[Case]) -> str:

@@ -7,7 +7,7 @@ Llama-3-8B in bfloat16. No kernel reaches these times; they say how far there is
 
 import dataclasses
 
-from et_jax.evidence.results import table
+from scripts.measuring.results import table
 
 BFLOAT16, FLOAT32 = 2.0, 4.0  # bytes
 

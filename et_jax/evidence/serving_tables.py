@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from et_jax.evidence.results import table
 from et_jax.evidence.tables import Case, with_interval
+from scripts.measuring.results import table
 
 
 def quantized(quality: Case, speed: Sequence[Case]) -> str:

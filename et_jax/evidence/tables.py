@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from et_jax.evidence.results import table
+from scripts.measuring.results import table
 
 Case = dict[str, Any]  # a model on a text, or a setting, as the file has it
 

@@ -26,11 +26,11 @@ from jaxtyping import Bool, Float, Int
 from et_jax.control.draft import MOST_DRAFTED, AcceptanceLength, DraftLength, EntropyLength, started, updated
 from et_jax.control.entropy import entropy, moments
 from et_jax.errors import UsageError
-from et_jax.evidence import paired
 from et_jax.evidence.coupling import keys, sampled
-from et_jax.evidence.held_out import held_out_logits, in_a_circle
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from scripts.measuring import paired
+from scripts.measuring.text import held_out_logits, in_a_circle
 
 COSTS = (0.05, 0.1, 0.25)  # of a drafter's step, over the model's
 ROW_COST = 0.05  # of a verified row

@@ -18,7 +18,7 @@ NEVER = MOST
 MEASURED: Mapping[str, Mapping[str, int]] = {
     "cpu": {"paper": 2048, "guarded": 2048, "certified": NEVER, "adaptive": NEVER},
 }
-"""Tokens by platform and preset, from benchmarks/results/steps.json (`evidence.tables.pays_from`).
+"""Tokens by platform and preset, from benchmarks/results/steps.json: from where on a step took no longer.
 
 A platform that is not here was not measured: presets choose at every length there.
 """

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-
 from aot.chips import CHIPS, DECODINGS, Chip, Decoding
 from aot.programs import Lowering, Program, by_path, device_of, lower_for, on_device, traced_for
+from jax.sharding import Mesh
+
 from et_jax.control.compression import named
 from et_jax.control.presets import preset
 from et_jax.decode.backends import scoring_backend, serving_backend

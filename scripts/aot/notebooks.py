@@ -10,18 +10,18 @@ from functools import partial
 from typing import Any
 
 import jax
-from flax import nnx
-
 from aot.chips import CHIPS, Chip
 from aot.decoders import function_program, weights_on
 from aot.programs import Lowering, Program, device_of, traced_for
+from et_jax.evidence.results import REPOSITORY
+from flax import nnx
+
 from et_jax.control.base import ControlState, Signals, chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.control.temperature import Thermostat
 from et_jax.decode.backends import serving_backend
-from et_jax.evidence.results import REPOSITORY
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import read_config, stored_dtype
 from et_jax.models.module import ModuleConfig

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.experimental import topologies
-
 from aot.chips import Chip
+from jax.experimental import topologies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

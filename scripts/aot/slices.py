@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, PartitionSpec
-
 from aot.chips import MIXTRAL_8X7B, Chip, Decoding
 from aot.decoders import TEMPORARY_SHARE, arguments_of, decoder_config, served
 from aot.programs import Lowering, Program, by_path
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec
+
 from et_jax.decode.decoder import decoder
 from et_jax.decode.sharded import split
 from et_jax.decode.state import empty

@@ -1,4 +1,4 @@
-"""What do drafts save of the bundled model's time on a text, by drafter and kind of prompt?
+"""What drafts save of the bundled model's time on a text, by drafter and kind of prompt.
 
 Prompts were written down before any figure: greedily those that ask for copies and for summaries, freely, at
 temperature 0.7, the openings of stories. Those `of nearly its context` are windows of a text that leave room for the

@@ -1,4 +1,4 @@
-"""What do weights and caches in 8 bits save of the time of steps and of prefill?
+"""What weights and caches in 8 bits save of the time of steps and of prefill.
 
 Random weights in the shape of SmolLM-135M, as bfloat16 and int8, with caches in bfloat16 and 8 bits. Decode steps of
 rows that have so many tokens in the cache, many steps in one call, and one call that prefills a prompt.

@@ -1,4 +1,4 @@
-"""What do weights and caches in 8 bits change of a model's loss on held-out text, and what bytes do they take?
+"""What weights and caches in 8 bits change of a model's loss on held-out text, and the bytes they take.
 
 Rows of text are read as prompts but for the last tokens, which pass one by one through the decoder's step, with the
 weights and the cache of each form.

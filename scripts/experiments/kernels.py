@@ -1,4 +1,4 @@
-"""How long does decode attention take by the share of the blocks it reads, beside a plain copy of memory?
+"""How long decode attention takes by the share of the blocks it reads, beside a plain copy of memory.
 
 Every backend of the device reads all blocks, then fewer. Beside them stands attention to the same tokens laid out in
 order: two products in XLA, cuDNN's, and PyTorch's where it is installed. A round is a chain of calls, each over tokens

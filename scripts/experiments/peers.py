@@ -1,4 +1,4 @@
-"""How many tokens a second do et_jax, llama.cpp and Hugging Face transformers get on one model and machine?
+"""Tokens a second of et_jax, llama.cpp and Hugging Face transformers on one model and machine.
 
 The model is random weights in the shape of SmolLM-135M, rounded to bfloat16. Each engine has them in its own forms,
 every form in a process of its own, and all take turns: greedy, end tokens ignored, the same prompts (token ids), the

@@ -1,4 +1,4 @@
-"""What does Ray cost by line: two actors beside one process, and beside one process with two replicas?
+"""What Ray costs by line: two actors beside one process, and beside one process with two replicas.
 
 The same lines are decoded by the bundled model in three ways, each round anew. Tokens a second are those of the time
 from when the programs are compiled, of actors from when each has answered a block, to the last answer; the time before

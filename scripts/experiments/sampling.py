@@ -1,4 +1,4 @@
-"""What does sampling a token cost: by a race, by inverse CDF, greedily?
+"""What sampling a token costs: by a race, by inverse CDF, greedily.
 
 Loops over random logits, of which every pass needs the token before it: `greedy` takes the first of the greatest
 logits, `inverse CDF` one uniform number a row and partial sums over runs of the vocabulary, `race` is `sample_token`,

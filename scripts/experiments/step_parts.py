@@ -1,4 +1,4 @@
-"""Where does the time of one decode step go, by taking parts away?
+"""Where the time of one decode step goes, by taking parts away.
 
 Every arm runs as a loop on the device, as `decode` does, so that the host is not measured. From first to last each has
 the parts of the one before it and one more: `weight products`, every weight matrix times as many rows, which a step

@@ -1,4 +1,4 @@
-"""How many tokens a second do many requests get at once, against one at a time?
+"""Tokens a second of many requests at once, against one at a time.
 
 Prompts are windows of a text, of which some begin alike; lengths, temperatures and truncations are mixed, and end
 tokens are ignored, so that every arm writes the same number of tokens. One at a time means a model loaded for one

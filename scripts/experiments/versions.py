@@ -1,4 +1,4 @@
-"""How many tokens a second do two versions of the package get: this checkout and the one named?
+"""Tokens a second of two versions of the package: this checkout and the one named.
 
 Each version has a process of its own, which waits while the other runs. With `--alone` above 0 it is one sequence that
 goes on from a prompt of so many tokens, which the engine has cached. Before it is timed each process generates for

@@ -7,11 +7,11 @@ have its own limit of time, `seconds`.
 """
 
 TARGETS = {
-    "config": "fuzzing.config_file",
-    "weights": "fuzzing.weight_files",
-    "tokenizer": "fuzzing.tokenizer_files",
-    "templates": "fuzzing.templates",
-    "lines": "fuzzing.batch_lines",
-    "requests": "fuzzing.api_requests",
-    "snapshots": "fuzzing.snapshot_folders",
+    "config": "scripts.fuzzing.config_file",
+    "weights": "scripts.fuzzing.weight_files",
+    "tokenizer": "scripts.fuzzing.tokenizer_files",
+    "templates": "scripts.fuzzing.templates",
+    "lines": "scripts.fuzzing.batch_lines",
+    "requests": "scripts.fuzzing.api_requests",
+    "snapshots": "scripts.fuzzing.snapshot_folders",
 }

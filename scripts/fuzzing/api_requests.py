@@ -17,9 +17,9 @@ from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from fuzzing.edits import listed
-from fuzzing.small_folder import served_model
-from fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
+from scripts.fuzzing.edits import listed
+from scripts.fuzzing.small_folder import served_model
+from scripts.fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
 
 
 class Text(str):

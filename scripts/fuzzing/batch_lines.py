@@ -13,9 +13,9 @@ from typing import Any
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.text import load_tokenizer
-from fuzzing import edits, templates
-from fuzzing.small_folder import overlay, served_model
-from fuzzing.watch import ACCEPTED, NOISE, REFUSED, SECONDS, Fault, not_a_sentence
+from scripts.fuzzing import edits, templates
+from scripts.fuzzing.small_folder import overlay, served_model
+from scripts.fuzzing.watch import ACCEPTED, NOISE, REFUSED, SECONDS, Fault, not_a_sentence
 
 _main = runpy.run_module("et_jax.generate")["main"]  # the command, a layer above this one, as a shell would run it
 _NEIGHBOURS: tuple[dict[str, Any], ...] = (

@@ -11,9 +11,9 @@ import jax
 
 from et_jax.errors import UsageError
 from et_jax.models.config import ExpertConfig
-from fuzzing import edits
-from fuzzing.small_folder import GPT_OSS, LENGTH, LLAMA, open_model, overlay, write_model
-from fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
+from scripts.fuzzing import edits
+from scripts.fuzzing.small_folder import GPT_OSS, LENGTH, LLAMA, open_model, overlay, write_model
+from scripts.fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
 
 # Fields that a file may hold and those of the small models do not.
 _NEUTRAL = {

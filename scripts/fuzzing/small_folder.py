@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import sources_of
 from et_jax.models.config import ClampedSwish, ExpertConfig, ModelConfig, RopeScaling
 from et_jax.models.families.registry import config_to_hugging_face
 from et_jax.models.sources import tensor_shapes
 from et_jax.serve.engine import Model, load
+from scripts.measuring.shapes import SMALL
 
 LENGTH, ROWS = 128, 4  # tokens of prompt and text, and sequences decoded together
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

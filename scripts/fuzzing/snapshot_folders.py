@@ -18,9 +18,9 @@ import numpy as np
 from et_jax.decode import snapshots
 from et_jax.models.checkpoint import assemble, restore_converted, save_converted
 from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
-from fuzzing import edits
-from fuzzing.small_folder import LLAMA, overlay, random_weights
-from fuzzing.watch import ACCEPTED, Fault
+from scripts.fuzzing import edits
+from scripts.fuzzing.small_folder import LLAMA, overlay, random_weights
+from scripts.fuzzing.watch import ACCEPTED, Fault
 
 # Trees to save, as expressions.
 _TREES = (

@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 from et_jax.text import load_tokenizer
-from fuzzing.edits import listed
-from fuzzing.small_folder import LENGTH, overlay, write_model
-from fuzzing.watch import ACCEPTED, Fault
+from scripts.fuzzing.edits import listed
+from scripts.fuzzing.small_folder import LENGTH, overlay, write_model
+from scripts.fuzzing.watch import ACCEPTED, Fault
 
 _MARK = "ESCAPED"  # a file that no template can make
 _PLAIN = listed("messages[0]['content']  messages|length  bos_token  'a'  1  messages[0].role  range(3)|list")

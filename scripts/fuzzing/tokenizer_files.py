@@ -11,9 +11,9 @@ import sentencepiece
 
 from et_jax.errors import UsageError
 from et_jax.text import Detokenizer, Tokenizer, load_tokenizer
-from fuzzing import edits
-from fuzzing.small_folder import overlay, served_model
-from fuzzing.watch import ACCEPTED
+from scripts.fuzzing import edits
+from scripts.fuzzing.small_folder import overlay, served_model
+from scripts.fuzzing.watch import ACCEPTED
 
 TEXTS = ("Once upon a time", "", " ", "a" * 3000 + "!", "🙂 é 中文\r\n\t", "<|endoftext|>", "<s> </s>", "x\0y")
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<|endoftext|>"}]

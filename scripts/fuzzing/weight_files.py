@@ -8,9 +8,9 @@ from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
-from fuzzing import edits
-from fuzzing.small_folder import GPT_OSS, open_model, overlay, write_model
-from fuzzing.watch import ACCEPTED, Fault
+from scripts.fuzzing import edits
+from scripts.fuzzing.small_folder import GPT_OSS, open_model, overlay, write_model
+from scripts.fuzzing.watch import ACCEPTED, Fault
 
 INDEX, SHARDS = "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 _OUTSIDE = "outside.safetensors"  # beside the folder: a name reaches it only by leaving the folder

@@ -18,11 +18,11 @@ from places import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
-from et_jax.evidence.shapes import SMALL
 from et_jax.generate import main
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.transformer import initialise
 from et_jax.report.trace import VERSION, read_trace
+from scripts.measuring.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

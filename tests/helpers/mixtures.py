@@ -6,11 +6,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ClampedSwish, ExpertConfig
 from et_jax.models.experts import Experts, choose, gate, mixed
 from et_jax.models.transformer import initialise
 from et_jax.types import replace
+from scripts.measuring.shapes import SMALL
 
 WIDTH = 24
 CONFIG = ExpertConfig(num_experts=6, num_per_token=3, width=20, normalised=True, layers=(True,), shared_width=16)

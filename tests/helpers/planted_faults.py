@@ -10,9 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzzing.watch import ACCEPTED, Fault
-
 from et_jax.errors import UsageError
+from scripts.fuzzing.watch import ACCEPTED, Fault
 
 VERDICTS = {
     "works": "accepted",

@@ -13,10 +13,10 @@ from et_jax.decode import sampling
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import Request
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import pack
+from scripts.measuring.shapes import SMALL
 
 DEFAULT = Controller()
 PAGE, CHUNK, LENGTH = 4, 8, 64

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ExpertConfig
 from et_jax.training import corpus, loop
 from et_jax.training.schedule import Schedule
+from scripts.measuring.shapes import SMALL
 
 VOCAB, WINDOW = 300, 32  # novels alone
 SCHEDULE = Schedule(warmup=2, short_length=8, long_length=32)

@@ -10,8 +10,8 @@ from jaxtyping import TypeCheckError
 from ladder import numbers, results, taken
 
 from et_jax.decode import cache
-from et_jax.evidence.kernel_shapes.block_scores import SHAPES, TESTED, Shape, example
 from et_jax.pallas.block_scores import block_scores, code_scores
+from scripts.measuring.kernel_shapes.block_scores import SHAPES, TESTED, Shape, example
 
 # sums of up to 256 products of size one, in float32 whatever the inputs' dtype
 TOLERANCE = 5e-5

@@ -8,8 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ladder import taken
 from test_block_scores import CAP, NAMED, assert_close, assert_equals_reference, formula, poisoned
 
-from et_jax.evidence.kernel_shapes.block_scores import Shape, example
 from et_jax.pallas.block_scores import gpu
+from scripts.measuring.kernel_shapes.block_scores import Shape, example
 
 KERNELS = {"block": gpu.block_scores, "code": gpu.code_scores}
 SIMULATED = {

@@ -7,9 +7,9 @@ from absent_tpu import lower, strictly
 from ladder import results, taken
 from test_block_scores import CAP, NAMED, assert_close, assert_equals_reference, formula, poisoned
 
-from et_jax.evidence.kernel_shapes.block_scores import SHAPES, TESTED, Shape, example
 from et_jax.pallas.block_scores import tpu
 from et_jax.pallas.ring import RingConfig
+from scripts.measuring.kernel_shapes.block_scores import SHAPES, TESTED, Shape, example
 
 # few buffers of few pages: lists go round the ring several times
 SMALL = RingConfig(group=4, depth=3)

@@ -10,13 +10,13 @@ from test_paged_attention import poisoned
 from test_paged_attention_gpu import SERVED as ATTENDED
 from test_paged_prefill_gpu import SERVED as PREFILLED
 
-from et_jax.evidence.kernel_shapes import block_scores as scored
-from et_jax.evidence.kernel_shapes import paged_attention as attended
-from et_jax.evidence.kernel_shapes import paged_prefill as prefilled
 from et_jax.pallas.backend import pick, platform
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_prefill import paged_prefill
+from scripts.measuring.kernel_shapes import block_scores as scored
+from scripts.measuring.kernel_shapes import paged_attention as attended
+from scripts.measuring.kernel_shapes import paged_prefill as prefilled
 
 pytestmark = pytest.mark.skipif(platform() == "cpu", reason="no GPU and no TPU here")
 

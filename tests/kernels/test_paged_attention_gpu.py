@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ladder import as_bytes
 from test_paged_attention import NAMED, assert_equals_reference, poisoned
 
-from et_jax.evidence.kernel_shapes.paged_attention import TESTED, Shape, example
 from et_jax.pallas import hopper
 from et_jax.pallas.paged_attention import gpu
+from scripts.measuring.kernel_shapes.paged_attention import TESTED, Shape, example
 
 KERNEL = gpu.paged_attention
 OTHERS = ("dim_128_bfloat16", "page_64", "int8_page_64", "fp8_page_64")

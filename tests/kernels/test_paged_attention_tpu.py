@@ -9,10 +9,10 @@ from absent_tpu import lower, strictly
 from ladder import compiled, fills_groups, numbers, results
 from test_paged_attention import MIXED, NAMED, PLAIN, assert_equals_reference, of_two_dtypes, poisoned
 
-from et_jax.evidence.kernel_shapes.paged_attention import SHAPES, TESTED, Shape, example
 from et_jax.pallas import ring
 from et_jax.pallas.paged_attention import tpu
 from et_jax.pallas.ring import RingConfig
+from scripts.measuring.kernel_shapes.paged_attention import SHAPES, TESTED, Shape, example
 
 KERNEL = tpu.paged_attention
 SERVED = [shape for shape in TESTED if not (shape.in_8_bits and shape.page_size % 32)]

@@ -9,10 +9,10 @@ import pytest
 from jaxtyping import TypeCheckError
 from ladder import TOLERANCE, as_bytes, assert_attention_close, compiled, numbers, results, with_nan_unseen
 
-from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_prefill import paged_prefill
 from et_jax.softmax import Softmax
+from scripts.measuring.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 
 NAMED = {shape.name: shape for shape in SHAPES}
 # What the shapes for Hopper vary beside the others is nothing to XLA; a slow test has the definition of these.

@@ -20,9 +20,9 @@ from test_paged_prefill import (
     written,
 )
 
-from et_jax.evidence.kernel_shapes.paged_prefill import TESTED, Shape, example
 from et_jax.pallas import hopper
 from et_jax.pallas.paged_prefill import gpu
+from scripts.measuring.kernel_shapes.paged_prefill import TESTED, Shape, example
 
 KERNEL = gpu.paged_prefill
 SERVED = [shape for shape in TESTED if shape.name.startswith("hopper")]

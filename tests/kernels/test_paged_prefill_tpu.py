@@ -20,10 +20,10 @@ from test_paged_prefill import (
     written,
 )
 
-from et_jax.evidence.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 from et_jax.pallas.paged_prefill import tpu
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
+from scripts.measuring.kernel_shapes.paged_prefill import SHAPES, TESTED, Shape, example
 
 KERNEL = tpu.paged_prefill
 # several tiles a chunk, few buffers of few pages: the keys go round the ring several times

@@ -20,12 +20,12 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.decode import decoder as decoding
 from et_jax.decode.state import empty
 from et_jax.decode.step import step
-from et_jax.evidence.kernel_shapes.paged_attention import Shape, example
 from et_jax.models.calibration import Calibration
 from et_jax.models.transformer import initialise
 from et_jax.models.weights import quantized
 from et_jax.pallas.paged_attention import paged_attention, xla
 from et_jax.types import Table, replace
+from scripts.measuring.kernel_shapes.paged_attention import Shape, example
 
 # Wide enough that sums over 2 rows are small to XLA, and those over 18 rows are not.
 WIDE = dataclasses.replace(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from et_jax.evidence import arguments
-from et_jax.evidence.results import REPOSITORY
+from scripts.measuring import arguments
+from scripts.measuring.results import REPOSITORY
 
 
 def refused(kind, *values: str) -> None:

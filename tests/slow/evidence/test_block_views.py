@@ -10,8 +10,8 @@ from dense import dense_logits
 from head_of_keys import LENGTH, PAGE_SIZE, blocks, head, weights
 
 from et_jax.evidence.block_views import capture
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.transformer import initialise
+from scripts.measuring.shapes import SMALL
 
 
 def test_the_captured_pass_gives_the_models_logits():

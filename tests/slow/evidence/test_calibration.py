@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.evidence import calibration
-from et_jax.evidence.calibration import negative_log_likelihood
+from et_jax.tasks import calibration
+from et_jax.tasks.calibration import negative_log_likelihood
 
 fit_temperature = jax.jit(calibration.fit_temperature)
 

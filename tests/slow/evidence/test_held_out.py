@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.evidence import held_out
+from scripts.measuring import text as held_out
 
 
 def test_stories_are_parted_by_single_line_breaks(tmp_path):

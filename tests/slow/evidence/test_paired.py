@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from et_jax.evidence.paired import Saving, interval, matched, p_of_losses, saving
+from scripts.measuring.paired import Saving, interval, matched, p_of_losses, saving
 
 
 @pytest.mark.parametrize("near", [None, 0.5, 0.97, 1.1, 1e-9, 1e9])

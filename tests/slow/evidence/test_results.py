@@ -2,7 +2,7 @@
 
 import json
 
-from et_jax.evidence import results
+from scripts.measuring import results
 
 
 def test_a_table_is_markdown():

@@ -9,10 +9,10 @@ from own_modules import LENGTH as WHOLE
 from own_modules import Plain
 from small_model import MODEL, NARROW, prompt, weights
 
-from et_jax.evidence.sensitivity import head_sensitivity
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import read_module
 from et_jax.models.transformer import forward
+from et_jax.tasks.calibration import head_sensitivity
 
 LENGTH, START, ERROR = 12, 6, 0.02
 

@@ -10,10 +10,10 @@ from peers import gguf_file
 from scripts_here import script
 
 from et_jax.evidence import serving_tables
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.layers import rotate
 from et_jax.models.transformer import initialise
+from scripts.measuring.shapes import SMALL
 
 
 def test_weights_are_read_as_they_were_written(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from scripts_here import script
 
 from et_jax.evidence import draft_tables
-from et_jax.evidence.shapes import SMALL
+from scripts.measuring.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

@@ -8,9 +8,9 @@ import pytest
 from scripts_here import script
 
 from et_jax.evidence import tables
-from et_jax.evidence.results import RESULTS
-from et_jax.evidence.shapes import SMALL
 from et_jax.serve.min_context import MEASURED, NEVER
+from scripts.measuring.results import RESULTS
+from scripts.measuring.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import planted_faults
 import pytest
-from fuzzing import edits
-from fuzzing.watch import draw, run_cases
 from places import ROOT
 from scripts_here import script
+
+from scripts.fuzzing import edits
+from scripts.fuzzing.watch import draw, run_cases
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -35,7 +36,7 @@ def test_every_verdict_is_reached_and_a_case_follows_from_its_number():
 def test_a_killed_run_continues_without_repeating_a_case(tmp_path):
     """The parent is killed amid its cases, and its last row is torn by hand; no worker outlives it."""
     program = (
-        "import sys; from pathlib import Path; import fuzz\n"
+        "import sys; from pathlib import Path; from scripts import fuzz\n"
         "if __name__ == '__main__': fuzz.run('slow', 'slow_cases', 0, 40, Path(sys.argv[1]) / 'cases.jsonl')\n"
     )
     (tmp_path / "program.py").write_text(program)

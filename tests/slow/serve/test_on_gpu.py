@@ -3,10 +3,10 @@
 import pytest
 
 import et_jax
-from et_jax.evidence.results import REPOSITORY
 from et_jax.io.texts import read_text
 from et_jax.pallas.backend import platform
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from scripts.measuring.results import REPOSITORY
 
 pytestmark = pytest.mark.skipif(platform() != "gpu", reason="no GPU here")
 

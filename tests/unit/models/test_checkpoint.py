@@ -15,13 +15,13 @@ from jax.experimental.layout import Format, Layout
 from safetensors.numpy import load_file, save_file
 
 from et_jax.errors import UsageError
-from et_jax.evidence.shapes import SMALL
 from et_jax.models import checkpoint, weights
 from et_jax.models.checkpoint import load, restore_converted, save_converted, sources_of, write_hugging_face
 from et_jax.models.config import ExpertConfig
 from et_jax.models.params import abstract, in_stacks, num_weights
 from et_jax.models.sources import tensor_shapes
 from et_jax.models.transformer import initialise
+from scripts.measuring.shapes import SMALL
 
 CONFIG = dataclasses.replace(
     SMALL, architecture="qwen2", vocab_size=24, hidden_size=16, intermediate_size=20, head_dim=4, qkv_bias=True

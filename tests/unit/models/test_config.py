@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import RopeScaling
 from et_jax.models.families.registry import config_to_hugging_face, from_hugging_face
+from scripts.measuring.shapes import SMALL
 
 PLAIN = dataclasses.replace(
     SMALL, num_layers=3, windows=(None, None, None), rope_theta=5e5, bos_token_id=1, eos_token_ids=(2,)

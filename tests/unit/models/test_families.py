@@ -10,12 +10,12 @@ import pytest
 from places import ROOT
 
 from et_jax.errors import UsageError
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.checkpoint import sources_of
 from et_jax.models.config import ClampedSwish
 from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.params import describe
 from et_jax.models.sources import tensor_shapes
+from scripts.measuring.shapes import SMALL
 
 PACKAGE = ROOT / "et_jax"
 DESCRIBING = ("models/families/", "evidence/", "training/")  # where models are described, or written about

@@ -11,10 +11,10 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from own_modules import LENGTH, Plain
 
-from et_jax.evidence.shapes import SMALL
 from et_jax.models import model, transformer, weights
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import read_module
+from scripts.measuring.shapes import SMALL
 
 HALF = jnp.dtype(jnp.bfloat16)
 

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from et_jax.evidence.shapes import LLAMA_3_8B
 from et_jax.models.config import ExpertConfig, ModelShape
 from et_jax.models.params import abstract
 from et_jax.models.sharding import check, expert_specs, of_chip, weight_specs
 from et_jax.types import replace
+from scripts.measuring.shapes import LLAMA_3_8B
 
 EXPERTS = ExpertConfig(
     num_experts=6, num_per_token=2, width=14336, normalised=True, layers=(True,) * 32, shared_width=256, biases=True

@@ -11,12 +11,12 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoint import assert_same_bits, random_params
 
 from et_jax.errors import UsageError
-from et_jax.evidence.shapes import SMALL
 from et_jax.models import checkpoint, stored
 from et_jax.models.checkpoint import load, restore_converted, save_converted, write_hugging_face
 from et_jax.models.families import llama
 from et_jax.models.families.registry import FAMILIES
 from et_jax.models.sources import Piece, Source, check_sources, tensor_shapes, tensors_of
+from scripts.measuring.shapes import SMALL
 
 CONFIG = dataclasses.replace(SMALL, architecture="made_up", vocab_size=24, hidden_size=16, intermediate_size=20)
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)

@@ -10,7 +10,6 @@ from small_model import MODEL, configuration
 
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import Decoder, decoder
-from et_jax.evidence.shapes import SMALL
 from et_jax.models.config import ExpertConfig
 from et_jax.models.stacks import (
     Stack,
@@ -24,6 +23,7 @@ from et_jax.models.stacks import (
     stacks_of,
     through,
 )
+from scripts.measuring.shapes import SMALL
 
 
 def model(windows: tuple[int | None, ...], **changes):

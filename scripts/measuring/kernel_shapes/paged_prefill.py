@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.evidence.kernel_shapes import base
+from scripts.measuring.kernel_shapes import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.evidence.kernel_shapes import base
+from scripts.measuring.kernel_shapes import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

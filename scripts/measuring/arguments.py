@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.evidence.results import RESULTS
 from et_jax.io.files import check_writable
 from et_jax.tasks.generators import TASKS
+from scripts.measuring.results import RESULTS
 
 _MOST = 2**31 - 1
 

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from et_jax.errors import UsageError
-from et_jax.evidence.plain_attention import require_plain_attention
 from et_jax.io.texts import read_text
 from et_jax.models.model import forward
 from et_jax.serve.engine import Model
 from et_jax.softmax import Softmax
+from et_jax.tasks.calibration import require_plain_attention
 from et_jax.training import corpus
 
 

@@ -1,4 +1,4 @@
-"""What every measuring script does with its figures: name the machine, write JSON, print a Markdown table."""
+"""The machine that figures come from, and Markdown tables."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import jax
 
 from et_jax.io.files import replace_file
 
-REPOSITORY = Path(__file__).resolve().parents[2]  # where the package is used from a checkout, as the scripts do
+REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks/results"
 
 
@@ -53,10 +53,3 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value).replace("|", r"\|")
-
-
-def with_others(path: Path, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return cases after those of other models and texts that a file of results holds, where there is one."""
-    fresh = {(case["model"], case["text"]) for case in cases}
-    kept = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
-    return [*(case for case in kept if (case["model"], case["text"]) not in fresh), *cases]

@@ -1,0 +1,126 @@
+"""Which selector of blocks loses least at equal shares of blocks read, against the bytes it moves?
+
+Rows of held-out text at full context are read as prompts but for the last tokens, which pass one by one through the
+decoder's step. Each selector has one setting, its tolerance, which is searched until it reads the wanted share; Quest
+and the window take the share itself. The first and the newest block are always read. `oracle` knows the true attention
+mass of each block at each token, from the dense run, and reads the fewest blocks that leave a share of it. Bytes are
+those of blocks read and of what was read to choose.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from et_jax.control import contribution, select
+from et_jax.control.controller import Controller
+from et_jax.control.expected_error import ExpectedError
+from et_jax.control.selector import AnySelector
+from et_jax.control.view import BlockView, coded_mass, needing
+from et_jax.serve.engine import load
+from scripts.measuring import experiment, text
+from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.teacher_forced import Scores, TeacherForced
+
+
+def quest(view: BlockView) -> Bool[Array, " n"]:
+    """Return Quest's blocks, a share `tolerance` of all."""
+    return select.Quest(jnp.round(view.tolerance * jnp.sum(view.num_tokens > 0)))(view)
+
+
+def window(view: BlockView) -> Bool[Array, " n"]:
+    """Return the first tokens and the last, a share `tolerance` of all (StreamingLLM)."""
+    return select.SinksWindow(16, view.tolerance * view.length)(view)
+
+
+@needing("masses")
+def true_mass(view: BlockView) -> Bool[Array, " n"]:
+    """Return the fewest blocks that leave a share of the mass that the dense model has at this very token."""
+    assert view.last_mass is not None
+    return select.fewest(view, jnp.where(view.num_tokens > 0, view.last_mass, 0.0))
+
+
+PAPER = partial(select.ActiveSet, contribution.influence)
+SELECTORS: dict[str, tuple[AnySelector, bool]] = {
+    "sinks and window": (window, False),
+    "quest": (quest, False),
+    "mean-key mass": (select.TopMass(), False),
+    "8-bit mass, certified": (select.Certified(select.coded_bounds), True),
+    "influence, 8-bit mass": (PAPER(coded_mass), False),
+    "influence, last mass and box": (PAPER(look_every=64), False),
+    "expected error": (ExpectedError(), True),
+    "oracle": (true_mass, False),
+}
+"""By name a selector, and whether blocks left unread count as their mean value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Flags of the experiment."""
+
+    model: str = experiment.model()
+    text: Path = experiment.text()
+    rows: int = setting(16, "rows of text", least=2, quick=2)
+    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=129)
+    measured: int = setting(256, "the last tokens of a row, which are measured", least=1, quick=8)
+    shares: tuple[float, ...] = setting((0.5, 0.25), "shares of blocks read", least=0.01, most=1.0, quick=(0.5,))
+    within: float = setting(0.01, "of a share, over it, that an arm may miss it by", least=1e-4, most=0.5, quick=0.1)
+    selectors: tuple[str, ...] = setting(
+        tuple(SELECTORS), "selectors", choices=tuple(SELECTORS), quick=("quest", "8-bit mass, certified", "oracle")
+    )
+
+
+def figures(scores: Scores) -> dict[str, Any]:
+    """Return the figures of each row."""
+    return scores.by_row("share_read", "share_bytes", "divergence", "loss", "agrees")
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each share of blocks."""
+    served = load(settings.model, dtype="float32", max_num_seqs=2)
+    length = settings.length or served.max_model_len
+    rows = text.rows(served, settings.text, settings.rows, length)
+    bench = TeacherForced(served, rows, length - 1 - settings.measured)
+
+    def run(name: str, tolerance: float, few: bool = False, **more: Any) -> Scores:
+        selector, residual = SELECTORS[name]
+        guarded = select.Guarded(selector, sinks=1, window=1, min_blocks=0)
+        given = {"tolerance": tolerance} | ({"block_mass": masses()} if name == "oracle" and not more else {})
+        return bench.run(Controller(selector=guarded, residual=residual), given=given, few=few, **more)
+
+    @cache
+    def masses() -> Any:
+        return run("oracle", 0.0, keep=("block_mass",)).kept["block_mass"]
+
+    def arm(name: str, share: float) -> dict[str, Any]:
+        if name in ("quest", "sinks and window"):  # the budget falls as what is left unread rises
+
+            def spend(left: float, few: bool) -> Scores:
+                return run(name, 1.0 - left, few)
+
+            return figures(bench.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1])
+        return figures(bench.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1])
+
+    for share in settings.shares:
+        arms = {name: partial(arm, name, share) for name in settings.selectors}
+        yield Group(labels={"share": share}, arms={"dense": lambda: figures(bench.dense)} | arms, baseline="quest")
+
+
+EXPERIMENT = Experiment(
+    question="Which selector of blocks loses least at equal shares of blocks read, and what bytes does it move?",
+    settings=Settings,
+    groups=groups,
+    figures={
+        "share_read": Figure(header="blocks read"),
+        "share_bytes": Figure(header="bytes moved"),
+        "divergence": Figure(header="KL from dense, nats", against="saving"),
+        "loss": Figure(header="loss, nats"),
+        "agrees": Figure(header="same likeliest token"),
+    },
+    document="measurements.md",
+    plot=("share_bytes", "divergence"),
+)

@@ -1,0 +1,191 @@
+"""What an experiment is: a question, settings, and groups of arms that are measured on the same rows.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(Base):
+        model: str = model()
+        rows: int = setting(16, "rows of text", least=2, quick=2)
+
+    def groups(settings: Settings) -> Iterator[Group]: ...
+
+    EXPERIMENT = Experiment(question="...", settings=Settings, groups=groups, figures={"loss": Figure("loss, nats")})
+
+Settings are flags of the command line: `rows` is `--rows`. Each is checked before `groups` is called, which loads the
+model. An arm is a function without arguments. Of quality it returns the figures of each row; of time (`timed`) it
+returns a function that runs one round and returns that round's figures, and the arms of a group take turns.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import math
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from et_jax.errors import UsageError
+from et_jax.models.bundled import named_folder
+
+Rows = Mapping[str, Any]
+"""By figure the value of each row, or one number where rows have no value of their own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A column of an experiment's table; `against` compares it with the baseline's, row by row.
+
+    "difference" is the arm's mean less the baseline's, "saving" is what the arm's sum is less, as a share of the
+    baseline's, and "ratio" is the median of the arm's rows over the baseline's.
+    """
+
+    header: str
+    against: Literal["difference", "saving", "ratio"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Arms on the same rows, under `labels` that tell the group from others. `baseline` is one of the arms, or None.
+
+    Arms that are timed take turns for so many `rounds`, of which each is a row.
+    """
+
+    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arms: Mapping[str, Callable[[], Any]]
+    baseline: str | None = None
+    rounds: int = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A question, and how it is answered. `document` is the file of docs/ that shows the table.
+
+    With `plot`, two figures' names, the picture shows the second over the first, a line for each arm.
+    """
+
+    question: str
+    settings: type["Base"]
+    groups: Callable[[Any], Iterator[Group]]
+    figures: Mapping[str, Figure]
+    timed: bool = False
+    document: str | None = None
+    plot: tuple[str, str] | None = None
+
+
+class Missed(Exception):
+    """Raised by an arm that cannot be had, with the reason: the table shows it, and the other arms go on."""
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    quick: Any = None,
+    least: float | None = None,
+    most: float | None = None,
+    choices: Sequence[str] | None = None,
+    kind: str | None = None,
+) -> Any:
+    """Return a field of settings: its default and bounds, what `--quick` takes instead, what `--help` says.
+
+    A default of `...` makes the flag required. `kind` is "model" or "text" where the value names one.
+    """
+    facts = {"help": help, "quick": quick, "least": least, "most": most, "choices": choices, "kind": kind}
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def model(default: str = "bundled", quick: str = "bundled-small") -> Any:
+    """Return the field of a model: bundled, bundled-small, a Hugging Face folder or a hub name."""
+    return setting(default, "a bundled model, a folder or a hub name", kind="model", quick=quick)
+
+
+def text() -> Any:
+    """Return the required field of a text: a tar archive of works, of which the held-out ones count, or a file."""
+    return setting(..., "a tar archive of works, or a file of stories", kind="text")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """What every experiment can be told."""
+
+    seed: int = setting(0, "of everything random", least=0)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError, one sentence, for a value that is out of range or names nothing."""
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
+
+    def named(self, kind: str) -> dict[str, Any]:
+        """Return the settings of a kind by name: models, or texts."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.metadata["kind"] == kind}
+
+
+def _check(field: dataclasses.Field, given: Any) -> None:
+    flag, facts = flag_of(field), field.metadata
+    if given is ...:
+        raise UsageError(f"{flag} is required: {facts['help']}.")
+    least, most = (facts[end] for end in ("least", "most"))
+    for one in given if isinstance(given, tuple) else (given,):
+        if facts["kind"] == "text" and not Path(one).is_file():
+            raise UsageError(f"{flag} is {one}; name a file that exists.")
+        if facts["kind"] == "model" and _is_path(one) and named_folder(one) is None:
+            raise UsageError(f"{flag} is {one}; name a folder that exists, or a model.")
+        if facts["choices"] is not None and one not in facts["choices"]:
+            raise UsageError(f"{flag} is {one}; choose one of {', '.join(facts['choices'])}.")
+        if isinstance(one, float) and not math.isfinite(one):
+            raise UsageError(f"{flag} is {one}; give a finite number.")
+        if (least is not None and one < least) or (most is not None and one > most):
+            bounds = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
+            raise UsageError(f"{flag} is {one}; give {' and '.join(bounds)}.")
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def flag_of(field: dataclasses.Field) -> str:
+    """Return the flag of a setting."""
+    return f"--{field.name.replace('_', '-')}"
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type[Base]) -> None:
+    """Add a flag for every setting, without a default, so that what was given is known."""
+    kinds = typing.get_type_hints(settings)
+    for field in dataclasses.fields(settings):
+        kind, several = kinds[field.name], typing.get_origin(kinds[field.name]) is tuple
+        if isinstance(kind, types.UnionType):
+            kind = next(one for one in typing.get_args(kind) if one is not type(None))
+        known = "required" if field.default is ... else f"default {_shown(field.default)}"
+        how: dict[str, Any] = {"help": f"{field.metadata['help']} ({known})", "default": argparse.SUPPRESS}
+        if kind is bool:
+            parser.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, **how)
+            continue
+        one = typing.get_args(kind)[0] if several else kind
+        parser.add_argument(flag_of(field), type=one, nargs="+" if several else None, **how)
+
+
+def settings_of(experiment: Experiment, given: Mapping[str, Any], quick: bool) -> Base:
+    """Return the settings that flags give. Raises UsageError for those that cannot be."""
+    fields = dataclasses.fields(experiment.settings)
+    small = {one.name: one.metadata["quick"] for one in fields if quick and one.metadata["quick"] is not None}
+    made = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return experiment.settings(**small | made)
+
+
+def _shown(default: Any) -> str:
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def names() -> list[str]:
+    """Return the names of all experiments: files of `scripts/experiments`."""
+    from scripts import experiments
+
+    return sorted(one.name for one in pkgutil.iter_modules(experiments.__path__))
+
+
+def load_experiment(name: str) -> Experiment:
+    """Return the experiment of a name. Raises UsageError where there is none."""
+    if name not in names():
+        raise UsageError(f"There is no experiment {name}; choose one of {', '.join(names())}.")
+    return importlib.import_module(f"scripts.experiments.{name}").EXPERIMENT

@@ -1,0 +1,146 @@
+"""What rows amount to, the table of a run, and the parts of the documents that show such tables."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from et_jax.io.files import replace_file
+from scripts.measuring import paired
+from scripts.measuring.experiment import Experiment
+from scripts.measuring.results import REPOSITORY, table
+
+DOCS = REPOSITORY / "docs"
+
+
+def summary(experiment: Experiment, rows: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return of every figure its value with an interval, and how it compares with the baseline's on the same rows.
+
+    Of quality that is the mean, with the interval that contains it with 95%, resampled row by row; of time the median,
+    with the least and the greatest round.
+    """
+    found = {}
+    for name in experiment.figures:
+        if name not in rows:
+            continue
+        own = np.asarray(rows[name])
+        made = found[name] = {"value": float(np.median(own) if experiment.timed else own.mean())}
+        if own.ndim == 0:
+            continue
+        low, high = (own.min(), own.max()) if experiment.timed else paired.interval(own)
+        made |= {"low": float(low), "high": float(high)}
+        if baseline is not None and name in baseline:
+            made |= _against(experiment.figures[name].against, own, np.asarray(baseline[name]))
+    return found
+
+
+def _against(kind: str | None, own: np.ndarray, other: np.ndarray) -> dict[str, Any]:
+    if kind is None:
+        return {}
+    if own.shape != other.shape:
+        raise ValueError(f"An arm has {len(own)} rows and its baseline {len(other)}; both need the same rows.")
+    if kind == "difference":
+        low, high = paired.interval(own - other)
+        return {"difference": {"value": float((own - other).mean()), "low": low, "high": high}}
+    if kind == "saving":
+        return {"saving": vars(paired.saving(own, other))}
+    ratio = own / other
+    return {"ratio": {"value": float(np.median(ratio)), "low": float(ratio.min()), "high": float(ratio.max())}}
+
+
+def shown(experiment: Experiment, run: Mapping[str, Any]) -> str:
+    """Return the Markdown table of a run: a line for each arm, a column for each figure and comparison."""
+    labels = list(dict.fromkeys(name for group in run["groups"] for name in group["labels"]))
+    each = [arm for group in run["groups"] for arm in group["arms"].values()]
+    present = [name for name in experiment.figures if any(name in arm.get("figures", ()) for arm in each)]
+    header, lines = [*labels, "arm"], []
+    for name in present:
+        figure = experiment.figures[name]
+        header += [figure.header] if figure.against is None else [figure.header, _OVER[figure.against]]
+    for group in run["groups"]:
+        for arm, found in group["arms"].items():
+            line = [*(group["labels"].get(one) for one in labels), arm]
+            if "missed" in found:
+                lines.append([*line, found["missed"], *[None] * (len(header) - len(line) - 1)])
+                continue
+            for name in present:
+                figure = found["figures"].get(name, {})
+                line.append(_interval(figure))
+                if against := experiment.figures[name].against:
+                    line.append(_compared(against, figure.get(against)))
+            lines.append(line)
+    return table(header, lines)
+
+
+_OVER = {"difference": "over the baseline", "saving": "saved of the baseline's", "ratio": "times the baseline's"}
+
+
+def _interval(figure: Mapping[str, Any]) -> str | None:
+    if not figure:
+        return None
+    value = f"{figure['value']:.4g}"
+    return value if "low" not in figure else f"{value} ({figure['low']:.4g} to {figure['high']:.4g})"
+
+
+def _compared(kind: str, found: Mapping[str, Any] | None) -> str | None:
+    if found is None:
+        return None
+    if kind == "saving":
+        return f"{found['share']:+.1%} ({found['low']:+.1%} to {found['high']:+.1%})"
+    signed = "+.4g" if kind == "difference" else ".3g"
+    return f"{found['value']:{signed}} ({found['low']:{signed}} to {found['high']:{signed}})"
+
+
+def origin(name: str, run: Mapping[str, Any]) -> str:
+    """Return the line that says where figures come from."""
+    place, settings = run["machine"], ", ".join(f"{key} {_words(one)}" for key, one in run["settings"].items())
+    cpu = f"{place['processor']}, {place['cores']} cores"
+    where = cpu if place["device"] == "cpu" else place["device"]
+    return f"`python -m scripts.measure {name}` on {where}, jax {place['jax']} ({settings})."
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def part(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a document shows of an experiment."""
+    return "\n\n".join(f"{origin(name, run)}\n\n{shown(experiment, run)}" for run in runs)
+
+
+def insert(document: Path, name: str, text: str) -> None:
+    """Replace the part of a document between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+
+    Raises ValueError where the document has no such part.
+    """
+    found = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+    before = document.read_text(encoding="utf-8")
+    if not found.search(before):
+        raise ValueError(f"{document} has no part between <!-- {name}: begin --> and <!-- {name}: end -->")
+    replace_file(document, found.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", before))
+
+
+def plot(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
+    """Draw a run: the second of the experiment's `plot` figures over the first, a line for each arm."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from et_jax.io.files import replace_picture
+
+    assert experiment.plot is not None
+    points: dict[str, list[list[float]]] = {}
+    for group in run["groups"]:
+        for arm, found in group["arms"].items():
+            if all(name in found.get("figures", ()) for name in experiment.plot):
+                points.setdefault(arm, []).append([found["figures"][name]["value"] for name in experiment.plot])
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    for arm, each in points.items():
+        axis.plot(*zip(*sorted(each), strict=True), marker="o", label=arm)
+    axis.set(**{f"{way}label": experiment.figures[one].header for way, one in zip("xy", experiment.plot, strict=True)})
+    axis.legend(fontsize=8)
+    replace_picture(path, figure, dpi=100)
+    plt.close(figure)

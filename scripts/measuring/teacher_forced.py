@@ -1,0 +1,254 @@
+"""A model on given text by the decoder's own step: what reading less, forgetting or other experts do to predictions.
+
+Rows are read as prompts up to `start`; the tokens after it pass one by one, each followed by the row's true next one,
+under any controller, and with any compression of the cache. So what a step changes in later keys and values counts. The
+same tokens decoded by the dense model stand beside.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from et_jax.control.compression import Compression
+from et_jax.control.controller import Controller
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.decoder import Decoder, decoder, in_float32
+from et_jax.decode.plant import costs
+from et_jax.decode.request import request
+from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
+from et_jax.decode.step import step
+from et_jax.scope import own_settings
+from et_jax.serve import chunks
+from et_jax.serve.engine import Model
+from et_jax.types import pytree, replace
+from scripts.measuring import paired
+from scripts.measuring.experiment import Missed
+
+DENSE = Controller()
+
+
+@pytree
+class Scores:
+    """What a controller gave at every measured token, "r m".
+
+    `divergence` is KL from the dense model, `loss` that of the true next token, both in nats. `agrees` says whether the
+    likeliest token is the dense model's. `share_read` is of the blocks that all tokens fill; `share_bytes` adds what
+    was read to choose, and is over the bytes of all their keys and values. `experts` a token, over its mixtures, is 0
+    of other models. `kept` are fields of the control state after each token, as they were asked for.
+    """
+
+    divergence: Float[Array, "*m"]
+    loss: Float[Array, "*m"]
+    agrees: Float[Array, "*m"]
+    entropy: Float[Array, "*m"]
+    attention_entropy: Float[Array, "*m"]
+    kept_mass: Float[Array, "*m"]
+    share_read: Float[Array, "*m"]
+    share_bytes: Float[Array, "*m"]
+    experts: Float[Array, "*m"]
+    kept: dict[str, Any]
+
+    def by_row(self, *names: str) -> dict[str, Float[np.ndarray, " r"]]:
+        """Return the means of figures over the tokens of each row."""
+        return {name: np.asarray(getattr(self, name), np.float64).mean(axis=1) for name in names}
+
+
+class TeacherForced:
+    """A model on rows of text, from token `start` of each on.
+
+    Give no more rows than fit the memory with their dense predictions: rows x tokens x vocabulary numbers. `batch` rows
+    pass at a time.
+    """
+
+    def __init__(self, model: Model, rows: Int[np.ndarray, "r t"], start: int, batch: int = 8) -> None:
+        self.model, self.rows, self.start = model, rows, start
+        self.batch = max(2, min(batch, len(rows)))
+        self.dense_log_probs: list[Array] = []
+        self._programs: dict[Any, Any] = {}
+        self._started: dict[Any, DecodeState] = {}
+        self.dense = self.run(DENSE)
+
+    @own_settings()
+    def run(
+        self,
+        controller: Controller = DENSE,
+        *,
+        compression: Compression | None = None,
+        given: Mapping[str, Any] | None = None,
+        keep: tuple[str, ...] = (),
+        few: bool = False,
+    ) -> Scores:
+        """Return the scores of a controller on all rows, or on the first `batch` of them.
+
+        `given` are fields of the control state that are set before every token, "r m ..." or one number, whatever the
+        laws say. `keep` names those that the scores bring back.
+        """
+        config = self.config(controller, compression)
+        given = {
+            name: np.broadcast_to(np.asarray(one, np.float32), (*self.measured, *np.shape(one)[2:]))
+            for name, one in (given or {}).items()
+        }
+        found = []
+        for part in range(1 if few else -(-len(self.rows) // self.batch)):
+            index = np.arange(part * self.batch, (part + 1) * self.batch) % len(self.rows)
+            own = {name: one[index] for name, one in given.items()}
+            scores = self._part(config, part, index, own, keep)
+            count = min(self.batch, len(self.rows) - part * self.batch)
+            found.append(jax.tree.map(lambda x, count=count: x[:count], scores))
+        return jax.tree.map(lambda *each: np.concatenate(each), *found)
+
+    @property
+    def measured(self) -> tuple[int, int]:
+        """Rows, and measured tokens of each."""
+        return len(self.rows), self.rows.shape[1] - 1 - self.start
+
+    def at_budget(
+        self,
+        run: Callable[[float, bool], Scores],
+        name: str,
+        wanted: float,
+        least: float,
+        most: float,
+        within: float = 0.01,
+    ) -> tuple[float, Scores]:
+        """Return the setting at which an arm spends a budget, the mean of a figure, and its scores there.
+
+        `run` takes the setting and whether a few rows are enough; the figure falls as the setting rises. Raises Missed
+        where no setting comes within a share `within` of the budget.
+        """
+
+        def spend(setting: float, few: bool) -> tuple[float, Scores]:
+            scores = run(setting, few)
+            return float(np.mean(getattr(scores, name))), scores
+
+        try:
+            about = None
+            if len(self.rows) > self.batch:
+                about, _ = paired.matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
+            return paired.matched(lambda at: spend(at, False), wanted, least, most, within=within, start=about)
+        except ValueError as error:
+            raise Missed(str(error)) from error
+
+    def config(self, controller: Controller, compression: Compression | None = None) -> DecoderConfig:
+        """Return the model's decoder under a controller, with room for `batch` rows."""
+        served = self.model.decoder_config
+        length = self.rows.shape[1]
+        return dataclasses.replace(
+            served,
+            num_slots=self.batch,
+            batch=self.batch,
+            num_pages=self.batch * -(-length // served.page_size) + 1,
+            max_length=length,
+            max_steps=1,
+            controller=controller,
+            compression=compression,
+            keep=frozenset({"logits"}),
+        )
+
+    def _part(self, config: DecoderConfig, part: int, index: np.ndarray, given: dict, keep: tuple[str, ...]) -> Scores:
+        """The scores of the rows of one part."""
+        key = jax.tree.structure(config.controller), config.compression, keep, tuple(given)
+        if key not in self._programs:
+            self._programs[key] = (
+                decoder(config),
+                jax.jit(in_float32(partial(self._scan, config, keep)), donate_argnums=1),
+            )
+        bound, scan = self._programs[key]
+        reading = part, config.keeps, config.compression, config.by_mass_of
+        if reading not in self._started:
+            self._started[reading] = self._prefilled(bound, self.rows[index])
+        laws = slot_laws(config)
+        control = jax.vmap(lambda own: fresh_control(config, own, jnp.float32(0)))(laws)
+        state = replace(jax.tree.map(jnp.copy, self._started[reading]), laws=laws, control=control)
+        true = self.dense_log_probs[part] if part < len(self.dense_log_probs) else None
+        following = self.rows[index, self.start + 1 :]
+        found: list[Scores] = []
+        for begin, end in self._stretches(config):
+            if begin in self._points(config):
+                for slot in range(self.batch):
+                    state, _ = bound.compress(state, slot)
+            cut = slice(begin, end)
+            at = {name: np.swapaxes(one[:, cut], 0, 1) for name, one in given.items()}
+            dense = None if true is None else true[cut]
+            state, scores = scan(self.model.weights, state, following.T[cut], dense, at)
+            if dense is None:
+                scores, log_probs = scores
+                self.dense_log_probs.append(log_probs)
+            found.append(jax.device_get(scores))
+        return jax.tree.map(lambda *each: np.swapaxes(np.concatenate(each), 0, 1), *found)
+
+    def _points(self, config: DecoderConfig) -> set[int]:
+        """The measured tokens before which the caches are compressed."""
+        how, layout = config.compression, config.layout
+        found: set[int] = set()
+        if how is None or layout is None:
+            return found
+        room, shift = layout.region * config.page_size, 0
+        prompt = self.start + 1
+        while (point := how.point(prompt, shift, room)) is not None and point < self.rows.shape[1] - 1:
+            found.add(point - self.start)
+            shift = point - room
+        return found
+
+    def _stretches(self, config: DecoderConfig) -> list[tuple[int, int]]:
+        """The measured tokens in stretches between compressions."""
+        edges = sorted({0, *self._points(config), self.measured[1]})
+        return list(itertools.pairwise(edges))
+
+    def _prefilled(self, bound: Decoder, rows: Int[np.ndarray, "b t"]) -> DecodeState:
+        state = bound.empty()
+        for slot, row in enumerate(rows.tolist()):
+            prompt = row[: self.start + 1]
+            for call in chunks.calls(bound.config, slot, prompt[:-1]):
+                state, _ = bound.prefill(self.model.weights, state, *call)
+            asked = request(bound.config, prompt, limit=2**30, temperature=0.0, arrival=slot)
+            state = bound.insert(state, slot, asked)
+        return state
+
+    def _scan(
+        self,
+        config: DecoderConfig,
+        keep: tuple[str, ...],
+        weights: Any,
+        state: DecodeState,
+        following: Array,
+        dense: Array | None,
+        given: dict[str, Array],
+    ) -> tuple[DecodeState, Any]:
+        """The state after the tokens, and the scores "m b"; without dense predictions, those are returned too."""
+        plants = jax.eval_shape(partial(empty, config)).plants
+        price = costs(config.plants, weights, plants, config.by_mass_of)[0]
+
+        def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Any]:
+            token, true, set_before = at
+            state = replace(state, control=replace(state.control, **set_before))
+            state, output = step(config, weights, state)
+            assert state.logits is not None
+            got, seen = jax.nn.log_softmax(state.logits), state.signals
+            true_or_own = got if true is None else true
+            blocks = -(-state.length // config.page_size) * config.model.num_layers * config.model.num_kv_heads
+            work = output.work[0].experts
+            scores = Scores(
+                divergence=jnp.sum(jnp.exp(true_or_own) * (true_or_own - got), axis=-1),
+                loss=-jnp.take_along_axis(got, token[:, None], axis=-1)[:, 0],
+                agrees=(jnp.argmax(true_or_own, -1) == jnp.argmax(got, -1)).astype(jnp.float32),
+                entropy=seen.entropy,
+                attention_entropy=seen.attention_entropy,
+                kept_mass=seen.kept_mass,
+                share_read=seen.blocks_read / blocks,
+                share_bytes=(seen.blocks_read * price.block + seen.summaries_read * price.summary)
+                / (blocks * price.block),
+                experts=jnp.zeros(self.batch) if work is None else work.chosen[0].astype(jnp.float32),
+                kept={name: getattr(state.control, name) for name in keep},
+            )
+            state = replace(state, token=token)
+            return state, (scores, got) if true is None else scores
+
+        return jax.lax.scan(advance, state, (following, dense, given))
