@@ -1,7 +1,7 @@
 """How long decode attention takes by the share of the blocks it reads, beside a plain copy of memory.
 
 Every backend of the device reads all blocks, then fewer. Beside them stands attention to the same tokens laid out in
-order: two products in XLA, cuDNN's, and PyTorch's where it is installed. A round is a chain of calls, each over tokens
+order: two products in XLA, and cuDNN's on a GPU. A round is a chain of calls, each over tokens
 of its own, so that no cache of the processor has them. A copy counts the bytes that it reads and writes, attention the
 keys and values that it must read. Heads are those of Llama-3-8B. `--batches`, `--contexts` and `--pages` replace the
 sizes for the device.
@@ -76,14 +76,8 @@ class Case:
         self.num_blocks, self.spread = context // page_size, spread
         self.num_bytes = batch * KV_HEADS * context * 2 * DIM * jnp.dtype(self.dtype).itemsize
         self.chains = max(2, int(spread / (self.num_bytes * least_share)))
-        self._pages: list[Array] = []
-
-    def pages(self) -> Array:
-        """Return the pool, drawn once for all backends."""
-        if not self._pages:
-            size = (KV_HEADS, 1 + self.chains * self.batch * self.num_blocks, self.page_size, 2 * DIM)
-            self._pages = [jax.jit(lambda: jax.random.normal(jax.random.key(0), size, self.dtype))()]
-        return self._pages[0]
+        pool = (KV_HEADS, 1 + self.chains * batch * self.num_blocks, page_size, 2 * DIM)
+        self.pages = jax.jit(lambda: jax.random.normal(jax.random.key(0), pool, self.dtype))()
 
     def paged(self, backend: str, share: float) -> Round:
         """Return a backend at a share of the blocks, the last among them, listed in ascending order."""
@@ -106,7 +100,7 @@ class Case:
 
             return lax.fori_loop(0, self.chains, call, query)
 
-        arguments = jnp.ones((b, HEADS, DIM), self.dtype), self.pages(), tables
+        arguments = jnp.ones((b, HEADS, DIM), self.dtype), self.pages, tables
         try:
             program = jax.jit(chain).lower(*arguments).compile()
         except NotImplementedError as reason:
@@ -131,25 +125,6 @@ class Case:
             raise Missed(str(reason).splitlines()[0]) from reason
         return timed(self.num_bytes, calls, partial(program, *arguments))
 
-    def torch(self) -> Round:
-        """Return PyTorch's attention over as many caches."""
-        try:
-            import torch  # pyright: ignore[reportMissingImports]
-        except ImportError as reason:
-            raise Missed("PyTorch is not installed") from reason
-        calls, dtype = max(2, min(64, self.spread // self.num_bytes)), getattr(torch, jnp.dtype(self.dtype).name)
-        where = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": dtype}
-        caches = [torch.randn((2, self.batch, KV_HEADS, self.context, DIM), **where) for _ in range(calls)]
-        start = torch.ones((self.batch, HEADS, 1, DIM), **where)
-
-        def run() -> None:
-            query = start
-            for key, value in caches:
-                query = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-            torch.cuda.synchronize() if torch.cuda.is_available() else None
-
-        return timed(self.num_bytes, calls, run)
-
     def arms(self, shares: tuple[float, ...], copy: int) -> dict[str, Callable[[], Round]]:
         """Return all that is timed, by name."""
         b, t, k, g, d = self.batch, self.context, KV_HEADS, HEADS // KV_HEADS, DIM
@@ -159,7 +134,6 @@ class Case:
         if jax.default_backend() == "gpu":
             cudnn = partial(jax.nn.dot_product_attention, implementation="cudnn")
             found["in order, cudnn"] = partial(self.in_order, cudnn, (b, 1, HEADS, d), (b, t, k, d))
-            found["in order, torch"] = self.torch
         return found
 
 

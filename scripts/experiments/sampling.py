@@ -1,8 +1,8 @@
-"""What sampling a token costs: by a race, by inverse CDF, greedily.
+"""What sampling a token costs: by a race, greedily.
 
 Loops over random logits, of which every pass needs the token before it: `greedy` takes the first of the greatest
-logits, `inverse CDF` one uniform number a row and partial sums over runs of the vocabulary, `race` is `sample_token`,
-the greatest weight / E. Beside them is the noise E alone, by `random_bits` and by JAX's Threefry.
+logits, `race` is `sample_token`, the greatest weight / E. Beside them is the noise E alone, by `random_bits` and by
+JAX's Threefry.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,6 @@ from et_jax.decode.sampling import sample_token
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
 from scripts.measuring.timing import Round, seconds
 
-RUN = 256  # vocabulary entries per partial sum of the inverse CDF
 ELEMENTS = 2_000_000  # logits of a loop, at least
 
 
@@ -32,41 +31,18 @@ class Settings(Base):
     rounds: int = setting(9, "rounds in which all take turns", least=2, quick=2)
 
 
-def inverse_cdf(
-    logits: Float[Array, "b v"],
-    temperature: Float[Array, " b"],
-    cut: Float[Array, " b"],
-    key: UInt32[Array, "b 2"],
-    position: Int[Array, " b"],
-) -> Int[Array, " b"]:
-    """Return one token per row: partial sums find the run of the vocabulary in which u falls, then the token in it."""
-    u = jax.vmap(lambda key, position: jax.random.uniform(folded(key, position)))(key, position)
-    heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    weight = jnp.where(logits >= cut[:, None], jnp.exp((logits - peak) / heat), 0.0)
-    weight = jnp.pad(weight, ((0, 0), (0, -weight.shape[-1] % RUN))).reshape(weight.shape[0], -1, RUN)
-    runs = jnp.cumsum(jnp.sum(weight, axis=-1), axis=-1)
-    target = u * runs[:, -1]
-    run = jnp.argmax(runs > target[:, None], axis=-1)
-    before = jnp.where(run > 0, jnp.take_along_axis(runs, jnp.maximum(run - 1, 0)[:, None], axis=-1)[:, 0], 0.0)
-    inside = jnp.take_along_axis(weight, run[:, None, None], axis=1)[:, 0]
-    lane = jnp.argmax(jnp.cumsum(inside, axis=-1) > (target - before)[:, None], axis=-1)
-    return jnp.where(temperature > 0, (run * RUN + lane).astype(jnp.int32), greedy(logits))
-
-
 def greedy(logits: Float[Array, "b v"], *_: Array) -> Int[Array, " b"]:
     """Return the first of the greatest of every row."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def folded(key: UInt32[Array, " 2"], position: Int[Array, ""]) -> Array:
-    """Return the request's key with the position folded in."""
-    return jax.random.fold_in(jax.random.wrap_key_data(key), position)
-
-
 def threefry(key: UInt32[Array, "b 2"], position: Int[Array, " b"], size: int) -> UInt32[Array, "b v"]:
-    """Return JAX's bits of every row's folded key."""
-    return jax.vmap(lambda key, position: jax.random.bits(folded(key, position), (size,)))(key, position)
+    """Return JAX's bits of every row's key, with the position folded in."""
+
+    def row(key: Array, position: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(jax.random.wrap_key_data(key), position), (size,))
+
+    return jax.vmap(row)(key, position)
 
 
 def noise(bits: Callable[..., Array], logits: Array, _: Array, __: Array, key: Array, position: Array) -> Array:
@@ -76,7 +52,6 @@ def noise(bits: Callable[..., Array], logits: Array, _: Array, __: Array, key: A
 
 TOKENS = {
     "greedy": greedy,
-    "inverse CDF": inverse_cdf,
     "race": sample_token,
     "noise, random_bits": partial(noise, random_bits),
     "noise, threefry": partial(noise, threefry),
@@ -111,7 +86,7 @@ def groups(settings: Settings) -> Iterator[Group]:
 
 
 EXPERIMENT = Experiment(
-    question="What does sampling a token cost: by a race, by inverse CDF, greedily?",
+    question="What does sampling a token cost: by a race, greedily?",
     settings=Settings,
     groups=groups,
     figures={"milliseconds": Figure(header="ms a token of all rows", against="ratio")},
