@@ -56,12 +56,10 @@ def started(model: Model, prompt: str | list[int], params: SamplingParams, expec
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each prompt."""
-    names = {"plain": None} | {name: name for name in settings.drafters}
-    models = {
-        name: load(max_num_seqs=1, prefix_cache=False, draft=draft, draft_tokens=settings.most)
-        for name, draft in names.items()
-    }
-    plain = models["plain"]
+    plain = load(max_num_seqs=1, prefix_cache=False)
+    models = {"plain": plain}
+    for name in settings.drafters:
+        models[name] = load(max_num_seqs=1, prefix_cache=False, draft=name, draft_tokens=settings.most)
     prompts: dict[str, list[str | list[int]]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
     words, size = plain.tokenizer.encode(read_text(settings.text, "The text")), plain.max_model_len - settings.tokens
     prompts[LONG] = [words[number * size :][:size] for number in range(len(words) // size)]
