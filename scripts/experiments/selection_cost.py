@@ -1,10 +1,10 @@
 """What choosing blocks costs, and what it saves: one layer's decode attention, dense and pruned.
 
-Random bfloat16 keys in the shape of a Llama-3-8B layer, a few rows of one length. `in order` is two products in XLA
-over the same tokens laid out in order; `dense` is paged attention that reads every block. Then a selector chooses, lists
-and reads (`quest`, at 1/8 of the blocks; `certified int8`, what provably has all but half of the mass, from 8-bit
-codes), or chooses and lists alone (`choose ...`: `by entropy` has each head's tolerance by the entropy of its attention,
-as `certified` does; `by error` chooses by expected error, as `adaptive` does). Every call depends on the one before it.
+Random bfloat16 keys in the shape of a Llama-3-8B layer, a few rows of one length. `dense` is paged attention that reads
+every block. Then a selector chooses, lists and reads (`quest`, at 1/8 of the blocks; `certified int8`, what provably has
+all but half of the mass, from 8-bit codes), or chooses and lists alone (`choose ...`: `by entropy` has each head's
+tolerance by the entropy of its attention, as `certified` does; `by error` chooses by expected error, as `adaptive`
+does). Every call depends on the one before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ class Layer:
     """One layer's cache of random tokens."""
 
     def __init__(self, rows: int, context: int, page_size: int) -> None:
-        self.rows, self.context, self.num_blocks = rows, context, context // page_size
+        self.rows, self.num_blocks = rows, context // page_size
         cache = kv.empty(1, KV_HEADS, DIM, rows * self.num_blocks + 1, page_size, jnp.bfloat16, key_codes=True)
         table = jnp.arange(1, rows * self.num_blocks + 1, dtype=jnp.int32).reshape(rows, -1)
         rng = np.random.default_rng(0)
@@ -85,35 +85,19 @@ class Layer:
                 return paged_attention(query, cache.pages, table, *given, blocks.length, softmax=softmax)[0], given[1]
             return query + (given[0][..., :1].sum(axis=1)[:, None] > self.num_blocks).astype(query.dtype), given[1]
 
-        return self._timed(call, self.cache, self.blocks)
-
-    def in_order(self) -> Round:
-        """Return two products and a softmax over tokens laid out in order."""
-        pages = self.cache.pages[:, self.blocks.table].transpose(1, 0, 2, 3, 4)
-        order = pages.reshape(self.rows * KV_HEADS, self.context, -1)
-
-        def call(query: Array, key: Array, value: Array) -> Choice:
-            grouped = query.reshape(self.rows * KV_HEADS, -1, DIM)
-            scores = jnp.einsum("xgd,xtd->xgt", grouped, key, preferred_element_type=jnp.float32) * DIM**-0.5
-            weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-            out = jnp.einsum("xgt,xtd->xgd", weights, value, preferred_element_type=jnp.float32)
-            return out.astype(query.dtype).reshape(query.shape), jnp.full((1,), self.num_blocks)
-
-        return self._timed(call, jnp.array(order[..., :DIM]), jnp.array(order[..., DIM : 2 * DIM]))
-
-    def _timed(self, call: Callable[..., Choice], *given: object) -> Round:
         @jax.jit
-        def run(query: Array, given: tuple) -> Choice:
+        def run(query: Array, cache: kv.LayerCache, blocks: Blocks) -> Choice:
             counts = jnp.zeros(())
             for _ in range(CALLS):
-                out, counts = call(query, *given)
+                out, counts = call(query, cache, blocks)
                 query = query + jnp.asarray(1e-3, query.dtype) * out
             return query, jnp.mean(counts)
 
         rng = np.random.default_rng(1)
         query = jnp.asarray(rng.standard_normal((self.rows, HEADS, DIM)), jnp.bfloat16)
-        share = float(run(query, given)[1]) / self.num_blocks
-        return lambda: {"milliseconds": 1e3 * seconds(lambda: run(query, given)) / CALLS, "share_listed": share}
+        given = query, self.cache, self.blocks
+        share = float(run(*given)[1]) / self.num_blocks
+        return lambda: {"milliseconds": 1e3 * seconds(lambda: run(*given)) / CALLS, "share_listed": share}
 
     def arms(self) -> dict[str, Callable[[], Round]]:
         """Return all that is timed, by name."""
@@ -121,8 +105,7 @@ class Layer:
         by_entropy, by_error = PerHead(proved, AttentionEntropy()), ExpectedError()
         choosing = {"quest": quest, "int8": proved, "by entropy": by_entropy, "by error": by_error}
         reading = {"dense": None, "quest": quest, "certified int8": proved}
-        found: dict[str, Callable[[], Round]] = {"in order": self.in_order}
-        found |= {name: partial(self.arm, selector, True) for name, selector in reading.items()}
+        found = {name: partial(self.arm, selector, True) for name, selector in reading.items()}
         return found | {f"choose {name}": partial(self.arm, selector, False) for name, selector in choosing.items()}
 
 

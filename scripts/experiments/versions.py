@@ -39,7 +39,9 @@ class Settings(Base):
     models: tuple[str, ...] = setting(
         ("bundled", "135M"), "135M: random weights", choices=("bundled", "135M"), quick=("bundled",)
     )
-    controls: tuple[str, ...] = setting(("off", "guarded", "certified", "lookup"), "what decodes", choices=CONTROLS)
+    controls: tuple[str, ...] = setting(
+        ("off", "guarded", "certified", "lookup"), "what decodes", choices=CONTROLS, quick=("off",)
+    )
     rows: tuple[int, ...] = setting((2, 16), "sequences at once", least=2, quick=(2,))
     alone: tuple[int, ...] = setting((0,), "tokens of the one prompt, 0 for many short ones", least=0)
     tokens: int = setting(96, "tokens of a sequence", least=1, quick=4)
