@@ -1,7 +1,7 @@
 """What a budget of blocks saves of the time of a long prompt's prefill.
 
-A model of random weights in the shape of SmolLM-135M prefills a prompt of random tokens: densely, and with budgets of so
-many tokens of the context before each segment, those of the blocks of greatest score. Choosing is included.
+A model of random weights in the shape of SmolLM-135M prefills a prompt of random tokens: densely, and with budgets of
+so many tokens of the context before each segment, those of the blocks of greatest score. Choosing is included.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """What choosing blocks costs, and what it saves: one layer's decode attention, dense and pruned.
 
-Random bfloat16 keys in the shape of a Llama-3-8B layer, a few rows of one length. `dense` is paged attention that reads
-every block. Then a selector chooses, lists and reads (`quest`, at 1/8 of the blocks; `certified int8`, what provably has
-all but half of the mass, from 8-bit codes), or chooses and lists alone (`choose ...`: `by entropy` has each head's
-tolerance by the entropy of its attention, as `certified` does; `by error` chooses by expected error, as `adaptive`
-does). Every call depends on the one before it.
+Random bfloat16 keys in the shape of a Llama-3-8B layer, a few rows of one length. `dense` is paged attention that
+reads every block. A selector chooses, lists and reads (`quest`, at 1/8 of the blocks; `certified int8`, what provably
+has all but half of the mass, from 8-bit codes), or chooses and lists alone (`choose ...`: `by entropy` has each
+head's tolerance by the entropy of its attention, as `certified` does; `by error` chooses by expected error, as
+`adaptive` does). Every call depends on the one before it.
 """
 
 from collections.abc import Callable, Iterator
