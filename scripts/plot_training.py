@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.evidence.figures import pyplot
 from et_jax.io.files import replace_picture
 from et_jax.report.plot import check_picture
+from scripts.measuring.results import pyplot
 
 
 def records(log: Path) -> list[dict[str, Any]]:

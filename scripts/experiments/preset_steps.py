@@ -1,4 +1,4 @@
-"""What does a decode step take under each preset, over one that reads everything, on text?
+"""What a decode step takes under each preset, over one that reads everything, on text.
 
 Rows of text are prefilled and decode greedily on the device, after a step that looks at everything. Presets choose at
 every length.

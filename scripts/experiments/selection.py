@@ -1,4 +1,4 @@
-"""Which selector of blocks loses least at equal shares of blocks read, against the bytes it moves?
+"""Selectors of blocks at equal shares of blocks read: what each loses, and the bytes that it moves.
 
 Rows of held-out text at full context are read as prompts but for the last tokens, which pass one by one through the
 decoder's step. Each selector has one setting, its tolerance, which is searched until it reads the wanted share; Quest
@@ -9,7 +9,7 @@ those of blocks read and of what was read to choose.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from et_jax.control import contribution, select
-from et_jax.control.controller import Controller
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.selector import AnySelector
-from et_jax.control.view import BlockView, coded_mass, needing
+from et_jax.control.view import BlockView, coded_mass
 from et_jax.serve.engine import load
-from scripts.measuring import experiment, text
+from scripts.measuring import experiment, paired, text
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.teacher_forced import Scores, TeacherForced
+from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded, true_mass
 
 
 def quest(view: BlockView) -> Bool[Array, " n"]:
@@ -35,13 +34,6 @@ def quest(view: BlockView) -> Bool[Array, " n"]:
 def window(view: BlockView) -> Bool[Array, " n"]:
     """Return the first tokens and the last, a share `tolerance` of all (StreamingLLM)."""
     return select.SinksWindow(16, view.tolerance * view.length)(view)
-
-
-@needing("masses")
-def true_mass(view: BlockView) -> Bool[Array, " n"]:
-    """Return the fewest blocks that leave a share of the mass that the dense model has at this very token."""
-    assert view.last_mass is not None
-    return select.fewest(view, jnp.where(view.num_tokens > 0, view.last_mass, 0.0))
 
 
 PAPER = partial(select.ActiveSet, contribution.influence)
@@ -86,15 +78,9 @@ def groups(settings: Settings) -> Iterator[Group]:
     rows = text.rows(served, settings.text, settings.rows, length)
     bench = TeacherForced(served, rows, length - 1 - settings.measured)
 
-    def run(name: str, tolerance: float, few: bool = False, **more: Any) -> Scores:
-        selector, residual = SELECTORS[name]
-        guarded = select.Guarded(selector, sinks=1, window=1, min_blocks=0)
-        given = {"tolerance": tolerance} | ({"block_mass": masses()} if name == "oracle" and not more else {})
-        return bench.run(Controller(selector=guarded, residual=residual), given=given, few=few, **more)
-
-    @cache
-    def masses() -> Any:
-        return run("oracle", 0.0, keep=("block_mass",)).kept["block_mass"]
+    def run(name: str, tolerance: float, few: bool = False) -> Scores:
+        masses = {"block_mass": bench.true_masses} if name == "oracle" else {}
+        return bench.run(guarded(*SELECTORS[name]), given={"tolerance": tolerance} | masses, few=few)
 
     def arm(name: str, share: float) -> dict[str, Any]:
         if name in ("quest", "sinks and window"):  # the budget falls as what is left unread rises
@@ -102,8 +88,8 @@ def groups(settings: Settings) -> Iterator[Group]:
             def spend(left: float, few: bool) -> Scores:
                 return run(name, 1.0 - left, few)
 
-            return figures(bench.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1])
-        return figures(bench.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1])
+            return figures(paired.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1])
+        return figures(paired.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1])
 
     for share in settings.shares:
         arms = {name: partial(arm, name, share) for name in settings.selectors}

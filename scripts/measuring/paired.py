@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from et_jax.io import html
+from scripts.measuring.experiment import Missed
 
 T = TypeVar("T")
 
@@ -27,11 +27,6 @@ class Saving:
     low: float
     high: float
     visible: float
-
-    def _repr_html_(self) -> str:
-        """Return the figures as a table, in percent."""
-        cells = [f"{100 * one:.1f}%" for one in (self.share, self.low, self.high, self.visible)]
-        return html.boxed(html.table(["saving", "at least (95%)", "at most (95%)", "would be seen from"], [cells]))
 
 
 def matched(
@@ -68,6 +63,26 @@ def matched(
         strides = start is not None and (more == 1.0 or less == 0.0) and low < ahead < high
         at, stride = ahead if strides else None, 3 * stride
     raise ValueError(f"no setting from {least:g} to {most:g} spends {wanted:.4f}; the nearest is {nearest[1]:.4f}")
+
+
+def at_budget(
+    run: Callable[[float, bool], T], figure: str, wanted: float, least: float, most: float, within: float
+) -> tuple[float, T]:
+    """Return the setting at which an arm spends a budget, the mean of a figure, and what it gave there.
+
+    `run` takes a setting between `least` and `most`, and whether a few rows are enough, on which the search begins; the
+    figure does not rise with the setting. Raises Missed where no setting comes within a part `within` of the budget.
+    """
+
+    def spend(setting: float, few: bool) -> tuple[float, T]:
+        found = run(setting, few)
+        return float(np.mean(getattr(found, figure))), found
+
+    try:
+        about, _ = matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
+        return matched(lambda at: spend(at, False), wanted, least, most, within=within, start=about)
+    except ValueError as error:
+        raise Missed(str(error)) from error
 
 
 def saving(arm: Float[np.ndarray, " r"], baseline: Float[np.ndarray, " r"], seed: int = 0) -> Saving:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.io.files import replace_file
+from et_jax.io.files import replace_file, replace_picture
 from scripts.measuring import paired
 from scripts.measuring.experiment import Experiment
-from scripts.measuring.results import REPOSITORY, table
+from scripts.measuring.results import REPOSITORY, pyplot, table
 
 DOCS = REPOSITORY / "docs"
 
@@ -124,23 +124,16 @@ def insert(document: Path, name: str, text: str) -> None:
 
 def plot(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
     """Draw a run: the second of the experiment's `plot` figures over the first, a line for each arm."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from et_jax.io.files import replace_picture
-
     assert experiment.plot is not None
     points: dict[str, list[list[float]]] = {}
     for group in run["groups"]:
         for arm, found in group["arms"].items():
             if all(name in found.get("figures", ()) for name in experiment.plot):
                 points.setdefault(arm, []).append([found["figures"][name]["value"] for name in experiment.plot])
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(8, 5), layout="constrained")
     for arm, each in points.items():
         axis.plot(*zip(*sorted(each), strict=True), marker="o", label=arm)
     axis.set(**{f"{way}label": experiment.figures[one].header for way, one in zip("xy", experiment.plot, strict=True)})
     axis.legend(fontsize=8)
     replace_picture(path, figure, dpi=100)
-    plt.close(figure)
+    pyplot().close(figure)

@@ -7,17 +7,20 @@ same tokens decoded by the dense model stand beside.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from et_jax.control import select
 from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
+from et_jax.control.selector import AnySelector
+from et_jax.control.view import BlockView, needing
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder, decoder, in_float32
 from et_jax.decode.plant import costs
@@ -28,10 +31,9 @@ from et_jax.scope import own_settings
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model
 from et_jax.types import pytree, replace
-from scripts.measuring import paired
-from scripts.measuring.experiment import Missed
 
 DENSE = Controller()
+SIGNALS = "signals."  # before the name of a signal that is set
 
 
 @pytree
@@ -39,7 +41,8 @@ class Scores:
     """What a controller gave at every measured token, "r m".
 
     `divergence` is KL from the dense model, `loss` that of the true next token, both in nats. `agrees` says whether the
-    likeliest token is the dense model's. `share_read` is of the blocks that all tokens fill; `share_bytes` adds what
+    likeliest token is the dense model's, `same_draw` whether the token drawn at temperature 1 with the same noise is.
+    `share_read` is of the blocks that all tokens fill; `share_bytes` adds what
     was read to choose, and is over the bytes of all their keys and values. `experts` a token, over its mixtures, is 0
     of other models. `kept` are fields of the control state after each token, as they were asked for.
     """
@@ -47,6 +50,7 @@ class Scores:
     divergence: Float[Array, "*m"]
     loss: Float[Array, "*m"]
     agrees: Float[Array, "*m"]
+    same_draw: Float[Array, "*m"]
     entropy: Float[Array, "*m"]
     attention_entropy: Float[Array, "*m"]
     kept_mass: Float[Array, "*m"]
@@ -84,11 +88,14 @@ class TeacherForced:
         given: Mapping[str, Any] | None = None,
         keep: tuple[str, ...] = (),
         few: bool = False,
+        from_dense: bool = False,
     ) -> Scores:
         """Return the scores of a controller on all rows, or on the first `batch` of them.
 
         `given` are fields of the control state that are set before every token, "r m ..." or one number, whatever the
-        laws say. `keep` names those that the scores bring back.
+        laws say; after "signals." those of signals. `keep` names fields of the control state that the scores bring
+        back. With `from_dense` each token meets the cache that the model leaves at tolerance 0, at which the selector
+        must read everything: what a draft's first token would be.
         """
         config = self.config(controller, compression)
         given = {
@@ -99,42 +106,20 @@ class TeacherForced:
         for part in range(1 if few else -(-len(self.rows) // self.batch)):
             index = np.arange(part * self.batch, (part + 1) * self.batch) % len(self.rows)
             own = {name: one[index] for name, one in given.items()}
-            scores = self._part(config, part, index, own, keep)
+            scores = self._part(config, part, index, own, keep, from_dense)
             count = min(self.batch, len(self.rows) - part * self.batch)
             found.append(jax.tree.map(lambda x, count=count: x[:count], scores))
         return jax.tree.map(lambda *each: np.concatenate(each), *found)
+
+    @cached_property
+    def true_masses(self) -> Float[np.ndarray, "r m l h n"]:
+        """The share of attention mass of every query head on each block, of the dense model at each measured token."""
+        return self.run(guarded(true_mass), given={"tolerance": 0.0}, keep=("block_mass",)).kept["block_mass"]
 
     @property
     def measured(self) -> tuple[int, int]:
         """Rows, and measured tokens of each."""
         return len(self.rows), self.rows.shape[1] - 1 - self.start
-
-    def at_budget(
-        self,
-        run: Callable[[float, bool], Scores],
-        name: str,
-        wanted: float,
-        least: float,
-        most: float,
-        within: float = 0.01,
-    ) -> tuple[float, Scores]:
-        """Return the setting at which an arm spends a budget, the mean of a figure, and its scores there.
-
-        `run` takes the setting and whether a few rows are enough; the figure falls as the setting rises. Raises Missed
-        where no setting comes within a share `within` of the budget.
-        """
-
-        def spend(setting: float, few: bool) -> tuple[float, Scores]:
-            scores = run(setting, few)
-            return float(np.mean(getattr(scores, name))), scores
-
-        try:
-            about = None
-            if len(self.rows) > self.batch:
-                about, _ = paired.matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
-            return paired.matched(lambda at: spend(at, False), wanted, least, most, within=within, start=about)
-        except ValueError as error:
-            raise Missed(str(error)) from error
 
     def config(self, controller: Controller, compression: Compression | None = None) -> DecoderConfig:
         """Return the model's decoder under a controller, with room for `batch` rows."""
@@ -152,13 +137,15 @@ class TeacherForced:
             keep=frozenset({"logits"}),
         )
 
-    def _part(self, config: DecoderConfig, part: int, index: np.ndarray, given: dict, keep: tuple[str, ...]) -> Scores:
+    def _part(
+        self, config: DecoderConfig, part: int, index: np.ndarray, given: dict, keep: tuple[str, ...], from_dense: bool
+    ) -> Scores:
         """The scores of the rows of one part."""
-        key = jax.tree.structure(config.controller), config.compression, keep, tuple(given)
+        key = jax.tree.structure(config.controller), config.compression, keep, from_dense, tuple(given)
         if key not in self._programs:
             self._programs[key] = (
                 decoder(config),
-                jax.jit(in_float32(partial(self._scan, config, keep)), donate_argnums=1),
+                jax.jit(in_float32(partial(self._scan, config, keep, from_dense)), donate_argnums=1),
             )
         bound, scan = self._programs[key]
         reading = part, config.keeps, config.compression, config.by_mass_of
@@ -216,6 +203,7 @@ class TeacherForced:
         self,
         config: DecoderConfig,
         keep: tuple[str, ...],
+        from_dense: bool,
         weights: Any,
         state: DecodeState,
         following: Array,
@@ -226,19 +214,31 @@ class TeacherForced:
         plants = jax.eval_shape(partial(empty, config)).plants
         price = costs(config.plants, weights, plants, config.by_mass_of)[0]
 
+        def same(one: Array, other: Array) -> Array:
+            return (jnp.argmax(one, axis=-1) == jnp.argmax(other, axis=-1)).astype(jnp.float32)
+
         def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Any]:
             token, true, set_before = at
-            state = replace(state, control=replace(state.control, **set_before))
-            state, output = step(config, weights, state)
-            assert state.logits is not None
-            got, seen = jax.nn.log_softmax(state.logits), state.signals
+            of_signals = {name for name in set_before if name.startswith(SIGNALS)}
+            told = {name.removeprefix(SIGNALS): set_before.pop(name) for name in of_signals}
+            state = replace(state, control=replace(state.control, **set_before), signals=replace(state.signals, **told))
+            after, output = step(config, weights, state)
+            if from_dense:  # which reads everything, and leaves its keys and values to the next token
+                dense_too = replace(state, control=replace(state.control, tolerance=jnp.zeros(self.batch)))
+                state, _ = step(config, weights, dense_too)
+            else:
+                state = after
+            assert after.logits is not None
+            got, seen = jax.nn.log_softmax(after.logits), after.signals
             true_or_own = got if true is None else true
-            blocks = -(-state.length // config.page_size) * config.model.num_layers * config.model.num_kv_heads
+            noise = jax.vmap(partial(jax.random.gumbel, shape=got.shape[1:]))(jax.vmap(jax.random.key)(state.length))
+            blocks = -(-after.length // config.page_size) * config.model.num_layers * config.model.num_kv_heads
             work = output.work[0].experts
             scores = Scores(
                 divergence=jnp.sum(jnp.exp(true_or_own) * (true_or_own - got), axis=-1),
                 loss=-jnp.take_along_axis(got, token[:, None], axis=-1)[:, 0],
-                agrees=(jnp.argmax(true_or_own, -1) == jnp.argmax(got, -1)).astype(jnp.float32),
+                agrees=same(true_or_own, got),
+                same_draw=same(true_or_own + noise, got + noise),
                 entropy=seen.entropy,
                 attention_entropy=seen.attention_entropy,
                 kept_mass=seen.kept_mass,
@@ -246,9 +246,24 @@ class TeacherForced:
                 share_bytes=(seen.blocks_read * price.block + seen.summaries_read * price.summary)
                 / (blocks * price.block),
                 experts=jnp.zeros(self.batch) if work is None else work.chosen[0].astype(jnp.float32),
-                kept={name: getattr(state.control, name) for name in keep},
+                kept={name: getattr(after.control, name) for name in keep},
             )
             state = replace(state, token=token)
             return state, (scores, got) if true is None else scores
 
         return jax.lax.scan(advance, state, (following, dense, given))
+
+
+@needing("masses")
+def true_mass(view: BlockView) -> Bool[Array, " n"]:
+    """Return the fewest blocks that leave at most the tolerance of the last masses: of the true ones, if those are set.
+
+    Of `TeacherForced.true_masses` as the control state's `block_mass`, they are the dense model's at this very token.
+    """
+    assert view.last_mass is not None
+    return select.fewest(view, jnp.where(view.num_tokens > 0, view.last_mass, 0.0))
+
+
+def guarded(selector: AnySelector, residual: bool = False) -> Controller:
+    """Return a controller that reads what a selector opens, the first block and the newest."""
+    return Controller(selector=select.Guarded(selector, sinks=1, window=1, min_blocks=0), residual=residual)

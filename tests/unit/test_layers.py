@@ -20,9 +20,8 @@ LAYERS = {
     "serve": 4,
     **dict.fromkeys(("batch", "tasks", "report"), 5),
     "training": 6,
-    "evidence": 7,
-    **dict.fromkeys(("generate", "evaluate", "__init__"), 8),
-    "__main__": 9,
+    **dict.fromkeys(("generate", "evaluate", "__init__"), 7),
+    "__main__": 8,
 }
 NOWHERE = {"torch", "transformers"}
 FOR_TESTS = {"hypothesis", "pytest"}  # installed for tests alone
@@ -211,7 +210,6 @@ SOUND = {
     "generate.py": "from et_jax.serve.engine import load\n",
     "training/loss.py": "",
     "training/corpus.py": "import tokenizers\nfrom et_jax.types import replace\n",
-    "evidence/tables.py": "from et_jax.training import loss\n",
     "__main__.py": "from et_jax.generate import main\n",
 }
 
@@ -257,9 +255,9 @@ PAGES, STEP = "decode/pages.py", "decode/step.py"
         ("text/tokenizer.py", "import tokenizers\n", None),  # nothing that starts early imports it
         ("__init__.py", "try:\n    import orbax.checkpoint\nexcept ImportError:\n    pass\n", "imports orbax as"),
         ("__init__.py", "class A:\n    import matplotlib\n", "imports matplotlib as soon as"),
-        ("evidence/tables.py", "import et_jax.generate\n", "et_jax.evidence.tables imports et_jax.generate, which is"),
-        ("training/loss.py", "from et_jax.evidence import tables\n", "imports et_jax.evidence.tables, which is not on"),
-        ("evidence/tables.py", "import hypothesis\n", "imports hypothesis, which is installed for tests alone"),
+        ("training/loss.py", "import et_jax.generate\n", "et_jax.training.loss imports et_jax.generate, which is"),
+        ("text/tokenizer.py", "from et_jax.training import loss\n", "imports et_jax.training.loss, which is not on"),
+        ("training/loss.py", "import hypothesis\n", "imports hypothesis, which is installed for tests alone"),
         ("attention.py", "import jax\n", "et_jax/attention.py is on no layer; add 'attention' to LAYERS in tests/"),
         ("kernels/gpu.py", "import jax\n", "et_jax/kernels/gpu.py is on no layer; add 'kernels' to LAYERS in tests/"),
     ],

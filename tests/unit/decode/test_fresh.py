@@ -14,8 +14,8 @@ from et_jax.control import clock, guards, priority, smoothing, temperature, tole
 from et_jax.control.base import Chain, Function, Law, chain, updated
 from et_jax.control.controller import Controller
 from et_jax.decode.fresh import blank_signals, fresh, law_numbers, law_steers
-from et_jax.evidence.misplaced import Told
 from et_jax.types import replace, value
+from scripts.experiments.scheduling import Told
 
 WARM = temperature.Thermostat(2.0)
 LAWS = [

@@ -1,0 +1,76 @@
+"""Right answers to tasks, where presets read a part of a long text, and the blocks that they read.
+
+Every task is asked of the model alone, its own tokens fed back to it. Rows are questions: each answer is compared with
+that to the same question with everything read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
+from et_jax.errors import UsageError
+from et_jax.serve.engine import load
+from et_jax.tasks.asking import counter, evaluate, grid
+from et_jax.tasks.generators import TASKS
+from scripts.measuring import experiment
+from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+
+CONTROLS: dict[str, Controller] = {
+    "off": preset("off"),
+    "paper": preset("paper"),
+    "guarded": preset("guarded"),
+    **{f"certified {tolerance:g}": preset("certified", tolerance=tolerance) for tolerance in (0.05, 0.2, 0.5)},
+    **{f"adaptive {tolerance:g}": preset("adaptive", tolerance=tolerance) for tolerance in (1e-4, 1e-3)},
+    **{f"entropyinfer {size}": preset("entropyinfer", prefill_budget=size) for size in (256, 128)},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Flags of the experiment."""
+
+    model: str = experiment.model()
+    tasks: tuple[str, ...] = setting(tuple(TASKS), "tasks", choices=tuple(TASKS), quick=("single_key",))
+    length: int = setting(2048, "tokens of a question with its answer", least=32, quick=128)
+    depths: int = setting(5, "places of the answer in the text", least=1, quick=2)
+    samples: int = setting(8, "questions at each depth", least=1, quick=1)
+    controls: tuple[str, ...] = setting(
+        tuple(CONTROLS), "presets", choices=tuple(CONTROLS), quick=("off", "certified 0.5")
+    )
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each task."""
+    served = load(settings.model)
+    if settings.length > served.max_model_len:
+        raise UsageError(f"--length is {settings.length}; {served.name} takes at most {served.max_model_len} tokens.")
+    sizes = {"depths": settings.depths, "samples": settings.samples, "seed": settings.seed}
+
+    def arm(task: str, control: Controller) -> dict[str, Any]:
+        asked = grid(counter(served), [task], [settings.length], **sizes)
+        found = evaluate(served, asked, control=control)
+        shares = {name: [getattr(one, name) for one in found] for name in ("share_read", "prompt_share_read")}
+        known = {name: np.asarray(each) for name, each in shares.items() if None not in each}
+        return {"right": np.asarray([one.right for one in found], np.float64)} | known
+
+    for task in settings.tasks:
+        arms = {name: partial(arm, task, CONTROLS[name]) for name in settings.controls}
+        yield Group(labels={"task": task}, arms=arms, baseline="off" if "off" in arms else None)
+
+
+EXPERIMENT = Experiment(
+    question="Which tasks are still answered rightly where presets read a part of a long text?",
+    settings=Settings,
+    groups=groups,
+    figures={
+        "right": Figure(header="right answers", against="difference"),
+        "share_read": Figure(header="blocks read"),
+        "prompt_share_read": Figure(header="blocks read of prompts"),
+    },
+    document="measurements.md",
+)

@@ -1,0 +1,71 @@
+"""How tight the certified bounds on attention mass are: the blocks that each opens at a tolerance.
+
+Every arm proves that no head leaves more than the tolerance of its mass unread: from the box of a block's keys, from
+the box and the mean key (chord), or from 8-bit copies of the keys. "true mass" knows each block's mass, from the dense
+run, and opens the fewest blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from et_jax.control import select
+from et_jax.control.selector import AnySelector
+from et_jax.serve.engine import load
+from scripts.measuring import experiment, text
+from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.teacher_forced import TeacherForced, guarded, true_mass
+
+BOUNDS: dict[str, AnySelector] = {
+    "box": select.Certified(select.box_bounds),
+    "chord": select.Certified(select.chord_bounds),
+    "8-bit keys": select.Certified(select.coded_bounds),
+    "true mass": true_mass,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Flags of the experiment."""
+
+    model: str = experiment.model()
+    text: Path = experiment.text()
+    rows: int = setting(8, "rows of text", least=2, quick=2)
+    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=129)
+    measured: int = setting(64, "the last tokens of a row, which are measured", least=1, quick=8)
+    tolerances: tuple[float, ...] = setting(
+        (0.5, 0.2, 0.1, 0.05, 0.01), "attention mass left unread", least=0.0, most=1.0, quick=(0.0, 0.2)
+    )
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each tolerance."""
+    served = load(settings.model, dtype="float32", max_num_seqs=2)
+    length = settings.length or served.max_model_len
+    rows = text.rows(served, settings.text, settings.rows, length)
+    bench = TeacherForced(served, rows, length - 1 - settings.measured)
+
+    def arm(name: str, tolerance: float) -> dict[str, Any]:
+        masses = {"block_mass": bench.true_masses} if name == "true mass" else {}
+        scores = bench.run(guarded(BOUNDS[name]), given={"tolerance": tolerance} | masses)
+        least = {"least_kept_mass": scores.kept_mass.min(axis=1)}
+        return scores.by_row("share_read", "share_bytes", "divergence") | least
+
+    for tolerance in settings.tolerances:
+        arms = {name: partial(arm, name, tolerance) for name in BOUNDS}
+        yield Group(labels={"tolerance": tolerance}, arms=arms, baseline="true mass")
+
+
+EXPERIMENT = Experiment(
+    question="How many blocks does each certified bound on attention mass open at a tolerance?",
+    settings=Settings,
+    groups=groups,
+    figures={
+        "share_read": Figure(header="blocks read", against="difference"),
+        "share_bytes": Figure(header="bytes moved"),
+        "least_kept_mass": Figure(header="least mass read, proved"),
+        "divergence": Figure(header="KL from dense, nats"),
+    },
+)

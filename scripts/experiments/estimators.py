@@ -1,0 +1,67 @@
+"""How well entropies from the k likeliest tokens agree with the exact one, on real logits.
+
+The second half of each row of held-out text counts, where the model has context.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from et_jax.control import entropy
+from et_jax.serve.engine import load
+from scripts.measuring import experiment, text
+from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+
+ROUNDING = 1e-4  # nats by which the truth may miss the interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Flags of the experiment."""
+
+    model: str = experiment.model()
+    text: Path = experiment.text()
+    rows: int = setting(8, "rows of text", least=2, quick=2)
+    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=65)
+    listed: tuple[int, ...] = setting((4, 16, 64), "likeliest tokens that are listed", least=2, quick=(4,))
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each number of tokens listed."""
+    served = load(settings.model, dtype="float32", max_num_seqs=2)
+    rows = text.rows(served, settings.text, settings.rows, settings.length or served.max_model_len)
+    logits, _ = text.held_out_logits(served, rows)
+    truth = entropy.entropy(entropy.moments(logits))
+
+    def arm(estimator: entropy.Estimator) -> dict[str, Any]:
+        found = jax.jit(lambda z: estimator(jax.nn.log_softmax(z, axis=-1), entropy.moments(z)))(logits)
+        outside = (truth < found.low - ROUNDING) | (truth > found.high + ROUNDING)
+        each = {"error": np.abs(found.entropy - truth), "width": found.high - found.low, "outside": outside}
+        return {name: np.asarray(one, np.float64).reshape(len(rows), -1).mean(axis=1) for name, one in each.items()}
+
+    for k in settings.listed:
+        made = {
+            "exact": entropy.ExactEstimator(),
+            "top k": entropy.TopKEstimator(k),
+            "tail corrected, share 1/2": entropy.TailCorrectedEstimator(k, 0.5),
+            "tail corrected, share 1": entropy.TailCorrectedEstimator(k, 1.0),
+        }
+        yield Group(labels={"k": k}, arms={name: partial(arm, one) for name, one in made.items()}, baseline="top k")
+
+
+EXPERIMENT = Experiment(
+    question="How well do entropies from the k likeliest tokens agree with the exact one?",
+    settings=Settings,
+    groups=groups,
+    figures={
+        "error": Figure(header="absolute error, nats", against="saving"),
+        "width": Figure(header="width of the interval, nats"),
+        "outside": Figure(header="truth outside the interval"),
+    },
+    document="measurements.md",
+)

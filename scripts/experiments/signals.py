@@ -1,0 +1,101 @@
+"""Which signal should say how much attention mass a token or a head may leave unread, at equal blocks read.
+
+One tolerance for all is the baseline. Other arms multiply it, token by token, by a factor whose logarithm follows a
+signal: the entropy of the next token as the step before saw it, as this very step does (which no decoder knows yet), or
+the attention entropy of the token, with either sign. "shuffled" gives each token the factor of another one. Per head
+stands the attention entropy as preset `certified` uses it; the last arms read by expected error, alone and with that.
+Every arm's tolerance is searched until it reads the wanted share of blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from et_jax.control import select
+from et_jax.control.expected_error import ExpectedError
+from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.serve.engine import load
+from scripts.measuring import experiment, paired, text
+from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded
+
+CERTIFIED = select.Certified(select.coded_bounds)
+PER_HEAD = {
+    "attention entropy of heads": select.PerHead(CERTIFIED, AttentionEntropy()),
+    "expected error": ExpectedError(),
+    "expected error, attention entropy of heads": select.PerHead(ExpectedError(), AttentionEntropy()),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Flags of the experiment."""
+
+    model: str = experiment.model()
+    text: Path = experiment.text()
+    rows: int = setting(24, "rows of text", least=2, quick=2)
+    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=129)
+    measured: int = setting(256, "the last tokens of a row, which are measured", least=4, quick=8)
+    shares: tuple[float, ...] = setting((0.5, 0.25), "of blocks", least=0.01, most=1.0, quick=(0.6,))
+    spread: float = setting(0.5, "standard deviation of the logarithms of factors", least=0.0, most=5.0)
+    within: float = setting(0.005, "of a share, over it, that an arm may miss it by", least=1e-4, most=0.5, quick=0.2)
+
+
+def factors(signal: Float[np.ndarray, "r m"], spread: float) -> Float[np.ndarray, "r m"]:
+    """Return factors whose logarithms follow a signal and deviate by `spread`; 1 where it is constant."""
+    deviation = signal.std()
+    return np.exp(spread * (signal - signal.mean()) / deviation) if deviation > 0 else np.ones_like(signal)
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each share of blocks."""
+    served = load(settings.model, dtype="float32", max_num_seqs=2)
+    length = settings.length or served.max_model_len
+    rows = text.rows(served, settings.text, settings.rows, length)
+    bench = TeacherForced(served, rows, length - 1 - settings.measured)
+    rng = np.random.default_rng(settings.seed)
+    everything = bench.run(guarded(CERTIFIED, True), given={"tolerance": 0.0})
+    now = everything.entropy
+    before = np.concatenate([now[:, :1], now[:, :-1]], axis=1)
+    driven = factors(before, settings.spread)
+    of_tokens = {
+        "constant": np.ones_like(now),
+        "entropy before, more where high": driven,
+        "entropy before, less where high": factors(before, -settings.spread),
+        "entropy before, shuffled": rng.permuted(driven.reshape(-1)).reshape(driven.shape),
+        "entropy now, more where high": factors(now, settings.spread),
+        "entropy now, less where high": factors(now, -settings.spread),
+        "attention entropy, more where high": factors(everything.attention_entropy, settings.spread),
+    }
+
+    def arm(name: str, share: float) -> dict[str, Any]:
+        selector, factor = PER_HEAD.get(name, CERTIFIED), of_tokens.get(name, 1.0)
+
+        def run(tolerance: float, few: bool) -> Scores:
+            return bench.run(guarded(selector, True), given={"tolerance": tolerance * factor}, few=few)
+
+        found = paired.at_budget(run, "share_read", share, 1e-9, 1e6, settings.within)[1]
+        return found.by_row("share_read", "divergence", "loss", "agrees")
+
+    for share in settings.shares:
+        arms = {name: partial(arm, name, share) for name in (*of_tokens, *PER_HEAD)}
+        yield Group(labels={"share": share}, arms=arms, baseline="constant")
+
+
+EXPERIMENT = Experiment(
+    question="Which signal of entropy or error should say how much attention a token may leave unread?",
+    settings=Settings,
+    groups=groups,
+    figures={
+        "share_read": Figure(header="blocks read"),
+        "divergence": Figure(header="KL from dense, nats", against="saving"),
+        "loss": Figure(header="loss, nats"),
+        "agrees": Figure(header="same likeliest token"),
+    },
+    document="measurements.md",
+)

@@ -1,0 +1,151 @@
+"""Every experiment once in quick size, on a random model of two layers, and a relation that its figures must keep."""
+
+import dataclasses
+import gzip
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.models.calibration import Calibration, write_calibration
+from et_jax.types import Table
+from scripts.measuring import experiment, runner
+from scripts.measuring.random_folder import random_folder
+from scripts.measuring.results import REPOSITORY
+from scripts.measuring.shapes import SMALL
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
+TEXT = REPOSITORY / "docs/measurements.md"
+TRAINED = {"experts", "switching"}  # that take the models of the repository
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = random_folder(tmp_path_factory.mktemp("model"), SHAPE, jnp.float32)
+    heads = np.ones((SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.group_size), np.float32)
+    write_calibration(path, Calibration(sensitivity=Table(heads)), {})
+    return path
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl.gz"
+    sizes = [(90, 9, 0), (40, 4, 0), (60, 12, 100), (80, 3, 300), (20, 6, 350), (30, 5, 900)]
+    with gzip.open(path, "wt") as file:
+        for prompt, answer, time in sizes:
+            file.write(json.dumps({"input_length": prompt, "output_length": answer, "timestamp": time}) + "\n")
+    return path
+
+
+def rows(run, arm, figure, group=0):
+    return np.asarray(run["groups"][group]["arms"][arm]["rows"][figure])
+
+
+def value(run, arm, figure, group=0):
+    return run["groups"][group]["arms"][arm]["figures"][figure]["value"]
+
+
+def selection(run):
+    assert np.all(rows(run, "dense", "divergence") == 0) and np.all(rows(run, "dense", "share_read") == 1)
+    assert np.all(rows(run, "quest", "divergence") > 0)
+    for arm in ("quest", "8-bit mass, certified", "oracle"):
+        assert abs(value(run, arm, "share_read") - 0.5) <= 0.05
+    assert value(run, "8-bit mass, certified", "share_bytes") > value(run, "quest", "share_bytes")  # it reads codes
+
+
+def bounds(run):
+    """At tolerance 0 each is the dense model, bit for bit; above, each proves what it promises, and truth reads least."""
+    for arm in ("box", "chord", "8-bit keys", "true mass"):
+        assert np.all(rows(run, arm, "divergence") == 0) and np.all(rows(run, arm, "share_read") == 1)
+    for arm in ("box", "chord", "8-bit keys"):
+        assert np.all(rows(run, arm, "least_kept_mass", 1) >= 0.8 - 1e-6)
+        assert np.all(rows(run, "true mass", "share_read", 1) <= rows(run, arm, "share_read", 1))
+
+
+def signals(run):
+    assert all("rows" in arm for arm in run["groups"][0]["arms"].values())
+    for arm in run["groups"][0]["arms"]:
+        assert abs(value(run, arm, "share_read") - 0.6) <= 0.12
+
+
+def compression(run):
+    for arm in ("snapkv", "streaming"):
+        assert np.all(rows(run, arm, "divergence") > 0) and np.all(rows(run, arm, "share_read") < 0.75)
+
+
+def prefill(run):
+    for arm in ("constant", "entropy", "mass"):
+        assert abs(value(run, arm, "share_read") - 0.5) <= 0.1 and value(run, arm, "divergence") > 0
+
+
+def experts(run):
+    for arm in ("constant", "mass", "entropy of the sequence", "entropy of the sequence, shuffled"):
+        assert abs(value(run, arm, "experts") - 2) <= 0.2
+    assert np.all(rows(run, "constant", "experts") == 2)
+
+
+def readers(run):
+    for arm in ("mass at the token before", "the latest"):
+        assert np.all(rows(run, arm, "divergence") > 0) and np.all(rows(run, arm, "same_draw") <= 1)
+
+
+def estimators(run):
+    assert np.all(rows(run, "exact", "error") <= 1e-5) and np.all(rows(run, "exact", "width") <= 1e-4)
+    for arm in ("exact", "top k", "tail corrected, share 1"):
+        assert np.all(rows(run, arm, "outside") == 0)
+
+
+def answers(run):
+    assert np.all(rows(run, "off", "share_read") == 1) and np.all(rows(run, "certified 0.5", "share_read") <= 1)
+    assert set(rows(run, "off", "right")) <= {0.0, 1.0}
+
+
+def temperature(run):
+    assert np.all(rows(run, "fixed", "temperature") == 1)
+    assert np.all(rows(run, "solve", "off") <= rows(run, "fixed", "off"))
+    assert np.all(rows(run, "cool only, solve", "temperature") <= 1)
+
+
+def drafting(run):
+    assert np.all(rows(run, "none", "tokens_per_step") == 1)
+    for arm in ("lookup", "small model", "self, 0.5 of the blocks"):
+        assert np.all(rows(run, arm, "tokens_per_step") >= 1) and np.all(rows(run, arm, "accepted") <= 1)
+
+
+def switching(run):
+    """The model agrees with itself at every token; a bound that no entropy reaches leaves the small one all words."""
+    assert np.all(rows(run, "the model", "same") == 1) and np.all(rows(run, "the small", "share") == 0)
+    assert np.all(rows(run, "as printed", "share") <= 1 / 16)
+    assert value(run, "as printed", "share", 1) > 0
+
+
+def scheduling(run):
+    """Answers have the same tokens under every rule, and the oracle's mean wait is the least."""
+    assert np.all(rows(run, "fcfs", "latency") >= np.array([9, 4, 12, 3, 6, 5]) - 1)
+    assert value(run, "srpt", "latency") <= value(run, "fcfs", "latency")
+    assert np.all(rows(run, "fcfs", "first_token") <= rows(run, "fcfs", "latency"))
+
+
+def starts(run):
+    assert value(run, "cold", "seconds") > value(run, "warm", "seconds") > 0
+
+
+def preset_steps(run):
+    assert np.all(rows(run, "off", "milliseconds") > 0) and np.all(rows(run, "off", "share_read") == 1)
+    assert np.all(rows(run, "certified", "share_read") <= 1)
+
+
+@pytest.mark.parametrize("name", experiment.names())
+def test_an_experiment_in_quick_size(name, folder, trace):
+    found = experiment.load_experiment(name)
+    fields = {field.name for field in dataclasses.fields(found.settings)}
+    given = {"text": TEXT, "trace": trace} if name not in TRAINED else {"text": TEXT}
+    given |= {} if name in TRAINED else {"model": str(folder), "small": str(folder)}
+    settings = experiment.settings_of(found, {key: one for key, one in given.items() if key in fields}, quick=True)
+    run = runner.run(name, found, settings, None)
+    missed = [arm for group in run["groups"] for arm, one in group["arms"].items() if "missed" in one]
+    assert not missed
+    globals()[name](run)

@@ -1,0 +1,275 @@
+"""The runner of experiments on arms whose figures are known: pairing, resuming, provenance, refusals, tables."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from et_jax.errors import UsageError
+from et_jax.models.bundled import bundled_folder
+from scripts import measure
+from scripts.measuring import experiment, runner, tables
+from scripts.measuring.experiment import Base, Experiment, Figure, Group, Missed, setting
+
+LOSSES = {"dense": [1.0, 2.0, 4.0, 1.0], "less": [2.0, 3.0, 4.0, 3.0], "half": [0.5, 1.0, 2.0, 0.5]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    model: str = experiment.model()
+    text: Path = experiment.text()  # noqa: RUF009
+    rows: int = setting(4, "rows", least=2, most=100, quick=3)
+    shares: tuple[float, ...] = setting((0.5,), "shares", least=0.0)
+    way: str = setting("greedy", "way", choices=("greedy", "sampled"))
+
+
+@pytest.fixture
+def calls():
+    return Counter()
+
+
+@pytest.fixture
+def plain(calls):
+    """An experiment whose arms have known losses, and which counts their calls."""
+
+    def groups(settings):
+        calls["groups"] += 1
+
+        def arm(name):
+            calls[name] += 1
+            if name == "never":
+                raise Missed("no setting spends it")
+            return {"loss": LOSSES[name][: settings.rows], "time": LOSSES[name][: settings.rows], "size": 7.0}
+
+        for share in settings.shares:
+            arms = {name: lambda name=name: arm(name) for name in ("dense", "less", "half", "never")}
+            yield Group(labels={"share": share}, arms=arms, baseline="dense")
+
+    figures = {"loss": Figure(header="loss", against="difference"), "size": Figure(header="size")}
+    figures["time"] = Figure(header="time", against="saving")
+    return Experiment(question="What do arms lose?", settings=Settings, groups=groups, figures=figures)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("It was a dark night.")
+    return path
+
+
+def run(plain, path, text, **given):
+    return runner.run("plain", plain, Settings(text=text, **given), path, lambda line: None)
+
+
+def test_arms_are_compared_row_by_row(plain, text):
+    """Differences 1, 1, 0, 2 have the mean 1; their interval is narrower than rows drawn apart would give."""
+    arms = run(plain, None, text)["groups"][0]["arms"]
+    assert arms["dense"]["figures"]["loss"]["value"] == 2.0
+    assert "difference" not in arms["dense"]["figures"]["loss"]
+    difference = arms["less"]["figures"]["loss"]["difference"]
+    assert difference["value"] == 1.0 and 0.0 <= difference["low"] < 1.0 < difference["high"] <= 2.0
+    halved = arms["half"]["figures"]["time"]["saving"]  # of every row exactly half
+    assert halved["share"] == halved["low"] == halved["high"] == 0.5
+    assert arms["less"]["figures"]["size"] == {"value": 7.0}
+    assert arms["never"]["missed"] == "no setting spends it"
+
+
+def test_an_arm_with_other_rows_than_the_baseline_is_an_error(plain, text, monkeypatch):
+    monkeypatch.setitem(LOSSES, "less", [2.0, 3.0])
+    with pytest.raises(ValueError, match="2 rows and its baseline 4"):
+        run(plain, None, text)
+
+
+def test_figures_of_an_arm_have_the_same_rows():
+    with pytest.raises(ValueError, match="one value a row"):
+        runner.rows_of({"loss": [1.0, 2.0], "time": [1.0]})
+
+
+def test_an_arm_in_the_file_is_not_measured_again(plain, text, tmp_path, calls):
+    path = tmp_path / "found/plain.json"
+    first = run(plain, path, text)
+    content = json.loads(path.read_text())
+    del content["runs"][0]["groups"][0]["arms"]["less"]
+    path.write_text(json.dumps(content))
+    again = run(plain, path, text)
+    assert (calls["dense"], calls["less"], calls["never"]) == (1, 2, 1)
+    for found in (first, again):
+        for arm in found["groups"][0]["arms"].values():
+            arm.pop("seconds")
+    assert again["groups"][0]["arms"] == first["groups"][0]["arms"]
+
+
+def test_the_file_has_every_arm_that_was_measured_before_an_error(plain, text, tmp_path, monkeypatch):
+    path = tmp_path / "plain.json"
+    monkeypatch.delitem(LOSSES, "half")
+    with pytest.raises(KeyError):
+        run(plain, path, text)
+    [found] = runner.runs_of(path)
+    assert list(found["groups"][0]["arms"]) == ["dense", "less"]
+
+
+def _other_commit(monkeypatch, text):
+    monkeypatch.setattr(runner, "commit", lambda: "another")
+
+
+def _other_text(monkeypatch, text):
+    text.write_text("It was a bright day.")
+
+
+def _other_weights(monkeypatch, text):
+    monkeypatch.setattr(runner, "fingerprint", lambda folder: "another")
+
+
+def _other_device(monkeypatch, text):
+    here = runner.machine()
+    monkeypatch.setattr(runner, "machine", lambda: here | {"device": "another"})
+
+
+def _other_load(monkeypatch, text):
+    here = runner.machine()
+    monkeypatch.setattr(runner, "machine", lambda: here | {"load_average": 99.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "measured"),
+    [(_other_commit, 2), (_other_text, 2), (_other_weights, 2), (_other_device, 2), (_other_load, 1)],
+)
+def test_a_run_of_another_provenance_is_measured_anew_and_replaces_the_old_one(
+    plain, text, tmp_path, calls, monkeypatch, change, measured
+):
+    path = tmp_path / "plain.json"
+    run(plain, path, text)
+    change(monkeypatch, text)
+    run(plain, path, text)
+    assert calls["dense"] == measured and len(runner.runs_of(path)) == 1
+
+
+def test_runs_of_other_settings_stay_side_by_side(plain, text, tmp_path, calls):
+    path = tmp_path / "plain.json"
+    for rows in (4, 3, 4):
+        run(plain, path, text, rows=rows)
+    assert calls["dense"] == 2
+    assert sorted(one["settings"]["rows"] for one in runner.runs_of(path)) == [3, 4]
+
+
+def test_a_run_says_what_it_comes_from(plain, text):
+    found = run(plain, None, text, seed=5)
+    assert found["settings"] == {
+        "seed": 5,
+        "model": "bundled",
+        "text": "text.txt",
+        "rows": 4,
+        "shares": [0.5],
+        "way": "greedy",
+    }
+    assert found["weights"] == {"model": runner.fingerprint(bundled_folder())}
+    # of the text: printf 'It was a dark night.' | sha256sum
+    assert found["texts"] == {"text": "083f3c0fe753704926c281bbe65f1a87d64a3ddca7cc2c8acd1add7107a44757"}
+    assert len(found["commit"].split()[0]) == 40
+    assert found["groups"][0]["arms"]["dense"]["rows"]["loss"] == LOSSES["dense"]
+
+
+def test_arms_that_are_timed_take_turns_and_are_compared_round_by_round(text):
+    order, clock = [], iter(np.arange(1.0, 100.0))
+
+    def groups(settings):
+        def start(name):
+            def once():
+                order.append(name)
+                return {"seconds": next(clock)}
+
+            return once
+
+        yield Group(arms={name: lambda name=name: start(name) for name in ("off", "on")}, baseline="off", rounds=3)
+
+    timed = Experiment(
+        question="?",
+        settings=Settings,
+        groups=groups,
+        timed=True,
+        figures={"seconds": Figure(header="s", against="ratio")},
+    )
+    arms = runner.run("timed", timed, Settings(text=text), None, lambda line: None)["groups"][0]["arms"]
+    assert order == ["off", "on", "on", "off", "off", "on", "on", "off"]
+    assert arms["off"]["rows"]["seconds"] == [4.0, 5.0, 8.0] and arms["on"]["rows"]["seconds"] == [3.0, 6.0, 7.0]
+    assert arms["on"]["figures"]["seconds"]["value"] == 6.0
+    ratio = arms["on"]["figures"]["seconds"]["ratio"]  # 3/4, 6/5, 7/8
+    assert ratio == {"value": 7 / 8, "low": 3 / 4, "high": 6 / 5}
+
+
+REFUSED = [
+    ({}, "--text is required"),
+    ({"text": Path("/nowhere.txt")}, "--text is /nowhere.txt; name a file that exists"),
+    ({"model": "/nowhere/model"}, "--model is /nowhere/model; name a folder that exists"),
+    ({"rows": 1}, "--rows is 1; give at least 2 and at most 100"),
+    ({"shares": (0.5, -1.0)}, "--shares is -1.0; give at least 0"),
+    ({"shares": (float("nan"),)}, "--shares is nan; give a finite number"),
+    ({"way": "loud"}, "--way is loud; choose one of greedy, sampled"),
+    ({"seed": -1}, "--seed is -1; give at least 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(plain, text, calls, given, said):
+    with pytest.raises(UsageError) as refused:
+        experiment.settings_of(plain, ({"text": text} if given else {}) | given, quick=False)
+    assert said in str(refused.value) and calls["groups"] == 0
+
+
+def test_quick_sizes_stand_where_no_flag_does(plain, text):
+    assert experiment.settings_of(plain, {"text": text}, quick=True).rows == 3
+    assert experiment.settings_of(plain, {"text": text, "rows": 9}, quick=True).rows == 9
+
+
+def test_a_file_of_other_results_is_refused_and_stays(plain, text, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text('{"cases": []}')
+    with pytest.raises(UsageError, match="holds no runs"):
+        run(plain, path, text)
+    assert path.read_text() == '{"cases": []}'
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["nothing"], "There is no experiment nothing"), (["selection"], "--text")]
+)
+def test_the_command_line_refuses_in_one_sentence(capsys, words, said):
+    assert measure.main(words) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_every_experiment_is_listed_with_its_question(capsys):
+    assert measure.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == experiment.names()
+    assert all(line.endswith("?") for line in lines)
+
+
+def test_a_table_has_a_line_for_every_arm(plain, text):
+    shown = tables.shown(plain, run(plain, None, text)).splitlines()
+    assert shown[0] == "| share | arm | loss | over the baseline | size | time | saved of the baseline's |"
+    assert shown[2].startswith("| 0.5 | dense | 2 (") and shown[2].endswith(" | - |")
+    assert shown[4].endswith("| +50.0% (+50.0% to +50.0%) |")
+    assert shown[5] == "| 0.5 | never | no setting spends it | - | - | - | - |"
+
+
+def test_the_tables_of_the_documents_are_those_of_the_results():
+    """As `python -m scripts.measure --tables` writes them."""
+    for name in experiment.names():
+        found, path = experiment.load_experiment(name), measure.RESULTS / f"{name}.json"
+        if found.document is not None and path.exists():
+            document = (tables.DOCS / found.document).read_text(encoding="utf-8")
+            part = tables.part(name, found, runner.runs_of(path))
+            assert f"<!-- {name}: begin -->\n\n{part}\n\n<!-- {name}: end -->" in document, name
+
+
+def test_a_part_of_a_document_is_replaced(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- one: begin -->\nold\n<!-- one: end -->\nb\n")
+    tables.insert(page, "one", r"new \1")
+    assert page.read_text() == "a\n<!-- one: begin -->\n\nnew \\1\n\n<!-- one: end -->\nb\n"
+    with pytest.raises(ValueError, match="two: begin"):
+        tables.insert(page, "two", "new")
