@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
 TEXT = REPOSITORY / "docs/measurements.md"
-TRAINED = {"experts", "switching"}  # that take the models of the repository
+TRAINED = {"experts", "switching", "throughput"}  # that take the models of the repository
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +138,73 @@ def preset_steps(run):
     assert np.all(rows(run, "certified", "share_read") <= 1)
 
 
+def every_round(run):
+    """Each arm has its figures of every round, and takes time."""
+    for group in run["groups"]:
+        for arm in group["arms"].values():
+            assert all(len(one) == run["settings"]["rounds"] for one in arm["rows"].values())
+            assert min(next(iter(arm["rows"].values()))) > 0
+
+
+formats = peers = prefill_cost = sampling = step_parts = versions = every_round
+
+
+def kernels(run):
+    """Milliseconds times GB/s are the bytes of the listed keys and values: of 256 tokens, 8 heads of 128 in float32."""
+    every_round(run)
+    for arm, share in (("xla, 1", 1.0), ("xla, 0.5", 0.5), ("in order, einsum", 1.0)):
+        found = rows(run, arm, "milliseconds") * rows(run, arm, "gb_per_s")
+        np.testing.assert_allclose(found, share * 8 * 256 * 2 * 128 * 4 / 1e6)
+
+
+def steps(run):
+    """Of 13 blocks Quest reads an eighth, with the first and the newest; what certified may leave out it leaves out."""
+    every_round(run)
+    assert np.all(rows(run, "off", "share_read") == 1)
+    assert np.all(rows(run, "quest", "share_read") <= 4 / 13) and np.all(rows(run, "certified", "share_read") < 1)
+
+
+def selection_cost(run):
+    every_round(run)
+    listed = {arm: value(run, arm, "share_listed") for arm in run["groups"][0]["arms"]}
+    assert listed["dense"] == 1 and 0 < listed["quest"] == listed["choose quest"] < 1
+    assert 0 < listed["choose int8"] <= listed["by entropy"] <= 1  # no head passes the tolerance of all
+
+
+def drafts(run):
+    every_round(run)
+    assert value(run, "plain", "drafted") == 0
+    assert 0 < value(run, "lookup", "accepted") <= value(run, "lookup", "drafted")
+
+
+def self_drafts(run):
+    """Of drafts that hold nine times in ten most are accepted."""
+    every_round(run)
+    assert value(run, "plain", "drafted") == 0
+    drafted, accepted = (rows(run, "drafts hold at 0.9", name).sum() for name in ("drafted", "accepted"))
+    assert 0 < drafted / 2 < accepted <= drafted
+
+
+def throughput(run):
+    every_round(run)
+    assert value(run, "2 at once, no cached prefixes", "share_cached") == 0
+    assert value(run, "2 at once", "programs_compiled_late") == 0
+
+
+def formats_quality(run):
+    """Numbers of 8 bits are half as many bytes as bfloat16, with scales beside them."""
+    byte, weights = (
+        {arm: value(run, arm, name) for arm in run["groups"][0]["arms"]} for name in ("token_bytes", "weight_bytes")
+    )
+    assert byte["bfloat16"] / 2 <= byte["int8 cache"] == byte["fp8 cache"] <= byte["bfloat16"]
+    assert weights["bfloat16"] / 2 <= weights["int8 weights"] < weights["bfloat16"]
+
+
 @pytest.mark.parametrize("name", experiment.names())
 def test_an_experiment_in_quick_size(name, folder, trace):
     found = experiment.load_experiment(name)
     fields = {field.name for field in dataclasses.fields(found.settings)}
-    given = {"text": TEXT, "trace": trace} if name not in TRAINED else {"text": TEXT}
+    given = {"text": TEXT, "checkout": REPOSITORY} | ({"trace": trace} if name not in TRAINED else {})
     given |= {} if name in TRAINED else {"model": str(folder), "small": str(folder)}
     settings = experiment.settings_of(found, {key: one for key, one in given.items() if key in fields}, quick=True)
     run = runner.run(name, found, settings, None)
