@@ -82,7 +82,7 @@ def _case(text: str) -> tuple[str, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--cases", type=arguments.count(), default=5000, help="in all, shared by the targets (5000)")
     parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="repeatable (default all)")

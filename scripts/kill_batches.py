@@ -1,6 +1,6 @@
 """Kill a batch job again and again: in the end every line has one row, the row of an undisturbed run.
 
-    python scripts/kill_batches.py [--kills 100] [--lines 300] [--replicas 2] [--num-pages 24] [--seed 0]
+    python -m scripts.kill_batches [--kills 100] [--lines 300] [--replicas 2] [--num-pages 24] [--seed 0]
         [--draft lookup]
 
 A job of mixed lines (texts and token ids, several continuations, stop strings, log-probabilities, lines that are
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.measuring import arguments
-from scripts.measuring.results import write
+from scripts.measuring.results import RESULTS, write
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STARTING = 0.3  # share of the kills that fall by the clock, while a run starts
@@ -153,7 +153,10 @@ def compare(calm: dict[str, Any], wild: dict[str, Any], expected: set[str]) -> N
 
 
 def main() -> None:
-    parser = arguments.parser(__doc__, "model", "seed", results="kills.json")
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--output", type=arguments.output, default=RESULTS / "kills.json")
+    parser.add_argument("--seed", type=arguments.count(0), default=0)
     for name, default in {"kills": 100, "lines": 300, "replicas": 2, "num-pages": 24}.items():
         parser.add_argument(f"--{name}", type=arguments.count(), default=default)
     parser.add_argument("--draft", help="a drafter, see et_jax.generate; none by default")

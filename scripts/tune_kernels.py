@@ -8,7 +8,6 @@ time is recorded in `et_jax/pallas/tuned/<device kind>.json` if it beats the rul
 longer does is removed. The figures go to `benchmarks/results/tuning-<device kind>.json`.
 """
 
-import argparse
 import dataclasses
 import importlib
 import inspect
@@ -158,7 +157,7 @@ def record(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--op", choices=FOLDERS, action="append", help="an op, or several; all by default")
     parser.add_argument("--backend", choices=NAMES, help="by default the best for this device")
     parser.add_argument("--shape", action="append", default=[], help="a name, or several; by default the large ones")

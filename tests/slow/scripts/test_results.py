@@ -21,15 +21,3 @@ def test_figures_come_with_their_origin(tmp_path):
     content = json.loads((tmp_path / "new" / "figures.json").read_text())
     assert (content["script"], content["settings"], content["rows"]) == ("scripts/it.py", {"rounds": 3}, [1, 2])
     assert {"processor", "cores", "device", "jax"} <= content["machine"].keys()
-
-
-def test_cases_of_other_models_and_texts_are_kept_and_the_same_ones_replaced(tmp_path):
-    old = [
-        {"model": "a", "text": "x", "n": 1},
-        {"model": "a", "text": "y", "n": 2},
-        {"model": "b", "text": "x", "n": 3},
-    ]
-    results.write(tmp_path / "found.json", "a script", {}, cases=old)
-    fresh = [{"model": "a", "text": "y", "n": 4}, {"model": "c", "text": "x", "n": 5}]
-    assert results.with_others(tmp_path / "found.json", fresh) == [old[0], old[2], *fresh]
-    assert results.with_others(tmp_path / "not yet.json", fresh) == fresh
