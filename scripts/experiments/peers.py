@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class Settings(Base):
     batches: tuple[int, ...] = setting((1, 4, 16), "sequences at once", least=1, quick=(1,))
     tokens: int = setting(64, "new ones of each sequence", least=2, quick=2)
     prompt_tokens: int = setting(32, "tokens of each prompt", least=1, quick=2)
+    layers: int = setting(SMOLLM_135M.num_layers, "layers of the shape", least=1, quick=2)
     rounds: int = setting(5, "rounds in which the engines take turns", least=2, quick=2)
 
 
@@ -85,7 +86,8 @@ def groups(settings: Settings) -> Iterator[Group]:
     pythons = {"llama.cpp": settings.llama_python, "transformers": settings.transformers_python}
     pythons = {"et_jax": sys.executable} | {name: python for name, python in pythons.items() if python}
     with tempfile.TemporaryDirectory() as folder:
-        model = str(random_folder(Path(folder), SMOLLM_135M, "bfloat16"))
+        shape = replace(SMOLLM_135M, num_layers=settings.layers, windows=(None,) * settings.layers)
+        model = str(random_folder(Path(folder), shape, "bfloat16"))
         engines = {(name, form): Engine(name, python) for name, python in pythons.items() for form in FORMS[name]}
         firsts = {name: engines[name, FORMS[name][0]] for name in pythons}
         print({name: engine.versions for name, engine in firsts.items()}, file=sys.stderr)

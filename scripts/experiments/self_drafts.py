@@ -92,6 +92,14 @@ def told(state: DecodeState, rows: Any, logits: Array, position: Int[Array, " r"
     return jnp.where(drawn < 0, drawn, ahead)  # no draw is below 0, but no compiler knows
 
 
+@dataclass
+class Learnt:
+    """The clock of an arm, and the laws that it has told; both go on from text to text."""
+
+    clock: StepClock
+    laws: Any
+
+
 class Case:
     """Random weights and one cache, which plain decoding and decoding with drafts use in turns."""
 
@@ -114,7 +122,13 @@ class Case:
             heavy_blocks=jnp.zeros((plain.num_slots, *plain.mask_shape), jnp.uint32),
         )
         self.decoders = {False: (decoder(plain), state), True: (decoder(drafting), drafted)}
-        self.expected = self.text(False, StepClock(plain))[1]
+        self.expected = self.text(False, self.learnt(False))[1]
+
+    def learnt(self, drafts: bool) -> Learnt:
+        """Return what an arm knows at first."""
+        d, state = self.decoders[drafts]
+        clock = StepClock(d.config)
+        return Learnt(clock=clock, laws=law_numbers(clock.begin() or state.draft_laws))
 
     def begun(self, drafts: bool, laws: Any) -> DecodeState:
         """Return the state of texts after the context, with the cache."""
@@ -148,8 +162,9 @@ class Case:
             output, ran = jax.device_get((output, ran))
             took, ran = time.perf_counter() - began, int(ran)
             spent, steps = spent + took, int(np.clip(BURST * ran / took, 1, STEPS))
-            if (laws := clock.note(output, ran, took, variant)) is not None:
-                state = replace(state, draft_laws=jax.tree.map(jnp.asarray, law_numbers(laws)))
+            if (laws := learnt.clock.note(output, ran, took, variant)) is not None:
+                learnt.laws = law_numbers(laws)
+                state = replace(state, draft_laws=jax.tree.map(jnp.asarray, learnt.laws))
             token, produced = (x[:ran].reshape(-1, config.num_slots) for x in (output.token, output.produced))
             for slot, text in enumerate(texts):
                 text += token[produced[:, slot], slot].tolist()
@@ -160,14 +175,14 @@ class Case:
     def texts(self, rate: float | None) -> Round:
         """Return rounds of texts, plain or with drafts that hold at a rate."""
         drafts, guesses = rate is not None, None
-        clock = StepClock(self.decoders[drafts][0].config)
+        learnt = self.learnt(drafts)
         if rate is not None:
             right = np.random.default_rng(1).random(np.shape(self.expected)) < rate
             wrong = (np.asarray(self.expected) + 1) % SMOLLM_135M.vocab_size
             guesses = np.where(right, self.expected, wrong).astype(np.int32)
 
         def timed() -> dict[str, float]:
-            spent, texts, counts = self.text(drafts, clock, guesses)
+            spent, texts, counts = self.text(drafts, learnt, guesses)
             if texts != self.expected:
                 raise UsageError(f"Drafts that hold at {rate} changed a text at {self.context} tokens.")
             return {"milliseconds": 1e3 * spent / self.settings.tokens, **counts}
@@ -180,7 +195,7 @@ class Case:
         def timed() -> dict[str, float]:
             config = self.decoders[True][0].config
             decode = self.decoders[True][0].variants[config.whole._replace(drafts=drafted > 0)]
-            state = self.begun(True, law_numbers(self.decoders[True][1].draft_laws))
+            state = self.begun(True, self.learnt(True).laws)
             wanted = jnp.where(state.active, drafted, 0).astype(jnp.int32)
             length, spent = jnp.copy(state.length), 0.0
             for _ in range(2):
