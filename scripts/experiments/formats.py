@@ -1,7 +1,8 @@
 """What weights and caches in 8 bits save of the time of steps and of prefill.
 
-Random weights in the shape of SmolLM-135M, as bfloat16 and int8, with caches in bfloat16 and 8 bits. Decode steps of
-rows that have so many tokens in the cache, many steps in one call, and one call that prefills a prompt.
+Random weights, by default in the shape of SmolLM-135M, as bfloat16 and int8, with caches in bfloat16 and 8 bits.
+Decode steps of rows that have so many tokens in the cache, many steps in one call, and one call that prefills a
+prompt.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from et_jax.models.transformer import initialise
 from et_jax.models.weights import quantized
 from et_jax.types import replace
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.shapes import SHAPES, shaped
 from scripts.measuring.states import filled, whole_context
 from scripts.measuring.timing import Round, seconds
 
@@ -40,15 +41,15 @@ class Settings(Base):
     contexts: tuple[int, ...] = setting((64, 2048, 8192, 16_384), "tokens of a row", least=1, quick=(64,))
     rows: tuple[int, ...] = setting((2, 16), "rows of a step", least=2, quick=(2,))
     prompts: tuple[int, ...] = setting((512,), "tokens of a call that prefills, pages of them", quick=(64,))
-    layers: int = setting(SMOLLM_135M.num_layers, "layers of the shape", least=1, quick=2)
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
     steps: int = setting(16, "steps of a round", least=1, quick=2)
     rounds: int = setting(7, "rounds in which all take turns", least=2, quick=2)
 
 
 def configured(settings: Settings, rows: int, length: int, cache: str) -> DecoderConfig:
     """Return a decoder whose rows have room for so many tokens, in a cache of a kind."""
-    windows = (None,) * settings.layers
-    model = replace(SMOLLM_135M, num_layers=settings.layers, windows=windows, max_positions=length)
+    model = shaped(settings.shape, settings.layers, length)
     config = whole_context(model, rows, "bfloat16", max_steps=settings.steps)
     return replace(config, cache_dtype=eight_bits.dtype_named(cache), dtype="bfloat16")
 

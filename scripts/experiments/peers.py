@@ -1,9 +1,9 @@
 """Tokens a second of et_jax, llama.cpp and Hugging Face transformers on one model and machine.
 
-The model is random weights in the shape of SmolLM-135M, rounded to bfloat16. Each engine has them in its own forms,
-every form in a process of its own, and all take turns: greedy, end tokens ignored, the same prompts (token ids), the
-same number of new tokens. et_jax runs what `Model.stream` runs, text and trace of every token included. That all run
-one model is seen in float32, where their first greedy tokens must agree.
+The model is random weights, by default in the shape of SmolLM-135M, rounded to bfloat16. Each engine has them in its
+own forms, every form in a process of its own, and all take turns: greedy, end tokens ignored, the same prompts (token
+ids), the same number of new tokens. et_jax runs what `Model.stream` runs, text and trace of every token included. That
+all run one model is seen in float32, where their first greedy tokens must agree.
 """
 
 import random
@@ -11,14 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 from et_jax.errors import UsageError
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
 from scripts.measuring.random_folder import random_folder
-from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.shapes import SHAPES, shaped
 from scripts.measuring.timing import Round
 from scripts.peers import Engine
 
@@ -40,14 +40,15 @@ class Settings(Base):
     batches: tuple[int, ...] = setting((1, 4, 16), "sequences at once", least=1, quick=(1,))
     tokens: int = setting(64, "new ones of each sequence", least=2, quick=2)
     prompt_tokens: int = setting(32, "tokens of each prompt", least=1, quick=2)
-    layers: int = setting(SMOLLM_135M.num_layers, "layers of the shape", least=1, quick=2)
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
     rounds: int = setting(5, "rounds in which the engines take turns", least=2, quick=2)
 
 
 def drawn(batch: int, length: int, seed: int) -> list[list[int]]:
     """Return prompts of random tokens."""
     draw = random.Random(seed)
-    return [draw.choices(range(SMOLLM_135M.vocab_size), k=length) for _ in range(batch)]
+    return [draw.choices(range(SHAPES["small"].vocab_size), k=length) for _ in range(batch)]
 
 
 def check_agreement(engines: dict[str, Engine], model: str, prompt_tokens: int) -> None:
@@ -86,7 +87,7 @@ def groups(settings: Settings) -> Iterator[Group]:
     pythons = {"llama.cpp": settings.llama_python, "transformers": settings.transformers_python}
     pythons = {"et_jax": sys.executable} | {name: python for name, python in pythons.items() if python}
     with tempfile.TemporaryDirectory() as folder:
-        shape = replace(SMOLLM_135M, num_layers=settings.layers, windows=(None,) * settings.layers)
+        shape = shaped(settings.shape, settings.layers, 2048)
         model = str(random_folder(Path(folder), shape, "bfloat16"))
         engines = {(name, form): Engine(name, python) for name, python in pythons.items() for form in FORMS[name]}
         firsts = {name: engines[name, FORMS[name][0]] for name in pythons}

@@ -1,10 +1,10 @@
 """What a budget of blocks saves of the time of a long prompt's prefill.
 
-A model of random weights in the shape of SmolLM-135M prefills a prompt of random tokens: densely, and with budgets of
-so many tokens of the context before each segment, those of the blocks of greatest score. Choosing is included.
+A model of random weights, by default in the shape of SmolLM-135M, prefills a prompt of random tokens: densely, and
+with budgets of so many tokens of the context before each segment, those of the blocks of greatest score. Choosing is
+included.
 """
 
-import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from et_jax.control.controller import Controller
 from et_jax.serve.engine import load
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
 from scripts.measuring.random_folder import random_folder
-from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.shapes import SHAPES, shaped
 from scripts.measuring.timing import Round, seconds
 
 
@@ -29,7 +29,8 @@ class Settings(Base):
     tokens: int = setting(16_384, "tokens of the prompt", least=2, quick=300)
     budgets: tuple[int, ...] = setting((8192, 4096, 2048, 1024), "tokens that a head reads", least=1, quick=(128,))
     segment: int = setting(512, "tokens of a segment", least=1, quick=64)
-    layers: int = setting(SMOLLM_135M.num_layers, "layers of the shape", least=1, quick=2)
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
     dtype: str = setting("bfloat16", "of weights and cache", choices=("bfloat16", "float32"))
     rounds: int = setting(5, "rounds in which all take turns", least=2, quick=2)
 
@@ -45,9 +46,9 @@ def started(settings: Settings, folder: Path, budget: int | None) -> Round:
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield one group."""
-    sizes = {"num_layers": settings.layers, "windows": (None,) * settings.layers, "max_positions": settings.tokens + 64}
+    model = shaped(settings.shape, settings.layers, settings.tokens + 64)
     with tempfile.TemporaryDirectory() as name:
-        folder = random_folder(Path(name), dataclasses.replace(SMOLLM_135M, **sizes), settings.dtype)
+        folder = random_folder(Path(name), model, settings.dtype)
         arms: dict[str, Callable[[], Round]] = {"dense": partial(started, settings, folder, None)}
         arms |= {f"{budget} tokens": partial(started, settings, folder, budget) for budget in settings.budgets}
         yield Group(arms=arms, baseline="dense", rounds=settings.rounds)

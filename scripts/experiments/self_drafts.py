@@ -1,13 +1,12 @@
 """What a model gains that drafts for itself, reading few blocks, by context, sequences and acceptance rate.
 
-A random model of SmolLM-135M's shape goes on from caches of random keys and values. Its drafts are drawn from passes of
-its own, and then made to hold at a given rate: at each position the draft is the token of the plain text, or a wrong
-one. It decodes in bursts, as a server does, and the laws of lengths are given the time of each step by the clock; each
-rate learns by itself, from its first round on. Every text is checked to be the plain one. `part` `steps` times single
-steps that draft and verify so many tokens, beside a plain step.
+A random model, by default in the shape of SmolLM-135M, goes on from caches of random keys and values. Its drafts are
+drawn from passes of its own, and then made to hold at a given rate: at each position the draft is the token of the
+plain text, or a wrong one. It decodes in bursts, as a server does, and the laws of lengths are given the time of each
+step by the clock; each rate learns by itself, from its first round on. Every text is checked to be the plain one.
+`part` `steps` times single steps that draft and verify so many tokens, beside a plain step.
 """
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, read_sizes
 from et_jax.serve.step_clock import StepClock
 from et_jax.types import Table, replace
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.shapes import SHAPES, shaped
 from scripts.measuring.states import filled, with_random_pages
 from scripts.measuring.timing import Round
 
@@ -56,7 +55,8 @@ class Settings(Base):
     rates: tuple[float, ...] = setting((0.9, 0.45, 0.0), "of drafts that hold", least=0.0, most=1.0, quick=(0.9,))
     drafted: tuple[int, ...] = setting((1, 4, 8, 12), "tokens of a single step", least=1, most=MOST, quick=(4,))
     tokens: int = setting(64, "tokens of a text", least=2, quick=8)
-    layers: int = setting(SMOLLM_135M.num_layers, "layers of the shape", least=1, quick=2)
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
     gigabytes: float = setting(8.0, "that a cache may take; larger cases are left out", least=0.0)
     rounds: int = setting(3, "rounds in which all take turns", least=2, quick=2)
 
@@ -65,8 +65,7 @@ def configuration(settings: Settings, context: int, sequences: int) -> DecoderCo
     """Return a decoder that has room for so many sequences of so many tokens, and for their texts."""
     page, slots = DEFAULT_PAGE_SIZE[jax.default_backend()], max(2, sequences)
     length = -(-(context + settings.tokens + MOST + 3) // page) * page
-    windows = (None,) * settings.layers
-    model = dataclasses.replace(SMOLLM_135M, num_layers=settings.layers, windows=windows, max_positions=length)
+    model = shaped(settings.shape, settings.layers, length)
     heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
     return DecoderConfig(
         model=model,
@@ -144,12 +143,10 @@ class Case:
         [plant] = state.plants
         self.cache = replace(plant, num_cached=jnp.zeros_like(plant.num_cached))
 
-    def text(
-        self, drafts: bool, clock: StepClock, guesses: Any = None
-    ) -> tuple[float, list[list[int]], dict[str, int]]:
+    def text(self, drafts: bool, learnt: Learnt, guesses: Any = None) -> tuple[float, list[list[int]], dict[str, int]]:
         """Return the seconds of a text in each sequence, the texts, and the tokens drafted and accepted."""
-        d, (config, tokens) = self.decoders[drafts][0], (clock.config, self.settings.tokens)
-        state = self.begun(drafts, law_numbers(clock.begin() or self.decoders[drafts][1].draft_laws))
+        d, tokens = self.decoders[drafts][0], self.settings.tokens
+        config, state = d.config, self.begun(drafts, learnt.laws)
         if guesses is not None:
             ahead = slice(self.context + 1, self.context + 1 + tokens)
             state = replace(state, text=state.text.at[: self.sequences, ahead].set(guesses))
@@ -178,7 +175,7 @@ class Case:
         learnt = self.learnt(drafts)
         if rate is not None:
             right = np.random.default_rng(1).random(np.shape(self.expected)) < rate
-            wrong = (np.asarray(self.expected) + 1) % SMOLLM_135M.vocab_size
+            wrong = (np.asarray(self.expected) + 1) % SHAPES[self.settings.shape].vocab_size
             guesses = np.where(right, self.expected, wrong).astype(np.int32)
 
         def timed() -> dict[str, float]:

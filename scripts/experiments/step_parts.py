@@ -35,7 +35,7 @@ from et_jax.models.weights import Weight, nodes
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.shapes import SHAPES, shaped
 from scripts.measuring.states import filled, whole_context
 from scripts.measuring.timing import Round, seconds
 
@@ -46,7 +46,9 @@ KINDS = ("weight products", "forward", "+ cache write", "+ attention", "step", "
 class Settings(Base):
     """Flags of the experiment."""
 
-    shape: str = setting("", "a model, by name or folder, with random weights; SmolLM-135M if none", quick="bundled")
+    model: str = setting("", "a model, by name or folder, whose shape is taken instead")
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
     batches: tuple[int, ...] = setting((2, 16), "rows of a step", least=2, quick=(2,))
     dtypes: tuple[str, ...] = setting(("bfloat16",), "of weights and cache", choices=("bfloat16", "float32"))
     context: int = setting(64, "tokens in every sequence at the start", least=1, quick=8)
@@ -131,7 +133,8 @@ def started(kind: str, config: DecoderConfig, params: Params, settings: Settings
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each dtype and batch."""
-    model = read_config(resolve(settings.shape)) if settings.shape else SMOLLM_135M
+    model = shaped(settings.shape, settings.layers, settings.context + 2 * settings.steps)
+    model = read_config(resolve(settings.model)) if settings.model else model
     for dtype in settings.dtypes:
         params = initialise(model, jax.random.key(0), dtype)
         for batch in settings.batches:

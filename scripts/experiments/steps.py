@@ -1,10 +1,10 @@
 """What a decode step takes under each way of choosing blocks, over one that reads everything, at any context.
 
-Random weights in the shape of SmolLM-135M decode greedily from caches of random tokens, of whose keys one in 256 is 24
-times as long, so that few blocks have most of the mass. A model that is random is never certain, so the tolerances are
-constant: those at which a context of 2,048 tokens has 6 to 9% of its blocks read. Quest reads the share `--quest`. All
-arms use one cache in turns, so that the largest contexts fit. On a busy machine `--cpu-time` counts what the processor
-did on all its cores, not the time that passed.
+A random model, by default in the shape of SmolLM-135M, decodes greedily from caches of random tokens, of whose keys
+one in 256 is 24 times as long, so that few blocks have most of the mass. A model that is random is never certain, so
+the tolerances are constant: those at which a context of 2,048 tokens has 6 to 9% of its blocks read. Quest reads the
+share `--quest`. All arms use one cache in turns, so that the largest contexts fit. On a busy machine `--cpu-time`
+counts what the processor did on all its cores, not the time that passed.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from et_jax.models.calibration import Calibration
 from et_jax.models.transformer import initialise
 from et_jax.types import Table, replace
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.shapes import SMOLLM_135M
+from scripts.measuring.shapes import SHAPES, shaped
 from scripts.measuring.states import filled, whole_context
 from scripts.measuring.timing import Round, seconds
 
@@ -56,7 +56,8 @@ class Settings(Base):
     rows: tuple[int, ...] = setting((2, 16), "rows of a step", least=2, quick=(2,))
     controls: tuple[str, ...] = setting(ARMS, "ways of choosing", choices=ARMS, quick=("off", "quest", "certified"))
     quest: float = setting(1 / 8, "share of the blocks that Quest reads", least=0.0, most=1.0)
-    layers: int = setting(SMOLLM_135M.num_layers, "layers of the shape", least=1, quick=2)
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
     dtype: str = setting("bfloat16", "of weights and cache", choices=("bfloat16", "float32"))
     steps: int = setting(16, "steps of a round", least=1, quick=2)
     cpu_time: bool = setting(False, "count processor time of all cores, not time that passes")
@@ -83,8 +84,8 @@ class Shared:
     """A random model and one cache of random tokens, which the arms use in turns."""
 
     def __init__(self, settings: Settings, rows: int, context: int) -> None:
-        windows, room = (None,) * settings.layers, -(-(context + 2 * settings.steps) // PIECE) * PIECE
-        model = replace(SMOLLM_135M, num_layers=settings.layers, windows=windows, max_positions=room)
+        room = -(-(context + 2 * settings.steps) // PIECE) * PIECE
+        model = shaped(settings.shape, settings.layers, room)
         heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
         calibration = Calibration(sensitivity=Table(heads))
         self.config = whole_context(model, rows, settings.dtype, max_steps=settings.steps, calibration=calibration)
