@@ -215,7 +215,7 @@ def check_measured(name: str, config: DecoderConfig) -> None:
     needed: frozenset[str] = frozenset().union(*(selector.needs for selector in config.selectors))
     if "sensitivity" in needed and config.calibration.sensitivity is None:
         own = isinstance(config.model, ModuleModel)
-        how = "tasks.calibration.head_sensitivity" if own else "scripts/calibrate.py"
+        how = "et_jax.tasks.calibration.head_sensitivity" if own else "scripts/calibrate.py"
         raise UsageError(
             f"{name} has no measured sensitivity of its heads, which this control goes by; measure it with "
             f"{how}, or choose certified."

@@ -42,6 +42,9 @@ class Settings(Base):
     prompt: int = setting(63, "tokens read as trained", least=1, quick=15)
     tokens: int = setting(128, "tokens measured of every row", least=2, quick=16)
     experts: tuple[int, ...] = setting((2, 3), "experts a token", least=1, quick=(2,))
+    rules: tuple[str, ...] = setting(
+        tuple(RULES), "rules", choices=tuple(RULES), quick=("mass", "entropy of the sequence, shuffled")
+    )
     within: float = setting(0.005, "of a budget, over it, that a rule may miss it by", least=1e-4, most=0.5, quick=0.1)
 
 
@@ -73,7 +76,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         return figures(paired.at_budget(run, "experts", number * layers, least, most, settings.within)[1])
 
     for number in settings.experts:
-        arms = {name: partial(arm, name, number) for name in RULES}
+        arms = {name: partial(arm, name, number) for name in settings.rules}
         yield Group(
             labels={"experts": number}, arms={"constant": partial(constant, number)} | arms, baseline="constant"
         )

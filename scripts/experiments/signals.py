@@ -42,7 +42,7 @@ class Settings(Base):
     length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=129)
     measured: int = setting(256, "the last tokens of a row, which are measured", least=4, quick=8)
     shares: tuple[float, ...] = setting((0.5, 0.25), "of blocks", least=0.01, most=1.0, quick=(0.6,))
-    spread: float = setting(0.5, "standard deviation of the logarithms of factors", least=0.0, most=5.0)
+    spread: float = setting(0.1, "standard deviation of the logarithms of factors", least=0.0, most=5.0)
     within: float = setting(0.005, "of a share, over it, that an arm may miss it by", least=1e-4, most=0.5, quick=0.2)
 
 

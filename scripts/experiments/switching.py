@@ -88,7 +88,8 @@ def agreement(model: Model, prompts: np.ndarray, tokens: np.ndarray) -> tuple[np
         logits, heat, jnp.full_like(heat, -jnp.inf), jnp.repeat(key, length, axis=0), position
     )
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    return tuple(np.asarray(x, np.float64).reshape(tokens.shape).mean(axis=1) for x in (would == targets, log_p))
+    same, likely = (np.asarray(x, np.float64).reshape(tokens.shape).mean(axis=1) for x in (would == targets, log_p))
+    return same, likely
 
 
 def groups(settings: Settings) -> Iterator[Group]:

@@ -165,7 +165,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Base]) -> None:
         parser.add_argument(flag_of(field), type=one, nargs="+" if several else None, **how)
 
 
-def settings_of(experiment: Experiment, given: Mapping[str, Any], quick: bool) -> Base:
+def settings_of(experiment: Experiment, given: Mapping[str, Any], quick: bool) -> Any:
     """Return the settings that flags give. Raises UsageError for those that cannot be."""
     fields = dataclasses.fields(experiment.settings)
     small = {one.name: one.metadata["quick"] for one in fields if quick and one.metadata["quick"] is not None}

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.budget import Budget, ConstantBudget, EntropyBudget, EntropyNotes, MassBudget, begun, greatest
-from et_jax.control.segment import Segment
+from et_jax.control.segment import Segment, block_entropy
 from et_jax.decode import cache as kv
 from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
@@ -75,6 +75,15 @@ class SizedEntropy(EntropyBudget):
         """Return the blocks to read, and the budgets."""
         tokens, after = self.given(segment, kept)
         return best(segment, jax.random.permutation(_key(segment), tokens) if self.shuffled else tokens), after
+
+
+@value
+class SizedLevel(SizedConstant):
+    """Tokens in proportion to a head's own entropy, not to how it changes."""
+
+    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        return best(segment, self.tokens * block_entropy(segment)), kept
 
 
 @value
@@ -140,7 +149,7 @@ def _compared(dense: Array, got: Array, following: Array, share: Array, begin: i
 def logits_of(
     plant: Plant, params: Any, budget: Budget, tokens: Int[Array, "r u"], *, segment: int
 ) -> tuple[Float[Array, "r u v"], Float[Array, " r"], Float[Array, " r"]]:
-    """Return log-probabilities after every token, and of each row the blocks read and held, of those that may be left out."""
+    """Return log-probabilities after every token, and of each row the blocks read and held that may be left out."""
     (r, u), c = tokens.shape, plant.model
     blocks = u // plant.page_size
     sizes = c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, plant.page_size, params.embedding.dtype

@@ -49,9 +49,10 @@ def provenance(settings: Base) -> dict[str, Any]:
     texts, models = settings.named("text"), settings.named("model")
     digests = {name: hashlib.sha256(Path(path).read_bytes()).hexdigest() for name, path in texts.items()}
     weights = {name: fingerprint(resolve(one)) for name, one in models.items() if one}
+    folders = {name: Path(one).name for name, one in models.items() if one and Path(one).is_dir()}
     return {
         "commit": commit(),
-        "settings": {name: _plain(one) for name, one in vars(settings).items()},
+        "settings": {name: _plain(one) for name, one in vars(settings).items()} | folders,
         "weights": weights,
         "texts": digests,
         "machine": machine(),

@@ -18,7 +18,7 @@ from et_jax.models.sources import tensor_shapes
 from scripts.measuring.shapes import SMALL
 
 PACKAGE = ROOT / "et_jax"
-DESCRIBING = ("models/families/", "evidence/", "training/")  # where models are described, or written about
+DESCRIBING = ("models/families/", "training/")  # where models are described, or written about
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 MIXTURE = {
