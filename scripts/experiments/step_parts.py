@@ -8,6 +8,7 @@ every kind. On a busy machine use `--cpu-time` under `taskset -c 0`.
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Settings(Base):
     dtypes: tuple[str, ...] = setting(("bfloat16",), "of weights and cache", choices=("bfloat16", "float32"))
     context: int = setting(64, "tokens in every sequence at the start", least=1, quick=8)
     steps: int = setting(16, "steps of a round", least=1, quick=2)
-    temperature: float = setting(0.0, "of sampling", least=0.0)
+    temperatures: tuple[float, ...] = setting((0.0,), "of sampling, 0 for greedy", least=0.0)
     cpu_time: bool = setting(False, "count processor time of all cores, not time that passes")
     rounds: int = setting(7, "rounds in which all take turns", least=2, quick=2)
 
@@ -112,10 +113,10 @@ def some_token(logits: Array) -> Array:
     return (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
 
 
-def started(kind: str, config: DecoderConfig, params: Params, settings: Settings) -> Round:
+def started(kind: str, heat: float, config: DecoderConfig, params: Params, settings: Settings) -> Round:
     """Return the jitted loop over steps of a kind, each round from the same state."""
     config = dataclasses.replace(config, controller=all_laws()) if kind == "+ all laws" else config
-    begin = jax.jit(partial(filled, config, settings.context, settings.temperature))
+    begin = jax.jit(partial(filled, config, settings.context, heat))
 
     def loop(params: Params, state: DecodeState, num_steps: Array) -> DecodeState:
         return jax.lax.fori_loop(0, num_steps, lambda _, state: advance(kind, config, params, state), state)
@@ -132,17 +133,18 @@ def started(kind: str, config: DecoderConfig, params: Params, settings: Settings
 
 
 def groups(settings: Settings) -> Iterator[Group]:
-    """Yield a group for each dtype and batch."""
+    """Yield a group for each dtype, batch and temperature."""
     model = shaped(settings.shape, settings.layers, settings.context + 2 * settings.steps)
     model = read_config(resolve(settings.model)) if settings.model else model
     for dtype in settings.dtypes:
         params = initialise(model, jax.random.key(0), dtype)
-        for batch in settings.batches:
+        for batch, heat in itertools.product(settings.batches, settings.temperatures):
             config = whole_context(model, batch, dtype, max_steps=settings.steps)
             arms: dict[str, Callable[[], Round]] = {
-                kind: partial(started, kind, config, params, settings) for kind in KINDS
+                kind: partial(started, kind, heat, config, params, settings) for kind in KINDS
             }
-            yield Group(labels={"dtype": dtype, "batch": batch}, arms=arms, baseline="step", rounds=settings.rounds)
+            labels = {"dtype": dtype, "batch": batch, "temperature": heat}
+            yield Group(labels=labels, arms=arms, baseline="step", rounds=settings.rounds)
 
 
 EXPERIMENT = Experiment(

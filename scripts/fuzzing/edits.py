@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
@@ -110,31 +111,21 @@ def mutated(data: bytes, changes: list[Edit] | list[Damage]) -> bytes:
 def damaged(data: bytes, damage: Damage) -> bytes:
     """Return bytes after one damage."""
     at, some = damage.where * len(data) // 10**6, damage.bytes
-    match damage.kind:
-        case "flip":
-            at = min(at, len(data) - 1)
-            return data[:at] + bytes([data[at] ^ (1 << some[0] % 8)]) + data[at + 1 :] if data else some
-        case "truncate":
-            return data[:at]
-        case "cut":
-            return data[:at] + data[at + len(some) :]
-        case "insert":
-            return data[:at] + some + data[at:]
-        case "empty":
-            return b""
-        case "bom":
-            return b"\xef\xbb\xbf" + data
-        case "utf-16":
-            return data.decode("latin-1").encode("utf-16")
-        case "zeros":
-            return data[:at] + bytes(len(data) - at)
-        case "append":
-            return data + some
-        case "twice":
-            return data + data
-        case "newlines":
-            return data.replace(b"\n", b"\r")
-    raise ValueError(f"kind is {damage.kind!r}; it must be one of {', '.join(_DAMAGES)}.")
+    last = min(at, len(data) - 1)
+    made: dict[str, Callable[[], bytes]] = {
+        "flip": lambda: data[:last] + bytes([data[last] ^ (1 << some[0] % 8)]) + data[last + 1 :] if data else some,
+        "truncate": lambda: data[:at],
+        "cut": lambda: data[:at] + data[at + len(some) :],
+        "insert": lambda: data[:at] + some + data[at:],
+        "empty": lambda: b"",
+        "bom": lambda: b"\xef\xbb\xbf" + data,
+        "utf-16": lambda: data.decode("latin-1").encode("utf-16"),
+        "zeros": lambda: data[:at] + bytes(len(data) - at),
+        "append": lambda: data + some,
+        "twice": lambda: data + data,
+        "newlines": lambda: data.replace(b"\n", b"\r"),
+    }
+    return made[damage.kind]()
 
 
 def _edit(document: Any, edit: Edit, raw: dict[str, str]) -> None:

@@ -1,9 +1,7 @@
-"""A worker process runs the cases of a target; its parent limits its time and memory, and starts it anew.
-
-The worker also ends a case that is late by a timer below Python, which first writes where the case hangs.
-"""
+"""A worker process runs the cases of a target; its parent limits its time and memory, and starts it anew."""
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -42,7 +40,8 @@ SECONDS, MEMORY = 10.0, 2 * 2**30  # limits of a case
 COMPILING = 120.0  # seconds of a case that compiles programs of its own, on a busy machine
 LONGEST, NOISE, DETAIL = 600, 2000, 400  # characters of a refusal; bytes of other output; characters of a detail
 STARTING = 300.0  # seconds for imports, a small model and its programs
-GRACE, LOOK = 2.0, 0.05  # seconds after its limit in which a worker may end itself; seconds between memory readings
+LOOK = 0.05  # seconds between readings of its memory
+PR_SET_PDEATHSIG = 1
 
 
 class Fault(Exception):
@@ -112,6 +111,9 @@ def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
 def _work(pipe: Connection, module: str, seed: int, folder: Path) -> None:
     """Run the cases whose numbers arrive; what they print goes to a file, which is weighed."""
     os.setsid()  # Ctrl-C is for the parent; what a case starts ends with the worker
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and the worker with its parent
+    stack = (folder / "hanging.txt").open("w+")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)  # which the parent sends before it kills
     output = os.open(folder / "output.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -120,18 +122,14 @@ def _work(pipe: Connection, module: str, seed: int, folder: Path) -> None:
     gc.collect()
     gc.freeze()  # later collections skip what is there now
     pipe.send(None)
-    with contextlib.suppress(EOFError), (folder / "hanging.txt").open("w+") as stack:
+    with contextlib.suppress(EOFError):
         while True:
             case = draw(target, seed, pipe.recv())
-            limit = case.get("seconds", SECONDS)
             os.ftruncate(output, 0)
-            stack.truncate(0)
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             before = resident()
-            pipe.send((limit, before))
-            faulthandler.dump_traceback_later(limit, exit=True, file=stack)
+            pipe.send((case.get("seconds", SECONDS), before))
             outcome, detail = verdict(run, case)
-            faulthandler.cancel_dump_traceback_later()
             peak = resident(field="VmHWM") - before
             gc.collect()  # destructors may complain
             sys.stdout.flush()
@@ -171,7 +169,7 @@ class Worker:
         except BrokenPipeError:
             raise WorkerLost("crash", "ended between two cases") from None
         limit, before = self._answer(STARTING)
-        outcome, detail, peak = self._answer(limit + GRACE, before + self._memory)
+        outcome, detail, peak = self._answer(limit, before + self._memory)
         if outcome in (ACCEPTED, REFUSED) and peak > self._memory:
             return "memory", f"{peak / 1e9:.1f} GB at its peak"
         return outcome, detail
@@ -188,26 +186,21 @@ class Worker:
         deadline = time.monotonic() + seconds
         while not self._pipe.poll(LOOK):
             if time.monotonic() > deadline:
-                self._lost("hang", self._place())
+                os.kill(self._process.pid or 0, signal.SIGUSR1)
+                time.sleep(LOOK)
+                frames = (self._folder / "hanging.txt").read_text(errors="replace").splitlines()[1:5]
+                self._lost("hang", shortened(" < ".join(line.strip() for line in frames)))
             if most is not None and (used := sum(map(resident, _family(self._process.pid)))) > most:
                 self._lost("memory", f"killed at {used / 1e9:.1f} GB")
         try:
             return self._pipe.recv()
         except EOFError:
             self._process.join()
-            place = self._place()
-            self._lost("hang" if place else "crash", place or f"exit code {self._process.exitcode}")
+            self._lost("crash", f"exit code {self._process.exitcode}")
 
     def _lost(self, outcome: str, detail: str) -> NoReturn:
         self.end()
         raise WorkerLost(outcome, detail)
-
-    def _place(self) -> str:
-        """Return where the timer found the worker, innermost first; empty where it did not go off."""
-        file = self._folder / "hanging.txt"
-        text = file.read_text(errors="replace") if file.exists() else ""
-        main = text.rpartition("(most recent call first):")[2].strip().splitlines()  # the oldest thread comes last
-        return shortened(" < ".join(line.strip() for line in main[:4]))
 
 
 def _family(pid: int | None) -> list[int]:

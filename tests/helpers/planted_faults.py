@@ -1,10 +1,8 @@
 """A target for tests of the fuzzing itself: every case does one thing that must be noticed."""
 
-import faulthandler
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -17,7 +15,6 @@ VERDICTS = {
     "works": "accepted",
     "refuses": "refused",
     "hangs": "hang",
-    "is deaf": "hang",  # to the timer in its own process: its parent ends it
     "grows": "memory",
     "has it eaten": "memory",  # by a process of its own
     "raises": "traceback",
@@ -44,9 +41,6 @@ def prepare(folder: Path) -> Callable[..., str]:
             case "hangs":
                 while True:
                     pass
-            case "is deaf":
-                faulthandler.cancel_dump_traceback_later()
-                time.sleep(3600)
             case "grows":
                 while True:
                     kept.append(bytearray(50 * 2**20))

@@ -146,7 +146,7 @@ def every_round(run):
             assert min(next(iter(arm["rows"].values()))) > 0
 
 
-formats = peers = prefill_cost = sampling = step_parts = versions = every_round
+formats = peers = prefill_cost = step_parts = versions = every_round
 
 
 def kernels(run):
@@ -162,13 +162,6 @@ def steps(run):
     every_round(run)
     assert np.all(rows(run, "off", "share_read") == 1)
     assert np.all(rows(run, "quest", "share_read") <= 4 / 13) and np.all(rows(run, "certified", "share_read") < 1)
-
-
-def selection_cost(run):
-    every_round(run)
-    listed = {arm: value(run, arm, "share_listed") for arm in run["groups"][0]["arms"]}
-    assert listed["dense"] == 1 and 0 < listed["quest"] == listed["choose quest"] < 1
-    assert 0 < listed["choose int8"] <= listed["by entropy"] <= 1  # no head passes the tolerance of all
 
 
 def drafts(run):
