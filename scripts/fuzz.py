@@ -93,7 +93,8 @@ def main() -> int:
     parser.add_argument("--only", metavar="TARGET:NUMBER", type=_case, help="run one case in the foreground")
     args = parser.parse_args()
     if args.only is not None:
-        return one(*args.only, args.seed)
+        name, number = args.only
+        return one(name, number, args.seed)
     names, code, rows = args.target or list(TARGETS), digest(), []
     args.work.mkdir(parents=True, exist_ok=True)
     for place, name in enumerate(names):
