@@ -2,8 +2,8 @@
 
 Prompts were written down before any figure: greedily those that ask for copies and for summaries, freely, at
 temperature 0.7, the openings of stories. Those `of nearly its context` are windows of a text that leave room for the
-tokens alone, greedily. Every text with drafts is checked to be the plain one. Time is that of the tokens beyond the
-first, which comes with the prefill.
+tokens alone, greedily. Every text with drafts is checked to be the plain one. Prompts are cached by the time that
+texts are timed.
 """
 
 import json
@@ -16,7 +16,6 @@ from et_jax.errors import UsageError
 from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import SamplingParams
-from et_jax.types import replace
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.text import in_a_circle
@@ -46,20 +45,18 @@ def started(model: Model, prompt: str | list[int], params: SamplingParams, expec
     drafted, accepted = (sum(getattr(row, name) for row in got.trace) for name in ("drafted", "accepted"))
 
     def timed() -> dict[str, float]:
-        first, entire = (seconds(lambda one=one: model.generate([prompt], one) and None) for one in each)
-        rate = (params.max_tokens - 1) / (entire - first)
-        return {"tokens_per_second": rate, "drafted": drafted, "accepted": accepted}
+        took = seconds(lambda: model.generate([prompt], params) and None)
+        return {"tokens_per_second": params.max_tokens / took, "drafted": drafted, "accepted": accepted}
 
-    each = replace(params, max_tokens=1), params
     return timed
 
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each prompt."""
-    plain = load(max_num_seqs=1, prefix_cache=False)
+    plain = load(max_num_seqs=1)
     models = {"plain": plain}
     for name in settings.drafters:
-        models[name] = load(max_num_seqs=1, prefix_cache=False, draft=name, draft_tokens=settings.most)
+        models[name] = load(max_num_seqs=1, draft=name, draft_tokens=settings.most)
     prompts: dict[str, list[str | list[int]]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
     words, size = plain.tokenizer.encode(read_text(settings.text, "The text")), plain.max_model_len - settings.tokens
     prompts[LONG] = [words[number * size :][:size] for number in range(len(words) // size)]
