@@ -24,7 +24,7 @@ from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded, tru
 
 def latest(view: BlockView) -> Bool[Array, " n"]:
     """Return the latest tokens: all but a share `tolerance`."""
-    return select.SinksWindow(1, (1.0 - view.tolerance) * view.length)(view)
+    return select.SinksWindow(1, (1.0 - view.tolerance) * view.length.astype(jnp.float32))(view)
 
 
 @needing("codes")

@@ -73,7 +73,7 @@ class Experiment:
     plot: tuple[str, str] | None = None
 
 
-class Missed(Exception):
+class Missed(ValueError):
     """Raised by an arm that cannot be had, with the reason: the table shows it, and the other arms go on."""
 
 

@@ -44,7 +44,7 @@ def matched(
     does not rise. The search begins at `start`, where it is known to be near, and strides until the budget lies
     between two settings; between two the next is guessed on the line between them, by logarithms.
 
-    Raises ValueError where no setting comes near enough, with the nearest.
+    Raises Missed where no setting comes near enough, with the nearest.
     """
     low, high, nearest = math.log(least), math.log(most), (math.inf, 0.0)
     more, less = 1.0, 0.0  # spent at either end: all, and nothing
@@ -62,7 +62,7 @@ def matched(
             high, less, ahead = at, spent, at - stride
         strides = start is not None and (more == 1.0 or less == 0.0) and low < ahead < high
         at, stride = ahead if strides else None, 3 * stride
-    raise ValueError(f"no setting from {least:g} to {most:g} spends {wanted:.4f}; the nearest is {nearest[1]:.4f}")
+    raise Missed(f"no setting from {least:g} to {most:g} spends {wanted:.4f}; the nearest is {nearest[1]:.4f}")
 
 
 def at_budget(
@@ -78,11 +78,8 @@ def at_budget(
         found = run(setting, few)
         return float(np.mean(getattr(found, figure))), found
 
-    try:
-        about, _ = matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
-        return matched(lambda at: spend(at, False), wanted, least, most, within=within, start=about)
-    except ValueError as error:
-        raise Missed(str(error)) from error
+    about, _ = matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
+    return matched(lambda at: spend(at, False), wanted, least, most, within=within, start=about)
 
 
 def saving(arm: Float[np.ndarray, " r"], baseline: Float[np.ndarray, " r"], seed: int = 0) -> Saving:

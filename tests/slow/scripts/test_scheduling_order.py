@@ -1,0 +1,80 @@
+"""Requests are replayed in the order of a rule, as a simulation has it step by step; traces are read or refused."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from et_jax.errors import UsageError
+from et_jax.serve.engine import load
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+from scripts.experiments import scheduling
+
+pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
+LENGTHS, TIMES, BATCH = [9, 4, 12, 3, 6, 5], [0.0, 0.0, 0.1, 0.3, 0.35, 0.9], 2
+SCORES = {  # of a request by its number and the tokens that it has
+    "fcfs": lambda i, had: -i,
+    "srpt": lambda i, had: had - LENGTHS[i],
+    "least attained": lambda i, had: -had,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("bundled-small", max_num_seqs=BATCH, max_resident_seqs=len(LENGTHS), max_model_len=32)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_requests_are_served_in_the_order_of_the_rule(model, name):
+    """Of equal scores that of the lower slot is served; a newcomer gets the first free slot."""
+    asked = [
+        GenerationRequest(prompt=(1, 50 + i), params=SamplingParams(max_tokens=length, ignore_eos=True, seed=i))
+        for i, length in enumerate(LENGTHS)
+    ]
+    arrived = np.array(TIMES) * sum(LENGTHS) / (BATCH * 1.5)
+    found = scheduling.replay(model, scheduling.RULES[name], asked, None, arrived)
+    slots: dict[int, int] = {}
+    had, first, last = ([0.0] * len(LENGTHS) for _ in range(3))
+    now, coming = 0.0, list(range(len(LENGTHS)))
+    while coming or slots:
+        if not slots and arrived[coming[0]] > now:
+            now = arrived[coming[0]]
+        while coming and arrived[coming[0]] <= now:
+            slots[min(set(range(len(LENGTHS))) - slots.keys())] = coming.pop(0)
+        now += 1.0
+        ranked = sorted(slots, key=lambda slot: (-SCORES[name](slots[slot], had[slots[slot]]), slot))
+        for slot in ranked[:BATCH]:
+            i = slots[slot]
+            had[i] += 1
+            first[i] = first[i] or now
+            if had[i] == LENGTHS[i]:
+                last[i] = now
+                del slots[slot]
+    np.testing.assert_allclose(found["latency"], last - arrived)
+    np.testing.assert_allclose(found["first_token"], first - arrived)
+    assert found["tokens_per_step"] == sum(LENGTHS) / now
+
+
+def test_no_sequence_is_shown_its_own_entropies_in_their_order():
+    own = [np.arange(4.0) + 10 * i for i in range(5)]
+    others = scheduling.misplaced("paper_linear, of another", own, np.random.default_rng(0))
+    assert sorted(one[0] for one in others) == [0, 10, 20, 30, 40]
+    assert all(one[0] != other[0] for one, other in zip(own, others, strict=True))
+    reordered = scheduling.misplaced("paper_linear, reordered", own, np.random.default_rng(0))
+    assert all(sorted(one) == sorted(other) for one, other in zip(own, reordered, strict=True))
+    assert scheduling.misplaced("paper_linear", own, np.random.default_rng(0)) is None
+
+
+def test_a_trace_is_read_and_refused_where_it_ends(tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        for i in range(3):
+            file.write(json.dumps({"input_length": i, "output_length": 10 * i, "timestamp": 100 * i}) + "\n")
+    np.testing.assert_array_equal(scheduling.recorded(path, 2), [[0, 1], [0, 10], [0, 100]])
+    with pytest.raises(UsageError, match="has 3 requests and 4 were asked for"):
+        scheduling.recorded(path, 4)
+    path.write_text("not gzip")
+    with pytest.raises(UsageError, match="cannot be read"):
+        scheduling.recorded(path, 2)
