@@ -66,7 +66,8 @@ class Settings(Base):
 
 def quest(view: BlockView) -> Bool[Array, " n"]:
     """Return Quest's blocks, a share `tolerance` of all."""
-    return select.Quest(jnp.round(view.tolerance * jnp.sum(view.num_tokens > 0)))(view)
+    blocks = jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
+    return select.Quest(jnp.round(view.tolerance * blocks).astype(jnp.int32))(view)
 
 
 def controller(name: str, share: float) -> Controller:
