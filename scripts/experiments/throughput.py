@@ -30,7 +30,7 @@ SHARE_ALIKE = 0.3  # of the prompts begin with the text's first tokens
 class Settings(Base):
     """Flags of the experiment."""
 
-    model: str = experiment.model()
+    model: str = experiment.model(quick="bundled-small")
     text: Path = setting(REPOSITORY / "README.md", "of which prompts are cut", kind="text")
     sizes: tuple[int, ...] = setting((8, 16, 32, 64), "requests at once", least=2, quick=(2,))
     replicas: int = setting(2, "replicas of the largest size", least=2)
