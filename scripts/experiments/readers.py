@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from et_jax.control import select
@@ -24,7 +25,8 @@ from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded, tru
 
 def latest(view: BlockView) -> Bool[Array, " n"]:
     """Return the latest tokens: all but a share `tolerance`."""
-    return select.SinksWindow(1, (1.0 - view.tolerance) * view.length.astype(jnp.float32))(view)
+    count = (1.0 - view.tolerance) * view.length.astype(jnp.float32)
+    return select.SinksWindow(1, jnp.round(count).astype(jnp.int32))(view)
 
 
 @needing("codes")

@@ -28,12 +28,13 @@ from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded, tru
 
 def quest(view: BlockView) -> Bool[Array, " n"]:
     """Return Quest's blocks, a share `tolerance` of all."""
-    return select.Quest(jnp.round(view.tolerance * jnp.sum(view.num_tokens > 0, dtype=jnp.float32)))(view)
+    count = view.tolerance * jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
+    return select.Quest(jnp.round(count).astype(jnp.int32))(view)
 
 
 def window(view: BlockView) -> Bool[Array, " n"]:
     """Return the first tokens and the last, a share `tolerance` of all (StreamingLLM)."""
-    return select.SinksWindow(16, view.tolerance * view.length.astype(jnp.float32))(view)
+    return select.SinksWindow(16, jnp.round(view.tolerance * view.length.astype(jnp.float32)).astype(jnp.int32))(view)
 
 
 PAPER = partial(select.ActiveSet, contribution.influence)

@@ -94,7 +94,7 @@ def agreement(model: Model, prompts: np.ndarray, tokens: np.ndarray) -> tuple[np
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each bound."""
-    sizes = {"max_num_seqs": 8, "max_model_len": max(2 * settings.tokens, settings.length + 128)}
+    sizes = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": max(2 * settings.tokens, settings.length + 128)}
     alone = {name: load(one, **sizes) for name, one in (("the model", settings.model), ("the small", settings.small))}
     both = load(settings.model, small=settings.small, control="ead", **sizes)
     prompts = text.rows(alone["the model"], settings.text, settings.prompts, settings.tokens)

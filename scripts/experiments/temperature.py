@@ -42,7 +42,7 @@ def controllers(target: float) -> dict[str, Controller]:
     """Return the laws and rules, those that aim at `target` nats after those that do not."""
     solve = temperature_rules.Solve(target, **CLIP)
     return {
-        "fixed": Controller(law=temperature.Fixed()),
+        "fixed": Controller(),  # its laws leave the temperature alone
         "edt": Controller(temperature_rule=temperature_rules.EDT(1.0)),
         "thermostat": Controller(law=temperature.Thermostat(target, 0.05, **CLIP)),
         "damped thermostat": Controller(law=temperature.DampedThermostat(target, **CLIP)),

@@ -1,10 +1,11 @@
 """What experiments share; nothing that decodes imports this package.
 
-    experiment -> runner (arms, resuming) -> records (JSON, provenance) -> tables, figures
+    experiment -> runner (arms, resuming, provenance) -> tables
 
-`experiment` says what an experiment is and checks its settings, `runner` measures its arms, `records` keeps what they
-gave, and `tables` shows it. `paired` compares arms row by row, `timing` times them in turns. `text` cuts rows of text,
-`teacher_forced` runs a model over them by the decoder's own step, and `prompts` segment by segment. `shapes` are models
-to measure on, `kernel_shapes` cases of kernels, `states` decoders filled by hand, and `random_folder` is a model of any
-shape on disk.
+`experiment` says what an experiment is and checks its settings, `runner` measures its arms and writes JSON, and `tables`
+shows what they gave. `paired` compares arms row by row and finds them at equal budgets, `timing` has them take turns.
+`text` cuts rows of text, `teacher_forced` runs a model over them by the decoder's own step, and `prompts` segment by
+segment. `results` names the machine, `arguments` checks the flags of scripts that are no experiments. `shapes` are
+models to measure on, `kernel_shapes` cases of kernels, `states` decoders filled by hand, and `random_folder` is a model
+of any shape on disk.
 """
