@@ -14,15 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 FOLLOWED = {"a": "href", "area": "href"}
-LOADED = {
-    "script": "src",
-    "link": "href",
-    "img": "src",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "audio": "src",
-}
+LOADED = {"link": "href"} | dict.fromkeys(("script", "img", "iframe", "source", "video", "audio"), "src")
 NETWORK = re.compile(r"(?:https?:)?//")
 STYLED = re.compile(r"(?:url\(|@import)\s*[\"']?(https?:[^\"')\s]+)")  # in a style sheet, or between the tags of a page
 SCRIPTED = re.compile(r"https?://[^\s\"'`&]+\.m?js\b")  # what a script fetches, where it names it whole

@@ -25,15 +25,8 @@ SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2 whatever the file calls them; 
 NEWER = b"24ka"  # what llama2.c's versions 1 and 2 begin with
 PIECES = 3 + 256  # the first id that is a piece of text
 LAYER_ORDER = (  # llama2.c stores each kind of weight for all layers at once, in this order
-    "input_layernorm.weight",
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "post_attention_layernorm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.down_proj.weight",
-    "mlp.up_proj.weight",
+    *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"),
 )
 
 
@@ -72,27 +65,16 @@ def read_model(file: Path) -> tuple[ModelConfig, Params]:
     expected = 28 + 4 * (num_weights(config) + rotary)
     if len(content) != expected:
         raise UsageError(f"{file} has {len(content)} bytes but its header calls for {expected}; fetch it again.")
-    shapes = tensor_shapes(sources_of(config))
-
-    numbers, offset, weights = np.frombuffer(content, "<f4", offset=28), 0, {}
-
-    def take(name: str) -> None:
-        nonlocal offset
-        shape = shapes[name]
-        weight = numbers[offset : offset + int(np.prod(shape))].reshape(shape)
-        offset += weight.size
-        weights[name] = (
-            half_split(weight, config.head_dim) if name.endswith(("q_proj.weight", "k_proj.weight")) else weight
-        )
-
-    take("model.embed_tokens.weight")
-    for kind in LAYER_ORDER:
-        for layer in range(layers):
-            take(f"model.layers.{layer}.{kind}")
-    take("model.norm.weight")
-    offset += rotary
-    if not config.tie_embeddings:
-        take("lm_head.weight")
+    shapes, numbers, weights = tensor_shapes(sources_of(config)), np.frombuffer(content, "<f4", offset=28), {}
+    names = [f"model.layers.{layer}.{kind}.weight" for kind in LAYER_ORDER for layer in range(layers)]
+    for name in ["model.embed_tokens.weight", *names, "model.norm.weight", "", "lm_head.weight"]:
+        if not name:
+            numbers = numbers[rotary:]
+        elif name in shapes:  # a tied head is not
+            size = int(np.prod(shapes[name]))
+            weight, numbers = numbers[:size].reshape(shapes[name]), numbers[size:]
+            paired = name.endswith(("q_proj.weight", "k_proj.weight"))
+            weights[name] = half_split(weight, config.head_dim) if paired else weight
     return config, assemble(config, weights)
 
 

@@ -1,21 +1,22 @@
 """Hostile values for everything that comes from strangers: no traceback, no hang, no memory, no neighbour harmed.
 
-    python scripts/fuzz.py [--cases 5000] [--seed 0] [--surface config] [--output FILE.json]
-    python scripts/fuzz.py --only templates:17
+    python -m scripts.fuzz [--cases 5000] [--seed 0] [--target config] [--output FILE.json]
+    python -m scripts.fuzz --only templates:17
 
-Surfaces: config.json, the weights' index and headers, tokenizer files, chat templates, batch lines (through
-the command, each file twice), calls of the Python API, snapshots. Hypothesis draws the cases; a case
-follows from its seed, surface and number alone. Each runs in a worker process that is watched: past 10
-seconds or 2 GB it is killed, and started anew. Cases that are done are kept in --work, and the same command
-goes on after the last of them. `--only` runs one case here and prints it.
+Targets: config.json, the weights' index and headers, tokenizer files, chat templates, batch lines (through the command,
+each file twice), calls of the Python API, snapshots. A case follows from its seed, target and number alone, and runs
+in a worker process that is killed past 10 seconds or 2 GB. Cases that are done are recorded in --work by the digest of
+the code, and the same command continues after the last of them. `--only` runs one case in this process and prints it.
 
-A case is accepted (it worked), refused (one sentence, or the error row of its line), or a failure. The exit
-code is 1 where there are failures.
+A case is accepted (it worked), refused (one sentence, or the error row of its line), or a failure. The exit code is 1
+where there are failures.
 """
 
 import argparse
 import collections
+import hashlib
 import importlib
+import json
 import pprint
 import sys
 import tempfile
@@ -23,117 +24,92 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fuzzing import SURFACES
-from fuzzing.cases import FAILURES, draw
-from fuzzing.judge import judge
-from fuzzing.watch import Campaign, Done, code_digest, run_cases
-
+from scripts.fuzzing import TARGETS
+from scripts.fuzzing.watch import FAILURES, draw, run_cases, verdict
 from scripts.measuring import arguments
-from scripts.measuring.results import table, write
+from scripts.measuring.results import REPOSITORY, table, write
 
-_LIBRARIES = ("et_jax", "hypothesis", "tokenizers", "sentencepiece", "safetensors", "orbax-checkpoint", "jinja2")
-
-
-def shares(total: int, names: list[str]) -> dict[str, int]:
-    """Return how many of the cases each surface has."""
-    return {name: total // len(names) + (place < total % len(names)) for place, name in enumerate(names)}
+_LIBRARIES = ("et_jax", "tokenizers", "sentencepiece", "safetensors", "orbax-checkpoint", "jinja2")
 
 
-def outcomes(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return how many cases of each surface had which outcome."""
-    counts: dict[str, collections.Counter[str]] = {}
-    for row in rows:
-        counts.setdefault(row["surface"], collections.Counter())[row["outcome"]] += 1
-    return {name: dict(counted) for name, counted in counts.items()}
+def digest() -> str:
+    """Return a digest of the package and of the targets, to which verdicts belong."""
+    found = hashlib.sha256()
+    for folder in ("et_jax", "scripts/fuzzing"):
+        for file in sorted((REPOSITORY / folder).rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
-    if args.only is not None:
-        return _one(args.only, args.seed)
-    names = args.surface or list(SURFACES)
-    try:
-        done = Done(args.work / "cases.jsonl", Campaign(seed=args.seed, code=code_digest()))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        rows = _run(args, names, done)
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        return 130
-    return _report(args, names, rows)
+def done_before(path: Path) -> list[dict[str, Any]]:
+    """Return the rows that a file holds; the last is dropped if a kill tore it."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    path.write_bytes(whole)
+    return [json.loads(line) for line in whole.splitlines()]
 
 
-def _run(args: argparse.Namespace, names: list[str], done: Done) -> list[dict[str, Any]]:
-    """Run what is not done yet, and return the rows of all."""
-    rows = []
-    for name, count in shares(args.cases, names).items():
-        left = [number for number in range(count) if (name, number) not in done.rows]
-        print(f"{name}: {count - len(left)} of {count} done", file=sys.stderr)
-        for row in run_cases(SURFACES[name], name, args.seed, left, tell=_tell):
-            done.add(row)
+def run(name: str, module: str, seed: int, count: int, path: Path) -> list[dict[str, Any]]:
+    """Run those of the first `count` cases of a target that the file lacks, and return the rows of all."""
+    rows = {row["number"]: row for row in done_before(path) if row["number"] < count}
+    print(f"{name}: {len(rows)} of {count} done", file=sys.stderr)
+    with path.open("a", encoding="utf-8") as file:
+        for row in run_cases(module, seed, [number for number in range(count) if number not in rows]):
+            rows[row["number"]] = row
+            file.write(json.dumps(row) + "\n")
+            file.flush()
             if row["outcome"] in FAILURES:
-                _tell(f"{name}:{row['number']}: {row['outcome']}: {row['detail']}")
-        rows += [done.rows[name, number] for number in range(count)]
-    return rows
+                print(f"{name}:{row['number']}: {row['outcome']}: {row['detail']}", file=sys.stderr, flush=True)
+    return [{"target": name} | row for row in rows.values()]
 
 
-def _report(args: argparse.Namespace, names: list[str], rows: list[dict[str, Any]]) -> int:
-    """Print the outcomes, write the figures where they are wanted, and return the exit code."""
-    counts = outcomes(rows)
-    failures = [row for row in rows if row["outcome"] in FAILURES]
-    kinds = ["accepted", "refused", *(kind for kind in FAILURES if any(kind in counted for counted in counts.values()))]
-    lines = [[name, *(counted.get(kind, 0) for kind in kinds)] for name, counted in counts.items()]
-    print(table(["surface", *kinds], lines))
-    if args.output is not None:
-        settings = {"cases": args.cases, "seed": args.seed, "surfaces": names, "code": code_digest()}
-        seconds = round(sum(row["seconds"] for row in rows), 1)
-        write(
-            args.output,
-            "scripts/fuzz.py",
-            settings | {"versions": {name: version(name) for name in _LIBRARIES}},
-            seconds=seconds,
-            surfaces=counts,
-            failures=failures,
-        )
-    return 1 if failures else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", type=arguments.count(), default=5000, help="in all, shared by the surfaces (default 5000)"
-    )
-    parser.add_argument("--seed", type=arguments.count(0), default=0)
-    parser.add_argument("--surface", action="append", choices=list(SURFACES), help="only this one; repeatable")
-    parser.add_argument("--work", type=Path, default=Path("runs/fuzz"), help="where done cases are kept (runs/fuzz)")
-    parser.add_argument("--output", type=arguments.output, help="write the figures here")
-    parser.add_argument("--only", metavar="SURFACE:NUMBER", type=_case, help="run one case in the foreground")
-    return parser
+def one(name: str, number: int, seed: int) -> int:
+    """Run one case here, unwatched, and print it with its outcome."""
+    target = importlib.import_module(TARGETS[name])
+    case = draw(target, seed, number)
+    pprint.pprint(case, width=120)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        outcome, detail = verdict(target.prepare(Path(folder)), case)
+    print(f"{outcome}: {detail}")
+    return 1 if outcome in FAILURES else 0
 
 
 def _case(text: str) -> tuple[str, int]:
     name, _, number = text.partition(":")
-    if name not in SURFACES or not number.isdecimal():
+    if name not in TARGETS or not number.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no case; name one such as templates:17")
     return name, int(number)
 
 
-def _one(case: tuple[str, int], seed: int) -> int:
-    """Run one case here, unwatched, and print it with its verdict."""
-    name, number = case
-    surface = importlib.import_module(SURFACES[name]).SURFACE
-    drawn = draw(surface, seed, name, number)
-    pprint.pprint(drawn, width=120)
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        verdict = judge(surface.prepare(Path(folder)), drawn)
-    print(f"{verdict.outcome}: {verdict.detail}")
-    return 1 if verdict.outcome in FAILURES else 0
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def main() -> int:
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--cases", type=arguments.count(), default=5000, help="in all, shared by the targets (5000)")
+    parser.add_argument("--seed", type=arguments.count(0), default=0)
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="repeatable (default all)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/fuzz"), help="where done cases are recorded (runs/fuzz)"
+    )
+    parser.add_argument("--output", type=arguments.output, help="write the figures here")
+    parser.add_argument("--only", metavar="TARGET:NUMBER", type=_case, help="run one case in the foreground")
+    args = parser.parse_args()
+    if args.only is not None:
+        name, number = args.only
+        return one(name, number, args.seed)
+    names, code, rows = args.target or list(TARGETS), digest(), []
+    args.work.mkdir(parents=True, exist_ok=True)
+    for place, name in enumerate(names):
+        count = args.cases // len(names) + (place < args.cases % len(names))
+        rows += run(name, TARGETS[name], args.seed, count, args.work / f"{name}-{args.seed}-{code}.jsonl")
+    counts = {name: collections.Counter(row["outcome"] for row in rows if row["target"] == name) for name in names}
+    kinds = ["accepted", "refused", *(kind for kind in FAILURES if any(kind in each for each in counts.values()))]
+    print(table(["target", *kinds], [[name, *(each[kind] for kind in kinds)] for name, each in counts.items()]))
+    failures = [row for row in rows if row["outcome"] in FAILURES]
+    if args.output is not None:
+        settings = {"cases": args.cases, "seed": args.seed, "targets": names, "code": code}
+        settings |= {"versions": {name: version(name) for name in _LIBRARIES}}
+        seconds = round(sum(row["seconds"] for row in rows), 1)
+        write(args.output, "scripts/fuzz.py", settings, seconds=seconds, targets=counts, failures=failures)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

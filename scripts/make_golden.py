@@ -18,18 +18,6 @@ import transformers  # pyright: ignore[reportMissingImports]
 from transformers.integrations import mxfp4  # pyright: ignore[reportMissingImports]
 
 LENGTH = 40  # tokens of a sequence: beyond the windows and the original lengths below
-COMMON = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
-GROUPED = COMMON | {"num_key_value_heads": 2}
 
 
 def rope(kind: str, **settings) -> dict:
@@ -37,36 +25,25 @@ def rope(kind: str, **settings) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
 
 
-FAMILIES = {
-    "llama2": ("LlamaConfig", COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "llama_untied": ("LlamaConfig", GROUPED | {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
-    "llama3": (
-        "LlamaConfig",
-        GROUPED
-        | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
-    ),
-    "llama_linear": ("LlamaConfig", GROUPED | rope("linear", factor=4.0)),
-    "llama_yarn": (
-        "LlamaConfig",
-        GROUPED | {"head_dim": 16} | rope("yarn", factor=4.0, original_max_position_embeddings=32),
-    ),
-    "mistral": ("MistralConfig", GROUPED | {"sliding_window": 8}),
-    "qwen2": (
-        "Qwen2Config",
-        GROUPED
-        | {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    ),
-    "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "num_hidden_layers": 3}),
+COMMON = {
+    **{"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
 }
-GEMMA = GROUPED | {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 8, "query_pre_attn_scalar": 24}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 32,
-    "short_factor": [1.0, 1.05, 1.1, 1.2],
-    "long_factor": [1.0, 1.5, 2.5, 4.0],
+GROUPED = COMMON | {"num_key_value_heads": 2}
+TIED, WIDE, WINDOW = {"tie_word_embeddings": True}, {"head_dim": 16}, {"sliding_window": 8}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+QWEN2_WINDOW = WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
+FAMILIES = {  # by name the class of the configuration, less "Config", and its settings
+    "llama2": ("Llama", COMMON | TIED | {"num_key_value_heads": 4}),
+    "llama_untied": ("Llama", GROUPED | {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
+    "llama3": ("Llama", GROUPED | rope("llama3", **LLAMA3)),
+    "llama_linear": ("Llama", GROUPED | rope("linear", factor=4.0)),
+    "llama_yarn": ("Llama", GROUPED | WIDE | rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "mistral": ("Mistral", GROUPED | WINDOW),
+    "qwen2": ("Qwen2", GROUPED | TIED | QWEN2_WINDOW),
+    "qwen3": ("Qwen3", GROUPED | WIDE | {"num_hidden_layers": 3}),
 }
-SCALES = {"attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 0.8}
+GEMMA = GROUPED | WIDE | WINDOW | {"num_hidden_layers": 3, "query_pre_attn_scalar": 24}
 GEMMA3 = GEMMA | {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "rope_parameters": {
@@ -74,59 +51,37 @@ GEMMA3 = GEMMA | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
-VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1} | {
-    "image_size": 16,
-    "patch_size": 8,
-}
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+LONG = {"short_factor": [1.0, 1.05, 1.1, 1.2], "long_factor": [1.0, 1.5, 2.5, 4.0], "partial_rotary_factor": 0.5}
+PHI4 = {"num_attention_heads": 2, "num_key_value_heads": 1, "original_max_position_embeddings": 32}
+SCALES = {"attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 0.8}
 LATER = {
-    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
-    "gemma3_text": ("Gemma3TextConfig", GEMMA3),
-    "gemma3": ("Gemma3Config", {"text_config": GEMMA3, "vision_config": VISION}),
-    "smollm3": ("SmolLM3Config", GROUPED | {"num_hidden_layers": 5}),
-    "olmo2": ("Olmo2Config", GROUPED),
-    "phi3": ("Phi3Config", GROUPED | {"sliding_window": 8} | rope("default", partial_rotary_factor=1.0)),
-    "phi4_mini": (
-        "Phi3Config",
-        GROUPED
-        | {"num_attention_heads": 2, "num_key_value_heads": 1, "original_max_position_embeddings": 32}
-        | {"tie_word_embeddings": True, "rope_parameters": LONG | {"partial_rotary_factor": 0.5}},
-    ),
-    "granite": ("GraniteConfig", GROUPED | SCALES | {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
+    "gemma3_text": ("Gemma3Text", GEMMA3),
+    "gemma3": ("Gemma3", {"text_config": GEMMA3, "vision_config": VISION | {"image_size": 16, "patch_size": 8}}),
+    "smollm3": ("SmolLM3", GROUPED | {"num_hidden_layers": 5}),
+    "olmo2": ("Olmo2", GROUPED),
+    "phi3": ("Phi3", GROUPED | WINDOW | rope("default", partial_rotary_factor=1.0)),
+    "phi4_mini": ("Phi3", GROUPED | PHI4 | TIED | rope("longrope", original_max_position_embeddings=32, **LONG)),
+    "granite": ("Granite", GROUPED | SCALES | TIED),
 }
+MIXTRAL = GROUPED | {"intermediate_size": 24, "num_experts_per_tok": 2}
 EXPERTS = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SHARED = {"num_hidden_layers": 3, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}
+SPARSE = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True}
 MIXTURES = {
-    "mixtral": (
-        "MixtralConfig",
-        GROUPED | {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
-    ),
-    "mixtral_window": (
-        "MixtralConfig",
-        GROUPED | {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
-    ),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        EXPERTS | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        EXPERTS
-        | {"head_dim": 16, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-        | {"norm_topk_prob": True},
-    ),
-    "qwen3_moe_unnormalised": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": False}),
+    "mixtral": ("Mixtral", MIXTRAL | {"num_local_experts": 6, "sliding_window": None}),
+    "mixtral_window": ("Mixtral", MIXTRAL | {"num_local_experts": 4} | WINDOW),
+    "qwen2_moe": ("Qwen2Moe", EXPERTS | SHARED),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | WIDE | SPARSE),
+    "qwen3_moe_unnormalised": ("Qwen3Moe", EXPERTS | WIDE | {"norm_topk_prob": False}),
 }
-GPT_OSS = GROUPED | {
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "swiglu_limit": 1.5,
+GPT_OSS = {
+    **GROUPED | WIDE | WINDOW | {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5},
     **rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_slow=0.02, truncate=False),
 }
-SINKS = {"gpt_oss": ("GptOssConfig", GPT_OSS), "gpt_oss_mxfp4": ("GptOssConfig", GPT_OSS)}
+SINKS = {"gpt_oss": ("GptOss", GPT_OSS), "gpt_oss_mxfp4": ("GptOss", GPT_OSS)}
 PROMPTS = (
     "Once upon a time",
     "One day, a little girl named Lily found a needle in her",
@@ -139,7 +94,7 @@ PROMPTS = (
 def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_prompts: int, small: bool) -> None:
     """Write one random model and its logits on random sequences, all float32 but experts that are `small`: MXFP4."""
     torch.manual_seed(seed)
-    config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
+    config = getattr(transformers, f"{config_name}Config")(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,12 +1,12 @@
-"""Which tests see a fault: put those of tests/faults/faults.toml into a copy of the code, one at a time.
+"""Which tests see a fault: put those of tests/faults/*.toml into a copy of the code, one at a time.
 
     python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test file enters, by running them
     python scripts/plant_faults.py run [--only FOLDER] [--jobs 2] [PYTEST ARGUMENTS]
     python scripts/plant_faults.py run --name slow --unseen-by short --map runs/entered_slow -m slow
 
 `run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
-quickest, until a test fails; what runs in a process of its own enters nothing, so commands come last, and are asked
-about the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to
+quickest, until a test fails. What runs in a process of its own enters nothing, so commands come last, and are tried for
+the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to
 benchmarks/results/faults.json by the name of the run (`--name`); a fault that has one there is not tried again.
 """
 
@@ -21,28 +21,34 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FAULTS = ROOT / "tests/faults/faults.toml"
-RESULTS = ROOT / "benchmarks/results/faults.json"
-COMMANDS = "tests/commands"  # what they run is in processes of their own
-LAWS = "tests/laws"
-INNER = ("control", "decode", "models")  # commands are not asked about these: they would take minutes, and see little
+FAULTS, RESULTS = ROOT / "tests/faults", ROOT / "benchmarks/results/faults.json"
+COMMANDS, LAWS = "tests/commands", "tests/laws"  # what commands run is in processes of their own
+INNER = ("control", "decode", "models")  # commands are not tried for these: they would take minutes, and see little
 SECONDS = 1200  # for all tests of one fault
+Entered = dict[tuple[str, str], set[str]]
 
 
 def faults() -> list[dict[str, str]]:
-    """Return every fault of the list. Raises SystemExit where one does not stand once in its file any more."""
-    found = tomllib.loads(FAULTS.read_text(encoding="utf-8"))["fault"]
-    for fault in found:
-        count = (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["old"])
-        if count != 1:
-            sys.exit(f"{fault['file']} holds {fault['old']!r} {count} times; write the fault anew in {FAULTS}.")
+    """Return every fault of the lists. Raises SystemExit for one whose `old` is not exactly once in its file."""
+    found = []
+    for part in sorted(FAULTS.glob("*.toml")):
+        for fault in tomllib.loads(part.read_text(encoding="utf-8"))["fault"]:
+            count = (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["old"])
+            if count != 1 or fault["old"] == fault["new"]:
+                sys.exit(
+                    f"{part.name}: {fault['what']!r}: {fault['file']} has {fault['old']!r} {count} times, not once."
+                )
+            found.append(fault)
     return found
+
+
+def key(fault: dict[str, str]) -> tuple[str, str]:
+    return fault["file"], fault["what"]
 
 
 def function_of(fault: dict[str, str]) -> str | None:
@@ -62,36 +68,33 @@ def function_of(fault: dict[str, str]) -> str | None:
 
 
 def make_map(folder: Path, arguments: list[str]) -> None:
-    """Run the tests with a plugin that notes what each file enters, and keep that in `folder`."""
+    """Run the tests with a plugin that records in `folder` which functions each file enters."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    beside = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/faults'}", "ENTERED": str(folder)}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{FAULTS}", "ENTERED": str(folder)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "entered", *arguments]
-    subprocess.run(command, cwd=ROOT, env=os.environ | beside)
+    subprocess.run(command, cwd=ROOT, env=os.environ | paths)
 
 
-def read_map(folder: Path) -> tuple[dict[tuple[str, str], set[str]], dict[str, float]]:
+def read_map(folder: Path) -> tuple[Entered, dict[str, float]]:
     """Return the test files that enter each function, (file, name), and the seconds of each test file."""
-    entered: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+    entered: Entered = collections.defaultdict(set)
     seconds: dict[str, float] = collections.defaultdict(float)
     for part in folder.glob("*.jsonl"):
-        for line in part.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+        for row in map(json.loads, part.read_text(encoding="utf-8").splitlines()):
             seconds[row["test"]] += row["seconds"]
             for file, name in row["entered"]:
                 entered[file, name].add(row["test"])
     return entered, seconds
 
 
-def tests_of(fault: dict[str, str], entered: dict, seconds: dict[str, float]) -> list[str]:
+def tests_of(fault: dict[str, str], entered: Entered, seconds: dict[str, float]) -> list[str]:
     """Return the test files that could see a fault: those named for its module, then the quickest, commands last."""
     name, module = function_of(fault), Path(fault["file"]).stem
-    found = {
-        test
-        for (file, function), tests in entered.items()
-        if file == fault["file"] and (name is None or function == name or function.startswith(f"{name}."))
-        for test in tests
-    }
+    found = set[str]()
+    for (file, function), tests in entered.items():
+        if file == fault["file"] and (name is None or function == name or function.startswith(f"{name}.")):
+            found |= tests
     if any(test.startswith(LAWS) for test in found):  # the first law of a model traces it for all
         found |= {test for test in seconds if test.startswith(LAWS)}
     commands = {test for test in seconds if test.startswith(COMMANDS)}
@@ -100,19 +103,14 @@ def tests_of(fault: dict[str, str], entered: dict, seconds: dict[str, float]) ->
 
 
 def seen_by(fault: dict[str, str], tree: Path, tests: list[str], arguments: list[str]) -> str | None:
-    """Return the first test that fails, or never ends, with a fault in the copy `tree`; None where none does."""
+    """Return the first test that fails with a fault in the copy `tree`; None where none does."""
     place, source = tree / fault["file"], (ROOT / fault["file"]).read_text(encoding="utf-8")
     place.write_text(source.replace(fault["old"], fault["new"]), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-v", "-x", "--no-header", "--tb=no", "--timeout=200"]
+    paths = {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")}
+    how = {"cwd": tree, "env": os.environ | paths, "capture_output": True, "text": True, "timeout": SECONDS}
     try:
-        done = subprocess.run(
-            [*command, *tests, *arguments],
-            cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+        done = subprocess.run([*command, *tests, *arguments], **how)
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -125,40 +123,32 @@ def seen_by(fault: dict[str, str], tree: Path, tests: list[str], arguments: list
 
 
 def run(args: argparse.Namespace, arguments: list[str]) -> None:
-    """Try every fault that has no result of this name yet, print who saw it, and keep each result as it comes."""
+    """Try every fault that has no result of this name yet; print and record each result as it comes."""
     entered, seconds = read_map(args.map)
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     rows = kept.setdefault(args.name, [])
-    tried = {(row["file"], row["what"]) for row in rows}
-    chosen = [one for one in faults() if (one["file"], one["what"]) not in tried and args.only in one["file"]]
-    if args.unseen_by:
-        if args.unseen_by not in kept:
-            sys.exit(f"{RESULTS} has no run named {args.unseen_by!r}; it has {', '.join(kept)}.")
-        unseen = {(row["file"], row["what"]) for row in kept[args.unseen_by] if row["seen_by"] is None}
-        chosen = [one for one in chosen if (one["file"], one["what"]) in unseen]
+    tried = {key(row) for row in rows}
+    wanted = None if args.unseen_by is None else {key(row) for row in kept[args.unseen_by] if row["seen_by"] is None}
+    chosen = [one for one in faults() if args.only in one["file"] and key(one) not in tried]
+    chosen = [one for one in chosen if wanted is None or key(one) in wanted]
     trees: queue.Queue[Path] = queue.Queue()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.jobs) as workers:
         for number in range(args.jobs):
-            tree = Path(folder) / f"copy{number}"
             ignored = shutil.ignore_patterns(".venv*", ".git", "site", "runs", "benchmarks/results")
-            shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
-            trees.put(tree)
+            trees.put(Path(shutil.copytree(ROOT, Path(folder) / f"copy{number}", ignore=ignored, symlinks=True)))
 
         def one(fault: dict[str, str]) -> dict[str, Any]:
-            tree, begun = trees.get(), time.monotonic()
-            tests = tests_of(fault, entered, seconds)
+            tree, tests = trees.get(), tests_of(fault, entered, seconds)
             try:
                 seen = seen_by(fault, tree, tests, arguments)
             finally:
                 trees.put(tree)
-            took = time.monotonic() - begun
-            print(f"{fault['file']}: {fault['what']}: {seen or 'NOT SEEN'} ({took:.0f} s)", flush=True)
+            print(f"{fault['file']}: {fault['what']}: {seen or 'NOT SEEN'}", flush=True)
             return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(tests)}
 
-        with concurrent.futures.ThreadPoolExecutor(args.jobs) as workers:
-            for done in concurrent.futures.as_completed([workers.submit(one, fault) for fault in chosen]):
-                rows.append(done.result())
-                RESULTS.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        for done in concurrent.futures.as_completed([workers.submit(one, fault) for fault in chosen]):
+            rows.append(done.result())
+            RESULTS.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     print(f"{sum(row['seen_by'] is not None for row in rows)} of {len(rows)} faults seen")
 
 
@@ -168,13 +158,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults in files with this in their name")
     parser.add_argument("--unseen-by", help="faults that the run of this name did not see")
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time (default: 2)")
-    parser.add_argument("--name", default="short", help="what the results are called (default: short)")
+    parser.add_argument("--name", default="short", help="the name of the results (default: short)")
     parser.add_argument("--map", type=Path, default=ROOT / "runs/entered", help="where the map is kept")
     args, arguments = parser.parse_known_args()
-    if args.what == "map":
-        make_map(args.map, arguments)
-    else:
-        run(args, arguments)
+    make_map(args.map, arguments) if args.what == "map" else run(args, arguments)
 
 
 if __name__ == "__main__":

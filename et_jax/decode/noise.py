@@ -31,7 +31,8 @@ def random_bits(key: UInt32[Array, "b 2"], position: Int[Array, " b"], vocab_siz
     """Return 32 random bits of every token at the position of each row.
 
     Two rounds of Wellons's hash of 32-bit words, each keyed by one word of threefry (Salmon et al. 2011), as Even and
-    Mansour key a permutation. `scripts/bench_sampling.py` compares what threefry and Philox cost in its place.
+    Mansour key a permutation. `benchmarks/results/sampling.json` has its cost beside those of
+    threefry and Philox.
     """
     words = jax.vmap(_folded)(key, position)
     token = jnp.arange(vocab_size, dtype=jnp.uint32)

@@ -1,11 +1,17 @@
-"""What `scripts/fuzz.py` runs: how cases are drawn, run in a worker, watched and judged, and one module per surface."""
+"""What `scripts/fuzz.py` runs: edits of valid input, a watched worker, and one module for each target.
 
-SURFACES = {
-    "config": "fuzzing.config_file",
-    "weights": "fuzzing.weight_files",
-    "tokenizer": "fuzzing.tokenizer_files",
-    "templates": "fuzzing.templates",
-    "lines": "fuzzing.batch_lines",
-    "requests": "fuzzing.api_requests",
-    "snapshots": "fuzzing.snapshot_folders",
+A target module has `draw(random)`, which returns a case as a dictionary of printable values, and `prepare(folder)`,
+which writes valid input into the folder and returns the function that runs a case, `run(**case)`. That function returns
+"accepted" or "refused", or raises: `UsageError` for a refusal, `Fault` for a failure that it found itself. A case may
+have its own limit of time, `seconds`.
+"""
+
+TARGETS = {
+    "config": "scripts.fuzzing.config_file",
+    "weights": "scripts.fuzzing.weight_files",
+    "tokenizer": "scripts.fuzzing.tokenizer_files",
+    "templates": "scripts.fuzzing.templates",
+    "lines": "scripts.fuzzing.batch_lines",
+    "requests": "scripts.fuzzing.api_requests",
+    "snapshots": "scripts.fuzzing.snapshot_folders",
 }

@@ -7,25 +7,26 @@ import fractions
 import math
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from fuzzing.cases import ACCEPTED, COMPILING, SECONDS, Fault, Surface
-from fuzzing.small_folder import served_model
-from hypothesis import strategies as st
 
 from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from scripts.fuzzing.edits import listed
+from scripts.fuzzing.small_folder import served_model
+from scripts.fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
 
 
-class _Text(str):
+class Text(str):
     """A text of a class of its own."""
 
 
-class _Liar:
+class Liar:
     """A sequence whose length is a lie."""
 
     def __len__(self) -> int:
@@ -35,161 +36,78 @@ class _Liar:
         raise KeyError(place)
 
 
-class _Unprintable:
-    """A value that cannot even be shown."""
+class Unprintable:
+    """A value that cannot be printed."""
 
     def __repr__(self) -> str:
         raise ValueError("no repr")
 
 
-_NUMBERS = (
-    *(
-        True,
-        False,
-        0,
-        1,
-        2,
-        8,
-        -1,
-        100,
-        127,
-        4095,
-        4096,
-        10**6,
-        10**9,
-        2**31,
-        2**32,
-        2**63 - 1,
-        2**63,
-        -(2**63),
-        10**30,
-    ),
-    *(0.0, -0.0, 0.5, 1.0, 1.5, -0.5, 1e-320, 1e30, 3e38, 1e39, 1e300, math.nan, math.inf, -math.inf),
-)
-_TEXTS = (
-    "",
-    " ",
-    "a",
-    "Once",
-    "\ud800",
-    "a\udc00b",
-    "\0",
-    "é🙂",
-    "0",
-    "1.0",
-    "off",
-    "paper",
-    "guarded",
-    "\n",
-    b"",
-    b"Once",
-)
-_SEQUENCES = (
-    *((), [], {}, set(), (1,), [1, 2], (True, False), (0.5,), ("a",), ["a", "b"], range(3), range(0), range(5, 8)),
-    *(
-        ("",),
-        (None,),
-        (-1,),
-        (4096,),
-        (2**40,),
-        {1, 2},
-        {"a": 1},
-        {"prompt": "a"},
-        ((1,), (2,)),
-        [[1, 2]],
-        [[]],
-        [["a"]],
-    ),
-    *(["a", 1], [1, "a"], [None], ["", "a"], [b"a"], [1.0, 2.0], (math.nan,), ("\ud800",), ("\0",), [[[[5]]]]),
-)
-_OBJECTS = (None, 1j, b"\xff", int, len, NotImplemented, ..., object, Path("/etc/passwd"))
-_MADE: dict[str, Callable[[], Any]] = {
-    "5,000 digits": lambda: 10**5000,
-    "long text": lambda: "word " * 200_000,
-    "many texts": lambda: tuple(f"s{i}" for i in range(100_000)),
-    "long texts": lambda: ("x" * 10**6,) * 3,
-    "many ids": lambda: [5] * 100_000,
-    "127 ids": lambda: [5] * 127,
-    "generator": lambda: (id for id in (5, 6)),
-    "generator of texts": lambda: (text for text in ("a", "b")),
-    "map": lambda: map(int, "56"),
-    "deque": lambda: collections.deque([5, 6]),
-    "numpy ids": lambda: np.array([5, 6]),
-    "numpy matrix": lambda: np.ones((2, 3), np.int64),
-    "numpy floats": lambda: np.array([0.5]),
-    "numpy empty": lambda: np.array([]),
-    "numpy int": lambda: np.int32(3),
-    "numpy float": lambda: np.float32(0.5),
-    "numpy bool": lambda: np.bool_(True),
-    "numpy nan": lambda: np.float64("nan"),
-    "numpy text": lambda: np.str_("Once"),
-    "numpy texts": lambda: np.array(["a", "b"]),
-    "tuple of numpy ids": lambda: (np.int64(5), np.uint8(6)),
-    "jax ids": lambda: jnp.array([5, 6]),
-    "jax number": lambda: jnp.float32(0.5),
-    "decimal": lambda: decimal.Decimal("0.5"),
-    "fraction": lambda: fractions.Fraction(1, 2),
-    "text of a class": lambda: _Text("Once"),
-    "liar": _Liar,
-    "unprintable": _Unprintable,
-    "object": object,
-    "lambda": lambda: lambda: 1,
-    "exception": lambda: ValueError("x"),
-    "parameters": lambda: SamplingParams(max_tokens=2),
-    "request": lambda: GenerationRequest(prompt="Once", params=SamplingParams(max_tokens=2)),
-    "requests": lambda: [GenerationRequest(prompt=(5,), params=SamplingParams(max_tokens=2)), "Once"],
-}
-_MADE |= {repr(value): (lambda value=value: value) for value in _OBJECTS}
-_GROUPS = [{repr(value): (lambda value=value: value) for value in group} for group in (_NUMBERS, _TEXTS, _SEQUENCES)]
-_GROUPS.append(_MADE)
-VALUES = {name: value for group in _GROUPS for name, value in group.items()}
-_ANY = st.sampled_from([tuple(group) for group in _GROUPS]).flatmap(st.sampled_from)
-_A_NUMBER = st.sampled_from(tuple(_GROUPS[0]))
-_A_SMALL_NUMBER = st.sampled_from(
-    ("0", "1", "2", "8", "100", "127", "0.5", "1.0", "1.5", "1e-320", "True", "numpy int")
-)
-_A_PROMPT = st.sampled_from((tuple(_GROUPS[1]), tuple(_GROUPS[2]))).flatmap(st.sampled_from)
-_FITTING = {"stop": _A_PROMPT, "stop_token_ids": st.sampled_from(tuple(_GROUPS[2]))}
-_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+# Expressions, evaluated anew for each case.
+_NUMBERS = listed("""
+    True  False  0  1  2  8  -1  100  127  4095  4096  10**6  10**9  2**31  2**32  2**63 - 1  2**63  -(2**63)  10**30
+    0.0  -0.0  0.5  1.0  1.5  -0.5  1e-320  1e30  3e38  1e39  1e300  math.nan  math.inf  -math.inf
+""")
+_SMALL = listed("0  1  2  8  100  127  0.5  1.0  1.5  1e-320  True  np.int32(3)")
+_TEXTS = listed(r"""
+    ''  ' '  'a'  'Once'  '\ud800'  'a\udc00b'  '\0'  'é🙂'  '0'  '1.0'  'off'  'paper'  'guarded'  '\n'  b''  b'Once'
+""")
+_SEQUENCES = listed(r"""
+    ()  []  {}  set()  (1,)  [1, 2]  (True, False)  (0.5,)  ('a',)  ['a', 'b']  range(3)  range(0)  range(5, 8)  ('',)
+    (None,)  (-1,)  (4096,)  (2**40,)  {1, 2}  {'a': 1}  {'prompt': 'a'}  ((1,), (2,))  [[1, 2]]  [[]]  [['a']]
+    ['a', 1]  [1, 'a']  [None]  ['', 'a']  [b'a']  [1.0, 2.0]  (math.nan,)  ('\ud800',)  ('\0',)  [[[[5]]]]
+""")
+_OBJECTS = listed(r"""
+    None  1j  b'\xff'  int  len  NotImplemented  ...  object  object()  Path('/etc/passwd')  10**5000
+    'word ' * 200_000  tuple(f's{i}' for i in range(100_000))  ('x' * 10**6,) * 3  [5] * 100_000  [5] * 127
+    (id for id in (5, 6))  (text for text in ('a', 'b'))  map(int, '56')  collections.deque([5, 6])
+    np.array([5, 6])  np.ones((2, 3), int)  np.array([0.5])  np.array([])  np.int32(3)  np.float32(0.5)  np.bool_(True)
+    np.float64('nan')  np.str_('Once')  np.array(['a', 'b'])  (np.int64(5), np.uint8(6))  jnp.array([5, 6])
+    jnp.float32(0.5)  decimal.Decimal('0.5')  fractions.Fraction(1, 2)  Text('Once')  Liar()  Unprintable()
+    (lambda: 1)  ValueError('x')  SHORT  GenerationRequest(prompt='Once', params=SHORT)
+    [GenerationRequest(prompt=(5,), params=SHORT), 'Once']
+""")
+_ANY = (_NUMBERS, _TEXTS, _SEQUENCES, _OBJECTS)
+_FITTING = {"stop": (_TEXTS, _SEQUENCES), "stop_token_ids": (_SEQUENCES,)}
+SHORT = SamplingParams(max_tokens=3)
+_NAMES = {module.__name__: module for module in (collections, decimal, fractions, math)} | {"np": np, "jnp": jnp}
+_NAMES |= {each.__name__: each for each in (Path, Text, Liar, Unprintable, GenerationRequest)} | {"SHORT": SHORT}
 _NEIGHBOURS = {  # of several bursts, so that they are amid their texts when the call comes
     "One day": SamplingParams(max_tokens=70, seed=5, ignore_eos=True),
     "The cat": SamplingParams(max_tokens=80, temperature=0.0, logprobs=2, ignore_eos=True),
 }
-_KINDS = (
-    "params",
-    "params",
-    "params",
-    "keyword",
-    "both",
-    "overruled",
-    "request",
-    "request",
-    "prompt",
-    "prompts",
-    "stream",
-    "control",
-)
+_KINDS = listed("params  params  params  keyword  both  overruled  request  request  prompt  prompts  stream  control")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A kind of call, and the names of the values it is made with; `fields` are settings of sampling."""
+def draw(random: Random) -> dict[str, Any]:
+    """Return a case: a kind of call, the settings of sampling, and the other values that it passes."""
 
-    kind: str
-    fields: tuple[tuple[str, str], ...]
-    values: tuple[str, str, str]
+    def value(fitting: tuple[list[str], ...]) -> str:
+        groups = fitting if random.random() < 0.75 else _ANY  # three in four are of the right kind
+        return random.choice(random.choice(groups))
+
+    kind = random.choice(_KINDS)
+    names = random.choices([field.name for field in dataclasses.fields(SamplingParams)], k=random.randint(1, 2))
+    fields = {name: value(_FITTING.get(name, (_SMALL,))) for name in names}
+    values = value((_TEXTS, _SEQUENCES)), value((_NUMBERS,)), value((_NUMBERS,))
+    return {"kind": kind, "fields": fields, "values": values, "seconds": COMPILING if kind == "control" else SECONDS}
 
 
-def prepare(folder: Path) -> Callable[[Case], str]:
+def made(expression: str) -> Any:
+    """Return the value of an expression."""
+    return eval(expression, dict(_NAMES))
+
+
+def prepare(folder: Path) -> Callable[..., str]:
     """Load a model, have the neighbours answered alone, and return what runs a case."""
     model = served_model(folder / "model")
     alone = {prompt: model.generate(prompt, params)[0] for prompt, params in _NEIGHBOURS.items()}
 
-    def run(case: Case) -> str:
+    def run(kind: str, fields: dict[str, str], values: tuple[str, str, str]) -> str:
         streams = {prompt: model.stream(prompt, params) for prompt, params in _NEIGHBOURS.items()}
         begun = {prompt: [next(stream), next(stream)] for prompt, stream in streams.items()}
         try:
-            done = _call(model, case)
+            done = _call(model, kind, {name: made(value) for name, value in fields.items()}, *map(made, values))
         finally:
             for prompt, stream in streams.items():
                 _same(prompt, begun[prompt], stream, alone[prompt])
@@ -197,20 +115,15 @@ def prepare(folder: Path) -> Callable[[Case], str]:
             completion.to_dict()
             if completion.error is not None:
                 raise UsageError(completion.error)
-        if case.kind == "overruled" and len(done[0].token_ids) > 1:
-            raise Fault("silent", "a keyword beside the settings was not looked at")
-        if case.kind in ("prompt", "prompts") and _is_no_prompt(VALUES[case.values[0]]()):
+        if kind == "overruled" and len(done[0].token_ids) > 1:
+            raise Fault("silent", "a keyword beside the settings was ignored")
+        prompt = made(values[0])
+        numbers = isinstance(prompt, list | tuple) and any(isinstance(id, bool) for id in prompt)
+        if kind in ("prompt", "prompts") and (numbers or (isinstance(prompt, bytes) and prompt)):
             raise Fault("silent", "bytes or truth values were taken for ids")
         return ACCEPTED
 
     return run
-
-
-def _is_no_prompt(value: Any) -> bool:
-    """Return whether bytes or truth values stand where ids do, which Python would take for numbers."""
-    if isinstance(value, bytes):
-        return len(value) > 0
-    return isinstance(value, list | tuple) and any(isinstance(id, bool) for id in value)
 
 
 def _same(prompt: str, begun: list[Any], stream: Any, alone: Completion) -> None:
@@ -222,50 +135,26 @@ def _same(prompt: str, begun: list[Any], stream: Any, alone: Completion) -> None
         raise Fault("neighbour", f"{prompt!r} ends as {last and (last.text, last.error)!r}, alone {alone.text!r}")
 
 
-def _call(model: Model, case: Case) -> list[Completion]:
-    """Make the call of a case, and return what came of it."""
-    fields = {name: VALUES[value]() for name, value in case.fields}
-    first, second, third = (VALUES[value]() for value in case.values)
-    short = SamplingParams(max_tokens=3)
-    match case.kind:
+def _call(model: Model, kind: str, fields: dict[str, Any], first: Any, second: Any, third: Any) -> list[Completion]:
+    """Make the call of a case, and return its completions."""
+    match kind:
         case "params":
             return model.generate("Once upon a time", SamplingParams(**{"max_tokens": 3} | fields))
         case "keyword":
             return model.generate("Once upon a time", **{"max_tokens": 3} | fields)
         case "overruled":
-            return model.generate("Once", short, **fields | {"max_tokens": 1})
+            return model.generate("Once", SHORT, **fields | {"max_tokens": 1})
         case "both":
             return model.generate("Once", first)
         case "request":
-            made = GenerationRequest(prompt="Once", params=short, priority=second, deadline=third)
-            other = GenerationRequest(prompt=first, params=short)
-            return [completion for _, completion in model.as_completed([made, other])]
+            request = GenerationRequest(prompt="Once", params=SHORT, priority=second, deadline=third)
+            other = GenerationRequest(prompt=first, params=SHORT)
+            return [completion for _, completion in model.as_completed([request, other])]
         case "prompt":
-            return model.generate(first, short)
+            return model.generate(first, SHORT)
         case "prompts":
-            return model.generate([first, "Once"], short)
+            return model.generate([first, "Once"], SHORT)
         case "stream":
             events = [*model.stream(first, SamplingParams(**{"max_tokens": 3} | fields))]
             return [event.completion for event in events if event.completion is not None]
-    return model.generate("Once", short, control=first)
-
-
-def _oftener(fitting: st.SearchStrategy[str], any_: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Return a strategy of which three values in four are of the right kind, and may be served."""
-    return st.sampled_from((fitting, fitting, fitting, any_)).flatmap(lambda chosen: chosen)
-
-
-_SETTINGS = st.sampled_from(_FIELDS).flatmap(
-    lambda name: st.tuples(st.just(name), _oftener(_FITTING.get(name, _A_SMALL_NUMBER), _A_NUMBER | _ANY))
-)
-
-SURFACE = Surface(
-    cases=st.builds(
-        Case,
-        kind=st.sampled_from(_KINDS),
-        fields=st.lists(_SETTINGS, min_size=1, max_size=2).map(tuple),
-        values=st.tuples(_oftener(_A_PROMPT, _ANY), _oftener(_A_NUMBER, _ANY), _oftener(_A_NUMBER, _ANY)),
-    ),
-    prepare=prepare,
-    seconds=lambda case: COMPILING if case.kind == "control" else SECONDS,
-)
+    return model.generate("Once", SHORT, control=first)

@@ -1,25 +1,21 @@
 """Input files of a batch, through the command itself: hostile lines between well-formed ones, each file run twice."""
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
-
-from fuzzing.cases import ACCEPTED, REFUSED, SECONDS, Fault, Surface
-from fuzzing.edits import DAMAGES, MUTATIONS, Damage, Mutation, damaged, mutated
-from fuzzing.judge import NOISE, not_a_sentence
-from fuzzing.small_folder import overlay, served_model
-from fuzzing.templates import TEMPLATES
-from hypothesis import strategies as st
 
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.text import load_tokenizer
+from scripts.fuzzing import edits, templates
+from scripts.fuzzing.small_folder import overlay, served_model
+from scripts.fuzzing.watch import ACCEPTED, NOISE, REFUSED, SECONDS, Fault, not_a_sentence
 
 _main = runpy.run_module("et_jax.generate")["main"]  # the command, a layer above this one, as a shell would run it
 _NEIGHBOURS: tuple[dict[str, Any], ...] = (
@@ -46,12 +42,14 @@ _LINES: dict[str, dict[str, Any]] = {
     "conversation": {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": _CHAT},
 }
 _RAW = {
-    "nothing": b"",
-    "blanks": b" \t ",
-    "zeros": bytes(5000),
-    "list": b"[]",
-    "scalar": b"7",
-    "torn": b'{"prompt": "It',
+    **{
+        "nothing": b"",
+        "blanks": b" \t ",
+        "zeros": bytes(5000),
+        "list": b"[]",
+        "scalar": b"7",
+        "torn": b'{"prompt": "It',
+    },
     "two": b'{"prompt": "a"} {"prompt": "b"}',
     "single quotes": b"{'prompt': 'a'}",
     "comment": b'{"prompt": "a"} // b',
@@ -69,95 +67,80 @@ _RAW = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hostile:
-    """A line that is mutated, or (raw) one that is no document at all."""
+def draw(random: Random) -> dict[str, Any]:
+    """Return a case: one to three hostile lines, damage to the file, how it is read, a hostile chat template."""
 
-    line: str
-    mutation: Mutation
-    raw: str | None
+    def line() -> tuple[str, Any]:
+        raw = random.random() < 1 / 3
+        return (random.choice(list(_RAW)), None) if raw else (random.choice(list(_LINES)), edits.changes(random))
 
-    def data(self) -> bytes:
-        """Return the line as it stands in the file."""
-        if self.raw is not None:
-            return _RAW[self.raw]
-        return mutated(json.dumps(_LINES[self.line]).encode(), self.mutation)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """The hostile lines, what is done to the whole file, how the command reads it, and a hostile chat template."""
-
-    lines: tuple[Hostile, ...]
-    damage: Damage | None
-    chat: bool
-    template: str | None
+    lines = [line() for _ in range(random.randint(1, 3))]
+    damage = edits.damage(random) if random.random() < 0.25 else None
+    chat, template = random.random() < 0.3, templates.template(random) if random.random() < 1 / 15 else None
+    seconds = SECONDS if template is None else 60.0  # each conversation may take its time
+    return {"lines": lines, "damage": damage, "chat": chat, "template": template, "seconds": seconds}
 
 
-def prepare(folder: Path) -> Callable[[Case], str]:
+def prepare(folder: Path) -> Callable[..., str]:
     """Load a model, have the neighbours answered alone, and return what runs a case."""
     model = served_model(folder / "model")
+    own = model.tokenizer
     engine.load = lambda *_, **__: model  # the command loads in every run; here that is done
     alone: dict[bool, dict[str, Any]] = {False: {}, True: {}}
     for line, chat in itertools.product(_NEIGHBOURS, alone):
-        code, said, rows = _job(folder, json.dumps(line).encode(), "alone", chat=chat)
+        code, said, rows = _job(folder, json.dumps(line).encode(), "alone", chat)
         if code or len(rows) != 1:
             raise RuntimeError(f"a well-formed line is refused ({said})")
         alone[chat] |= _texts(rows)
 
-    own = model.tokenizer
-
-    def run(case: Case) -> str:
+    def run(lines: list[tuple[str, Any]], damage: Any, chat: bool, template: str | None) -> str:
+        hostile = [_RAW[name] if how is None else _changed(name, how) for name, how in lines]
+        valid = [json.dumps(line).encode() for line in _NEIGHBOURS]
+        data = b"\n".join(itertools.chain(*zip(valid, [*hostile, b"", b""], strict=False)))
+        data = data if damage is None else edits.damaged(data, damage)
+        expected = {} if damage else alone[chat]
         try:
-            if case.template is not None:
-                template = case.template.encode("utf-8", "surrogatepass")
-                model.tokenizer = load_tokenizer(
-                    overlay(folder / "changed", folder / "model", {"chat_template.jinja": template})
-                )
-            return serve(case)
+            if template is not None:
+                files: dict[str, bytes | None] = {"chat_template.jinja": template.encode("utf-8", "surrogatepass")}
+                model.tokenizer = load_tokenizer(overlay(folder / "changed", folder / "model", files))
+                expected = {name: text for name, text in expected.items() if not chat and name != "two"}
+            return checked(data, damage is None, chat, expected)
         finally:
             model.tokenizer = own
 
-    def serve(case: Case) -> str:
-        data = _file(case)
-        code, said, rows = _job(folder, data, "out", chat=case.chat)
+    def checked(data: bytes, sound: bool, chat: bool, expected: dict[str, Any]) -> str:
+        code, said, rows = _job(folder, data, "out", chat)
         if code:
             raise UsageError(said)
-        first = (folder / "out.jsonl").read_bytes()
-        refusals = [row["error"]["message"] for row in rows if row["error"] is not None]
-        for problem, message in ((not_a_sentence(message), message) for message in refusals):
-            if problem is not None:
-                raise Fault("sentence", f"{problem}: {message}")
-        keys = [row["custom_id"] or row["error"]["line"] for row in rows]
-        wanted = sum(1 for line in data.split(b"\n") if line.strip())
-        if case.damage is None and (len(rows) != wanted or len(set(keys)) != len(keys)):
-            raise Fault("rows", f"{len(rows)} rows of {len(set(keys))} names for {wanted} lines")
+        first, refused = (folder / "out.jsonl").read_bytes(), [row["error"] for row in rows if row["error"] is not None]
+        for error in refused:
+            if (problem := not_a_sentence(error["message"])) is not None:
+                raise Fault("sentence", f"{problem}: {error['message']}")
+        if sound:
+            names = {row["custom_id"] or row["error"]["line"] for row in rows}
+            wanted = sum(1 for line in data.split(b"\n") if line.strip())
+            if not len(rows) == len(names) == wanted:
+                raise Fault("rows", f"{len(rows)} rows of {len(names)} names for {wanted} lines")
         texts = _texts(rows)
-        for name, text in alone[case.chat].items() if case.damage is None else ():
-            if case.template is not None and (case.chat or name == "two"):
-                continue  # a conversation, which the template writes
+        for name, text in expected.items():
             if texts.get(name) != text:
                 raise Fault("neighbour", f"{name} has {texts.get(name)!r} and alone {text!r}")
-        refused_lines = {row["error"]["line"] for row in rows if row["error"] is not None}
         for number, line in enumerate(data.split(b"\n"), 1):
-            if number not in refused_lines and _has_twins(line):
+            if number not in {error["line"] for error in refused} and _has_twins(line):
                 raise Fault("silent", f"line {number} has a key twice, and an answer")
-        code, said, _ = _job(folder, None, "out", chat=case.chat)
+        code, said, _ = _job(folder, None, "out", chat)
         if code or (folder / "out.jsonl").read_bytes() != first:
             raise Fault("rows", f"the second run changes the output (exit code {code}: {said})")
-        return REFUSED if refusals else ACCEPTED
+        return REFUSED if refused else ACCEPTED
 
     return run
 
 
-def _file(case: Case) -> bytes:
-    hostile = [line.data() for line in case.lines]
-    wellformed = [json.dumps(line).encode() for line in _NEIGHBOURS]
-    data = b"\n".join(line for pair in zip(wellformed, [*hostile, b"", b""], strict=False) for line in pair)
-    return data if case.damage is None else damaged(data, case.damage)
+def _changed(name: str, changes: Any) -> bytes:
+    return edits.mutated(json.dumps(_LINES[name]).encode(), changes)
 
 
-def _job(folder: Path, data: bytes | None, name: str, *, chat: bool) -> tuple[int, str, list[dict[str, Any]]]:
+def _job(folder: Path, data: bytes | None, name: str, chat: bool) -> tuple[int, str, list[dict[str, Any]]]:
     """Run the command, on a new output where there is new input; return its exit code, its error and the rows."""
     source, output = folder / f"{name}-in.jsonl", folder / f"{name}.jsonl"
     if data is not None:
@@ -177,44 +160,15 @@ def _job(folder: Path, data: bytes | None, name: str, *, chat: bool) -> tuple[in
 def _has_twins(line: bytes) -> bool:
     """Return whether a line is JSON in which an object has a key twice."""
     found = []
-
-    def hook(pairs: list[tuple[str, Any]]) -> None:
-        found.append(len(dict(pairs)) < len(pairs))
-
     try:
-        json.loads(line, object_pairs_hook=hook)
+        json.loads(line, object_pairs_hook=lambda pairs: found.append(len(dict(pairs)) < len(pairs)))
     except (ValueError, RecursionError):
         return False
     return any(found)
 
 
 def _texts(rows: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Return what the neighbours' answers say."""
+    """Return the texts of the neighbours' answers, by name."""
     names = {line.get("custom_id", line.get("id")) for line in _NEIGHBOURS}
-    return {
-        row["custom_id"]: row["response"] and row["response"]["body"]["choices"]
-        for row in rows
-        if row["custom_id"] in names
-    }
-
-
-SURFACE = Surface(
-    cases=st.builds(
-        Case,
-        lines=st.lists(
-            st.builds(
-                Hostile,
-                line=st.sampled_from(tuple(_LINES)),
-                mutation=MUTATIONS,
-                raw=st.sampled_from((*(None,) * 40, *_RAW)),
-            ),
-            min_size=1,
-            max_size=3,
-        ).map(tuple),
-        damage=st.sampled_from((st.none(), st.none(), st.none(), DAMAGES)).flatmap(lambda chosen: chosen),
-        chat=st.sampled_from((False, False, True)),
-        template=st.sampled_from((*(st.none(),) * 14, TEMPLATES)).flatmap(lambda chosen: chosen),
-    ),
-    prepare=prepare,
-    seconds=lambda case: SECONDS if case.template is None else 60.0,  # each conversation may take its time
-)
+    bodies = {row["custom_id"]: row["response"] and row["response"]["body"] for row in rows}
+    return {name: body and body["choices"] for name, body in bodies.items() if name in names}

@@ -1,35 +1,33 @@
-"""Edits of a valid document, drawn by hypothesis: hostile values at any place, keys doubled, bytes damaged."""
+"""Edits of a valid document: hostile values at any place, keys doubled, bytes damaged."""
 
-import dataclasses
 import json
-from typing import Any
-
-from hypothesis import strategies as st
+import re
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
 
 MANY = 100_000
-# JSON as it stands in the file, since much of it has no value in Python that could be written.
-_TYPES = (
-    "null",
-    "true",
-    "false",
-    "[]",
-    "{}",
-    "[null]",
-    "[1, 2]",
-    "[true]",
-    "[[1]]",
-    '["a"]',
-    '{"a": 1}',
-    "[{}]",
-    '"7"',
-)
-_NUMBERS = ("0", "1", "2", "3", "7", "-1", "0.5", "-0.5", "-0.0", "1.0", "65", "4096", "1e-320", "1e9")
-_LARGE = ("1000000", "1000000000", "-1000000000", "2147483648", "4294967296", "9223372036854775808", "1" + "0" * 30)
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e308", "1e39")
-_TEXTS = ('""', '" "', '"word"', '"-1"', '"true"', '"null"', '"[]"', '"é"', '"a b"', '"{{ 1 }}"', r'"\\"', '"<s>"')
-_NAMES = ('"../x"', '"/etc/passwd"', '".."', '"."', '"~"', '"x/../../x"', '"CON"', '"/dev/zero"', '"config.json"')
-_ODD_TEXTS = (r'"\u0000"', r'"\ud800"', r'"\udc00x"', r'"a\nb\n\nc"', r'"\u202e"', r'"\u001b[2J"', '"𐍈"', '"("')
-_PARTS = ('{"content": null}', '{"content": {}}', '{"content": "a"}', '{"Regex": "(a*)*b"}', '{"name": "default"}')
+
+
+def listed(text: str) -> list[str]:
+    """Return the entries of a text; two spaces or a new line part them."""
+    return re.split(r" *(?:  |\n) *", text.strip())
+
+
+# JSON as it stands in the file, since Python has no value for much of it.
+_GROUPS = [
+    listed(text)
+    for text in (
+        'null  true  false  []  {}  [null]  [1, 2]  [true]  [[1]]  ["a"]  {"a": 1}  [{}]  "7"',
+        "0  1  2  3  7  -1  0.5  -0.5  -0.0  1.0  65  4096  1e-320  1e9",
+        "1000000  1000000000  -1000000000  2147483648  4294967296  9223372036854775808  100000000000000000000000000000",
+        "NaN  Infinity  -Infinity  1e400  -1e400  1e308  1e39",
+        r'""  " "  "word"  "-1"  "true"  "null"  "[]"  "é"  "a b"  "{{ 1 }}"  "\\"  "<s>"',
+        '"../x"  "/etc/passwd"  ".."  "."  "~"  "x/../../x"  "CON"  "/dev/zero"  "config.json"',
+        r'"\u0000"  "\ud800"  "\udc00x"  "a\nb\n\nc"  "\u202e"  "\u001b[2J"  "𐍈"  "("',
+        '{"content": null}  {"content": {}}  {"content": "a"}  {"Regex": "(a*)*b"}  {"name": "default"}',
+    )
+]
 _HUGE = {
     "5,000 digits": "9" * 5000,
     "100,000 digits": "9" * MANY,
@@ -43,29 +41,13 @@ _HUGE = {
     "deep object": '{"a":' * MANY + "1" + "}" * MANY,
     "rather deep list": "[" * 500 + "]" * 500,
 }
-_GROUPS = (_TYPES, _NUMBERS, _LARGE, _NOT_FINITE, _TEXTS, _NAMES, _ODD_TEXTS, _PARTS, tuple(_HUGE))
-HOSTILE = {text: text for group in _GROUPS for text in group} | _HUGE
-_KINDS = (*("replace",) * 6, *("alter",) * 2, "delete", "duplicate", "rename", "swap", "wrap", "text")
-_DAMAGES = (
-    "flip",
-    "flip",
-    "truncate",
-    "cut",
-    "insert",
-    "empty",
-    "bom",
-    "utf-16",
-    "zeros",
-    "append",
-    "twice",
-    "newlines",
-)
+_KINDS = (*("replace",) * 6, "alter", "alter", "delete", "duplicate", "rename", "swap", "wrap", "text")
+_DAMAGES = listed("flip  flip  truncate  cut  insert  empty  bom  utf-16  zeros  append  twice  newlines")
 _WIDE, _DEPTH = 40, 7  # of a wider object only its ends are edited; nothing below this depth is
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Edit:
-    """One change of a document; places are counted around."""
+class Edit(NamedTuple):
+    """One change of a document; places are counted round and round."""
 
     kind: str
     place: int
@@ -73,8 +55,7 @@ class Edit:
     value: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Damage:
+class Damage(NamedTuple):
     """One change of the bytes of a file at `where` millionths of its length."""
 
     kind: str
@@ -82,106 +63,104 @@ class Damage:
     bytes: bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mutation:
-    """What is done to a document, and to the bytes it is then written as."""
-
-    edits: tuple[Edit, ...] = ()
-    damages: tuple[Damage, ...] = ()
+def place(random: Random) -> int:
+    """Return a place: a number to be counted round and round, or millionths."""
+    return random.randint(0, 10**6)
 
 
-PLACES = st.integers(0, 10**6)
-EDITS = st.builds(
-    Edit,
-    kind=st.sampled_from(_KINDS),
-    place=PLACES,
-    other=PLACES,
-    value=st.sampled_from(_GROUPS).flatmap(st.sampled_from),
-)
-DAMAGES = st.builds(Damage, kind=st.sampled_from(_DAMAGES), where=PLACES, bytes=st.binary(min_size=1, max_size=9))
-FEW_EDITS = st.sampled_from((1, 1, 1, 2, 3)).flatmap(
-    lambda count: st.lists(EDITS, min_size=count, max_size=count).map(tuple)
-)
-_EDITED = st.builds(Mutation, edits=FEW_EDITS)
-_DAMAGED = st.builds(Mutation, damages=st.lists(DAMAGES, min_size=1, max_size=2).map(tuple))
-MUTATIONS = st.sampled_from((_EDITED, _EDITED, _EDITED, _DAMAGED)).flatmap(lambda chosen: chosen)
+def edits(random: Random) -> list[Edit]:
+    """Return one edit or a few."""
+
+    def edit() -> Edit:
+        value = random.choice(random.choice([*_GROUPS, list(_HUGE)]))
+        return Edit(random.choice(_KINDS), place(random), place(random), value)
+
+    return [edit() for _ in range(random.choice((1, 1, 1, 2, 3)))]
 
 
-def mutated(data: bytes, mutation: Mutation) -> bytes:
-    """Return a JSON document after its mutation."""
-    if mutation.edits:
-        document, raw = json.loads(data), {}
-        for edit in mutation.edits:
-            _edit(document, edit, raw)
-        text = json.dumps(document)
-        for mark, value in raw.items():
-            text = text.replace(mark, value)
-        data = text.encode()
-    for damage in mutation.damages:
-        data = damaged(data, damage)
-    return data
+def damage(random: Random) -> Damage:
+    """Return one damage."""
+    return Damage(random.choice(_DAMAGES), place(random), random.randbytes(random.randint(1, 9)))
+
+
+def damages(random: Random) -> list[Damage]:
+    """Return one damage or two."""
+    return [damage(random) for _ in range(random.randint(1, 2))]
+
+
+def changes(random: Random) -> list[Edit] | list[Damage]:
+    """Return what is done to a JSON document, or to its bytes."""
+    return random.choice((edits, edits, edits, damages))(random)
+
+
+def mutated(data: bytes, changes: list[Edit] | list[Damage]) -> bytes:
+    """Return a JSON document after its changes."""
+    if isinstance(changes[0], Damage):
+        for change in changes:
+            data = damaged(data, change)
+        return data
+    document, raw = json.loads(data), {}
+    for edit in changes:
+        _edit(document, edit, raw)
+    text = json.dumps(document)
+    for mark, value in raw.items():
+        text = text.replace(mark, value)
+    return text.encode()
 
 
 def damaged(data: bytes, damage: Damage) -> bytes:
     """Return bytes after one damage."""
     at, some = damage.where * len(data) // 10**6, damage.bytes
-    match damage.kind:
-        case "flip":
-            at = min(at, len(data) - 1)
-            return data[:at] + bytes([data[at] ^ (1 << some[0] % 8)]) + data[at + 1 :] if data else some
-        case "truncate":
-            return data[:at]
-        case "cut":
-            return data[:at] + data[at + len(some) :]
-        case "insert":
-            return data[:at] + some + data[at:]
-        case "empty":
-            return b""
-        case "bom":
-            return b"\xef\xbb\xbf" + data
-        case "utf-16":
-            return data.decode("latin-1").encode("utf-16")
-        case "zeros":
-            return data[:at] + bytes(len(data) - at)
-        case "append":
-            return data + some
-        case "twice":
-            return data + data
-        case "newlines":
-            return data.replace(b"\n", b"\r")
-    raise ValueError(f"kind is {damage.kind!r}; it must be one of {', '.join(_DAMAGES)}.")
+    last = min(at, len(data) - 1)
+    made: dict[str, Callable[[], bytes]] = {
+        "flip": lambda: data[:last] + bytes([data[last] ^ (1 << some[0] % 8)]) + data[last + 1 :] if data else some,
+        "truncate": lambda: data[:at],
+        "cut": lambda: data[:at] + data[at + len(some) :],
+        "insert": lambda: data[:at] + some + data[at:],
+        "empty": lambda: b"",
+        "bom": lambda: b"\xef\xbb\xbf" + data,
+        "utf-16": lambda: data.decode("latin-1").encode("utf-16"),
+        "zeros": lambda: data[:at] + bytes(len(data) - at),
+        "append": lambda: data + some,
+        "twice": lambda: data + data,
+        "newlines": lambda: data.replace(b"\n", b"\r"),
+    }
+    return made[damage.kind]()
 
 
 def _edit(document: Any, edit: Edit, raw: dict[str, str]) -> None:
     """Change a document in place; marks stand for text that is put in when it is written."""
-    top = list(document.items()) if isinstance(document, dict) else []
-    places = [(document, key) for key, _ in top] if edit.other % 2 else []
-    places = places or _places(document)
+    top = list(document) if isinstance(document, dict) and edit.other % 2 else []
+    places = [(document, key) for key in top] or _places(document)
     if not places:
         return
     holder, key = places[edit.place % len(places)]
     value = holder[key]
+
+    def mark(text: str) -> str:
+        name = f"@raw{len(raw)}@"
+        raw[f'"{name}"'] = text
+        return name
+
     match edit.kind:
         case "replace":
-            mark = f"@raw{len(raw)}@"
-            raw[f'"{mark}"'] = HOSTILE[edit.value]
-            holder[key] = mark
+            holder[key] = mark(_HUGE.get(edit.value, edit.value))
         case "delete":
             del holder[key]
         case "duplicate" if isinstance(holder, list):
             holder.append(value)
         case "duplicate":
-            mark, copy = f"@twin{len(raw)}@", f"@raw{len(raw) + 1}@"
-            raw[mark] = ""
-            raw[f'"{copy}"'] = HOSTILE[edit.value]
-            holder[f"{key}{mark}"] = copy
+            twin = f"@twin{len(raw)}@"
+            raw[twin] = ""  # which makes the two keys one
+            holder[f"{key}{twin}"] = mark(_HUGE.get(edit.value, edit.value))
         case "rename" if isinstance(holder, dict):
             holder[f"{key}_" if edit.other % 3 else key[::-1]] = holder.pop(key)
         case "swap":
             other, name = places[edit.other % len(places)]
-            if isinstance(value, dict | list) or isinstance(other[name], dict | list):
-                return  # one may hold the other
-            holder[key], other[name] = other[name], value
+            if not isinstance(value, dict | list) and not isinstance(
+                other[name], dict | list
+            ):  # or one holds the other
+                holder[key], other[name] = other[name], value
         case "wrap":
             holder[key] = [value]
         case "text":

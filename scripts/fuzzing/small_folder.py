@@ -1,4 +1,4 @@
-"""Small model folders with random weights, and the model that serves a worker's cases."""
+"""Small model folders with random weights, and the model that runs a worker's cases."""
 
 import dataclasses
 import json
@@ -56,10 +56,11 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, np.dtype[np
     """Return weights by name, large enough that a neighbour's tokens would show in a text."""
     random = np.random.default_rng(0)
     shapes = tensor_shapes(sources_of(config))
-    drawn = {
-        name: 0.3 * random.normal(size=shape) if len(shape) > 1 else np.ones(shape) for name, shape in shapes.items()
-    }
-    return {name: weights.astype(np.float32) for name, weights in drawn.items()}
+
+    def drawn(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return 0.3 * random.normal(size=shape) if len(shape) > 1 else np.ones(shape)
+
+    return {name: drawn(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def packed_experts(weights: dict[str, Any]) -> dict[str, Any]:
@@ -94,9 +95,8 @@ def write_model(folder: Path, config: ModelConfig = LLAMA, *, packed: bool = Fal
 
 
 def open_model(folder: Path, **settings: Any) -> Model:
-    """Load a model as cases do, its programs kept for the workers that follow."""
-    plain: dict[str, Any] = {"max_model_len": LENGTH, "max_num_seqs": ROWS}
-    return load(str(folder), **plain | settings)
+    """Load a model as cases do."""
+    return load(str(folder), **{"max_model_len": LENGTH, "max_num_seqs": ROWS} | settings)
 
 
 def served_model(folder: Path) -> Model:

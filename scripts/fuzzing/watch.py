@@ -1,212 +1,235 @@
-"""The parent's side: a worker that is watched, killed and started anew, and the file of the cases that are done."""
+"""A worker process runs the cases of a target; its parent limits its time and memory, and starts it anew."""
 
 import contextlib
-import dataclasses
-import hashlib
-import importlib.util
-import json
+import ctypes
+import faulthandler
+import gc
+import importlib
+import itertools
+import multiprocessing
 import os
-import select
+import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
-from fuzzing.cases import MEMORY
-from fuzzing.judge import shortened
-from fuzzing.worker import resident
+from et_jax.errors import UsageError
 
-_STARTING = 300.0  # seconds for imports, a small model and its programs
-_GRACE = 2.0  # seconds after its limit in which a worker may end by itself
-_LOOK = 0.05  # seconds between two looks at its memory
+ACCEPTED, REFUSED = "accepted", "refused"
+FAILURES = {
+    "traceback": "an exception other than UsageError",
+    "sentence": "a refusal that is not one sentence",
+    "hang": "no end within the limit, twice",
+    "memory": "more memory than the limit",
+    "crash": "the process ended",
+    "neighbour": "a valid neighbour has another result than alone",
+    "rows": "a line without exactly one row, or a second run that adds something",
+    "silent": "damage was accepted without a word",
+    "escape": "the case reached something outside its folder",
+    "noise": "pages of output besides the sentence",
+}
+SECONDS, MEMORY = 10.0, 2 * 2**30  # limits of a case
+COMPILING = 120.0  # seconds of a case that compiles programs of its own, on a busy machine
+LONGEST, NOISE, DETAIL = 600, 2000, 400  # characters of a refusal; bytes of other output; characters of a detail
+STARTING = 300.0  # seconds for imports, a small model and its programs
+LOOK = 0.05  # seconds between readings of its memory
+PR_SET_PDEATHSIG = 1
 
 
-class WorkerLost(Exception):
-    """The worker has ended or was killed: the outcome of its case, and what is known of it."""
+class Fault(Exception):
+    """A failure that a target found itself; `outcome` is one of `FAILURES`."""
 
     def __init__(self, outcome: str, detail: str) -> None:
         super().__init__(detail)
-        self.outcome, self.detail = outcome, detail
+        self.outcome = outcome
+
+
+def draw(target: ModuleType, seed: int, number: int) -> dict[str, Any]:
+    """Return a case, which depends on its target, seed and number alone."""
+    return target.draw(random.Random(f"{seed}/{target.__name__}/{number}"))
+
+
+def verdict(run: Callable[..., str], case: dict[str, Any]) -> tuple[str, str]:
+    """Run a case and return its outcome with a detail."""
+    try:
+        outcome, detail = run(**{name: value for name, value in case.items() if name != "seconds"}), ""
+    except UsageError as error:
+        problem = not_a_sentence(str(error))
+        outcome, detail = ("sentence", f"{problem}: {error}") if problem else (REFUSED, str(error))
+    except Fault as fault:
+        outcome, detail = fault.outcome, str(fault)
+    except BaseException as error:  # a panic of a library is not an Exception
+        outcome, detail = "traceback", f"{_where(error)}: {type(error).__name__}: {error}"
+    return outcome, shortened(detail)
+
+
+def _where(error: BaseException) -> str:
+    """Return where an exception was raised, and the last place in the package before it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame.filename.rpartition("/site-packages/")[2] for frame in frames]
+    package = list(itertools.compress(frames, ["/et_jax/" in file for file in files]))
+    names = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in (*package[-1:], frames[-1])]
+    return " < ".join(reversed(dict.fromkeys(names)))
+
+
+def not_a_sentence(message: str) -> str | None:
+    """Return why a message is no single printable sentence, None where it is one."""
+    if not message.endswith("."):
+        return "does not end with a full stop"
+    if "\n" in message or "\r" in message:
+        return "has more than one line"
+    if len(message) > LONGEST:
+        return f"has {len(message)} characters"
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in message):  # they harm a terminal, or the print
+        return "cannot be printed"
+    return None
+
+
+def shortened(text: str) -> str:
+    """Return a detail for the report: one line of ASCII."""
+    line = " ".join(text[:4000].encode("ascii", "backslashreplace").decode().split())
+    return line if len(line) <= DETAIL else f"{line[: DETAIL // 2]} ... {line[-DETAIL // 2 :]}"
+
+
+def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
+    """Return a process's resident memory in bytes, or its peak (`VmHWM`); 0 where it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _work(pipe: Connection, module: str, seed: int, folder: Path) -> None:
+    """Run the cases whose numbers arrive; what they print goes to a file, which is weighed."""
+    os.setsid()  # Ctrl-C is for the parent; what a case starts ends with the worker
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and the worker with its parent
+    stack = (folder / "hanging.txt").open("w+")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)  # which the parent sends before it kills
+    output = os.open(folder / "output.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    target = importlib.import_module(module)
+    run = target.prepare(folder)
+    gc.collect()
+    gc.freeze()  # later collections skip what is there now
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while True:
+            case = draw(target, seed, pipe.recv())
+            os.ftruncate(output, 0)
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            before = resident()
+            pipe.send((case.get("seconds", SECONDS), before))
+            outcome, detail = verdict(run, case)
+            peak = resident(field="VmHWM") - before
+            gc.collect()  # destructors may complain
+            sys.stdout.flush()
+            sys.stderr.flush()
+            size = os.fstat(output).st_size
+            if size > NOISE and outcome in (ACCEPTED, REFUSED):
+                start = os.pread(output, NOISE, 0).decode(errors="replace")
+                outcome, detail = "noise", shortened(f"{size} bytes of output: {start}")
+            pipe.send((outcome, detail, peak))
+
+
+class WorkerLost(Exception):
+    """The worker ended or was killed: (outcome of its case, detail)."""
 
 
 class Worker:
-    """One worker process for one surface. Raises WorkerLost where a case takes it along."""
+    """One worker process for one target. Raises WorkerLost where a case ends it."""
 
-    def __init__(self, module: str, name: str, seed: int, folder: Path, memory: int) -> None:
+    def __init__(self, module: str, seed: int, folder: Path, memory: int) -> None:
         self._folder, self._memory = folder, memory
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fuzzing.worker", module, name, str(seed), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": paths, "RUST_BACKTRACE": "0"},
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the parent; what the worker starts ends with it
-        )
-        self._pending = b""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        os.environ["RUST_BACKTRACE"] = "0"
+        self._process = context.Process(target=_work, args=(theirs, module, seed, folder))
+        self._process.start()
+        theirs.close()
         try:
-            self._answer(time.monotonic() + _STARTING, None)
+            self._answer(STARTING)
         except WorkerLost as lost:
             output = (folder / "output.txt").read_text(errors="replace")
-            raise RuntimeError(f"the worker for {name} does not start ({lost}): {output[-4000:]}") from lost
+            raise RuntimeError(f"the worker of {module} does not start {lost.args}: {output[-4000:]}") from lost
 
-    def run(self, number: int) -> dict[str, Any]:
-        """Run one case and return its verdict."""
-        assert self._process.stdin is not None
+    def run(self, number: int) -> tuple[str, str]:
+        """Run one case and return its outcome and detail."""
         try:
-            self._process.stdin.write(f"{number}\n".encode())
-        except BrokenPipeError as error:
-            raise WorkerLost("crash", "ended between two cases") from error
-        begun = self._answer(time.monotonic() + _STARTING, None)
-        most = begun["resident"] + self._memory
-        verdict = self._answer(time.monotonic() + begun["limit"] + _GRACE, most)
-        if verdict["outcome"] in ("accepted", "refused") and verdict["memory"] > self._memory:
-            verdict |= {"outcome": "memory", "detail": f"{verdict['memory'] / 1e9:.1f} GB at its peak"}
-        return verdict
+            self._pipe.send(number)
+        except BrokenPipeError:
+            raise WorkerLost("crash", "ended between two cases") from None
+        limit, before = self._answer(STARTING)
+        outcome, detail, peak = self._answer(limit, before + self._memory)
+        if outcome in (ACCEPTED, REFUSED) and peak > self._memory:
+            return "memory", f"{peak / 1e9:.1f} GB at its peak"
+        return outcome, detail
 
     def end(self) -> None:
         """End the process, whatever it does."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
+        self._pipe.close()
 
-    def _answer(self, deadline: float, most: int | None) -> dict[str, Any]:
-        """Wait for a line; past the deadline, or the most memory, the worker is killed."""
-        assert self._process.stdout is not None
-        while b"\n" not in self._pending:
+    def _answer(self, seconds: float, most: int | None = None) -> Any:
+        """Wait for an answer; the worker is killed past the seconds or above the most memory."""
+        deadline = time.monotonic() + seconds
+        while not self._pipe.poll(LOOK):
             if time.monotonic() > deadline:
-                self.end()
-                raise WorkerLost("hang", self._where())
-            if most is not None and (held := self._resident()) > most:
-                self.end()
-                raise WorkerLost("memory", f"killed at {held / 1e9:.1f} GB")
-            if not select.select([self._process.stdout], [], [], _LOOK)[0]:
-                continue
-            piece = self._process.stdout.read(65536)
-            if not piece:
-                code = self._process.wait()
-                self.end()
-                if where := self._where():
-                    raise WorkerLost("hang", where)
-                raise WorkerLost("crash", f"exit code {code}")
-            self._pending += piece
-        line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
+                os.kill(self._process.pid or 0, signal.SIGUSR1)
+                time.sleep(LOOK)
+                frames = (self._folder / "hanging.txt").read_text(errors="replace").splitlines()[1:5]
+                self._lost("hang", shortened(" < ".join(line.strip() for line in frames)))
+            if most is not None and (used := sum(map(resident, _family(self._process.pid)))) > most:
+                self._lost("memory", f"killed at {used / 1e9:.1f} GB")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            self._lost("crash", f"exit code {self._process.exitcode}")
 
-    def _resident(self) -> int:
-        return sum(map(resident, _family(self._process.pid)))
-
-    def _where(self) -> str:
-        """Return where the timer found the worker, innermost first; empty where it did not go off."""
-        file = self._folder / "hanging.txt"
-        text = file.read_text(errors="replace") if file.exists() else ""
-        main = text.rpartition("(most recent call first):")[2].strip().splitlines()  # the oldest thread comes last
-        return shortened(" < ".join(line.strip() for line in main[:4]))
+    def _lost(self, outcome: str, detail: str) -> NoReturn:
+        self.end()
+        raise WorkerLost(outcome, detail)
 
 
-def _family(pid: int) -> list[int]:
+def _family(pid: int | None) -> list[int]:
     """Return a process and those that it has started."""
     try:
         lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):  # it has just ended, and its pipe will say so
         return []
-    return [pid, *(each for children in lists for child in children.split() for each in _family(int(child)))]
+    return [pid or 0, *(each for children in lists for child in children.split() for each in _family(int(child)))]
 
 
-def run_cases(
-    module: str,
-    name: str,
-    seed: int,
-    numbers: Sequence[int],
-    *,
-    memory: int = MEMORY,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for every case as it ends: surface, number, outcome, detail, seconds.
+def run_cases(module: str, seed: int, numbers: Sequence[int], memory: int = MEMORY) -> Iterator[dict[str, Any]]:
+    """Yield a row for every case as it ends: number, outcome, detail, seconds.
 
     A case that hangs is run once more in a new worker, since other work on the machine can slow it.
     """
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, contextlib.ExitStack() as stack:
-
-        def start() -> Worker:
-            started = Worker(module, name, seed, Path(folder), memory)
-            stack.callback(started.end)
-            return started
-
         worker = None
         for number in numbers:
             for attempt in (1, 2):
-                worker, began = worker or start(), time.monotonic()
+                if worker is None:
+                    worker = Worker(module, seed, Path(folder), memory)
+                    stack.callback(worker.end)
+                began = time.monotonic()
                 try:
-                    verdict = worker.run(number)
+                    outcome, detail = worker.run(number)
                 except WorkerLost as lost:
-                    worker = None
+                    worker, (outcome, detail) = None, lost.args
+                if outcome != "hang" or attempt == 2:
                     seconds = round(time.monotonic() - began, 3)
-                    verdict = {"outcome": lost.outcome, "detail": lost.detail, "seconds": seconds}
-                    tell(f"{name}:{number}: {lost.outcome}; the worker starts anew")
-                if verdict["outcome"] != "hang" or attempt == 2:
-                    yield {"surface": name, "number": number} | verdict
+                    yield {"number": number, "outcome": outcome, "detail": detail, "seconds": seconds}
                     break
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Campaign:
-    """A seed and the code it is run on: rows of another one are not gone on with."""
-
-    seed: int
-    code: str
-
-
-class Done:
-    """The file of cases that are done, one row each; a killed run goes on after the last whole one.
-
-    Raises ValueError where the file belongs to another campaign.
-    """
-
-    def __init__(self, path: Path, campaign: Campaign) -> None:
-        self.rows: dict[tuple[str, int], dict[str, Any]] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
-        self._file.seek(0)
-        head, whole = None, 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            row = json.loads(line)
-            if head is None:
-                head = row
-            else:
-                self.rows[row["surface"], row["number"]] = row
-        self._file.truncate(whole)
-        if head is None:
-            self._write(dataclasses.asdict(campaign))
-        elif head != dataclasses.asdict(campaign):
-            raise ValueError(f"{path} holds cases of another seed or of other code; delete it, or name another --work.")
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a row; it is on its way to the disk when this returns."""
-        self.rows[row["surface"], row["number"]] = row
-        self._write(row)
-
-    def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row).encode() + b"\n")
-        self._file.flush()
-
-
-def code_digest() -> str:
-    """Return a digest of the package and of the cases: verdicts belong to them alone."""
-    spec = importlib.util.find_spec("et_jax")
-    assert spec is not None and spec.origin is not None
-    digest = hashlib.sha256()
-    for folder in (Path(spec.origin).parent, Path(__file__).parent):
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]

@@ -1,5 +1,7 @@
 """Models to measure on, as shapes: weights are drawn at random where any are needed."""
 
+import dataclasses
+
 from et_jax.models.config import ModelConfig
 
 # Two layers that compile in a moment, with two query heads on each KV head.
@@ -48,3 +50,15 @@ LLAMA_3_8B = ModelConfig(
     rope_theta=500_000.0,
     windows=(None,) * 32,
 )
+SHAPES = {
+    "small": dataclasses.replace(SMALL, vocab_size=4096),  # as many as the bundled tokenizer has
+    "smollm-135m": SMOLLM_135M,
+    "llama-3-8b": LLAMA_3_8B,
+}
+
+
+def shaped(name: str, layers: int, positions: int) -> ModelConfig:
+    """Return a shape of `SHAPES` with so many layers, 0 for its own, and room for so many positions."""
+    model = SHAPES[name]
+    layers = layers or model.num_layers
+    return dataclasses.replace(model, num_layers=layers, windows=(None,) * layers, max_positions=positions)

@@ -1,8 +1,9 @@
 """A process that runs one engine: requests come in on standard input, answers go out, one JSON object a line.
 
-    PYTHON scripts/peers/worker.py SIDE    (PYTHON's environment holds the engine)
+    PYTHON scripts/peers/worker.py ENGINE    (PYTHON's environment has the engine)
 
-Every engine decodes greedily on all cores, end tokens ignored, as whoever uses it for speed would have it.
+An engine returns its `versions`; it has `load` put a folder's weights in a form, for so many sequences of at most so
+many tokens; `generate` continues prompts of one length, greedily on all cores, end tokens ignored.
 """
 
 import importlib
@@ -11,23 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
-
-
-class Engine(Protocol):
-    """An engine as the worker sees it."""
-
-    def versions(self) -> dict[str, str]:
-        """Return what it is, by name; asked first."""
-        ...
-
-    def load(self, model: str, form: str, batch: int, length: int) -> None:
-        """Hold a folder's weights in a form, for `batch` sequences of at most `length` tokens."""
-        ...
-
-    def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Continue prompts of one length: see `timed`."""
-        ...
+from typing import Any
 
 
 class EtJax:
@@ -37,11 +22,11 @@ class EtJax:
         jax: Any = importlib.import_module("jax")
         return {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
 
-    def load(self, model: str, form: str, batch: int, length: int) -> None:
-        engine: Any = importlib.import_module("et_jax.serve.engine")
+    def load(self, model: str, form: str, batch: int, length: int, **settings: Any) -> None:
+        package: Any = importlib.import_module("et_jax")
         self.model: Any = None  # before the next one is read: both may not fit
-        settings = {"dtype": "bfloat16", "quantize": form} if form == "int8" else {"dtype": form}
-        self.model = engine.load(model, max_num_seqs=batch, **settings)
+        settings |= {"dtype": "bfloat16", "quantize": form} if form == "int8" else {"dtype": form}
+        self.model = package.load(model, max_num_seqs=batch, **settings)
 
     def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         ids: list[list[int]] = [[] for _ in prompts]
@@ -59,7 +44,7 @@ class LlamaCpp:
     def versions(self) -> dict[str, str]:
         self.lib: Any = importlib.import_module("llama_cpp")
         self.numpy: Any = importlib.import_module("numpy")
-        self.quiet = self.lib.llama_log_callback(lambda *_: None)  # held, for the library does not
+        self.quiet = self.lib.llama_log_callback(lambda *_: None)  # the library keeps no reference
         self.lib.llama_log_set(self.quiet, None)
         self.lib.llama_backend_init()
         self.model: Any = None
@@ -84,7 +69,7 @@ class LlamaCpp:
             context.type_k = context.type_v = lib.GGML_TYPE_F32
         self.context = lib.llama_init_from_model(self.model, context)
         if self.context is None:
-            raise RuntimeError(f"llama.cpp cannot hold {batch} sequences of {length} tokens")
+            raise RuntimeError(f"llama.cpp has no room for {batch} sequences of {length} tokens")
         self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
         self.batch = lib.llama_batch_init(batch * length, 0, 1)
 
@@ -111,7 +96,7 @@ class LlamaCpp:
         batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
 
     def _decoded(self, size: int, rows: int) -> list[int]:
-        """Read the first `size` tokens of the batch, and return the likeliest token after each one asked for."""
+        """Decode the first `size` tokens of the batch, and return the likeliest token after each one asked for."""
         self.batch.n_tokens = size
         if code := self.lib.llama_decode(self.context, self.batch):
             raise RuntimeError(f"llama_decode answered {code}")
@@ -156,7 +141,7 @@ class Transformers:
         return timed(began, times[0], output[:, inputs.shape[1] :].tolist())
 
 
-ENGINES: dict[str, type[Engine]] = {"et_jax": EtJax, "llama.cpp": LlamaCpp, "transformers": Transformers}
+ENGINES: dict[str, Any] = {"et_jax": EtJax, "llama.cpp": LlamaCpp, "transformers": Transformers}
 
 
 def timed(began: float, first: float, ids: list[list[int]]) -> dict[str, Any]:
@@ -178,7 +163,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             answer = getattr(engine, request.pop("do"))(**request) or {}
-        except Exception as error:  # told to the one who asked
+        except Exception as error:  # the client raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -1,47 +1,46 @@
-"""A surface for tests of the fuzzing itself: every case does one thing that must be noticed."""
+"""A target for tests of the fuzzing itself: every case does one thing that must be noticed."""
 
-import faulthandler
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-
-from fuzzing.cases import ACCEPTED, Fault, Surface
-from hypothesis import strategies as st
+from random import Random
+from typing import Any
 
 from et_jax.errors import UsageError
+from scripts.fuzzing.watch import ACCEPTED, Fault
 
-FINE = ("works", "refuses")
-WRONG = (
-    "hangs",
-    "is deaf",
-    "grows",
-    "has it eaten",
-    "raises",
-    "panics",
-    "eats",
-    "dies",
-    "prints",
-    "rambles",
-    "harms",
-)
+VERDICTS = {
+    "works": "accepted",
+    "refuses": "refused",
+    "hangs": "hang",
+    "grows": "memory",
+    "has it eaten": "memory",  # by a process of its own
+    "raises": "traceback",
+    "panics": "traceback",
+    "eats": "memory",
+    "dies": "crash",
+    "prints": "noise",
+    "rambles": "sentence",
+    "harms": "neighbour",
+}
 
 
-def prepare(folder: Path) -> Callable[[str], str]:
+def draw(random: Random) -> dict[str, Any]:
+    return {"what": random.choice(list(VERDICTS)), "seconds": 1.0}
+
+
+def prepare(folder: Path) -> Callable[..., str]:
     kept: list[bytearray] = []
 
-    def run(case: str) -> str:
-        match case:
+    def run(what: str) -> str:
+        match what:
             case "refuses":
                 raise UsageError("The field a is 1; make it 2.")
             case "hangs":
                 while True:
                     pass
-            case "is deaf":
-                faulthandler.cancel_dump_traceback_later()
-                time.sleep(3600)
             case "grows":
                 while True:
                     kept.append(bytearray(50 * 2**20))
@@ -66,6 +65,3 @@ def prepare(folder: Path) -> Callable[[str], str]:
         return ACCEPTED
 
     return run
-
-
-SURFACE = Surface(cases=st.sampled_from((*FINE, *WRONG)), prepare=prepare, seconds=lambda case: 1.0)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scripts.measuring import arguments
-from scripts.measuring.results import REPOSITORY
 
 
 def refused(kind, *values: str) -> None:
@@ -27,5 +26,3 @@ def test_places_are_checked_as_they_are_read(tmp_path: Path):
     assert arguments.folder(str(tmp_path)) == tmp_path and not list((tmp_path / "new").iterdir())
     refused(arguments.output, "", ".", "/", str(tmp_path), str(tmp_path / "file" / "a"), str(tmp_path / ("x" * 300)))
     refused(arguments.folder, "", str(tmp_path / "file"), str(tmp_path / "absent"), "a\0b")
-    assert arguments.checkout(str(REPOSITORY)) == REPOSITORY
-    refused(arguments.checkout, str(tmp_path), str(tmp_path / "absent"))

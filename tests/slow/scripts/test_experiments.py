@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
 TEXT = REPOSITORY / "docs/measurements.md"
-TRAINED = {"experts", "switching"}  # that take the models of the repository
+TRAINED = {"experts", "switching", "throughput"}  # that take the models of the repository
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +141,66 @@ def preset_steps(run):
     assert np.all(rows(run, "certified", "share_read") <= 1)
 
 
+def every_round(run):
+    """Each arm has its figures of every round, and takes time."""
+    for group in run["groups"]:
+        for arm in group["arms"].values():
+            assert all(len(one) == run["settings"]["rounds"] for one in arm["rows"].values())
+            assert min(next(iter(arm["rows"].values()))) > 0
+
+
+formats = peers = prefill_cost = step_parts = versions = every_round
+
+
+def kernels(run):
+    """Milliseconds times GB/s are the bytes of the listed keys and values: of 256 tokens, 8 heads of 128 in float32."""
+    every_round(run)
+    for arm, share in (("xla, 1", 1.0), ("xla, 0.5", 0.5), ("in order, einsum", 1.0)):
+        found = rows(run, arm, "milliseconds") * rows(run, arm, "gb_per_s")
+        np.testing.assert_allclose(found, share * 8 * 256 * 2 * 128 * 4 / 1e6)
+
+
+def steps(run):
+    """Of 13 blocks Quest reads an eighth, with the first and the newest; what certified may leave out it leaves out."""
+    every_round(run)
+    assert np.all(rows(run, "off", "share_read") == 1)
+    assert np.all(rows(run, "quest", "share_read") <= 4 / 13) and np.all(rows(run, "certified", "share_read") < 1)
+
+
+def drafts(run):
+    every_round(run)
+    assert value(run, "plain", "drafted") == 0
+    assert value(run, "lookup", "accepted") <= value(run, "lookup", "drafted") > 0
+
+
+def self_drafts(run):
+    """Drafts leave each text as it is, and a step drafts what it is told to, or the experiment ends in an error."""
+    every_round(run)
+    assert [group["labels"]["part"] for group in run["groups"]] == ["texts", "steps"]
+    assert value(run, "plain", "drafted") == 0
+    assert np.all(rows(run, "drafts hold at 0.9", "accepted") <= rows(run, "drafts hold at 0.9", "drafted"))
+
+
+def throughput(run):
+    every_round(run)
+    assert value(run, "2 at once, no cached prefixes", "share_cached") == 0
+    assert value(run, "2 at once", "programs_compiled_late") == 0
+
+
+def formats_quality(run):
+    """Numbers of 8 bits are half as many bytes as bfloat16, with scales beside them."""
+    byte, weights = (
+        {arm: value(run, arm, name) for arm in run["groups"][0]["arms"]} for name in ("token_bytes", "weight_bytes")
+    )
+    assert byte["bfloat16"] / 2 <= byte["int8 cache"] == byte["fp8 cache"] <= byte["bfloat16"]
+    assert weights["bfloat16"] / 2 <= weights["int8 weights"] < weights["bfloat16"]
+
+
 @pytest.mark.parametrize("name", experiment.names())
 def test_an_experiment_in_quick_size(name, folder, trace):
     found = experiment.load_experiment(name)
     fields = {field.name for field in dataclasses.fields(found.settings)}
-    given = {"text": TEXT, "trace": trace} if name not in TRAINED else {"text": TEXT}
+    given = {"text": TEXT, "checkout": REPOSITORY} | ({"trace": trace} if name not in TRAINED else {})
     given |= {} if name in TRAINED else {"model": str(folder), "small": str(folder)}
     settings = experiment.settings_of(found, {key: one for key, one in given.items() if key in fields}, quick=True)
     run = runner.run(name, found, settings, None)

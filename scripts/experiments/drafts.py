@@ -1,0 +1,85 @@
+"""What drafts save of the bundled model's time on a text, by drafter and kind of prompt.
+
+Prompts were written down before any figure: greedily those that ask for copies and for summaries, freely, at
+temperature 0.7, the openings of stories. Those `of nearly its context` are windows of a text that leave room for the
+tokens alone, greedily. Every text with drafts is checked to be the plain one. Prompts are cached by the time that
+texts are timed.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from et_jax.errors import UsageError
+from et_jax.io.texts import read_text
+from et_jax.serve.engine import Model, load
+from et_jax.serve.requests import SamplingParams
+from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.results import REPOSITORY
+from scripts.measuring.text import in_a_circle
+from scripts.measuring.timing import Round, seconds
+
+PROMPTS = REPOSITORY / "benchmarks/prompts/drafting.json"
+LONG = "of nearly its context"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Flags of the experiment."""
+
+    drafters: tuple[str, ...] = setting(("lookup", "bundled-small", "self"), "what drafts", quick=("lookup",))
+    text: Path = setting(REPOSITORY / "README.md", "of which long prompts are cut", kind="text")
+    prompts: int = setting(3, "prompts of a kind at most", least=1, quick=1)
+    tokens: int = setting(120, "tokens of a text", least=2, quick=8)
+    most: int = setting(8, "tokens drafted at most", least=1)
+    rounds: int = setting(5, "rounds in which the drafters take turns", least=2, quick=2)
+
+
+def started(model: Model, prompt: str | list[int], params: SamplingParams, expected: tuple[int, ...]) -> Round:
+    """Return a round of a text. Raises UsageError where it is not the expected one."""
+    [got] = model.generate([prompt], params)
+    if got.token_ids != expected:
+        raise UsageError(f"Drafts changed the text after {str(prompt)[:60]!r}.")
+    drafted, accepted = (sum(getattr(row, name) for row in got.trace) for name in ("drafted", "accepted"))
+
+    def timed() -> dict[str, float]:
+        took = seconds(lambda: model.generate([prompt], params) and None)
+        return {"tokens_per_second": params.max_tokens / took, "drafted": drafted, "accepted": accepted}
+
+    return timed
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each prompt."""
+    plain = load(max_num_seqs=1)
+    models = {"plain": plain}
+    for name in settings.drafters:
+        models[name] = load(max_num_seqs=1, draft=name, draft_tokens=settings.most)
+    prompts: dict[str, list[str | list[int]]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    words, size = plain.tokenizer.encode(read_text(settings.text, "The text")), plain.max_model_len - settings.tokens
+    prompts[LONG] = [words[number * size :][:size] for number in range(len(words) // size)]
+    for kind, each in prompts.items():
+        for number, prompt in enumerate(each[: settings.prompts]):
+            heat = 0.7 if kind == "free" else 0.0
+            params = SamplingParams(max_tokens=settings.tokens, temperature=heat, seed=number, ignore_eos=True)
+            [text] = plain.generate([prompt], params)
+            arms: dict[str, Callable[[], Round]] = {
+                name: partial(started, model, prompt, params, text.token_ids) for name, model in models.items()
+            }
+            labels = {"kind": kind, "prompt": number, "in a circle": in_a_circle(text.token_ids)}
+            yield Group(labels=labels, arms=arms, baseline="plain", rounds=settings.rounds)
+
+
+EXPERIMENT = Experiment(
+    question="What do drafts save of the bundled model's time on a text, by drafter and kind of prompt?",
+    settings=Settings,
+    groups=groups,
+    figures={
+        "tokens_per_second": Figure(header="tokens a second", against="ratio"),
+        "drafted": Figure(header="drafted"),
+        "accepted": Figure(header="accepted"),
+    },
+    timed=True,
+)
