@@ -113,7 +113,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         draft=jax.vmap(config.fresh_drafts, (0, None, 0))(integers(b), config.draft_laws, integers(b)),
         draft_laws=config.draft_laws,
         heavy_blocks=None if config.pruned is None else jnp.zeros((b, *config.mask_shape), jnp.uint32),
-        switch=jax.vmap(Controller.switch_started)(laws),
+        switch=jax.vmap(Controller.switch_started, axis_size=b)(laws),  # laws may have no numbers
         laws=laws,
         signals=blank_signals((b,)),
         logits=jnp.zeros((b, v), jnp.float32) if "logits" in keeps else None,

@@ -1,6 +1,7 @@
 """A browser that looks at pages: what they ask of a network, what they complain of, what a reader could not use."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,14 +17,16 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 @contextlib.contextmanager
 def browsing() -> Iterator[Any]:
     """Yield a headless browser; skip where there is none, unless ET_JAX_BROWSER says that there has to be one."""
-    from playwright.sync_api import sync_playwright
-
     wanted = os.environ.get("ET_JAX_BROWSER")
     found = shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None and wanted:
         pytest.fail(f"ET_JAX_BROWSER names {wanted}, which is not there")
     if found is None:
         pytest.skip("no Chromium here: install Debian's chromium, or Chrome")
+    if importlib.util.find_spec("playwright") is None and not wanted:
+        pytest.skip("no playwright here: pip install -e '.[check]'")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
