@@ -14,10 +14,10 @@ from typing import Any
 
 import hypothesis
 import jax
-import jaxlib
 import jaxtyping
 import pytest
 from hurry import hurried
+from jaxlib import version
 from places import SHARED
 
 # A silent float32 next to a bfloat16 is an error.
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.add_cleanup(empty.cleanup)
             chosen = empty.name
         settings = {
-            "jax_compilation_cache_dir": str(Path(chosen).expanduser().resolve() / f"jaxlib-{jaxlib.__version__}"),
+            "jax_compilation_cache_dir": str(Path(chosen).expanduser().resolve() / f"jaxlib-{version.__version__}"),
             "jax_persistent_cache_min_compile_time_secs": 0.0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
         }
