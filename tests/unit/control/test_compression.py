@@ -10,7 +10,7 @@ import pytest
 
 from et_jax.control import compression
 from et_jax.control.compression import Compression, named
-from et_jax.control.policies import POLICIES, AdaKV, Entries, Latent, PyramidKV, Random, Streaming
+from et_jax.control.policies import AdaKV, Entries, PyramidKV, Random, Streaming
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 
@@ -166,10 +166,3 @@ def test_a_setting_that_cannot_be_is_refused_where_it_is_made(name, make):
     with pytest.raises(ValueError, match=rf"^{name}: got .*, wanted ") as error:
         make()
     assert "\n" not in str(error.value)
-
-
-def test_names_are_policies_and_baselines_rank_by_the_prompt_alone():
-    assert named("latent", 64) == Compression(budget=64, gap=16, policy=Latent())
-    assert named("snapkv", 64) == Compression(budget=64, gap=0, policy=Latent())
-    ranked = {"latent": 16, "snapkv": 32, "adakv": 32, "pyramidkv": 32}
-    assert {name: named(name, 64).fresh_tokens for name in POLICIES} == ranked | {"streaming": 0, "random": 0}

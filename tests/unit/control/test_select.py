@@ -1,4 +1,4 @@
-"""Selectors: each opens the blocks its definition names, found by slower programs."""
+"""Selectors: each opens the blocks its definition names, found by slower programs; what blocks contribute."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import contribution, select, view
-from et_jax.control.expected_error import ExpectedError
+from et_jax.control.bounds import Interval
+from et_jax.control.contribution import influence, relative_influence, token_nll
+from et_jax.control.expected_error import ExpectedError, squared_error
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.view import last_mass, mass
+from et_jax.control.view import attention_entropy, last_mass, likeliest_log_mass, mass
+from et_jax.evidence.block_views import blocks_at
 from et_jax.types import replace
 
 many = settings(max_examples=40, deadline=None)
@@ -185,7 +188,7 @@ def test_an_active_set_refuses_what_it_cannot_use(given, sentence):
         (select.coded_bounds, "no key codes"),
         (view.coded_mass, "no key codes"),
         (view.last_mass, "no last masses"),
-        (lambda view: contribution.token_nll(view, mass(view)), "no surprisals"),
+        (lambda view: token_nll(view, mass(view)), "no surprisals"),
         (ExpectedError(), "no key codes, or no sensitivity"),
     ],
 )
@@ -197,3 +200,114 @@ def test_a_view_that_lacks_what_is_asked_for_is_refused(asks, sentence):
 LASTING = jax.jit(select.ActiveSet(contribution.mass, last_mass).choose)
 GREATER = jax.jit(select.ActiveSet(contribution.mass).choose)
 LOOKING = jax.jit(select.ActiveSet(contribution.mass, last_mass, look_every=8).choose)
+
+
+def coded(b: Blocks, **fields):
+    """The view with masses known to `apart` nats, half of it either way."""
+    exact, apart = jnp.asarray(b.log_mass, jnp.float32), jnp.linspace(0.0, 0.5, NUM_BLOCKS)
+    return replace(b.view, coded=Interval(low=exact - apart, high=exact + apart), **fields)
+
+
+expected_error = jax.jit(ExpectedError().choose)
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn(spread=20.0, tolerance=(1e-4, 2.0)), st.sampled_from([(0.5, 2.0), (1.0, 0.0), (0.0, 0.0)]))
+def test_the_fewest_blocks_are_opened_that_leave_no_head_more_than_its_share(b: Blocks, sensitivity):
+    """A block errs by a^2 r^2 2 J / n, J the nats that Jensen's inequality leaves open, in float64 by the formula."""
+    seen = coded(b, sensitivity=jnp.asarray(sensitivity, jnp.float32))
+    n = np.maximum(np.asarray(b.view.num_tokens, np.float64), 1)
+    log_mass, middle = (np.where(b.held, x, 0) for x in (b.log_mass, np.asarray(b.view.middle, np.float64)))
+    share = np.exp(b.log_mass - np.logaddexp.reduce(b.log_mass, axis=-1, keepdims=True))
+    uneven = np.clip(2 * (log_mass - np.log(n) - middle) / n, 0, 1)
+    error = np.where(b.held, share**2 * uneven * np.where(b.held, np.asarray(b.view.value_radius), 0) ** 2, 0.0)
+    found = np.asarray(squared_error(seen), np.float64)
+    np.testing.assert_allclose(found, error, rtol=2e-3, atol=1e-5)
+    chosen = expected_error(seen)
+    b.assert_fewest(chosen.opened, np.array(sensitivity)[:, None] * found)
+    assert np.all(np.asarray(chosen.upper)[:, b.held] >= b.log_mass[:, b.held])
+
+
+# Tolerances of query heads.
+
+
+@jax.jit
+def decided(rule, view):
+    return rule(view), likeliest_log_mass(view)
+
+
+@many
+@given(drawn(spread=60.0), st.floats(-3.0, 3.0), st.booleans())
+def test_a_head_gets_more_the_more_its_attention_is_spread(b: Blocks, slope: float, has_codes: bool):
+    """By the middle of what 8-bit keys allow where there are some, by the mean keys where not; the tail by its own."""
+    log_mass = (b.log_mass if has_codes else b.mean_log_mass)[:, b.held]
+    share = np.exp(log_mass - np.logaddexp.reduce(log_mass, axis=-1, keepdims=True))
+    entropy = -(share * np.log(np.maximum(share, 1e-300))).sum(-1) / np.log(1 + b.held.sum())
+    tolerance, likeliest = decided(AttentionEntropy(slope), coded(b) if has_codes else b.view)
+    np.testing.assert_allclose(tolerance, 0.1 * np.exp(slope * (entropy - 1)), rtol=2e-4)
+    np.testing.assert_allclose(likeliest[:, b.held], log_mass, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(attention_entropy(jnp.zeros((3, 10)), jnp.zeros(10, bool)), 0.0)
+
+
+RULE = AttentionEntropy(slope=4.0)
+adaptive = {name: jax.jit(select.PerHead(PROPORTIONAL[name], RULE)) for name in ("certified", "top_mass", "paper mass")}
+
+
+@pytest.mark.parametrize("name", adaptive)
+@settings(max_examples=15, deadline=None)
+@given(b=drawn(spread=8.0, tolerance=(1e-3, 0.5)))
+def test_a_selector_opens_what_each_head_would_at_its_own_tolerance(name: str, b: Blocks):
+    alone = [compiled[name](b.of_query(head, float(own))) for head, own in enumerate(np.asarray(RULE(b.view)))]
+    np.testing.assert_array_equal(adaptive[name](b.view), np.any(alone, axis=0))
+
+
+def test_a_rule_of_another_shape_is_refused_in_a_sentence():
+    def one_number(view):
+        return view.tolerance
+
+    with pytest.raises(ValueError, match=r"The rule .*one_number.* returns"):
+        select.PerHead(select.TopMass(), one_number)(blocks(0).view)
+
+
+# What blocks contribute.
+
+
+@jax.jit
+def both(view):
+    share = mass(view)
+    return influence(view, share), relative_influence(view, share)
+
+
+@many
+@given(drawn(families=("single",), spread=6.0))
+def test_influence_of_single_tokens_is_how_far_the_output_moves_without_them(b: Blocks):
+    """With one token a block the summaries say everything, so the estimate is the exact leave-one-out change."""
+    key, value = b.key[b.held, 0].astype(np.float64), b.value[b.held, 0].astype(np.float64)
+    weight = np.exp(np.asarray(b.view.query, np.float64) @ key.T)
+    out = weight @ value / weight.sum(-1, keepdims=True)
+    rest = weight[:, None] * (1 - np.eye(len(key)))  # "g n n": without each block in turn
+    with np.errstate(invalid="ignore"):
+        moved = np.linalg.norm(out[:, None] - rest @ value / rest.sum(-1, keepdims=True), axis=-1)
+    moved = moved if len(key) > 1 else np.full_like(moved, np.inf)  # a block that has all the mass
+    got, relative = map(np.asarray, both(b.view))
+    assert np.all(got[:, ~b.held] == 0)
+    np.testing.assert_allclose(got[:, b.held], moved, rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(relative * np.linalg.norm(out, axis=-1, keepdims=True), got, rtol=1e-4)
+
+
+def test_how_long_the_longest_sequence_is_changes_no_contribution():
+    rng = np.random.default_rng(0)
+    key, value = (jnp.asarray(rng.normal(size=(140, 8)), jnp.float32) for _ in "kv")  # 70 blocks of two tokens
+    query = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
+    view = blocks_at(query, key, value, jnp.int32(81), 2).view
+    alone = both(view)[1]
+    assert np.all(alone[:, :41] > 0) and not np.any(alone[:, 41:])
+    for most_held in (41, 64, 70):
+        np.testing.assert_array_equal(both(replace(view, most_held=jnp.int32(most_held)))[1], alone)
+
+
+def test_token_nll_weighs_surprisals_by_the_mass():
+    b = blocks(7)
+    stored = np.linspace(0.5, 5, NUM_BLOCKS)
+    got = token_nll(replace(b.view, mean_surprisal=jnp.asarray(stored, jnp.float32)), mass(b.view))
+    np.testing.assert_allclose(got, b.mean_shares * stored, rtol=1e-4, atol=1e-6)

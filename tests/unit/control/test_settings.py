@@ -20,7 +20,7 @@ CHANGES = {"tolerance": 0.1, "min_context": 64, "target_entropy": 1.5}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_changed_as_if_made_so_and_runs_in_the_same_program(name):
+def test_a_preset_is_changed_as_if_made_so_and_runs_in_the_same_program_until_it_is_changed_by_hand(name):
     given, changes = ({k: v for k, v in each.items() if k in knobs(PRESETS[name])} for each in (GIVEN, CHANGES))
     if "tau" in knobs(PRESETS[name]):
         given, changes = {"tau": 0.5}, {"tau": 2.0}
@@ -29,6 +29,8 @@ def test_a_preset_is_changed_as_if_made_so_and_runs_in_the_same_program(name):
     assert changed == preset(name, **given | changes) and (changed != made) == bool(changes)
     assert changed.preset == PRESETS[name](**given | changes)
     assert jax.tree.structure(changed) == jax.tree.structure(made)
+    assert made == made.preset.controller() and replace(made, dense_layers=1).preset is None
+    assert jax.tree.structure(made) == jax.tree.structure(jax.tree.map(lambda x: x, made))  # it is no part of the tree
 
 
 def test_the_numbers_of_the_laws_change_beside_the_knobs_of_a_preset():

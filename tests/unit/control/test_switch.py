@@ -23,37 +23,35 @@ def speakers(switch, entropies):
     return jax.vmap(lambda row: jax.lax.scan(step, switch.started(), row)[1])(entropies)
 
 
-@pytest.fixture(scope="module")
-def entropies():
-    """Entropies that change at every token, and such that stay for some."""
+def printed(row):
+    """The loop of the paper."""
+    count, speaker = 0, SMALL
+    for t in range(len(row)):
+        yield speaker
+        count += 1
+        if count >= 10 and (speaker == SMALL) == (np.mean(row[: t + 1][-5:]) > 1.25):
+            speaker, count = 1 - speaker, 0
+
+
+def with_hysteresis(row):
+    """Every mean is of one speaker."""
+    own, count, speaker = [], 2, SMALL
+    for entropy in row:
+        if speaker == SMALL and count >= 2 and np.mean([*own, entropy][-4:]) > 1.25:
+            speaker, own, count = MODEL, [], 0
+        yield speaker
+        own, count = [*own, entropy], count + 1
+        if speaker == MODEL and count >= 2 and np.mean(own[-4:]) <= 0.625:
+            speaker, own, count = SMALL, [], 0
+
+
+@pytest.mark.parametrize(
+    ("switch", "loop"), [(AsPrinted(1.25), printed), (Hysteresis(1.25, low=0.5, window=4, least=2), with_hysteresis)]
+)
+def test_a_switch_is_its_loop(switch, loop):
+    """Along entropies that change at every token, and such that stay for some."""
     rng = np.random.default_rng(0)
-    return np.concatenate([rng.choice(LEVELS, (80, 60)), np.repeat(rng.choice(LEVELS, (80, 15)), 4, axis=1)])
-
-
-def test_the_printed_switch_is_the_papers_loop(entropies):
-    expected = np.zeros(entropies.shape, int)
-    for row, said in zip(entropies, expected, strict=True):
-        count, speaker = 0, SMALL
-        for t in range(len(row)):
-            said[t] = speaker
-            count += 1
-            if count >= 10 and (speaker == SMALL) == (np.mean(row[: t + 1][-5:]) > 1.25):
-                speaker, count = 1 - speaker, 0
-    np.testing.assert_array_equal(speakers(AsPrinted(1.25), jnp.asarray(entropies, jnp.float32)), expected)
-    assert len(np.unique(expected.sum(1))) > 5
-
-
-def test_with_hysteresis_every_mean_is_of_one_speaker(entropies):
-    expected = np.zeros(entropies.shape, int)
-    for row, said in zip(entropies, expected, strict=True):
-        own, count, speaker = [], 2, SMALL
-        for t, entropy in enumerate(row):
-            if speaker == SMALL and count >= 2 and np.mean([*own, entropy][-4:]) > 1.25:
-                speaker, own, count = MODEL, [], 0
-            said[t] = speaker
-            own, count = [*own, entropy], count + 1
-            if speaker == MODEL and count >= 2 and np.mean(own[-4:]) <= 0.625:
-                speaker, own, count = SMALL, [], 0
-    switch = Hysteresis(1.25, low=0.5, window=4, least=2)
-    np.testing.assert_array_equal(speakers(switch, jnp.asarray(entropies, jnp.float32)), expected)
+    rows = np.concatenate([rng.choice(LEVELS, (80, 60)), np.repeat(rng.choice(LEVELS, (80, 15)), 4, axis=1)])
+    expected = np.array([list(loop(row)) for row in rows])
+    np.testing.assert_array_equal(speakers(switch, jnp.asarray(rows, jnp.float32)), expected)
     assert len(np.unique(expected.sum(1))) > 5
