@@ -54,7 +54,7 @@ def test_a_sequence_whose_drafts_fail_drafts_now_and_then():
     assert [length(law, acceptance=0.01, since=since) for since in range(7)] == [0, 0, 0, 0, 0, 1, 1]
     assert length(law, most=0, acceptance=0.01, since=99) == 0
     assert length(AcceptanceLength(0.1, widths=(4.0, 8.0)), acceptance=0.01, since=99) == 4  # for the price of one
-    assert AcceptanceLength(0.1).at(0.5).retry == 200  # a hundredth of the steps: 2 for a first draft of four
+    assert AcceptanceLength(0.1, widths=(4.0, 8.0)).at(0.5).retry == 200  # a hundredth: 2 for four tokens
 
 
 def test_no_length_passes_what_the_request_allows_and_entropy_lets_a_certain_model_draft():
