@@ -17,6 +17,7 @@ def reopened(
         replace(model.settings, **{"prefix_cache": True, "preempt_every": 0, "replicas": 1} | settings),
         config=config or model.decoder_config,
         weights=model.weights if params is None else (params,),
+        others=model._others,
         tokenizer=model.tokenizer,
     )
     if config is None:
