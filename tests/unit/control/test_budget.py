@@ -131,10 +131,6 @@ def test_observations_entropies_and_the_blocks_read_are_those_of_the_paper_and_o
 def test_a_head_is_rigid_and_gets_the_first_budget_only_where_one_block_takes_all(printed, gap, rigid):
     """Below 1e-5 nats: where the three other blocks have less than a millionth of the mass together."""
     segment = segment_of([[gap, 0.0, 0.0, 0.0]])
-    other = np.exp(-gap) / (1 + 3 * np.exp(-gap))
-    exact = -(3 * other * np.log(other) + (1 - 3 * other) * np.log(1 - 3 * other)) / np.log(4)
-    if not printed:
-        assert float(block_entropy(segment)[0]) == pytest.approx(exact, rel=1e-3, abs=1e-6)
     law = EntropyBudget(tokens=TOKENS, printed=printed)
     before = replace(law.started(1), entropy=jnp.full(1, 9.0), tokens=jnp.full(1, 60.0), begun=jnp.ones(1, bool))
     tokens, after = law.given(segment, before)
@@ -209,21 +205,3 @@ def test_a_certificate_opens_no_more_than_it_must_where_a_block_stands_out():
     np.testing.assert_array_equal(opened, [[True, False, False, False]])
     opened, _ = CertifiedBudget(left=1e-6).choose(segment, {})
     np.testing.assert_array_equal(opened, [[True, True, True, False]])
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: ConstantBudget(tokens=0), "tokens is 0; it must be at least 1"),
-        (lambda: EntropyBudget(floor=0.0), "floor is 0.0; it must be above 0 and at most 1"),
-        (lambda: EntropyBudget(cap=0.5), "cap is 0.5"),
-        (lambda: EntropyBudget(gain=float("nan")), "gain is nan"),
-        (lambda: EntropyBudget(segment=0), "segment is 0; it must be at least 1"),
-        (lambda: MassBudget(left=1.0), "left is 1.0; it must be from 0 to below 1"),
-        (lambda: CertifiedBudget(left=-0.1), "left is -0.1"),
-        (lambda: MassBudget(dense_layers=-1), "dense_layers is -1"),
-    ],
-)
-def test_a_budget_that_means_nothing_is_refused(make, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make()
