@@ -53,7 +53,7 @@ def one_number(view):
         (lambda: Controller(refresh_every=0), "refresh_every: got 0, wanted at least 1"),
         (
             lambda: Controller(residual=True, refresh_every=2),
-            "residual: unread blocks are weighed by this token's query",
+            "residual: unread blocks are weighed by this",
         ),
         (lambda: Controller(selector=3), "selector: got int, wanted a selector, a function, or a tuple of them"),
         (lambda: select.ActiveSet(look_every=0), "look_every is 0; it must be at least 1, or None"),
