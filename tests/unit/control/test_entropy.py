@@ -108,7 +108,7 @@ def test_agreement_by_hand():
     np.testing.assert_allclose([got.bias, got.error, got.width, got.containment, got.correlation], expected, rtol=1e-5)
 
 
-def test_estimators_pick_the_likeliest_from_the_whole_vocabulary_and_an_exact_one_has_no_width():
+def test_estimators_pick_the_likeliest_of_the_vocabulary_and_an_exact_one_has_no_width():
     """In float64 from sorted probabilities."""
     z = np.random.default_rng(2).normal(scale=3.0, size=(5, 300))
     log_p = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
