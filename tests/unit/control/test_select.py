@@ -1,5 +1,7 @@
 """Selectors: each opens the blocks its definition names, found by slower programs; what blocks contribute."""
 
+import functools
+
 import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
@@ -70,11 +72,16 @@ def test_paper_opens_what_contributes_more_than_the_threshold(b: Blocks):
         np.testing.assert_array_equal(np.asarray(compiled[name](b.view))[plain], (each > tolerance).any(0)[plain])
 
 
+@functools.cache
+def quest(num_blocks: int):
+    return jax.jit(select.Quest(num_blocks))
+
+
 @many
 @given(drawn(spread=4.0), st.sampled_from([1, 3, 10, 20]))
 def test_quest_opens_the_highest_possible_scores(b: Blocks, num_blocks: int):
     score = np.asarray(b.view.score.high, np.float64).max(0)  # worked out from the boxes by NumPy
-    opened = np.asarray(QUEST[num_blocks](b.view))
+    opened = np.asarray(quest(num_blocks)(b.view))
     assert not np.any(opened & ~b.held)
     assert opened.sum() >= min(num_blocks, b.held.sum())
     if len(np.unique(score[b.held])) == b.held.sum():
@@ -84,20 +91,14 @@ def test_quest_opens_the_highest_possible_scores(b: Blocks, num_blocks: int):
         assert score[opened].min() > score[closed].max() - 1e-4
 
 
-QUEST = {n: jax.jit(select.Quest(n)) for n in (1, 3, 10, 20)}
-
-
-def nothing(view):
-    return jnp.zeros(view.start.shape, bool)
+@functools.cache
+def guarded(sinks: int, window: int, min_blocks: int):
+    """Beside a selector that opens nothing."""
+    return jax.jit(select.Guarded(lambda view: view.start < 0, sinks, window, min_blocks))
 
 
 @many
-@given(
-    seed=st.integers(0, 100_000),
-    sinks=st.sampled_from([0, 6]),
-    window=st.sampled_from([0, 7]),
-    min_blocks=st.sampled_from([0, 4]),
-)
+@given(st.integers(0, 100_000), st.sampled_from([0, 6]), st.sampled_from([0, 7]), st.sampled_from([0, 4]))
 def test_guards_open_sinks_window_and_a_minimum_and_nothing_else(seed, sinks, window, min_blocks):
     b = blocks(seed)
     length, held = int(b.view.length), b.held
@@ -106,21 +107,13 @@ def test_guards_open_sinks_window_and_a_minimum_and_nothing_else(seed, sinks, wi
         if position < sinks or position >= length - window:
             wanted[position // 4] = True
     np.testing.assert_array_equal(select.SinksWindow(sinks, window)(b.view) & held, wanted)
-    opened = np.asarray(GUARDED[sinks, window, min_blocks](b.view))
+    opened = np.asarray(guarded(sinks, window, min_blocks)(b.view))
     assert np.all(opened >= wanted)
     assert not np.any(opened & ~held)
     assert opened.sum() == max(wanted.sum(), min(min_blocks, held.sum()))
     extra, likely = opened & ~wanted, b.mean_shares.max(0)
     if extra.any() and (held & ~opened).any():
         assert likely[extra].min() >= likely[held & ~opened].max() * (1 - 1e-5)
-
-
-GUARDED = {
-    (sinks, window, least): jax.jit(select.Guarded(nothing, sinks, window, least))
-    for sinks in (0, 6)
-    for window in (0, 7)
-    for least in (0, 4)
-}
 
 
 def test_guards_only_add_and_a_dense_selector_reads_all():
@@ -131,10 +124,13 @@ def test_guards_only_add_and_a_dense_selector_reads_all():
     assert not select.Guarded(select.Quest(2)).reads_all and not select.SinksWindow().reads_all
 
 
-def lasting(view, share, length=None):
+BY_LAST = select.ActiveSet(contribution.mass, last_mass)
+by_last, by_greater = (jax.jit(one.choose) for one in (BY_LAST, select.ActiveSet(contribution.mass)))
+
+
+def lasting(view, share, **fields):
     """The view of a sequence whose blocks had these shares of mass when they were last read."""
-    view = replace(view, last_mass=jnp.asarray(share, jnp.float32))
-    return view if length is None else replace(view, length=jnp.asarray(length, jnp.int32))
+    return replace(view, last_mass=jnp.asarray(share, jnp.float32), **fields)
 
 
 @many
@@ -142,7 +138,7 @@ def lasting(view, share, length=None):
 def test_a_block_is_read_by_the_mass_that_it_or_the_one_before_it_had(seed, theta):
     b = blocks(seed, tolerance=theta)
     share = np.random.default_rng(seed).dirichlet(np.full(NUM_BLOCKS, 0.3), b.view.query.shape[0])
-    chosen = LASTING(lasting(b.view, share))
+    chosen = by_last(lasting(b.view, share))
     moved = np.maximum(share, np.concatenate([np.zeros_like(share[:, :1]), share[:, :-1]], axis=1))
     sure = (np.abs(moved - theta) > 1e-6).all(axis=0)
     np.testing.assert_array_equal(np.asarray(chosen.opened)[sure], ((moved > theta).any(axis=0) & b.held)[sure])
@@ -150,14 +146,15 @@ def test_a_block_is_read_by_the_mass_that_it_or_the_one_before_it_had(seed, thet
     assert chosen.shares
     either = np.maximum(moved, box_shares(b))
     sure = (np.abs(either - theta) > 1e-4).all(axis=0)
-    opened = np.asarray(GREATER(lasting(b.view, share)).opened)
+    opened = np.asarray(by_greater(lasting(b.view, share)).opened)
     np.testing.assert_array_equal(opened[sure], ((either > theta).any(axis=0) & b.held)[sure])
 
 
 def test_every_so_many_tokens_all_is_read():
     b = blocks(5, tolerance=0.9)
     for length, looks in ((7, False), (8, True), (9, False), (16, True)):
-        opened = np.asarray(LOOKING(lasting(b.view, np.full((2, NUM_BLOCKS), 0.01), length)).opened)
+        view = lasting(b.view, np.full((2, NUM_BLOCKS), 0.01), length=jnp.int32(length))
+        opened = np.asarray(replace(BY_LAST, look_every=8)(view))
         assert opened[b.held].all() if looks else not opened.any()
 
 
@@ -166,13 +163,8 @@ def test_a_minimum_is_filled_by_the_last_masses_where_a_selector_goes_by_them():
     middle = int(b.held.sum()) // 2
     share = np.full((2, NUM_BLOCKS), 1e-3)
     share[0, middle] = 0.5
-    guarded = select.Guarded(select.ActiveSet(contribution.mass, last_mass), sinks=0, window=0, min_blocks=1)
-    np.testing.assert_array_equal(np.flatnonzero(guarded(lasting(b.view, share))), [middle])
-
-
-LASTING = jax.jit(select.ActiveSet(contribution.mass, last_mass).choose)
-GREATER = jax.jit(select.ActiveSet(contribution.mass).choose)
-LOOKING = jax.jit(select.ActiveSet(contribution.mass, last_mass, look_every=8).choose)
+    opened = select.Guarded(BY_LAST, sinks=0, window=0, min_blocks=1)(lasting(b.view, share))
+    np.testing.assert_array_equal(np.flatnonzero(opened), [middle])
 
 
 def coded(b: Blocks, **fields):

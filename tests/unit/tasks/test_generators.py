@@ -74,7 +74,6 @@ def test_the_answer_sits_at_its_depth(task, depth):
     word = turn.answer.split()[-1 if task == "tracing" else 0].strip(".")
     statement = {
         "tracing": f" holds {word}.",
-        "multi_needle": f" is {word}.",
         "line_retrieval": f"{turn.question} {word}.",
         "copying": f": {word} ",
     }.get(task, f" is {word}.")
