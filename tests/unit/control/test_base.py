@@ -1,6 +1,5 @@
 """What every law is made of: chains, checked changes of the state, the packed mask of blocks, signals as a table."""
 
-import copy
 import dataclasses
 import re
 
@@ -75,23 +74,17 @@ def test_a_users_own_law_with_a_number_is_a_value_and_may_have_a_number_for_each
     np.testing.assert_allclose(got.temperature, [2.0, 3.0, 4.0])
 
 
-def forged(state: ControlState, **fields) -> ControlState:
-    """The state with fields that the shape checks of a test run would not let `replace` set."""
-    other = copy.copy(state)
-    vars(other).update(fields)
-    return other
-
-
 def three(signals: Signals, state: ControlState) -> ControlState:
-    return forged(state, temperature=jnp.zeros(3))
+    return replace(state, temperature=jnp.zeros(3))
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 @pytest.mark.parametrize(
     ("law", "sentence"),
     [
         (three, "The law three sets temperature to float32[3]; it must be float32[]."),
-        (lambda signals, state: forged(state, wait=signals.entropy), "sets wait to float32[]; it must be int32[]."),
-        (lambda signals, state: forged(state, tolerance="much"), "sets tolerance to str; it must be float32[]."),
+        (lambda signals, state: replace(state, wait=signals.entropy), "sets wait to float32[]; it must be int32[]."),
+        (lambda signals, state: replace(state, tolerance="much"), "sets tolerance to str; it must be float32[]."),
         (lambda signals, state: signals.entropy, "must return the ControlState it is given, with fields changed"),
         (lambda signals, state: noted(state, "mine", signals.entropy), "leaves notes of {['mine'] float32[]} where {}"),
     ],
@@ -102,8 +95,9 @@ def test_a_law_that_returns_another_form_is_refused_by_name(signals, state, law,
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_a_python_number_stands_for_an_array_of_the_fields_dtype(signals, state):
-    law = chain(lambda signals, state: forged(state, temperature=1, wait=2))
+    law = chain(lambda signals, state: replace(state, temperature=1, wait=2))
     after = updated(law, signals(entropy=0.0), state())
     assert (after.temperature.dtype, after.wait.dtype) == (jnp.float32, jnp.int32)
     assert (float(after.temperature), int(after.wait)) == (1.0, 2)
