@@ -26,7 +26,7 @@ def tensors(number: int, length: int = 8 * SEGMENT, spread: float = 1.0):
     """Queries "k g t d" and keys "k t d" with some structure: a walk, so that near tokens are alike."""
     rng, size = np.random.default_rng(number), spread / np.sqrt(np.arange(1, length + 1))[:, None]
     walks = (rng.normal(size=(*lead, length, WIDTH)).cumsum(axis=-2) for lead in ((HEADS, GROUP), (HEADS,)))
-    return [np.float32(size * walk) for walk in walks]
+    return [(size * walk).astype(np.float32) for walk in walks]
 
 
 def segment_of(score, visible=None, bounds: Interval | None = None, index: int = 1, scale: float = 1.0) -> Segment:
