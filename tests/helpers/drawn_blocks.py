@@ -64,11 +64,6 @@ class Blocks:
         weight = np.exp(self.mean_log_mass)
         return weight / weight.sum(-1, keepdims=True)
 
-    def unread(self, opened) -> np.ndarray:
-        """Return the share of each query head's mass in the blocks not opened."""
-        weight = np.exp(self.log_mass - self.log_mass.max(-1, keepdims=True))
-        return (weight * ~np.asarray(opened)).sum(-1) / weight.sum(-1)
-
     def assert_fewest(self, opened, price: np.ndarray) -> None:
         """Assert that the blocks opened are the fewest that leave no head more than the tolerance of its price "g n".
 

@@ -18,6 +18,7 @@ def reopened(model: engine.Model, *, params: Params | None = None, **settings) -
         replace(model.settings, **{"prefix_cache": True, "preempt_every": 0, "replicas": 1} | settings),
         config=model.decoder_config,
         weights=model.weights if params is None else (params,),
+        others=model._others,
         tokenizer=model.tokenizer,
     )
     other._decoders = model._decoders

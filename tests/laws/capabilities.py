@@ -15,6 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decoders import a_little_warmer, by_entropy, even_blocks, first_come
 from flax import nnx
 from own_modules import LENGTH, Plain
 
@@ -112,23 +113,10 @@ def of_module(**settings: Any) -> Model:
 
 def own_controller() -> Controller:
     """A law, a temperature rule, a selector and a priority of a caller's own, all plain functions."""
-
-    def warm(signals, state):
-        return replace(state, temperature=0.5 + 0.1 * signals.entropy)
-
-    def rule(moments_at, signals, state):
-        return jnp.minimum(state.temperature, 1.5)
-
-    def even_blocks(view):
-        return (view.start // SIZES["page_size"]) % 2 == 0
-
-    def first_come(signals, state):
-        return -signals.arrival.astype(jnp.float32)
-
     return Controller(
-        law=chain(clock.FallClock(), warm),
-        temperature_rule=rule,
-        selector=even_blocks,
+        law=chain(clock.FallClock(), by_entropy),
+        temperature_rule=a_little_warmer,
+        selector=even_blocks,  # of four tokens
         priority=priority.Aged(first_come, ceiling=1000.0, rate=0.5),
     )
 
@@ -169,6 +157,9 @@ _LOOKUP = {"draft": "lookup"} | _DRAFTS
 _SELF = {"draft": "self", "draft_share": 0.2} | _DRAFTS
 
 
+_pruning = functools.partial(Capability, dense={"tolerance": 0.0}, prunes=True)
+
+
 def _small() -> str:
     return str(folder(SMALL))
 
@@ -184,41 +175,22 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "window, bfloat16, small": lambda: Capability(
         load=functools.partial(tiny, SLIDING), settings={"dtype": "bfloat16", "draft": _small()} | _DRAFTS, drafts=True
     ),
-    "cache and weights in int8": lambda: Capability(
+    "cache and weights in int8": lambda: _pruning(
         settings={"cache_dtype": "int8", "quantize": "int8", "control": pruned("certified", tolerance=0.5)} | _LOOKUP,
-        dense={"tolerance": 0.0},
-        prunes=True,
         drafts=True,
         certifies=0.5,
     ),
-    "module": lambda: Capability(
-        load=of_module,
-        settings={"control": pruned("certified", tolerance=0.5)},
-        dense={"tolerance": 0.0},
-        prunes=True,
-        certifies=0.5,
-    ),
+    "module": lambda: _pruning(load=of_module, settings={"control": pruned("certified", tolerance=0.5)}, certifies=0.5),
     "own, budget": lambda: Capability(
         settings={"control": replace(own_controller(), budget=preset("entropyinfer", prefill_budget=16).budget)},
         dense=None,
         prunes=True,
         keeps_prefixes=False,
     ),
-    "certified": lambda: Capability(
-        settings={"control": pruned("certified", tolerance=0.5)}, dense={"tolerance": 0.0}, prunes=True, certifies=0.5
-    ),
-    "surprisals": lambda: Capability(
-        settings={"control": by_surprisals()} | _LOOKUP,
-        dense={"tolerance": 0.0},
-        prunes=True,
-        drafts=True,
-        keeps_prefixes=False,
-    ),
-    "adaptive, self": lambda: Capability(
-        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _SELF,
-        dense={"tolerance": 0.0},
-        prunes=True,
-        drafts=True,
+    "certified": lambda: _pruning(settings={"control": pruned("certified", tolerance=0.5)}, certifies=0.5),
+    "surprisals": lambda: _pruning(settings={"control": by_surprisals()} | _LOOKUP, drafts=True, keeps_prefixes=False),
+    "adaptive, self": lambda: _pruning(
+        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _SELF, drafts=True
     ),
     "ead": lambda: Capability(
         settings={"control": preset("ead_guarded", tau=3.0), "small": _small()}, dense={"tau": -1.0}
@@ -232,10 +204,9 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "compressed by head": lambda: Capability(
         settings={"cache_budget": SPLIT} | _SELF | {"draft": "lookup+self"}, dense=None, prunes=True, drafts=True
     ),
-    "paper, stacked, experts by entropy": lambda: Capability(
+    "paper, stacked, experts by entropy": lambda: _pruning(
         load=functools.partial(stacked, MIXTURE),
         settings={"control": pruned("paper", tolerance=0.5), "experts": Entropy(least=0.3)},
         dense={"tolerance": 0.0, "least": 1.0},
-        prunes=True,
     ),
 }

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from capabilities import Capability
 from reopened import assert_balanced as assert_pages_back
+from reopened import reopened
 from small_model import same_bits
 
 from et_jax.decode.request import request
@@ -13,7 +14,6 @@ from et_jax.serve.completions import Completion
 from et_jax.serve.device import Device
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from et_jax.types import replace
 
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
 
@@ -33,16 +33,7 @@ class Served:
 
     def anew(self, **settings) -> Model:
         """The same programs, with another host around them that has served nothing."""
-        model, changed = self.model, {"prefix_cache": True, "preempt_every": 0, "replicas": 1} | settings
-        other = Model(
-            replace(model.settings, **changed),
-            config=model.decoder_config,
-            weights=model.weights,
-            others=model._others,
-            tokenizer=model.tokenizer,
-        )
-        other._decoders = model._decoders
-        return other
+        return reopened(self.model, **settings)
 
     def device(self) -> Device:
         """What a replica that has served nothing does on its device."""

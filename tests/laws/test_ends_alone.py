@@ -30,14 +30,8 @@ def test_what_is_cancelled_ends_with_what_it_has_and_its_neighbours_do_not_notic
     for event in busy.stream(served.requests[:5], cancelled=lambda: len(seen) >= 9):
         seen.append(event)
     ended = {(e.prompt_index, e.index): e.completion for e in seen if e.completion}
-    expected = {
-        (number, index): one
-        for (number, index), one in zip(
-            [(n, i) for n, asked in enumerate(served.requests) for i in range(asked.params.n)],
-            served.alone,
-            strict=True,
-        )
-    }
+    keys = [(number, index) for number, asked in enumerate(served.requests) for index in range(asked.params.n)]
+    expected = dict(zip(keys, served.alone, strict=True))
     assert len(ended) == 6 and "abort" in {one.finish_reason for one in ended.values()}
     for key, one in ended.items():
         assert one.token_ids == expected[key].token_ids[: len(one.token_ids)]

@@ -93,22 +93,3 @@ def test_requests_of_all_kinds_have_the_bits_that_each_has_alone_without_drafts(
         assert busy.metrics.accepted_tokens > 2 * many
         assert busy.metrics.preemptions > many // 5 or "preempt_every" not in settings
         assert_balanced(busy)
-    assert but_for_drafts(left_and_resumed(drafting)) == expected
-
-
-def left_and_resumed(drafting: Many) -> list[Completion]:
-    """What comes of the requests where the first caller leaves amid them, and a second asks for what had not ended."""
-    busy, done = drafting.anew(preempt_every=3), {}
-    stream = busy.stream(drafting.requests)
-    for event in stream:
-        if event.completion is not None:
-            done[event.prompt_index, event.index] = event.completion
-        if len(done) == drafting.many // 2:
-            break
-    stream.close()
-    asked = [(number, index) for number, one in enumerate(drafting.requests) for index in range(one.params.n)]
-    open_ones = sorted({number for number, index in asked if (number, index) not in done})
-    again = iter(busy.generate([drafting.requests[number] for number in open_ones]))
-    rest = {(number, index): next(again) for number, index in asked if number in set(open_ones)}
-    assert_balanced(busy)
-    return [done.get(key) or rest[key] for key in asked]

@@ -143,11 +143,6 @@ def test_every_number_of_every_law():
                     assert abs(number) <= most or math.isinf(number), what
 
 
-def stand_in(name: str = "bundled", *, progress: Any = None, **settings: Any) -> None:
-    EngineConfig(name=name, **settings)
-    raise UsageError("loaded.")
-
-
 ENOUGH = {
     "--tau": ["--control", "ead", "--small", "bundled-small"],
     "--prefill-budget": ["--control", "entropyinfer"],
@@ -160,6 +155,10 @@ ENOUGH = {
 
 @pytest.mark.parametrize("of", [generate, evaluate])
 def test_every_flag_that_takes_a_number(of, monkeypatch, capfd):
+    def stand_in(name: str = "bundled", *, progress: Any = None, **settings: Any) -> None:
+        EngineConfig(name=name, **settings)
+        raise UsageError("loaded.")
+
     monkeypatch.setattr(engine, "load", stand_in)
     start = ["-p", "a"] if of is generate else ["--task", "passkey"]
     flags = [one.option_strings[0] for one in of.parser()._actions if one.type in (int, float)]

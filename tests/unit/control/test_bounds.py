@@ -75,22 +75,6 @@ def test_the_chord_is_reached_by_keys_at_the_ends_of_the_box():
     np.testing.assert_allclose(got.low, np.log(4) + ends.mean(), rtol=1e-5)
 
 
-@many
-@given(drawn(), st.integers(0, 1000))
-def test_a_certificate_never_exceeds_the_mass_truly_read(b: Blocks, seed: int):
-    opened = np.random.default_rng(seed).uniform(size=NUM_BLOCKS) < 0.5
-    opened[0] = True
-    log_opened = jnp.asarray(np.log(np.exp(b.log_mass[:, opened]).sum(-1)), jnp.float32)
-    [loose, sharp, _], coded = ladder(b.view, radius_of(b), *codes_of(b))
-    for interval in (loose, sharp, coded):
-        got = certain_share(interval.high + SLACK, jnp.asarray(opened), log_opened)
-        assert np.all(got <= 1 - b.unread(opened) + 1e-6)
-        np.testing.assert_array_equal(certain_share(interval.high, jnp.ones(NUM_BLOCKS, bool), log_opened), 1.0)
-
-
-certain_share = jax.jit(bounds.certain_share)
-
-
 @jax.jit
 def certified_by(view, low, high):
     return select.Certified(lambda _: bounds.Interval(low=low, high=high))(view)

@@ -5,8 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from et_jax.control.bounds import Interval
 from et_jax.control.budget import (
@@ -26,14 +24,9 @@ TOKENS = 32
 
 def tensors(number: int, length: int = 8 * SEGMENT, spread: float = 1.0):
     """Queries "k g t d" and keys "k t d" with some structure: a walk, so that near tokens are alike."""
-    rng = np.random.default_rng(number)
-    q = (
-        spread
-        * rng.normal(size=(HEADS, GROUP, length, WIDTH)).cumsum(axis=2)
-        / np.sqrt(np.arange(1, length + 1))[:, None]
-    )
-    k = spread * rng.normal(size=(HEADS, length, WIDTH)).cumsum(axis=1) / np.sqrt(np.arange(1, length + 1))[:, None]
-    return q.astype(np.float32), k.astype(np.float32)
+    rng, size = np.random.default_rng(number), spread / np.sqrt(np.arange(1, length + 1))[:, None]
+    walks = (rng.normal(size=(*lead, length, WIDTH)).cumsum(axis=-2) for lead in ((HEADS, GROUP), (HEADS,)))
+    return [(size * walk).astype(np.float32) for walk in walks]
 
 
 def segment_of(score, visible=None, bounds: Interval | None = None, index: int = 1, scale: float = 1.0) -> Segment:
@@ -99,10 +92,18 @@ def test_queries_past_the_end_of_a_segment_are_not_observed_and_ask_for_nothing(
 
 
 @pytest.mark.parametrize("printed", [True, False])
-@pytest.mark.parametrize("length", [8 * SEGMENT, 5 * SEGMENT + 13])
-def test_observations_entropies_and_the_blocks_read_are_those_of_the_paper_and_of_the_sound_version(printed, length):
+@pytest.mark.parametrize(
+    ("length", "numbers"),
+    [
+        (8 * SEGMENT, {"gain": 0.5, "threshold": 0.4, "floor": 0.25, "cap": 3.0}),
+        (15 * SEGMENT + 13, {"gain": 1.5, "threshold": 0.1, "floor": 0.5, "cap": 1.5}),
+    ],
+)
+def test_observations_entropies_and_the_blocks_read_are_those_of_the_paper_and_of_the_sound_version(
+    printed, length, numbers
+):
     q, k = tensors(0, length, spread=2.0)
-    law = EntropyBudget(tokens=TOKENS, printed=printed, floor=0.25)
+    law = EntropyBudget(tokens=TOKENS, printed=printed, **numbers)
     scores = entropyinfer.observation(q, k, SEGMENT, BLOCK)
     entropy = entropyinfer.entropies(scores, SEGMENT, BLOCK, printed=printed, scale=SCALE)
     parts = list(segments(q, k))
@@ -110,7 +111,7 @@ def test_observations_entropies_and_the_blocks_read_are_those_of_the_paper_and_o
     got = np.stack([block_entropy(x, printed=printed) for x in parts], axis=1)
     # a share may be rounded to the one bfloat16 or the other
     np.testing.assert_allclose(got[:, 1:], entropy[:, 1:], atol=2e-2 if printed else 1e-5)
-    tokens = entropyinfer.budgets(entropy, TOKENS, gain=0.5, threshold=0.4, floor=0.25, cap=3.0)
+    tokens = entropyinfer.budgets(entropy, TOKENS, **numbers)
     tokens = np.where(entropyinfer.rigid(entropy, 1e-5, online=True), TOKENS, tokens)
     # a budget within rounding of a whole number of blocks may fall on either side of it
     fewer, more = (np.floor((tokens + off) / BLOCK) for off in (-0.05, 0.05))
@@ -125,10 +126,6 @@ def test_observations_entropies_and_the_blocks_read_are_those_of_the_paper_and_o
 def test_a_head_is_rigid_and_gets_the_first_budget_only_where_one_block_takes_all(printed, gap, rigid):
     """Below 1e-5 nats: where the three other blocks have less than a millionth of the mass together."""
     segment = segment_of([[gap, 0.0, 0.0, 0.0]])
-    other = np.exp(-gap) / (1 + 3 * np.exp(-gap))
-    exact = -(3 * other * np.log(other) + (1 - 3 * other) * np.log(1 - 3 * other)) / np.log(4)
-    if not printed:
-        assert float(block_entropy(segment)[0]) == pytest.approx(exact, rel=1e-3, abs=1e-6)
     law = EntropyBudget(tokens=TOKENS, printed=printed)
     before = replace(law.started(1), entropy=jnp.full(1, 9.0), tokens=jnp.full(1, 60.0), begun=jnp.ones(1, bool))
     tokens, after = law.given(segment, before)
@@ -136,33 +133,6 @@ def test_a_head_is_rigid_and_gets_the_first_budget_only_where_one_block_takes_al
     assert float(tokens[0]) == pytest.approx(TOKENS if rigid else 60.0 - 0.5 * 0.4 * TOKENS)
     alone = segment_of([[gap, 0.0, 0.0, 0.0]], visible=[False, True, False, False])
     assert float(block_entropy(alone)[0]) == pytest.approx(0.0, abs=1e-6)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.sampled_from([0.0, 0.05]) | st.floats(0.0, 6.0, width=32), min_size=12, max_size=12),
-    st.floats(0.0, 2.0),
-    st.floats(0.0, 1.0),
-    st.floats(0.1, 1.0),
-    st.floats(1.0, 4.0),
-)
-def test_the_recursion_and_who_is_rigid_are_those_of_the_paper(entropy, gain, threshold, floor, cap):
-    numbers = {"gain": gain, "threshold": threshold, "floor": floor, "cap": cap}
-    law = EntropyBudget(tokens=TOKENS, rigid_below=0.1, **numbers)
-    wanted = entropyinfer.budgets(np.asarray([entropy]), TOKENS, **numbers)
-    rigid = entropyinfer.rigid(np.asarray([entropy]), 0.1, online=True)
-    notes = law.started(1)
-    for s, each in enumerate(entropy[1:], 1):
-        notes = law.updated(jnp.asarray([each], jnp.float32), notes)
-        np.testing.assert_allclose(notes.tokens[0], wanted[0, s], rtol=1e-4, atol=1e-3)
-        assert bool(notes.rigid[0]) == rigid[0, s]
-
-
-def test_nothing_is_learnt_of_a_segment_with_nothing_before_it():
-    law = EntropyBudget(tokens=TOKENS)
-    opened, notes = law.choose(next(segments(*tensors(3, SEGMENT))), law.started(HEADS))
-    assert not opened.any()
-    jax.tree.map(np.testing.assert_array_equal, notes, law.started(HEADS))
 
 
 def test_the_largest_budget_of_a_layer_is_given_to_every_head_where_they_share():
@@ -230,21 +200,3 @@ def test_a_certificate_opens_no_more_than_it_must_where_a_block_stands_out():
     np.testing.assert_array_equal(opened, [[True, False, False, False]])
     opened, _ = CertifiedBudget(left=1e-6).choose(segment, {})
     np.testing.assert_array_equal(opened, [[True, True, True, False]])
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: ConstantBudget(tokens=0), "tokens is 0; it must be at least 1"),
-        (lambda: EntropyBudget(floor=0.0), "floor is 0.0; it must be above 0 and at most 1"),
-        (lambda: EntropyBudget(cap=0.5), "cap is 0.5"),
-        (lambda: EntropyBudget(gain=float("nan")), "gain is nan"),
-        (lambda: EntropyBudget(segment=0), "segment is 0; it must be at least 1"),
-        (lambda: MassBudget(left=1.0), "left is 1.0; it must be from 0 to below 1"),
-        (lambda: CertifiedBudget(left=-0.1), "left is -0.1"),
-        (lambda: MassBudget(dense_layers=-1), "dense_layers is -1"),
-    ],
-)
-def test_a_budget_that_means_nothing_is_refused(make, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make()

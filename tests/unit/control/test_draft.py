@@ -54,6 +54,7 @@ def test_a_sequence_whose_drafts_fail_drafts_now_and_then():
     assert [length(law, acceptance=0.01, since=since) for since in range(7)] == [0, 0, 0, 0, 0, 1, 1]
     assert length(law, most=0, acceptance=0.01, since=99) == 0
     assert length(AcceptanceLength(0.1, widths=(4.0, 8.0)), acceptance=0.01, since=99) == 4  # for the price of one
+    assert AcceptanceLength(0.1, widths=(4.0, 8.0)).at(0.5).retry == 200  # a hundredth: 2 for four tokens
 
 
 def test_no_length_passes_what_the_request_allows_and_entropy_lets_a_certain_model_draft():
@@ -63,18 +64,13 @@ def test_no_length_passes_what_the_request_allows_and_entropy_lets_a_certain_mod
     assert [length(EntropyLength(0.6), most=8, entropy=entropy) for entropy in (0.0, 0.59, 0.61, 5.0)] == [8, 8, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("law", "lengths"),
-    [
-        (FixedLength(), [0, 1, 4, 4]),
-        # of half of the tokens accepted: 1.5 / 1.3 is more than 1.75 / 1.6, and 1 more than 1.5 / 1.6
-        (AcceptanceLength(0.3), [0, 1, 1, 1]),
-        (AcceptanceLength(0.6), [0, 1, 1, 1]),
-        (AcceptanceLength(0.1, widths=(4.0, 8.0)), [0, 1, 4, 4]),  # four for the price of one
-    ],
-)
-def test_a_sequence_of_which_nothing_is_known_drafts_little(law, lengths):
-    assert draft.started(law, jnp.asarray([0, 1, 4, 12], jnp.int32)).length.tolist() == lengths
+def test_a_sequence_of_which_nothing_is_known_drafts_little():
+    """Of half of the tokens accepted 1.5 / 1.3 is more than 1.75 / 1.6, and 1 more than 1.5 / 1.6."""
+    by_widths = AcceptanceLength(0.1, widths=(4.0, 8.0))  # four for the price of one
+    little, more = [0, 1, 1, 1], [0, 1, 4, 4]
+    laws = {FixedLength(): more, AcceptanceLength(0.3): little, AcceptanceLength(0.6): little, by_widths: more}
+    for law, lengths in laws.items():
+        assert draft.started(law, jnp.asarray([0, 1, 4, 12], jnp.int32)).length.tolist() == lengths, law
 
 
 @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (4, 0), (4, 2), (4, 4), (1, 1)])
@@ -140,28 +136,6 @@ def test_what_drafts_save_is_counted_up_to_a_bound():
     assert float(after(ROOFLINE, found, drafted=4, accepted=3, context=AT).credit) == 4.0
     # the running share is of the last thirty tokens, and its law speaks of them token by token
     assert float(found.acceptance) == pytest.approx(0.97**4 * 0.5 + (1 - 0.97**4) * 0.75, rel=1e-5)
-
-
-def test_a_law_of_times_goes_by_those_it_is_given_and_others_stay_as_they_are():
-    """A drafted token that takes 2.5 of a plain step's 5 at 1000 tokens."""
-    times = StepTimes(plain=4.0, plain_cached=1e-3, drafted=1.0, drafted_cached=2e-4, row=1.0, row_cached=3e-4)
-    past = PastDrafts(acceptance=0.3, credit=0.5)
-    lookups = AcceptanceLength(0.1, widths=(4.0, 8.0))
-    assert lookups.told(times, 1.5, 1000.0, past) == AcceptanceLength(0.5, retry=200, widths=(4.0, 8.0))
-    assert ROOFLINE.told(times, 1.5, 1000.0, past) == RooflineLength(times, 1.5, past=past)
-    for law in (FixedLength(), EntropyLength()):
-        assert law.told(times, 1.5, 1000.0, past) == law
-    assert TIMES.alike(3.0, 5.0) == StepTimes(
-        plain=3.0, plain_cached=18e-4, drafted=3.0, drafted_cached=18e-5, row=0.75, row_cached=18e-5
-    )
-
-
-def test_a_sequence_begins_by_how_earlier_drafts_fared():
-    begun = replace(ROOFLINE, past=PastDrafts(acceptance=0.3, credit=0.5)).by_past(state(most=7))
-    assert (float(begun.acceptance), float(begun.credit), int(begun.most)) == (pytest.approx(0.3), 0.5, 7)
-    new = RooflineLength(TIMES).by_past(state())
-    assert (float(new.acceptance), float(new.credit)) == (pytest.approx(0.9), draft.MOST_CREDIT)
-    assert AcceptanceLength(0.1).by_past(state(acceptance=0.7)).acceptance == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(("acceptance", "credit"), [(0.99, 4.0), (0.2, 4.0), (0.9, -0.1)])

@@ -82,7 +82,10 @@ def test_the_estimates_are_the_papers_formulas_and_the_interval_contains_the_ent
     truncated = shannon(p[:k] / mass)
     upper = mass * truncated + shannon(np.array([mass, rest])) + rest * np.log(max(40 - k, 1))
     listed = jnp.asarray(np.log(p[:k]), jnp.float32)
-    lower, corrected, half, none = top_k(listed, 40), *(tail_corrected(listed, 40, share) for share in (1.0, 0.5, 0.0))
+    lower, corrected, half, none = (
+        top_k(listed, 40),
+        *(tail_corrected(listed, 40, share) for share in (1.0, 0.5, 0.0)),
+    )
     np.testing.assert_allclose(lower.entropy, truncated, atol=2e-5)
     np.testing.assert_allclose(corrected.entropy, upper, atol=2e-5)
     assert corrected.entropy >= lower.entropy - 2e-5 and lower.entropy <= lower.low + 1e-4  # for rounding
@@ -99,33 +102,24 @@ def allowed(entropy: float, k: int, size: int, error: float = 0.0) -> float:
 
 
 def test_agreement_by_hand():
-    estimate = e.Estimate(
-        entropy=jnp.asarray([1.0, 2.0, 4.0]), low=jnp.asarray([0.0, 2.0, 3.0]), high=jnp.asarray([2.0, 2.5, 3.5])
-    )
-    got = e.agreement(estimate, jnp.asarray([1.5, 2.0, 4.0]))
-    np.testing.assert_allclose(got.bias, -0.5 / 3, rtol=1e-6)
-    np.testing.assert_allclose(got.error, 0.5 / 3, rtol=1e-6)
-    np.testing.assert_allclose(got.width, 1.0, rtol=1e-6)
-    np.testing.assert_allclose(got.containment, 2 / 3, rtol=1e-6)
-    np.testing.assert_allclose(got.correlation, np.corrcoef([1, 2, 4], [1.5, 2, 4])[0, 1], rtol=1e-5)
+    entropy, low, high = jnp.asarray([[1.0, 2.0, 4.0], [0.0, 2.0, 3.0], [2.0, 2.5, 3.5]])
+    got = e.agreement(e.Estimate(entropy=entropy, low=low, high=high), jnp.asarray([1.5, 2.0, 4.0]))
+    expected = [-0.5 / 3, 0.5 / 3, 1.0, 2 / 3, np.corrcoef([1, 2, 4], [1.5, 2, 4])[0, 1]]
+    np.testing.assert_allclose([got.bias, got.error, got.width, got.containment, got.correlation], expected, rtol=1e-5)
 
 
-def test_estimators_pick_the_likeliest_from_the_whole_vocabulary():
-    """In float64 from sorted probabilities; a vocabulary smaller than k is listed whole."""
+def test_estimators_pick_the_likeliest_of_the_vocabulary_and_an_exact_one_has_no_width():
+    """In float64 from sorted probabilities."""
     z = np.random.default_rng(2).normal(scale=3.0, size=(5, 300))
     log_p = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
     given = jnp.asarray(log_p, jnp.float32), e.moments(jnp.asarray(z, jnp.float32))
     truth = -(np.exp(log_p) * log_p).sum(-1)
-    listed = jnp.asarray(-np.sort(-log_p)[:, :16], jnp.float32)
     exact = e.ExactEstimator()(*given)
     np.testing.assert_allclose([exact.entropy, exact.low, exact.high], [truth] * 3, atol=1e-4)
+    listed = jnp.asarray(-np.sort(-log_p)[:, :16], jnp.float32)
     np.testing.assert_allclose(e.TopKEstimator(16)(*given).entropy, e.top_k(listed, 300).entropy, atol=1e-5)
-    for share in (0.5, 1.0):
-        expected = e.tail_corrected(listed, 300, share)
-        got = e.TailCorrectedEstimator(16, share)(*given)
-        np.testing.assert_allclose(got.entropy, expected.entropy, atol=1e-5)
-        assert np.all((got.low <= truth + 1e-4) & (truth <= got.high + 1e-4))
-    np.testing.assert_allclose(e.TailCorrectedEstimator(999)(*given).entropy, truth, atol=1e-3)
+    tail = e.TailCorrectedEstimator(16, 0.5)(*given).entropy
+    np.testing.assert_allclose(tail, e.tail_corrected(listed, 300, 0.5).entropy, atol=1e-5)
     with pytest.raises(ValueError, match="lists 16 tokens"):
         e.top_k(listed, 15)
 
@@ -136,29 +130,6 @@ def test_the_margin_is_the_lead_of_the_likeliest_and_near_zero_temperature_nothi
     for temperature in (1e-30, 2e-38, 1e-39):
         m = e.moments(jnp.array([0.0, -5.0, -1000.0]), jnp.float32(temperature))
         assert (e.entropy(m), e.varentropy(m)) == (0.0, 0.0)
-
-
-def tail(kind: str, size: int) -> np.ndarray:
-    """Shares of the mass that the likeliest token leaves: even, falling, or on a few tokens."""
-    weight = {
-        "even": np.ones(size),
-        "falling": np.exp(-np.arange(size) / 50.0),
-        "few": np.concatenate([np.full(3, 1.0), np.full(size - 3, 1e-9)]),
-    }[kind]
-    return weight / weight.sum()
-
-
-@pytest.mark.parametrize("kind", ["even", "falling", "few"])
-def test_the_interval_contains_the_entropy_to_the_last_bit(kind):
-    """Of a vocabulary of 128k: what the tail lost in float32 is part of the interval, and the interval stays narrow."""
-    size = 128 * 1024
-    for left in (0.7, 0.1, 1e-2, 1e-4, 3e-6, 1e-7, 1e-12):
-        p = np.sort(np.concatenate([[1.0 - left], left * tail(kind, size - 1)]))[::-1]
-        for k in (1, 64, 1000):
-            estimate = tail_corrected(jnp.asarray(np.log(p[:k]), jnp.float32), size)
-            low, high = float(estimate.low), float(estimate.high)
-            assert low <= shannon(p) <= high, (left, k)
-            assert high <= greatest(p, k) + 2 * allowed(greatest(p, k), k, size), (left, k)
 
 
 def greatest(p: np.ndarray, k: int) -> float:

@@ -1,4 +1,6 @@
-"""Controllers by name: what each is made of, what its laws decide over some tokens, and what is refused."""
+"""Controllers: presets and what their laws decide over some tokens, numbers changed by name, tables in a notebook."""
+
+import re
 
 import jax
 import numpy as np
@@ -9,11 +11,19 @@ from et_jax.control.budget import EntropyBudget
 from et_jax.control.controller import Controller
 from et_jax.control.entropy import ExactEstimator, TailCorrectedEstimator
 from et_jax.control.expected_error import ExpectedError
+from et_jax.control.experts import Mass
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.presets import NAMES, PRESETS, preset
+from et_jax.control.presets import PRESETS, preset
+from et_jax.control.priority import FCFS
+from et_jax.control.settings import adjusted
 from et_jax.control.switch import AsPrinted, Hysteresis
+from et_jax.control.temperature import Thermostat
+from et_jax.control.temperature_rules import Newton
 from et_jax.errors import UsageError
+from et_jax.io.knobs import knobs
 from et_jax.types import replace
+
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 PRUNING = ("paper", "guarded", "certified", "adaptive")
 
@@ -60,25 +70,10 @@ def test_presets_are_made_of_what_their_documentation_says():
         assert made.estimator == (TailCorrectedEstimator() if printed else ExactEstimator())
         assert made.min_context == 100 and made.residual == (name in ("certified", "adaptive"))
     assert (preset("ead", tau=0.5).switch, preset("ead_guarded", tau=0.5).switch) == (AsPrinted(0.5), Hysteresis(0.5))
+    assert preset("certified", window=None) == preset("certified") != preset("certified", tolerance=0.1)
     for tokens, segment in ((2, 1), (512, 128), (4096, 512)):
         budget = EntropyBudget(tokens=tokens, segment=segment, dense_until=2 * tokens)
         assert preset("entropyinfer", prefill_budget=tokens) == Controller(budget=budget)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_controller_knows_the_preset_that_made_it_until_it_is_changed(name):
-    made = preset(name)
-    assert made.preset == PRESETS[name]() and made == PRESETS[name]().controller() == made.preset.controller()
-    assert replace(made, dense_layers=1).preset is None and Controller().preset is None
-    assert jax.tree.structure(made) == jax.tree.structure(jax.tree.map(lambda x: x, made))  # it is no part of the tree
-
-
-def test_presets_that_differ_in_numbers_run_in_one_program():
-    one, other = preset("certified", tolerance=0.1, window=None), preset("certified")
-    assert one == preset("certified", tolerance=0.1) != other
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    knobs = {"target_entropy": None, "tolerance": 0.1, "min_blocks": 3, "window": 64, "min_context": 0}
-    assert vars(one.preset) == knobs
 
 
 @pytest.mark.parametrize(
@@ -111,3 +106,107 @@ def test_a_knob_that_does_not_fit_is_refused_in_one_sentence(name, knobs, messag
     with pytest.raises(UsageError) as refused:
         preset(name, **knobs)
     assert str(refused.value).startswith(message)
+
+
+# Numbers changed by name.
+
+GIVEN = {"tolerance": 0.02, "min_blocks": 5, "window": 32, "min_context": 512, "target_entropy": 2.5}
+CHANGES = {"tolerance": 0.1, "min_context": 64, "target_entropy": 1.5}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_changed_as_if_made_so_and_runs_in_the_same_program_until_it_is_changed_by_hand(name):
+    given, changes = ({k: v for k, v in each.items() if k in knobs(PRESETS[name])} for each in (GIVEN, CHANGES))
+    if "tau" in knobs(PRESETS[name]):
+        given, changes = {"tau": 0.5}, {"tau": 2.0}
+    made = preset(name, **given)
+    changed = adjusted(made, changes)
+    assert changed == preset(name, **given | changes) and (changed != made) == bool(changes)
+    assert changed.preset == PRESETS[name](**given | changes)
+    assert jax.tree.structure(changed) == jax.tree.structure(made)
+    assert made == made.preset.controller() and replace(made, dense_layers=1).preset is None
+    assert jax.tree.structure(made) == jax.tree.structure(jax.tree.map(lambda x: x, made))  # it is no part of the tree
+
+
+def test_the_numbers_of_the_laws_change_beside_the_knobs_of_a_preset():
+    made = preset("off")
+    assert made == Controller() and adjusted(made, {"decay": 0.5}) != made == adjusted(made, {})
+    both = adjusted(preset("guarded"), {"decay": 0.5, "tolerance": 0.1})
+    assert both == adjusted(preset("guarded", tolerance=0.1), {"decay": 0.5}) and both.preset is None
+    laws = preset("certified").with_experts(Mass(0.9))
+    changed = adjusted(laws, {"share": 0.5, "tolerance": 0.2})
+    assert changed.experts == Mass(0.5) and adjusted(laws, {"tolerance": 0.2}).experts == Mass(0.9)
+    assert changed.with_experts(None) == preset("certified", tolerance=0.2)
+
+
+def test_a_controller_made_by_hand_or_changed_since_has_the_names_of_its_fields_alone():
+    """A knob of a preset would undo what was changed of it."""
+    made = replace(preset("guarded", tolerance=0.1), priority=FCFS())
+    changed = adjusted(made, {"greatest": 0.2, "window": 8})
+    assert changed.priority == FCFS() and repr(changed).count("greatest=0.2") == 1
+    with pytest.raises(UsageError, match='control has no number "tolerance" here; it has decay'):
+        adjusted(made, {"tolerance": 0.2})
+    assert adjusted(Controller(min_context=8), {"min_context": 9}) == Controller(min_context=9) != Controller()
+
+
+def test_every_number_of_a_name_changes_and_what_rests_on_it_is_worked_out_again():
+    made = preset("guarded", target_entropy=2.0)
+    assert repr(adjusted(made, {"high": 1.5})).count("high=1.5") == repr(made).count("high=2.0") == 2
+    own = adjusted(Controller(temperature_rule=Newton(2.0)), {"low": 0.25}).temperature_rule
+    assert isinstance(own, Newton) and own == Newton(2.0, low=0.25)
+    assert own.log_low == pytest.approx(-1.3863, abs=1e-4)
+
+
+ANOTHER = "which takes another program than the one loaded"
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "sentence"),
+    [
+        (preset("off"), {"tolerance": 0.1}, 'control "off" has no tolerance'),
+        (preset("ead"), {"tolerance": 0.1}, 'control "ead" has no tolerance; it has tau.'),
+        (preset("entropyinfer", prefill_budget=512), {"prefill_budget": 256}, f"prefill_budget, {ANOTHER}"),
+        (preset("entropyinfer"), {"prefill_budget": 0.5}, "prefill_budget is 0.5; it must be a whole number"),
+        (preset("paper", min_context=512), {"min_context": 0}, f"min_context, {ANOTHER}"),
+        (preset("paper"), {"min_context": 64}, f"min_context, {ANOTHER}"),
+        (preset("guarded"), {"warmth": 1.0}, 'control has no number "warmth" here; it has ceiling, cost, decay'),
+        (preset("guarded"), {"target_entropy": 1.0}, f"target_entropy, {ANOTHER}"),
+        (preset("guarded"), {"min_blocks": 2.5}, "min_blocks is 2.5; it must be a whole number."),
+        (preset("guarded"), {"min_blocks": 0}, f"min_blocks, {ANOTHER}"),
+        (preset("certified"), {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of attention, from 0 to 1."),
+        (preset("guarded"), {"sinks": 2**40}, "it must be a whole number of 32 bits"),
+        (Controller(temperature_rule=Newton(2.0)), {"low": -1.0}, "Newton: low is -1.0; it must be above 0"),
+        (Controller(law=lambda signals, state: state), {"gain": 1.0}, 'no number "gain" here; it has none.'),
+    ],
+)
+def test_a_change_that_does_not_fit_is_refused_in_a_sentence(made, changes, sentence):
+    with pytest.raises(UsageError) as refused:
+        adjusted(made, changes)
+    assert sentence in str(refused.value)
+
+
+# Tables and values of controllers.
+
+
+def test_controllers_of_the_same_values_are_the_same():
+    one, other = (Controller(law=Thermostat(2.0)) for _ in range(2))
+    assert len({one, other}) == 1 and one != Controller(law=Thermostat(2.5))
+    assert Controller(min_context=0) == Controller()
+
+
+def warm(signals, state):
+    return state
+
+
+def test_a_table_shows_parts_below_those_that_contain_them_and_functions_by_name():
+    def rows(controller: Controller) -> list[list[str]]:
+        drawn = re.findall("<tr>(.*?)</tr>", controller._repr_html_())
+        return [re.findall("<td[^>]*>(.*?)</td>", row)[-2:] for row in drawn]
+
+    shown = rows(preset("paper"))
+    at = shown.index(["RateLimited", "field tolerance, rise 0.0125, fall inf"])
+    assert shown[at + 1] == ["\xa0" * 4 + "Floored", "floor 0.1"]
+    assert ["warm", ""] in rows(Controller(law=warm))
+    seen = []
+    jax.jit(lambda controller: seen.extend(rows(controller)))(Controller(law=Thermostat(2.0)))
+    assert ["Thermostat", ", ".join(f"{n} float32[]" for n in ("target_entropy", "gain", "low", "high"))] in seen

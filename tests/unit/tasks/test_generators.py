@@ -31,10 +31,7 @@ def solve(task: str, prompt: str) -> str:
         )
         return f" {first}. The second word of {name} is {second}. The third word of {name} is {third}"
     if task == "tracing":
-        after, held = (
-            dict(re.findall(r"(\w+) follows (\w+)\.", prompt)),
-            dict(re.findall(r"(\w+) holds (\w+)\.", prompt)),
-        )
+        after, held = (dict(re.findall(rf"(\w+) {said} (\w+)\.", prompt)) for said in ("follows", "holds"))
         name = re.findall(r"(\w+) follows$", prompt)[0]
         one, two = after[name], after[after[name]]
         return f" {one}. {one} follows {two}. {two} holds {held[two]}"
@@ -77,7 +74,6 @@ def test_the_answer_sits_at_its_depth(task, depth):
     word = turn.answer.split()[-1 if task == "tracing" else 0].strip(".")
     statement = {
         "tracing": f" holds {word}.",
-        "multi_needle": f" is {word}.",
         "line_retrieval": f"{turn.question} {word}.",
         "copying": f": {word} ",
     }.get(task, f" is {word}.")
@@ -130,12 +126,16 @@ def test_what_cannot_be_made_is_refused_in_a_sentence(settings, message):
         example(given.pop("task"), **given)
 
 
-def test_numbers_and_contained_answers_are_matched_as_they_say():
-    def made(answer, match):
-        return Example(task="t", prompt="p", answer=answer, depth=0.0, length=1, match=match)
-
-    assert right(made("1450", "number"), "So 3 of them make $1,450.\n")
-    assert not right(made("1450", "number"), "So 1450 less 1 is 1449.")
-    assert not right(made("3", "number"), "none")
-    assert right(made("The Sea", "contains"), "It was the sea, I think")
-    assert not right(made("sea", "contains"), "It was")
+@pytest.mark.parametrize(
+    ("match", "answer", "text", "wanted"),
+    [
+        ("number", "1450", "So 3 of them make $1,450.\n", True),
+        ("number", "1450", "So 1450 less 1 is 1449.", False),
+        ("number", "3", "none", False),
+        ("contains", "The Sea", "It was the sea, I think", True),
+        ("contains", "sea", "It was", False),
+    ],
+)
+def test_numbers_and_contained_answers_are_matched_as_they_say(match, answer, text, wanted):
+    made = Example(task="t", prompt="p", answer=answer, depth=0.0, length=1, match=match)
+    assert right(made, text) == wanted

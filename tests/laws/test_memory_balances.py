@@ -1,7 +1,9 @@
-"""Pages balance: the pool's count is the device's after every round, and every page comes back."""
+"""Memory balances: the pool's count of pages is the device's, every page comes back, and arrays do not accumulate."""
 
+import gc
 import itertools
 
+import jax
 from served import assert_balanced
 
 
@@ -30,3 +32,15 @@ def test_streams_that_are_left_give_every_page_back(served):
         stream.close()
     busy.generate(served.requests[0])
     assert_balanced(busy)
+
+
+def test_nothing_piles_up(served):
+    """Arrays on the device are as many after the third wave of requests as after the second."""
+    model, counts = served.anew(preempt_every=3), []
+    for _ in range(3):
+        done = model.generate(served.requests[2:6])  # one of several continuations, one with stops, two with penalties
+        assert all(one.error is None for one in done)
+        del done
+        gc.collect()
+        counts.append(len(jax.live_arrays()))
+    assert counts[2] <= counts[1]

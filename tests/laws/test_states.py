@@ -1,4 +1,4 @@
-"""A state saved amid its texts goes on from disk bit for bit, and a fork writes what its source does."""
+"""The state of a decoder amid its texts: from disk, forked, and the waits it counts."""
 
 import jax
 import numpy as np
@@ -29,3 +29,14 @@ def test_a_fork_writes_what_its_source_does_and_leaves_it_alone(served):
     texts = [tokens[..., slot][produced[..., slot]].tolist() for slot in range(3)]
     assert texts[2] == texts[0] and len(texts[0]) >= 12
     assert same_bits(apart.state.signals.entropy[:2], device.state.signals.entropy[:2])
+
+
+def test_waits_are_counted(served):
+    device = begun(served, slots=4)
+    waited = np.asarray(device.state.control.wait)
+    output, ran, _ = device.decode(4, device.config.batch, until_end=False)
+    advanced = np.asarray(output.produced)[:ran].reshape(ran, -1, len(waited)).any(axis=1)
+    for step in advanced:
+        waited = np.where(step, 0, waited + 1)
+    assert waited.any() and not advanced.all()
+    np.testing.assert_array_equal(jax.device_get(device.state.control.wait), waited)
