@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,8 @@ def sets(file, **values):
     return edit
 
 
-def config(**values):
-    return sets("config.json", **values)
-
-
-def settings(**values):
-    return sets("tokenizer_config.json", **values)
+config, settings = partial(sets, "config.json"), partial(sets, "tokenizer_config.json")
+in_tokenizer = partial(sets, "tokenizer.json")
 
 
 def instead(file, make):
@@ -103,21 +100,6 @@ def held_twice(folder):
     save_file(tensors, folder / "one.safetensors")
     save_file({EMBEDDING: -tensors[EMBEDDING]}, folder / "two.safetensors")
     index({"a": "one.safetensors", "b": "two.safetensors"})(folder)
-
-
-def outside(place):
-    """The weights beside the folder, named by an index as `place` says, given the folder that holds both."""
-
-    def edit(folder):
-        shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
-        named = place.format(folder.parent) + "outside.safetensors"
-        index({name: named for name in load_file(folder / "model.safetensors")})(folder)
-
-    return edit
-
-
-def in_tokenizer(**values):
-    return sets("tokenizer.json", **values)
 
 
 def pattern(regex):
@@ -281,7 +263,6 @@ CASES = {
     # any JSON file
     "the config is empty": (text("config.json", ""), "config.json is not readable JSON"),
     "the config is deep": (text("config.json", "[" * 100_000), "config.json"),
-    "the config is deep within": (text("config.json", '{"a":' * 100_000), "config.json"),
     "the config has a field twice": (
         text("config.json", '{"hidden_size": 8, "hidden_size": 8}'),
         "'hidden_size' twice",
@@ -291,8 +272,6 @@ CASES = {
     "the config is no UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json is not readable JSON"),
     "the config is UTF-16": (text("config.json", '{"a": 1}'.encode("utf-16")), "config.json is not readable JSON"),
     "the config has half a character": (config(hidden_act="\ud800"), "half of a surrogate pair"),
-    "the settings have half a character": (settings(bos_token="\ud800"), "half of a surrogate pair"),
-    "the end ids are half a character": (sets("generation_config.json", eos_token_id="\ud800"), "surrogate pair"),
     "the config has a mark": (text("config.json", b"\xef\xbb\xbf{}"), "BOM"),
     "the config is a list": (text("config.json", "[1]"), "config.json is not a JSON object"),
     "the settings are cut short": (text("tokenizer_config.json", "{"), "not readable JSON"),
@@ -319,9 +298,8 @@ CASES = {
     "the index names what is not there": (index({EMBEDDING: "b.safetensors"}), "names b.safetensors, which is not in"),
     "the index is a list": (index(["model.safetensors"]), "weight_map"),
     "the index is empty": (index({}), "weight_map"),
-    "the index has half a character": (index({EMBEDDING: "\ud800"}), "half of a surrogate pair"),
-    "the index leaves the folder": (outside("../"), "leaves the folder"),
-    "the index leaves the folder by name": (outside("{}/"), "leaves the folder"),
+    "the index leaves the folder": (index({EMBEDDING: "../model/model.safetensors"}), "leaves the folder"),
+    "the index leaves the folder by name": (index({EMBEDDING: "/model.safetensors"}), "leaves the folder"),
     "the index leaves the folder midway": (index({EMBEDDING: "a/../../b.safetensors"}), "leaves the folder"),
     "the index leaves the folder elsewhere": (index({EMBEDDING: "..\\b.safetensors"}), "leaves the folder"),
     "the index names a pipe": (lambda f: (index({EMBEDDING: "p"})(f), os.mkfifo(f / "p")), "p is not a regular file"),
