@@ -261,15 +261,12 @@ def test_the_embedding_alone_is_put_as_it_is_looked_up_in(tmp_path, monkeypatch)
     save_converted(tmp_path / "converted", CONFIG, params)
     columns = Layout(major_to_minor=(1, 0))
     monkeypatch.setattr(weights, "by_rows", lambda x: Format(columns, x.sharding))
+    [put_there] = put((params,), jax.devices()[0])
+    assert all(leaf.committed for leaf in jax.tree.leaves(put_there))
     found: Any
-    for found in (
-        load(tmp_path / "written")[1],
-        load(tmp_path / "converted", stacked=True)[1],
-        *put((params,), jax.devices()[0]),
-    ):
+    for found in (load(tmp_path / "written")[1], load(tmp_path / "converted", stacked=True)[1], put_there):
         assert order(found.embedding.array) == (1, 0)
         assert order(found.head.array) == (0, 1)
-        assert all(leaf.committed for leaf in jax.tree.leaves(found))
         np.testing.assert_array_equal(found.embedding.array, params.embedding.array)
 
 

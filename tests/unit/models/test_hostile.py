@@ -160,10 +160,8 @@ OTHERS = {"logits_scaling": "Granite", "attn_logit_softcapping": "Gemma2"}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 WINDOWED = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "all"}
 CONFIGS = [
-    ("Llama", {"num_key_value_heads": 64}, "4 query heads cannot share 64"),
     ("Llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
     ("Llama", {"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, "head_dim"),
-    ("Llama", {"head_dim": None, "num_attention_heads": 4096}, "head_dim"),
     ("Llama", {"rope_theta": 1e300}, "rope_theta"),
     ("Llama", {"eos_token_id": 10**12}, "eos_token_id"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
@@ -173,16 +171,13 @@ CONFIGS = [
     ("Llama", {"quantization_config": {"bits": 4}}, "quantised by 'no known method' are not supported"),
     ("Llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_param"),
     ("Phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor gives no even part"),
-    ("Phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor gives no even part"),
     ("Phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor gives no even part"),
     ("Phi3", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "needs 4 of short_factor"),
-    ("Phi3", {"rope_parameters": LONG | {"long_factor": ["1"] * 4}}, "long_factor"),
     ("Phi3", {"rope_parameters": LONG | {"short_factor": [0.0] * 4}}, "short_factor"),
     ("Phi3", {"rope_parameters": LONG}, "needs original_max_position_embeddings"),
     ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers are 1 and the layers 2"),
     ("SmolLM3", {"no_rope_layers": "1"}, "no_rope_layers"),
     ("Mistral", {"sliding_window": -8}, "sliding_window is -8"),
-    ("Mistral", {"sliding_window": 0}, "sliding_window is 0"),
     ("Mistral", {"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
     ("Qwen2", WINDOWED, "max_window_layers is 'all'"),
     ("GPT2LMHead", {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
@@ -191,7 +186,6 @@ CONFIGS = [
 ]
 SCALINGS = [
     ({"type": "linear", "factor": "2"}, "factor is '2'"),
-    ({"type": "linear", "factor": 0}, "factor is 0"),
     ({"type": "linear"}, "needs a factor"),
     ({"type": "yarn", "factor": -4.0}, "factor is -4.0"),
     ({"type": ["linear"], "factor": 2.0}, "type"),
