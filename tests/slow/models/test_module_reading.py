@@ -99,10 +99,6 @@ def biased(self, tokens, positions):
     return self.head(self.embed(tokens)) + attended[..., None]
 
 
-def counts_for_itself(self, tokens, positions):
-    return Grouped.__call__(self, tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
-
-
 def with_nan():
     module = grouped()
     module.head.kernel[...] = module.head.kernel[...] * jnp.nan
@@ -114,14 +110,6 @@ def with_cache():
     for layer in module.attention:
         layer.init_cache((1, 8, WIDTH))
     return module
-
-
-def windowed(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(LENGTH - 10, 0))
-
-
-def rotating(q, k, v):
-    return causal(jnp.roll(q, 1, axis=-1), k, v)
 
 
 def tiled(q, k, v):  # query heads shared out in turn, not in groups
@@ -168,12 +156,20 @@ REFUSED = {
     "bias": (lambda: called_as(biased), "puts a bias on the scores of its attention; the decoder serves softmax"),
     "scale": (lambda: grouped(functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=1.0)), ANOTHER),
     "not causal": (lambda: grouped(jax.nn.dot_product_attention), ANOTHER),
-    "window": (lambda: grouped(windowed), ANOTHER),
-    "rotary inside": (lambda: grouped(rotating), ANOTHER),
+    "window": (
+        lambda: grouped(
+            functools.partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=(LENGTH - 10, 0))
+        ),
+        ANOTHER,
+    ),
+    "rotary inside": (lambda: grouped(lambda q, k, v: causal(jnp.roll(q, 1, axis=-1), k, v)), ANOTHER),
     "heads in turn": (lambda: grouped(tiled), ANOTHER),
     "mixes tokens": (lambda: then(lambda _, x: x + jnp.roll(x, 1, axis=1)), IN_PARTS),
     "mixes rows": (lambda: then(lambda _, x: x + jnp.mean(x, axis=0)), IN_PARTS),
-    "own positions": (lambda: called_as(counts_for_itself), IN_PARTS),
+    "own positions": (
+        lambda: called_as(lambda self, t, p: Grouped.__call__(self, t, jnp.indices(t.shape)[1])),
+        IN_PARTS,
+    ),
 }
 
 

@@ -4,8 +4,6 @@ import math
 import re
 from html.parser import HTMLParser
 
-import pytest
-
 from et_jax.io import html
 
 HOSTILE = ["<script>alert(1)</script>", '" onmouseover="x', "&lt;", "a\x00\x1b[31m\r\ud83d", "\n\n", "", "中 \t"]
@@ -57,13 +55,6 @@ def test_a_cell_of_a_table_holds_what_it_was_given_and_numbers_stand_to_the_righ
     assert drawn.count('class="number"') == 4  # the name of the column, and three cells
     assert '<td class="number">-</td>' in drawn
     assert '<progress value="3" max="8"></progress> 3/8 &lt;b&gt;' in html.progress(3, 8, "3/8 <b>")
-
-
-def test_lists_of_other_lengths_are_refused():
-    with pytest.raises(ValueError, match="rows: got one of 1 cells, wanted 2"):
-        html.table(["a", "b"], [["c"]])
-    with pytest.raises(ValueError, match="texts: got 2, with 1 entropies and 2 titles"):
-        html.coloured(["a", "b"], [0.0], ["a", "b"])
 
 
 def test_no_rule_of_the_style_reaches_outside_its_class():
