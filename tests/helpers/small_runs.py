@@ -3,8 +3,6 @@
 import dataclasses
 import json
 
-import pytest
-
 from et_jax.models.config import ExpertConfig
 from et_jax.training import corpus, loop
 from et_jax.training.schedule import Schedule
@@ -35,18 +33,3 @@ def losses(folder):
 def run(settings, data, folder, steps, start=None):
     tokenizer, train, held_out = data
     return loop.train(settings, train, held_out, folder, steps, None, tokenizer=tokenizer, start=start)
-
-
-def killed_at(monkeypatch, module, made, step, train):
-    """Run `train` until `module.made` makes the rows of a step, with nothing saved then, as after kill -9."""
-    rows = getattr(module, made)
-
-    def killed(*arguments, **others):
-        if others["step"] == step:
-            raise KeyboardInterrupt
-        return rows(*arguments, **others)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, made, killed)
-        with pytest.raises(KeyboardInterrupt):
-            train()

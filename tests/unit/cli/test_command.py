@@ -1,4 +1,4 @@
-"""How a command ends: one sentence and a number, whatever it was given and wherever it writes."""
+"""How a command ends: one sentence and a number, whatever it was given and wherever it writes, in any encoding."""
 
 import argparse
 import json
@@ -12,9 +12,7 @@ import pytest
 from quick import shell
 
 from et_jax.cli import command
-
-FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full to write to")
+from et_jax.cli.streams import open_text
 
 
 @pytest.mark.parametrize(
@@ -55,14 +53,11 @@ def test_a_system_without_another_thread_is_told(monkeypatch, capfd):
         patch.setattr(threading.Thread, "start", none)
         assert command.run(argparse.ArgumentParser, lambda *_: 0, [], texts=()) == command.FAILED
     assert command.run(argparse.ArgumentParser, none, [], texts=()) == command.FAILED
-    lines = capfd.readouterr().err.splitlines()
-    assert (
-        lines
-        == ["error: The system starts no more threads; end other programs, or raise `ulimit -u` or `ulimit -v`."] * 2
-    )
+    said = "error: The system starts no more threads; end other programs, or raise `ulimit -u` or `ulimit -v`."
+    assert capfd.readouterr().err.splitlines() == [said] * 2
 
 
-@needs_full
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to write to")
 def test_a_full_disk_is_named():
     code, _, err = shell('"$@" > /dev/full', "-p", "It was")
     assert code == command.FAILED and err.splitlines()[-1].startswith("error: standard output: No space left on device")
@@ -71,6 +66,27 @@ def test_a_full_disk_is_named():
     assert json.loads(out)["text"] == " était une"  # which comes after the trace, and is not lost with it
     code, out, _ = shell('"$@" 2> /dev/full', "-p", "It was", "--max-tokens", "2")
     assert (code, out.decode()) == (0, " était une\n")
+
+
+def test_without_standard_error_the_text_comes_and_no_file_takes_its_number(tmp_path):
+    code, out, err = shell('"$@" 2>&-', "-p", "It was", "--max-tokens", "2", "--trace", str(tmp_path / "t.jsonl"))
+    assert (code, out.decode(), err) == (0, " était une\n", "")
+    _, *rows, _ = (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(row)["text"] for row in rows] == [" était", " une"]
+
+
+def test_a_terminal_without_the_letter_gets_its_escape(tmp_path):
+    c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for environment in ({"PYTHONIOENCODING": "ascii"}, c_locale):
+        code, out, err = shell('"$@"', "-p", "Il était", "--max-tokens", "2", **environment)
+        assert (code, out) == (0, b" \\xe9tait une\n") and "Traceback" not in err
+    code, out, _ = shell('"$@"', "-p", "Il était", "--max-tokens", "2", "--json", **c_locale)
+    completion = json.loads(out)
+    assert code == 0 and out.isascii()
+    assert (completion["prompt"], completion["text"]) == ("Il était", " était une")
+    with open_text(str(tmp_path / "trace")) as file:  # as JSON escapes half of a surrogate pair
+        file.write(json.dumps("a\ud83d", ensure_ascii=False))
+    assert json.loads((tmp_path / "trace").read_text(encoding="utf-8")) == "a\ud83d"
 
 
 def test_a_reader_that_has_enough_hears_no_complaint():

@@ -256,7 +256,7 @@ def test_how_long_the_longest_sequence_is_changes_no_contribution():
     rng = np.random.default_rng(0)
     key, value = (jnp.asarray(rng.normal(size=(140, 8)), jnp.float32) for _ in "kv")  # 70 blocks of two tokens
     query = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
-    view = blocks_at(query, key, value, jnp.int32(81), 2).view
+    view = blocks_at(query, key, value, jnp.int32(81), 2)
     alone = both(view)[1]
     assert np.all(alone[:, :41] > 0) and not np.any(alone[:, 41:])
     for most_held in (41, 64, 70):

@@ -1,28 +1,15 @@
-"""Knobs: fields of a dataclass that know which numbers they may be."""
+"""Knobs: which numbers they may be, bounds included, and the sentence for any other."""
 
-import dataclasses
 import math
 
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.io.knobs import Knob, defaults, knob, knobs
+from et_jax.io.knobs import Knob
 
 SHARE = Knob(help="a share", unit="share", wanted="from 0 to 1", kind=float, least=0.0, most=1.0)
 TOKENS = Knob(help="tokens", unit="tokens", wanted="1 or above", kind=int, least=1)
 BOUND = Knob(help="a bound", unit="nats", wanted="a number", kind=float, infinite=True)
-
-
-@dataclasses.dataclass
-class Some:
-    share: float = knob(0.5, SHARE)
-    other: str = "no knob"
-    tokens: int | None = knob(None, TOKENS)
-
-
-def test_a_dataclass_lists_its_knobs_and_where_they_stand():
-    assert knobs(Some) == knobs(Some(share=0.1)) == {"share": SHARE, "tokens": TOKENS}
-    assert defaults(Some) == defaults(Some(share=0.1)) == {"share": 0.5, "tokens": None}
 
 
 @pytest.mark.parametrize(

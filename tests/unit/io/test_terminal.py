@@ -1,4 +1,4 @@
-"""Escapes go to terminals that take them, from all that shows progress."""
+"""Escapes go to terminals that take them, from all that shows progress; in a notebook one place is rewritten."""
 
 import fcntl
 import io
@@ -8,10 +8,12 @@ import struct
 import sys
 import termios
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from et_jax.batch.progress import Progress
+from et_jax.io import cell
 from et_jax.io.bar import Bar
 from et_jax.io.terminal import fitted, takes_escapes
 from et_jax.report.display import Status
@@ -79,3 +81,23 @@ def test_without_a_known_width_there_are_eighty_columns_and_without_a_terminal_n
     with open(there, "w") as terminal, open(here, "rb"):
         assert fitted("a" * 100, terminal) == fitted("a" * 100, io.StringIO()) == "a" * 79
     assert not takes_escapes(io.StringIO()) and not takes_escapes(None)
+
+
+def test_in_a_notebook_a_place_is_rewritten_ten_times_a_second_and_at_the_end(monkeypatch):
+    """That a kernel's front end shows it stands in `report/test_notebook.py`; IPython in a terminal is no notebook."""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace()))
+    assert not cell.in_notebook()
+    shown: list[dict[str, str]] = []
+
+    def display(first: dict[str, str], **_: bool) -> SimpleNamespace:
+        shown.append(first)
+        return SimpleNamespace(update=lambda next, raw: shown.append(next))
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    area = cell.Area()
+    for i in range(100):  # within two seconds
+        monkeypatch.setattr(cell.time, "monotonic", lambda now=i / 50: 100.0 + now)
+        area.draw(lambda at=i: (f"<b>{at}</b>", f"{at}"))
+    assert 15 <= len(shown) <= 21
+    area.draw(lambda: ("<b>end</b>", "end"), last=True)
+    assert shown[-1] == {"text/html": "<b>end</b>", "text/plain": "end"}

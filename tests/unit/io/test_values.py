@@ -34,13 +34,10 @@ def test_whatever_is_shown_is_brief(value):
     [
         (True, "true"),
         (None, "None"),
-        ("a\tb", r'"a\tb"'),
         (b"\x00", r'b"\x00"'),
         ([], "an empty list"),
-        ([1], "a list"),
         ({}, "an object of type dict"),
         (int, "the type int"),
-        ("x" * 99, f'"{"x" * 60}..."'),
         (10**500, "a whole number of 1661 bits"),
     ],
 )

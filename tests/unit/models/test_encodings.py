@@ -187,10 +187,8 @@ LACKS = "lack the tensor model.layers.1.mlp.down_proj."
     ("kind", "alter", "said"),
     [
         ("int8 by output", without("weight_scale"), LACKS + "weight_scale"),
-        ("fp8 in blocks", without("weight_scale_inv"), LACKS + "weight_scale_inv"),
         ("gptq", without("g_idx"), LACKS + "g_idx"),
         ("gptq", without("qweight"), LACKS + "weight"),
-        ("awq", without("qzeros"), LACKS + "qzeros"),
         ("int8 by output", change("weight", lambda x: x.astype(np.uint8)), "is stored as U8; use a I8 model"),
         ("words", change("weight_scale", lambda x: x.astype(float)), "stored as F64; use a F32, BF16, F16 model"),
         ("gptq", change("g_idx", put(3, 5)), "g_idx names the group 5 and there are 5"),
@@ -224,8 +222,6 @@ def test_weights_that_are_damaged_or_of_other_settings_are_refused_in_one_senten
         ("gptq", "quantization_config is no object"),
         ({"bits": 4}, "quantised by 'no known method' are not supported, only by compressed-tensors, fp8"),
         ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes are not supported"),
-        ({"quant_method": "mxfp6"}, "quantised by mxfp6 are not supported, only by compressed-tensors, fp8"),
-        ({"quant_method": "nvfp4"}, "quantised by nvfp4 are not supported"),
         (
             compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
             "of the format 'mxfp4-pack-quantized', 4 bits of float by group",
@@ -233,17 +229,12 @@ def test_weights_that_are_damaged_or_of_other_settings_are_refused_in_one_senten
         ({"quant_method": "gptq", "bits": 3, "group_size": 8}, "of the format gptq and 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin", "group_size": 8}, "of the format marlin"),
         ({"quant_method": "gptq", "bits": 4}, "in groups of None"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "in groups of None"),
         ({"quant_method": "awq", "bits": 4, "group_size": -5}, "in groups of -5"),
         ({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemv"}, "of the version gemv and 4 bits"),
         ({"quant_method": "fp8", "weight_block_size": [4]}, "in blocks of [4]"),
         ({"quant_method": "fp8", "weight_block_size": [4, 0]}, "weight_block_size"),
         ({"quant_method": "compressed-tensors"}, "without a scheme"),
         (compressed("int-quantized", num_bits=8, symmetric=False), "zero points"),
-        (
-            compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group"),
-            "4 bits of float by tensor_group",
-        ),
         (compressed("marlin-24", num_bits=8, strategy="channel"), "8 bits of int by channel"),
         (KINDS["int8 by output"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "that are sparse too"),
         (
@@ -274,44 +265,21 @@ PACKED, EXPERTS = GOLDEN / "gpt_oss_mxfp4", "model.layers.1.mlp.experts"
 BLOCKS, SCALES = f"{EXPERTS}.gate_up_proj_blocks", f"{EXPERTS}.gate_up_proj_scales"
 
 
-def four_bits(code: int) -> float:
-    """The number of a code of e2m1, by its sign, its exponent less a bias of 1, and its one bit of mantissa."""
-    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
-    size = mantissa * 0.5 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
-    return -size if sign else size
-
-
 def test_every_byte_of_mxfp4_is_two_numbers_times_a_power_of_two():
     codes = np.arange(256, dtype=np.uint8).reshape(2, 4, 2, 16)  # expert, output, group, byte
     scales = np.array([0, 1, 100, 126, 127, 128, 130, 131, 132, 133, 134, 135, 136, 200, 250, 252], np.uint8)
     found = Mxfp4().decode({"blocks": codes, "scales": scales.reshape(2, 4, 2)})
-    assert found.shape == (2, 64, 4) and found.dtype == np.float32
-    for byte in range(256):
-        expert, output, group, place = np.unravel_index(byte, codes.shape)
-        power = 2.0 ** (int(scales[np.ravel_multi_index((expert, output, group), (2, 4, 2))]) - 127)
-        for half, code in enumerate((byte & 15, byte >> 4)):
-            assert found[expert, 32 * group + 2 * place + half, output] == np.float32(four_bits(code) * power)
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of e2m1 (OCP Microscaling Formats 1.0, section 5.3.3)
+    halves = np.stack([codes & 15, codes >> 4], axis=-1)
+    powers = 2.0 ** (scales.reshape(2, 4, 2, 1, 1).astype(int) - 127)
+    expected = np.where(halves & 8, -1, 1) * sizes[halves & 7] * powers
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected.reshape(2, 4, 64).swapaxes(1, 2).astype(np.float32))
     none = Mxfp4().decode({"blocks": codes[:1, :1, :1], "scales": np.full((1, 1, 1), 255, np.uint8)})
     assert np.isnan(none).all()
 
 
-def test_experts_in_mxfp4_are_exact_in_bfloat16_and_in_8_bits_the_nearest():
-    """Against files of transformers they stand in `test_golden.py`."""
-    found = load_file(PACKED / "model.safetensors")
-    wide = Mxfp4().decode({last: found[f"{EXPERTS}.gate_up_proj_{last}"] for last in ("blocks", "scales")})
-    up = wide[..., 1::2].swapaxes(1, 2)
-    experts = load(PACKED)[1].layers[1].experts
-    assert experts is not None and experts.up.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(experts.up.array, np.float32), up)
-    experts = load(PACKED, quantize="int8")[1].layers[1].experts
-    assert experts is not None and isinstance(experts.up, Int8)
-    near = to_int8(up, jnp.bfloat16)
-    np.testing.assert_array_equal(experts.up.array, near.array)
-    np.testing.assert_array_equal(experts.up.scale, near.scale)
-    assert experts.gate_bias is not None and experts.gate_bias.dtype == jnp.bfloat16
-
-
-SINKS, DOWN_BIAS, WHOLE = "model.layers.2.self_attn.sinks", f"{EXPERTS}.down_proj_bias", f"{EXPERTS}.down_proj"
+WHOLE = f"{EXPERTS}.down_proj"
 
 
 @pytest.mark.parametrize(
@@ -319,14 +287,9 @@ SINKS, DOWN_BIAS, WHOLE = "model.layers.2.self_attn.sinks", f"{EXPERTS}.down_pro
     [
         (SCALES, None, f"lack the tensor {SCALES}; fetch the files again"),
         (BLOCKS, None, f"lack the tensor {EXPERTS}.gate_up_proj; fetch the files again"),
-        (DOWN_BIAS, None, f"lack the tensor {DOWN_BIAS}; fetch the files again"),
-        (SINKS, None, f"lack the tensor {SINKS}; fetch the files again"),
         (BLOCKS, lambda x: x[:3], "blocks has shape [3, 64, 2, 16] but [4, 64, 2, 16] by config.json"),
-        (SCALES, lambda x: x[:3], "scales has shape [3, 64, 2] but [4, 64, 2] by config.json"),
-        (BLOCKS, lambda x: x.reshape(4, 64, 4, 8), "blocks has shape [4, 64, 4, 8] but [4, 64, 2, 16] by config"),
         (SCALES, lambda x: np.repeat(x, 2, axis=2), "scales has shape [4, 64, 4] but [4, 64, 2] by config.json"),
         (SCALES, lambda x: x.astype(np.float32), "gate_up_proj_scales is stored as F32; use a U8 model"),
-        (BLOCKS, lambda x: x.view(np.int8), "gate_up_proj_blocks is stored as I8; use a U8 model"),
         (WHOLE, lambda _: np.zeros((4, 32, 64), np.float32), f"{WHOLE} has no place in this gpt_oss model"),
     ],
 )

@@ -1,22 +1,16 @@
-"""Families of models: what a config.json leaves unsaid or says in their own way, and that no other module names them.
+"""Families of models: what a config.json leaves unsaid or says in their own way, and configurations written to one.
 
-That every family is what transformers makes of it stands in `test_golden.py`.
+That every family is what transformers makes of it stands in `test_golden.py`, what is refused in `test_hostile.py`.
 """
 
-import ast
-import re
-from pathlib import Path
+import dataclasses
 
 import pytest
-from places import ROOT
 
 from et_jax.errors import UsageError
-from et_jax.models.config import ClampedSwish
+from et_jax.models.config import ClampedSwish, RopeScaling
 from et_jax.models.families.registry import FAMILIES, config_to_hugging_face, from_hugging_face
 from scripts.measuring.shapes import SMALL
-
-PACKAGE = ROOT / "et_jax"
-DESCRIBING = ("models/families/", "evidence/", "training/")  # where models are described, or written about
 
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
@@ -138,18 +132,48 @@ def test_what_a_config_leaves_unsaid_is_as_the_family_was_published():
     assert config.experts.activation == ClampedSwish(alpha=1.702, limit=5.0)
 
 
-def strings(file: Path) -> list[str]:
-    """The strings of a module that are no docstrings."""
-    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-    told = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in told]
+PLAIN = dataclasses.replace(
+    SMALL, num_layers=3, windows=(None, None, None), rope_theta=5e5, bos_token_id=1, eos_token_ids=(2,)
+)
+QWEN = dataclasses.replace(PLAIN, architecture="qwen2", qkv_bias=True)
+LINEAR = RopeScaling(kind="linear", original_max_positions=32, factor=4.0)
+YARN = dataclasses.replace(LINEAR, kind="yarn", beta_fast=16.0, beta_slow=2.0, attention_factor=1.25)
 
 
-def test_no_other_module_knows_a_family():
-    names = [word for family in FAMILIES.values() for word in (family.name, family.class_name)]
-    stems = {re.sub(r"\d+$", "", name) for name in FAMILIES}
-    named = re.compile(rf"\b({'|'.join([*names, *stems])})\b")
-    for path in sorted(PACKAGE.rglob("*.py")):
-        inside = path.relative_to(PACKAGE).as_posix()
-        if not inside.startswith(DESCRIBING):
-            assert not [text for text in strings(path) if named.search(text)], f"et_jax/{inside} names a family"
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(PLAIN, eos_token_ids=(2, 5), bos_token_id=None, tie_embeddings=True),
+        dataclasses.replace(PLAIN, eos_token_ids=()),
+        dataclasses.replace(PLAIN, rope_scaling=YARN),
+        dataclasses.replace(QWEN, windows=(None, 8, 8)),
+        dataclasses.replace(QWEN, windows=(8, None, 8)),
+    ],
+)
+def test_a_configuration_survives_config_json(config):
+    assert from_hugging_face(config_to_hugging_face(config)) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"windows": (8, 8, 8)},
+        {"qkv_bias": True},
+        {"architecture": "mistral", "windows": (8, None, 8)},
+        {"architecture": "gpt2"},
+    ],
+)
+def test_a_configuration_without_a_spelling_is_never_written(changes):
+    with pytest.raises(ValueError, match="architecture"):
+        config_to_hugging_face(dataclasses.replace(PLAIN, **changes))
+
+
+def test_rotary_settings_are_read_from_older_and_newer_files():
+    config = dataclasses.replace(PLAIN, rope_scaling=LINEAR, rope_theta=7.0)
+    values = config_to_hugging_face(config)
+    older, theta = values.pop("rope_scaling"), values.pop("rope_theta")
+    for spelling in (
+        {"rope_scaling": older, "rope_theta": theta},
+        {"rope_parameters": {"rope_theta": theta} | older},
+    ):
+        assert from_hugging_face(values | spelling) == config

@@ -1,12 +1,10 @@
 """Every family equals transformers, read and written, by files that scripts/make_golden.py wrote."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 from dense import dense_logits, dense_pass
-from places import GOLDEN, SHARED
+from places import GOLDEN
 from safetensors.numpy import load_file
 
 from et_jax.models.checkpoint import load, read_config, save_converted, write_hugging_face
@@ -46,7 +44,7 @@ def test_a_model_is_written_as_transformers_writes_it(family, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "converted")[1], params)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "gpt_oss_mxfp4", "mixtral", "phi3", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gpt_oss_mxfp4", "phi3", "qwen2_moe"])
 def test_weights_in_8_bits_give_nearly_the_logits_whatever_is_stacked_or_fused(family):
     golden = np.load(GOLDEN / family / "golden.npz")
     config, params = load(GOLDEN / family, "float32", quantize="int8")
@@ -72,19 +70,3 @@ def test_tokens_go_to_the_experts_of_transformers_with_their_weights(family):
     for choice, numbers, weights in zip(choices, golden["experts"], golden["expert_weights"], strict=True):
         np.testing.assert_array_equal(choice.expert, numbers)
         np.testing.assert_allclose(choice.weight, weights, atol=1e-5)
-
-
-def test_greedy_texts_of_a_real_model_equal_those_of_transformers():
-    folder = SHARED / "models/tinystories-656k"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is absent; set ET_JAX_SHARED to the folder of shared models")
-    config, params = load(folder)
-    rows = json.loads((GOLDEN / "tinystories-656k.json").read_text())
-    texts = [row["prompt_ids"] + row["ids"] for row in rows]
-    tokens = np.zeros((len(rows), max(map(len, texts))), np.int32)
-    for line, text in zip(tokens, texts, strict=True):
-        line[: len(text)] = text
-    greedy = np.asarray(dense_logits(config, params, tokens).argmax(-1))
-    for row, text, winners in zip(rows, texts, greedy, strict=True):
-        assert winners[len(row["prompt_ids"]) - 1 : len(text) - 1].tolist() == row["ids"]
-        assert (row["ids"][-1] in config.eos_token_ids) == row["stopped"]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,8 @@ def sets(file, **values):
     return edit
 
 
-def config(**values):
-    return sets("config.json", **values)
-
-
-def settings(**values):
-    return sets("tokenizer_config.json", **values)
+config, settings = partial(sets, "config.json"), partial(sets, "tokenizer_config.json")
+in_tokenizer = partial(sets, "tokenizer.json")
 
 
 def instead(file, make):
@@ -103,21 +100,6 @@ def held_twice(folder):
     save_file(tensors, folder / "one.safetensors")
     save_file({EMBEDDING: -tensors[EMBEDDING]}, folder / "two.safetensors")
     index({"a": "one.safetensors", "b": "two.safetensors"})(folder)
-
-
-def outside(place):
-    """The weights beside the folder, named by an index as `place` says, given the folder that holds both."""
-
-    def edit(folder):
-        shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
-        named = place.format(folder.parent) + "outside.safetensors"
-        index({name: named for name in load_file(folder / "model.safetensors")})(folder)
-
-    return edit
-
-
-def in_tokenizer(**values):
-    return sets("tokenizer.json", **values)
 
 
 def pattern(regex):
@@ -178,10 +160,8 @@ OTHERS = {"logits_scaling": "Granite", "attn_logit_softcapping": "Gemma2"}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 WINDOWED = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "all"}
 CONFIGS = [
-    ("Llama", {"num_key_value_heads": 64}, "4 query heads cannot share 64"),
     ("Llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
     ("Llama", {"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, "head_dim"),
-    ("Llama", {"head_dim": None, "num_attention_heads": 4096}, "head_dim"),
     ("Llama", {"rope_theta": 1e300}, "rope_theta"),
     ("Llama", {"eos_token_id": 10**12}, "eos_token_id"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
@@ -191,16 +171,13 @@ CONFIGS = [
     ("Llama", {"quantization_config": {"bits": 4}}, "quantised by 'no known method' are not supported"),
     ("Llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_param"),
     ("Phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor gives no even part"),
-    ("Phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor gives no even part"),
     ("Phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor gives no even part"),
     ("Phi3", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "needs 4 of short_factor"),
-    ("Phi3", {"rope_parameters": LONG | {"long_factor": ["1"] * 4}}, "long_factor"),
     ("Phi3", {"rope_parameters": LONG | {"short_factor": [0.0] * 4}}, "short_factor"),
     ("Phi3", {"rope_parameters": LONG}, "needs original_max_position_embeddings"),
     ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers are 1 and the layers 2"),
     ("SmolLM3", {"no_rope_layers": "1"}, "no_rope_layers"),
     ("Mistral", {"sliding_window": -8}, "sliding_window is -8"),
-    ("Mistral", {"sliding_window": 0}, "sliding_window is 0"),
     ("Mistral", {"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
     ("Qwen2", WINDOWED, "max_window_layers is 'all'"),
     ("GPT2LMHead", {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
@@ -209,7 +186,6 @@ CONFIGS = [
 ]
 SCALINGS = [
     ({"type": "linear", "factor": "2"}, "factor is '2'"),
-    ({"type": "linear", "factor": 0}, "factor is 0"),
     ({"type": "linear"}, "needs a factor"),
     ({"type": "yarn", "factor": -4.0}, "factor is -4.0"),
     ({"type": ["linear"], "factor": 2.0}, "type"),
@@ -281,7 +257,6 @@ CASES = {
     # any JSON file
     "the config is empty": (text("config.json", ""), "config.json is not readable JSON"),
     "the config is deep": (text("config.json", "[" * 100_000), "config.json"),
-    "the config is deep within": (text("config.json", '{"a":' * 100_000), "config.json"),
     "the config has a field twice": (
         text("config.json", '{"hidden_size": 8, "hidden_size": 8}'),
         "'hidden_size' twice",
@@ -291,8 +266,6 @@ CASES = {
     "the config is no UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json is not readable JSON"),
     "the config is UTF-16": (text("config.json", '{"a": 1}'.encode("utf-16")), "config.json is not readable JSON"),
     "the config has half a character": (config(hidden_act="\ud800"), "half of a surrogate pair"),
-    "the settings have half a character": (settings(bos_token="\ud800"), "half of a surrogate pair"),
-    "the end ids are half a character": (sets("generation_config.json", eos_token_id="\ud800"), "surrogate pair"),
     "the config has a mark": (text("config.json", b"\xef\xbb\xbf{}"), "BOM"),
     "the config is a list": (text("config.json", "[1]"), "config.json is not a JSON object"),
     "the settings are cut short": (text("tokenizer_config.json", "{"), "not readable JSON"),
@@ -319,9 +292,8 @@ CASES = {
     "the index names what is not there": (index({EMBEDDING: "b.safetensors"}), "names b.safetensors, which is not in"),
     "the index is a list": (index(["model.safetensors"]), "weight_map"),
     "the index is empty": (index({}), "weight_map"),
-    "the index has half a character": (index({EMBEDDING: "\ud800"}), "half of a surrogate pair"),
-    "the index leaves the folder": (outside("../"), "leaves the folder"),
-    "the index leaves the folder by name": (outside("{}/"), "leaves the folder"),
+    "the index leaves the folder": (index({EMBEDDING: "../model/model.safetensors"}), "leaves the folder"),
+    "the index leaves the folder by name": (index({EMBEDDING: "/model.safetensors"}), "leaves the folder"),
     "the index leaves the folder midway": (index({EMBEDDING: "a/../../b.safetensors"}), "leaves the folder"),
     "the index leaves the folder elsewhere": (index({EMBEDDING: "..\\b.safetensors"}), "leaves the folder"),
     "the index names a pipe": (lambda f: (index({EMBEDDING: "p"})(f), os.mkfifo(f / "p")), "p is not a regular file"),

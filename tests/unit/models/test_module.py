@@ -1,7 +1,6 @@
 """A module of the caller's own: called as it is, with another attention in the place of its own."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from flax import nnx
 from own_modules import Grouped, Plain, Wrapped, causal, own_logits
 
 from et_jax.errors import UsageError
-from et_jax.models.calls import run as run_calls
-from et_jax.models.module import ModuleConfig, called, forward, is_module
+from et_jax.models import model
+from et_jax.models.module import ModuleConfig, forward, is_module
 from et_jax.models.module_reading import read_module
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -32,9 +31,9 @@ def attend(layer, q, k, v, memory, softmax):
 def test_with_plain_attention_it_is_the_module_itself_which_stays_as_it_was(kind, num_layers):
     module = kind(VOCABULARY, rngs=nnx.Rngs(1))
     before = nnx.split(module)
-    model, weights = read_module(module, CONFIG)
+    found, weights = read_module(module, CONFIG)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    run = jax.jit(lambda w, t: forward(w, model, t, positions, attend, jnp.zeros(0, jnp.int32)))
+    run = jax.jit(lambda w, t: forward(w, found, t, positions, attend, jnp.zeros(0, jnp.int32)))
     logits, layers = run(weights, jnp.asarray(TOKENS))
     after = nnx.split(module)
     assert after[0] == before[0]
@@ -44,23 +43,6 @@ def test_with_plain_attention_it_is_the_module_itself_which_stays_as_it_was(kind
         own = own_logits(module, tokens)
         assert own.std() > 0.1
         np.testing.assert_allclose(row, own, rtol=0, atol=1e-5 * np.abs(own).max())
-
-
-def test_a_bias_on_the_scores_is_refused_while_tracing():
-    module = Grouped(VOCABULARY, rngs=nnx.Rngs(1))
-    model, weights = read_module(module, CONFIG)
-
-    class Biased(nnx.Module):
-        def __init__(self):
-            self.attention_fn: Any = causal
-
-        def __call__(self, tokens, positions):
-            return self.attention_fn(tokens, tokens, tokens, bias=tokens)
-
-    graphdef, state = nnx.split(Biased())
-    biased = model.__class__(**vars(model) | {"graphdef": graphdef})
-    with pytest.raises(ValueError, match=r"^bias: got one on the scores of attention, wanted none"):
-        forward(weights.__class__(state=state), biased, jnp.zeros((1, 1), int), jnp.zeros((1, 1), int), attend, ())
 
 
 def test_only_modules_are_modules():
@@ -94,17 +76,19 @@ def test_a_config_takes_ids_of_any_kind_and_refuses_the_rest_when_it_is_made():
     assert [config_of(eos_token_ids=ids).eos_token_ids for ids in ({7}, (), [5], range(2))] == [(7,), (), (5,), (0, 1)]
 
 
-def test_derivatives_are_those_that_the_module_s_own_functions_have():
-    @jax.custom_jvp
-    def halved(x):
-        return x
+def test_a_module_has_the_bytes_and_the_dtype_that_it_has():
+    half = jnp.dtype(jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # flax mixes dtypes of its own
+        found, own = read_module(Plain(VOCABULARY, dtype=half, rngs=nnx.Rngs(0)), CONFIG)
+    assert model.weight_bytes(found, jnp.float32) == sum(leaf.nbytes for leaf in jax.tree.leaves(own))
+    assert model.dtype_of(own) == half and model.device_of(own) == jax.devices()[0]
+    dtypes = []
 
-    halved.defjvp(lambda at, by: (at[0], 0.5 * by[0]))
+    def recorded(layer, q, k, v, memory, softmax):
+        dtypes.append(k.dtype)
+        return q, memory
 
-    def attended(x):
-        q = jax.jit(jax.checkpoint(lambda q: called(q, q, q)))(halved(x).reshape(1, 1, 1, -1))
-        return halved(q).sum()
-
-    x = jnp.arange(3.0)
-    gradient = jax.grad(lambda x: run_calls(attended, lambda q, k, v: 3.0 * q + k, x))(x)
-    np.testing.assert_array_equal(gradient, np.full(3, 0.5 * 4.0 * 0.5))
+    ids = jnp.zeros((1, 4), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        logits, _ = jax.eval_shape(lambda weights: model.forward(weights, found, ids, ids, recorded, None), own)
+    assert logits.dtype == jnp.float32 and dtypes == [half] * found.num_layers

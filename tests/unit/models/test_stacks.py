@@ -16,9 +16,7 @@ from et_jax.models.stacks import (
     Turns,
     by_layer,
     compiler_options,
-    depths_of,
     folded,
-    located,
     stacked_on,
     stacks_of,
     through,
@@ -83,18 +81,6 @@ def test_every_function_of_a_decoder_is_compiled_as_its_configuration_says(monke
 
 
 STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)
-
-
-def test_every_layer_has_a_place_of_its_own():
-    found = [located(STACKS, number) for number in range(11)]
-    assert [layer.number for layer in found] == [layer.like for layer in found] == [*range(11)]
-    assert [(layer.place, layer.turn) for layer in found] == [
-        *((place, turn) for turn in range(3) for place in range(3)),
-        (3, 0),
-        (3, 1),
-    ]
-    assert depths_of(STACKS) == (3, 3, 3, 2)
-    assert all(layer.turn is None for layer in (located(stacks_of(SMALL, False), i) for i in range(SMALL.num_layers)))
 
 
 @pytest.mark.parametrize("alike", [None, (0,) * 11, (0, 0, 0, *(1,) * 8), (0,) * 10 + (1,)])

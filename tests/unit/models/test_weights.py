@@ -1,19 +1,13 @@
 """A weight as a node: its products and rows by formula, and what it counts."""
 
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.layout import Format
 
 from et_jax.models.weights import (
     Dense,
     Int8,
-    by_rows,
     nodes,
     num_bytes,
     num_numbers,
@@ -64,7 +58,6 @@ def test_a_product_in_8_bits_is_that_of_whole_numbers_times_both_scales(dtype):
     (inputs, ours), (matrix, theirs) = in_8_bits(np.asarray(x, np.float64).reshape(8, 3)), in_8_bits(NUMBERS)
     expected = (inputs @ matrix.T) * ours[:, None] * theirs
     np.testing.assert_allclose(found.reshape(8, 5), expected, rtol=1e-6)
-    np.testing.assert_allclose(found, np.asarray(x, np.float64) @ NUMBERS.T, atol=0.05)  # 127ths of up to 2, thrice
 
 
 def test_a_row_in_8_bits_has_the_same_bits_alone_and_among_any():
@@ -130,13 +123,3 @@ def test_rows_are_those_of_the_ids_in_the_models_dtype_and_a_tree_counts_its_wei
     tree = {"q": dense, "k": small, "norm": jnp.zeros(3, jnp.float32), "bias": None}
     assert sorted(type(node).__name__ for node in nodes(tree)) == ["ArrayImpl", "Dense", "Int8"]
     assert num_numbers(tree) == 15 + 15 + 3 and num_bytes(tree) == 2 * 15 + (15 + 4 * 5) + 4 * 3
-
-
-def test_a_matrix_that_is_looked_up_in_lies_by_rows_on_a_tpu_alone():
-    def place(platform: str, ndim: int):
-        sharding = mock.Mock(spec=jax.sharding.Sharding, device_set=[SimpleNamespace(platform=platform)])
-        found = by_rows(SimpleNamespace(ndim=ndim, sharding=sharding))
-        layout: Any = found.layout if isinstance(found, Format) else None
-        return found is sharding if layout is None else layout.major_to_minor
-
-    assert [place("tpu", 2), place("tpu", 1), place("cpu", 2), place("gpu", 2)] == [(0, 1), True, True, True]

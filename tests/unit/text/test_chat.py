@@ -38,10 +38,6 @@ def process_of(template) -> Any:
     ("template", "words"),
     [
         ('{{ "a" * 10**10 }}', "too much memory"),
-        ('{{ "a" | center(10**10) }}', "too much memory"),
-        ("{{ '{:10000000000}'.format(1) }}", "too much memory"),
-        ("{{ [1] * 10**9 }}", "too much memory"),
-        ("{{ ('a' * 10**6).join('b' * 10**5) }}", "too much memory"),
         ("{{ messages | tojson(indent=10**9) }}", "too much memory"),
         ('{% for a in range(99999) %}{{ "abcdefghij" * 100 }}{% endfor %}', "more than 4194304 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deep"),
@@ -51,10 +47,8 @@ def process_of(template) -> Any:
         ("{{ 10 ** 100000 }}", "refuses these messages"),
         ("{% for a in range(10**9) %}{% endfor %}", "refuses these messages"),
         ("{% include 'x' %}", "refuses these messages"),
-        ("{{ cycler.__init__.__globals__ }}", "refuses these messages"),
         ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ messages[0].content + 1 }}", "refuses these messages"),
         ("{% if %}", "refuses these messages"),
         ("{{ raise_exception('no system role') }}", "no system role"),
     ],
@@ -167,21 +161,16 @@ def test_ctrl_c_ends_the_wait_and_not_the_worker(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc, which is Linux's")
-@pytest.mark.parametrize(
-    "code",
-    [
-        "raise ValueError",
-        # amid a render, by a thread that the end of the interpreter does not wait for
+def test_no_worker_outlives_a_process_that_is_killed_amid_a_render(tmp_path):
+    code = (
         "import threading, time, os\n"
-        f"template.source, busy = '', Template({BUSY!r}, {{}})\n"
+        f"busy = Template({BUSY!r}, {{}})\n"
         "threading.Thread(target=busy.render, args=(said,), daemon=True).start()\n"
-        "time.sleep(1)\nprint(busy._worker._process.pid, flush=True)\nos.kill(os.getpid(), 9)",
-    ],
-)
-def test_no_worker_outlives_its_process(tmp_path, code):
-    running = program(tmp_path, code)
-    out, _ = running.communicate(timeout=60)
-    assert all(gone(int(pid)) for pid in out.split())
+        "time.sleep(1)\nprint(busy._worker._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    out, _ = program(tmp_path, code).communicate(timeout=60)
+    pids = out.split()
+    assert len(pids) == 2 and all(gone(int(pid)) for pid in pids)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_tokenizer import MISTRAL, byte_fallback, byte_level, configure
+from test_tokenizer import byte_fallback, byte_level, configure, sentencepiece_model
 
 from et_jax.batch.tasks import Defaults, Entry, read_task
 from et_jax.serve.requests import SamplingParams
@@ -22,16 +22,9 @@ def said(*contents):
     return [{"role": "user", "content": content} for content in contents]
 
 
-@pytest.fixture(params=["byte_level", "byte_fallback", "mistral"])
+@pytest.fixture(params=[byte_level, byte_fallback, sentencepiece_model])
 def folder(request, tmp_path):
-    place = tmp_path / request.param
-    if request.param == "mistral":
-        if not MISTRAL.exists():
-            pytest.skip(f"{MISTRAL} is absent; set ET_JAX_SHARED to the folder of shared tokenizers")
-        place.mkdir()
-        (place / "tokenizer.model").write_bytes(MISTRAL.read_bytes())
-    else:
-        {"byte_level": byte_level, "byte_fallback": byte_fallback}[request.param](place)
+    place = request.param(tmp_path / request.param.__name__)
     return configure(place, chat_template=PLAIN, bos_token="<s>", eos_token="</s>")
 
 

