@@ -149,7 +149,6 @@ gc.disable()
 drop()
 open_stream, inner = model.stream(prompts, max_tokens=60, ignore_eos=True), within()
 next(open_stream), next(inner)
-completions = model.as_completed(iter([]))
 print("done")
 """
 
