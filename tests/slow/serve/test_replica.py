@@ -37,8 +37,7 @@ def tokens(model) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def requests(tokens):
-    """Prompts of lengths around page and chunk borders, many of which begin alike, and all kinds of settings."""
-    rng = np.random.default_rng(0)
+    """Prompts of lengths around page and chunk borders, of three beginnings, and all kinds of settings."""
     lengths = [1, 2, 16, 17, 31, 32, 33, 34, 64, 65, 66, 96, 97, 100, 129]
     kinds = [
         {"temperature": 0.0},
@@ -49,13 +48,13 @@ def requests(tokens):
         {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 20},
         {"stop": ("the", ". ")},
     ]
-    asked = []
-    for number in range(28):
-        length, kind = lengths[rng.integers(len(lengths))], kinds[rng.integers(len(kinds))]
-        start = int(rng.integers(3)) * 16  # three beginnings
-        params = SamplingParams(max_tokens=int(rng.integers(1, 60)), seed=number, **kind)
-        asked.append(GenerationRequest(prompt=tokens[start : start + length], params=params))
-    return asked
+    return [
+        GenerationRequest(
+            prompt=tokens[16 * (number % 3) :][: lengths[-number % 15]],
+            params=SamplingParams(max_tokens=1 + 17 * number % 59, seed=number, **kinds[number % 7]),
+        )
+        for number in range(28)
+    ]
 
 
 @pytest.fixture(scope="module")
