@@ -87,10 +87,10 @@ def test_a_round_that_fails_reaches_the_caller_and_the_model_goes_on(
 def test_a_failure_reaches_every_stream_though_none_waited_for_its_round(two_slots):
     served = reopened(two_slots, replicas=2)
     [first, second] = served.replicas().replicas
-
+    first.burst_seconds = 0.0  # one step a round, so that no stream ends before the other replica fails
     inside, go_on = threading.Event(), threading.Event()
 
-    def torn(_):
+    def torn(pending: bool) -> None:
         inside.set()
         second.queue.lock.release()
         go_on.wait(20)
