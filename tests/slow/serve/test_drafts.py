@@ -52,14 +52,8 @@ def opened(**settings) -> engine.Model:
 def test_completions_and_what_every_head_read_are_those_without_drafts():
     """The lookup drafts first, a model where it finds nothing; the control leaves blocks unread."""
     control = preset("certified", min_blocks=1, window=4, tolerance=0.5)
-    settings = {
-        "control": control,
-        "page_size": 4,
-        "num_pages": 161,
-        "tell_reads": True,
-        "replicas": 2,
-        "name": "bundled",
-    }
+    settings = {"control": control, "page_size": 4, "num_pages": 161, "tell_reads": True}
+    settings |= {"replicas": 2, "name": "bundled"}
     expected = opened(**settings).generate(asked())
     model = opened(draft="lookup+bundled-small", draft_tokens=4, draft_length="entropy", **settings)
     assert any("up to 4 tokens drafted by lookup+bundled-small" in line for line in model.describe())
@@ -78,27 +72,18 @@ def test_completions_and_what_every_head_read_are_those_without_drafts():
     assert_balanced(model)
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"draft": "lookup", "draft_length": "long"},
-            'draft_length is "long"; choose one of acceptance, entropy, fixed.',
-        ),
+def test_settings_and_requests_that_cannot_work_are_refused_in_a_sentence():
+    for settings, sentence in (
+        ({"draft": "lookup", "draft_length": "long"}, 'long"; choose one of acceptance, entropy, fixed.'),
         ({"draft": "lookup", "draft_tokens": 0}, "draft_tokens is 0"),
         ({"draft_tokens": 17}, "draft_tokens is 17"),
         ({"draft": "lookup+lookup"}, "draft is lookup+lookup; after the plus name self or a smaller model"),
         ({"draft": "self+lookup"}, "draft is self+lookup; the lookup is asked first, so write lookup+self."),
         ({"draft": "lookup+"}, "draft is lookup+; after the plus name self or a smaller model"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
-    with pytest.raises(UsageError) as refusal:
-        EngineConfig(**settings)
-    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_a_request_that_asks_for_no_number_of_drafts_is_refused():
+    ):
+        with pytest.raises(UsageError) as refusal:
+            EngineConfig(**settings)
+        assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
     for number in (-1, 17):
         with pytest.raises(UsageError, match="draft_tokens"):
             GenerationRequest(prompt="It was", params=SamplingParams(), draft_tokens=number)

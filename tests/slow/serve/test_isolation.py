@@ -1,7 +1,5 @@
 """What goes wrong with one request harms that one alone: the others keep every bit of their texts."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,39 +35,37 @@ def asked(tokenizer, count: int = 6, **settings) -> list[GenerationRequest]:
     ]
 
 
-def fails_on_the_host(monkeypatch, replica) -> None:
-    """Have requests 1 to 4 fail: in their settings, in the pool, as a token is delivered, as they end; 5 in nothing."""
-    whole, begin, submit = Sequence.asked, replica.pool.begin, replica.queue.submit
+def torn_where(monkeypatch, owner, name: str, fails) -> None:
+    """Have a function fail where `fails` says so of its arguments."""
+    whole = getattr(owner, name)
 
-    def torn_if(fails: bool) -> None:
-        if fails:
+    def fragile(*given):
+        if fails(*given):
             raise LookupError("torn")
+        return whole(*given)
 
-    def asked_fragile(sequence, config):
-        torn_if(sequence.request.params.seed == 1)
-        return whole(sequence, config)
-
-    def begin_fragile(slot):
-        torn_if(replica.slots[slot].request.params.seed == 2)
-        return begin(slot)
-
-    def submit_fragile(sequence, deliver):
-        def fragile(event):
-            torn_if(sequence.request.params.seed == 3 and event.completion is None and len(sequence.trace) == 5)
-            deliver(event)
-            torn_if(sequence.request.params.seed == 4 and event.completion is not None)
-
-        submit(sequence, fragile)
-
-    monkeypatch.setattr(Sequence, "asked", asked_fragile)
-    monkeypatch.setattr(replica.pool, "begin", begin_fragile)
-    monkeypatch.setattr(replica.queue, "submit", submit_fragile)
+    monkeypatch.setattr(owner, name, fragile)
 
 
 def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(model, monkeypatch, caplog):
+    """In its settings, in the pool, as a token is delivered, and as an end is."""
     served, requests = reopened(model), asked(model.tokenizer)
     expected = reopened(model).generate(requests)
-    fails_on_the_host(monkeypatch, served.replicas().replicas[0])
+    [replica] = served.replicas().replicas
+    submit = replica.queue.submit
+
+    def submit_fragile(sequence, deliver):
+        def fragile(event):
+            deliver(event)
+            ended = event.completion is not None
+            if sequence.request.params.seed == (4 if ended else 3) and len(sequence.trace) >= 5:
+                raise LookupError("torn")
+
+        submit(sequence, fragile)
+
+    torn_where(monkeypatch, Sequence, "asked", lambda sequence, _: sequence.request.params.seed == 1)
+    torn_where(monkeypatch, replica.pool, "begin", lambda slot: replica.slots[slot].request.params.seed == 2)
+    monkeypatch.setattr(replica.queue, "submit", submit_fragile)
     done = served.generate(requests)
     for number, (one, other) in enumerate(zip(done, expected, strict=True)):
         if number in (1, 2, 3):
@@ -83,17 +79,9 @@ def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(model, monkey
     assert_balanced(served)
 
 
-def test_a_request_that_cannot_be_read_is_an_answer_among_others(model):
-    served, full = reopened(model), model.tokenizer
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Fragile(type(full)):
-        def encode(self, text):
-            if "!" in text:
-                raise RuntimeError("torn")
-            return super().encode(text)
-
-    served.tokenizer = Fragile(**{field.name: getattr(full, field.name) for field in dataclasses.fields(full)})
+def test_a_request_that_cannot_be_read_is_an_answer_among_others(model, monkeypatch):
+    served = reopened(model)
+    torn_where(monkeypatch, type(model.tokenizer), "encode", lambda _, text: "!" in text)
     params = SamplingParams(max_tokens=3)
     prompts = ["One", "Two!", "Three", "", (1,) * 300]
     done = dict(served.as_completed(GenerationRequest(prompt=prompt, params=params) for prompt in prompts))

@@ -13,16 +13,13 @@ from own_modules import LENGTH, Grouped, Plain, own_logits
 import et_jax
 from et_jax.control.budget import ConstantBudget
 from et_jax.control.controller import Controller
-from et_jax.control.presets import preset
-from et_jax.decode.request import request
 from et_jax.errors import UsageError
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration
 from et_jax.models.module import ModuleConfig
-from et_jax.serve.chunks import calls
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.text import load_tokenizer
-from et_jax.types import Table
+from et_jax.types import Table, replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -31,14 +28,6 @@ SENTENCE = "It was in the spring of that year that the old house by the river wa
 SIZES = {"max_num_seqs": 3, "page_size": 8, "prefill_batch": 32, "compilation_cache": None}
 SENSITIVE = Calibration(sensitivity=Table(np.ones((2, 4, 1), np.float32)))
 TOKENIZER = load_tokenizer(bundled_folder())
-
-
-class Counted(Plain):
-    traces = 0
-
-    def __call__(self, tokens, positions):
-        Counted.traces += 1
-        return super().__call__(tokens, positions)
 
 
 @functools.cache
@@ -53,7 +42,7 @@ def loaded(kind: Callable[..., nnx.Module], *, calibration: Calibration = SENSIT
 
 @pytest.fixture(scope="module")
 def plain():
-    return loaded(Counted)
+    return loaded(Plain)
 
 
 def asked(count: int = 5, **settings) -> list[GenerationRequest]:
@@ -67,47 +56,25 @@ def asked(count: int = 5, **settings) -> list[GenerationRequest]:
     ]
 
 
-def test_logits_are_those_of_the_module_s_own_pass():
-    """With grouped KV heads and rotary positions; a law holds the other module to its own pass."""
-    model = loaded(Grouped, calibration=Calibration())
-    d, prompt = model.decoder(keep=frozenset({"logits"})), TOKENIZER.encode(SENTENCE * 2)
-    state = d.empty()
-    for rows in calls(d.config, 0, prompt[:-1]):
-        state, granted = d.prefill(model.weights, state, *rows)
-        assert granted.all()
-    found = [state.logits[0]]
-    state = d.insert(state, 0, request(d.config, prompt, limit=20, seed=1))
-    text = list(prompt)
-    for _ in range(12):
-        state, output = d.step(model.weights, state)
-        assert output.produced[0, 0]
-        found.append(state.logits[0])
-        text.append(int(output.token[0, 0]))
-    assert len(set(text[len(prompt) :])) > 6
-    expected = own_logits(module(Grouped), text)[len(prompt) - 2 : -1]
-    np.testing.assert_allclose(np.stack(found), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+def test_entropies_and_surprisals_are_those_of_the_module_s_own_pass():
+    """With grouped KV heads and rotary positions; a law holds the logits of the other module to its own pass."""
+    prompt, params = tuple(TOKENIZER.encode(SENTENCE * 2)), SamplingParams(max_tokens=12, seed=1, temperature=1.0)
+    [done] = loaded(Grouped, calibration=Calibration()).generate([GenerationRequest(prompt=prompt, params=params)])
+    assert len(set(done.token_ids)) > 6
+    logits = own_logits(module(Grouped), [*prompt, *done.token_ids])[len(prompt) - 1 : -1]
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    found = [(row.entropy, row.surprisal) for row in done.trace]
+    entropies = -(np.exp(expected) * expected).sum(axis=-1)
+    np.testing.assert_allclose(
+        found, np.stack([entropies, -expected[np.arange(12), list(done.token_ids)]], axis=1), rtol=2e-5
+    )
 
 
-def test_a_module_is_traced_once_for_a_program(plain):
-    plain.generate(asked(2))
-    before = Counted.traces
-    assert before > 0
-    plain.generate(asked(5, top_p=0.9))
-    [done] = plain.generate(asked(1), control=preset("off"))
-    assert Counted.traces == before and plain.metrics.programs_compiled_late == 0
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(plain.params))
-    assert f"model Counted: Counted, 2 layers, {weights / 1e6:.1f} MB float32" in "\n".join(plain.describe())
-    assert done.cost > 10 * weights
-
-
-PRUNING = preset("adaptive", min_blocks=1, window=8, tolerance=0.5)
-IN_PART = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
-
-
-@pytest.mark.parametrize("control", [PRUNING, IN_PART], ids=["tokens", "prompts"])
-def test_blocks_are_left_unread(plain, control):
+def test_blocks_of_a_prompt_are_left_unread(plain):
+    control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
     done = plain.generate(asked(), control=control)
-    read = [row for one in done for row in (one.trace if one.prompt_read is None else [one.prompt_read])]
+    read = [one.prompt_read for one in done]
+    assert any("model Plain: Plain, 2 layers, " in line for line in plain.describe())
     assert all(one.finish_reason == "length" for one in done)
     assert all(0 < row.blocks_read <= row.blocks_held for row in read)
     assert any(row.blocks_read < row.blocks_held for row in read)
@@ -135,37 +102,27 @@ def test_a_cache_may_be_compressed_and_of_another_dtype():
 SHORT = ModuleConfig(max_positions=LENGTH)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, "config is None; give a ModuleConfig(max_positions=...) with a module."),
-        ({"config": SHORT}, "tokenizer is None; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or another"),
-        ({"config": SHORT, "tokenizer": TOKENIZER, "dtype": "float32"}, "dtype is float32; leave it out, for a module"),
-        ({"config": SHORT, "tokenizer": TOKENIZER, "quantize": "int8"}, "quantize is int8; leave it out, for a module"),
-        ({"config": SHORT, "tokenizer": TOKENIZER, "max_model_len": 97}, "max_model_len is 97; Plain was made for 96"),
-        ({"config": SHORT, "tokenizer": TOKENIZER, "control": "adaptive"}, "Plain has no measured sensitivity of its"),
-    ],
-)
-def test_what_a_module_lacks_is_said_in_one_sentence(settings, words):
-    with pytest.raises(UsageError) as refusal:
-        et_jax.load(module(Plain), **SIZES | settings)
-    assert words in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_a_vocabulary_that_does_not_fit_is_refused():
-    with pytest.raises(UsageError, match="has a vocabulary of 4000 tokens and the tokenizer one of 4096; give the"):
-        et_jax.load(Plain(4000, rngs=nnx.Rngs(0)), config=SHORT, tokenizer=TOKENIZER, **SIZES)
-    for name, value in {"bos_token_id": VOCABULARY, "eos_token_ids": (1, VOCABULARY)}.items():
-        config = ModuleConfig(max_positions=LENGTH, **{name: value})
-        words = rf"of 4096 tokens, without the id 4096; give ModuleConfig\({name}=\.\.\.\)"
-        with pytest.raises(UsageError, match=words):
-            et_jax.load(module(Plain), config=config, tokenizer=TOKENIZER, **SIZES)
-
-
-@pytest.mark.parametrize("settings", [{"config": SHORT}, {"tokenizer": TOKENIZER}])
-def test_a_named_model_brings_its_own(settings):
-    with pytest.raises(UsageError, match="config and tokenizer go with a module; a named model brings its own"):
-        et_jax.load("bundled-small", **settings)
+def test_what_a_module_or_its_tokenizer_lacks_is_said_in_one_sentence():
+    own, other = module(Plain), Plain(4000, rngs=nnx.Rngs(0))
+    whole = {"config": SHORT, "tokenizer": TOKENIZER}
+    beyond = "of 4096 tokens, without the id 4096; give ModuleConfig("
+    named = "config and tokenizer go with a module; a named model brings its own"
+    for model, settings, words in (
+        (own, {}, "config is None; give a ModuleConfig(max_positions=...) with a module."),
+        (own, {"config": SHORT}, "tokenizer is None; give a tokenizer.json, a folder, a tokenizers.Tokenizer, or anot"),
+        (own, whole | {"dtype": "float32"}, "dtype is float32; leave it out, for a module"),
+        (own, whole | {"quantize": "int8"}, "quantize is int8; leave it out, for a module"),
+        (own, whole | {"max_model_len": 97}, "max_model_len is 97; Plain was made for 96"),
+        (own, whole | {"control": "adaptive"}, "Plain has no measured sensitivity of its"),
+        (other, whole, "has a vocabulary of 4000 tokens and the tokenizer one of 4096; give the"),
+        (own, whole | {"config": replace(SHORT, bos_token_id=4096)}, f"{beyond}bos_token_id=...)"),
+        (own, whole | {"config": replace(SHORT, eos_token_ids=(1, 4096))}, f"{beyond}eos_token_ids=...)"),
+        ("bundled-small", {"config": SHORT}, named),
+        ("bundled-small", {"tokenizer": TOKENIZER}, named),
+    ):
+        with pytest.raises(UsageError) as refusal:
+            et_jax.load(model, **SIZES | settings)
+        assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(plain, monkeypatch):

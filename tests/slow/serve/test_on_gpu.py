@@ -10,8 +10,6 @@ from scripts.measuring.results import REPOSITORY
 
 pytestmark = pytest.mark.skipif(platform() != "gpu", reason="no GPU here")
 
-DRAFTED = {"self": 4, "lookup": 8}
-
 
 def written(slots: int, alone: bool = False, **drafts):
     """The bits of six texts, greedy and sampled, after prompts of 500 to 1,500 letters, and the tokens accepted."""
@@ -34,12 +32,7 @@ def expected():
 
 
 @pytest.mark.parametrize("slots", [2, 6])
-def test_company_changes_no_bit(expected, slots):
-    assert written(slots)[0] == expected
-
-
-@pytest.mark.parametrize("slots", [2, 6])
-@pytest.mark.parametrize("draft", DRAFTED)
-def test_drafts_change_no_bit(expected, draft, slots):
-    bits, accepted = written(slots, draft=draft, draft_length="fixed", draft_tokens=DRAFTED[draft])
-    assert bits == expected and accepted > 50
+@pytest.mark.parametrize("drafts", [{}, {"draft": "self", "draft_tokens": 4}, {"draft": "lookup", "draft_tokens": 8}])
+def test_company_and_drafts_change_no_bit(expected, drafts, slots):
+    bits, accepted = written(slots, **(drafts and drafts | {"draft_length": "fixed"}))
+    assert bits == expected and (accepted > 50) == bool(drafts)

@@ -1,7 +1,6 @@
 """What a decoder needs, against formulas, published sizes and the compiler's own account."""
 
 import json
-import math
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
 from et_jax.models.model import weight_bytes
 from et_jax.models.params import describe
-from et_jax.serve.preflight import decoder_bytes, plan, size_text, step_bytes
+from et_jax.serve.preflight import decoder_bytes, plan, step_bytes
 from et_jax.types import replace
 
 LLAMA_3_70B = {  # config.json of meta-llama/Meta-Llama-3-70B
@@ -61,7 +60,7 @@ def test_weights_have_the_published_size(tmp_path: Path) -> None:
         assert (weight_bytes(found, jnp.bfloat16), weight_bytes(found, jnp.float32)) == (2 * count, 4 * count)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_a_page_is_what_its_parts_are(dtype) -> None:
     """Per layer and KV head: tokens in the cache's dtype, their box, mean and radius, and codes; and surprisals."""
     config = configuration(cache_dtype=dtype, dtype=jnp.float32, keep=frozenset({"codes", "surprisals"}))
@@ -70,15 +69,6 @@ def test_a_page_is_what_its_parts_are(dtype) -> None:
     head = s * e * size + scales + e * box + e * 4 + 4 + s * c.head_dim
     table = 4 + 4  # its reference count, its place among the free pages
     assert decoder_bytes(config)[0] == c.num_layers * c.num_kv_heads * head + table + s * 4
-
-
-@pytest.mark.parametrize("changes", [{}, {"penalties": True}, {"num_slots": 7, "max_length": 50}])
-def test_pages_and_state_are_the_entire_decoder(changes: dict) -> None:
-    config = configuration(**changes)
-    page, rest = decoder_bytes(config)
-    for num_pages in (2, 57):
-        leaves = jax.tree.leaves(jax.eval_shape(partial(empty, replace(config, num_pages=num_pages))))
-        assert num_pages * page + rest == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +111,11 @@ def test_the_cache_takes_what_it_wants_or_what_is_left() -> None:
     ample = plan(config, GB)
     assert ample.num_pages == ample.wanted_pages == 3 * blocks + 1
     assert ample.total == ample.weights + ample.state + ample.step + ample.num_pages * ample.page
+    assert "1.0 GB that may be used" in ample.table()[-1] and ample.table()[1].endswith("49 pages of 8.2 kB")
     for pages in (48, blocks + 1):
         tight = plan(config, ample.total - ample.cache + (pages + 1) * ample.page - 1)
         assert tight.num_pages == pages and tight.total <= tight.memory < tight.total + tight.page
+        assert f"{pages} pages" in tight.table()[1] and "of 49 for every sequence at once" in tight.table()[1]
     with pytest.raises(UsageError):
         plan(config, ample.total - ample.cache + (blocks + 1) * ample.page - 1)
     assert plan(config, GB, num_pages=5).num_pages == 5
@@ -183,17 +175,3 @@ def test_replicas_of_one_memory_share_the_weights_and_nothing_else() -> None:
     assert tight.num_pages == one.num_pages - 1 and tight.total <= two.total - 1
     with pytest.raises(UsageError, match=r"for each of 2 replicas; take fewer replicas\.$"):
         plan(config, one.total, replicas=2, num_pages=one.num_pages)
-
-
-def test_the_table_says_where_the_memory_goes() -> None:
-    ample = plan(configuration(), GB)
-    lines = ample.table()
-    assert [line.split()[0] for line in lines] == ["weights", "cache", "state", "step", "in"]
-    assert "49 pages" in lines[1] and "1.0 GB that may be used" in lines[-1]
-    short = plan(configuration(), ample.total - 20 * ample.page).table()
-    assert "29 pages" in short[1] and "of 49 for every sequence at once" in short[1]
-
-
-def test_sizes_are_said_in_powers_of_ten() -> None:
-    sizes = {999: "999 bytes", 1500: "1.5 kB", 2 * 10**6: "2.0 MB", GB: "1.0 GB"}
-    assert {size: size_text(size) for size in sizes} == sizes

@@ -3,9 +3,6 @@
 Compiled as users have it; `tests/laws` say the same of every capability, compiled in a hurry.
 """
 
-import gzip
-import itertools
-import json
 import os
 from pathlib import Path
 
@@ -40,8 +37,7 @@ def tokens(model) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def requests(tokens):
-    """Prompts of lengths around page and chunk borders, many of which begin alike, and all kinds of settings."""
-    rng = np.random.default_rng(0)
+    """Prompts of lengths around page and chunk borders, of three beginnings, and all kinds of settings."""
     lengths = [1, 2, 16, 17, 31, 32, 33, 34, 64, 65, 66, 96, 97, 100, 129]
     kinds = [
         {"temperature": 0.0},
@@ -52,13 +48,13 @@ def requests(tokens):
         {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 20},
         {"stop": ("the", ". ")},
     ]
-    asked = []
-    for number in range(28):
-        length, kind = lengths[rng.integers(len(lengths))], kinds[rng.integers(len(kinds))]
-        start = int(rng.integers(3)) * 16  # three beginnings
-        params = SamplingParams(max_tokens=int(rng.integers(1, 60)), seed=number, **kind)
-        asked.append(GenerationRequest(prompt=tokens[start : start + length], params=params))
-    return asked
+    return [
+        GenerationRequest(
+            prompt=tokens[16 * (number % 3) :][: lengths[-number % 15]],
+            params=SamplingParams(max_tokens=1 + 17 * number % 59, seed=number, **kinds[number % 7]),
+        )
+        for number in range(28)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -85,24 +81,20 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_recorded_traffic_leaves_memory_flat(shared):
-    """The lengths of recorded requests, scaled down: all are answered, pages come back, memory stays as at a third."""
-    trace = shared / "traces/mooncake/conversation_trace.jsonl.gz"
-    if not trace.exists():
-        pytest.skip(f"{trace} is absent")
+def test_traffic_of_uneven_lengths_leaves_the_memory_of_the_process_flat():
+    """All are answered, pages come back, memory stays as at a third."""
     busy = engine.load("bundled-small", max_num_seqs=16, max_model_len=256, num_pages=60, replicas=2, preempt_every=20)
-    tokens, count = busy.tokenizer.encode(SENTENCE * 8), 750
-
-    def arrivals():
-        with gzip.open(trace, "rt") as file:
-            for number, row in enumerate(itertools.islice(map(json.loads, file), count)):
-                length = min(200, max(1, row["input_length"] // 200))
-                start = row["hash_ids"][1] % 7 if len(row["hash_ids"]) > 1 else 0
-                params = SamplingParams(max_tokens=max(1, row["output_length"] // 100), seed=number, ignore_eos=True)
-                yield GenerationRequest(prompt=tuple(tokens[start : start + length]), params=params)
-
+    tokens, count, rng = busy.tokenizer.encode(SENTENCE * 8), 600, np.random.default_rng(0)
+    lengths, limits = (np.clip(rng.lognormal(mean, 1.0, count), 1, most) for mean, most in ((3.5, 200), (1.0, 20)))
+    arrivals = (
+        GenerationRequest(
+            prompt=tuple(tokens[number % 7 :][: int(lengths[number])]),
+            params=SamplingParams(max_tokens=int(limits[number]), seed=number, ignore_eos=True),
+        )
+        for number in range(count)
+    )
     answered, overtaken, bytes_at_a_third = set(), 0, 0
-    for index, completion in busy.as_completed(arrivals()):
+    for index, completion in busy.as_completed(arrivals):
         assert completion.finish_reason == "length" and index not in answered
         overtaken = max(overtaken, len(answered) - index)
         answered.add(index)

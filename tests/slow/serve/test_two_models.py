@@ -61,41 +61,28 @@ def test_without_a_bound_the_small_model_speaks_alone(guarded):
     assert [row.entropy for row in done.trace] == [row.entropy for row in alone.trace]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A copy of the small bundled model."""
-    return shutil.copytree(bundled_folder("bundled-small"), tmp_path / "small")
+def test_a_model_that_does_not_fit_the_other_is_refused(tmp_path):
+    folder = shutil.copytree(bundled_folder("bundled-small"), tmp_path / "small")
 
+    def written(name: str, **changed) -> None:
+        parts = json.loads((bundled_folder("bundled-small") / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(json.dumps(parts | changed), encoding="utf-8")
 
-def test_a_model_with_another_tokenizer_is_refused(folder):
-    file = folder / "tokenizer.json"
-    parts = json.loads(file.read_text(encoding="utf-8"))
-    first, second = list(parts["model"]["vocab"])[300:302]
-    vocabulary = parts["model"]["vocab"]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(parts), encoding="utf-8")
-    for settings in ({"draft": str(folder)}, {"small": str(folder), "control": "ead"}):
-        with pytest.raises(UsageError, match="small and bundled-small have different tokenizers; take a small model"):
-            et_jax.load(**(SIZES | settings))
+    def refused(sentence: str, **settings) -> None:
+        with pytest.raises(UsageError, match=sentence):
+            et_jax.load(**(SIZES | TURNS | {"small": str(folder), "control": "ead"} | settings))
 
-
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"vocab_size": 4095}, "has a vocabulary of 4095 tokens and the model one of 4096"),
-        ({"max_position_embeddings": 64}, "was made for 64 tokens and max_model_len is 96"),
-    ],
-)
-def test_a_model_that_does_not_fit_the_other_is_refused(folder, changed, sentence):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changed), encoding="utf-8")
-    with pytest.raises(UsageError, match=sentence):
-        et_jax.load(**(SIZES | TURNS | {"small": str(folder), "control": "ead"}))
-
-
-def test_a_model_that_is_nowhere_is_refused():
-    with pytest.raises(UsageError, match="nowhere-at-all is neither a folder nor a hub name"):
-        et_jax.load(**(SIZES | {"small": "nowhere-at-all", "control": "ead"}))
+    written("config.json", vocab_size=4095)
+    refused("has a vocabulary of 4095 tokens and the model one of 4096")
+    written("config.json", max_position_embeddings=64)
+    refused("was made for 64 tokens and max_model_len is 96")
+    written("config.json")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (first, one), (second, other) = list(tokenizer["vocab"].items())[300:302]
+    written("tokenizer.json", model=tokenizer | {"vocab": tokenizer["vocab"] | {first: other, second: one}})
+    for settings in ({}, {"small": None, "draft": str(folder), "control": "off"}):
+        refused("small and bundled have different tokenizers; take a small model", **settings)
+    refused("nowhere-at-all is neither a folder nor a hub name", small="nowhere-at-all")
 
 
 def test_a_small_model_that_is_not_small_is_reported():

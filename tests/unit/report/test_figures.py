@@ -15,6 +15,7 @@ from et_jax.serve.completions import Completion
 from et_jax.types import replace
 
 OVER_TIME = ("layer", "token", "share of blocks read")
+HEAT = ["Blocks read, by layer and KV head", "Blocks read, as the text goes on"]
 
 
 def figure(title: str, completion: Any) -> Figure:
@@ -75,16 +76,6 @@ def test_heat_is_the_mean_share_of_each_layer_and_head_and_over_time_that_of_the
     assert titles["Blocks read, by layer and KV head"]["share of blocks read"] == [0.25, 0.75]
 
 
-@pytest.mark.parametrize("row", [{"reads": None}, {"reads": ((4, 4),), "blocks_read": 8, "blocks_held": 8}], ids=str)
-def test_a_run_without_reads_or_that_read_everything_has_no_heat(row: dict[str, Any]) -> None:
-    assert not [one for one in of_completion(with_rows(row, row, row)) if one.title.startswith("Blocks read,")]
-
-
-def test_entropy_of_attention_is_a_share_of_the_most_there_is_and_no_nats() -> None:
-    words = figure("Blocks read", with_rows(*[{"attention_entropy": 0.25}] * 12)).words
-    assert "Entropy of attention, from 0 to 1: " in words and "nats" not in words
-
-
 def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
     accepted = [True, True, False, False, True, False, True, True, False, False, True, True]  # 2, 0, 1, 2, 0, then 2
     rows = [{"accepted": one, "drafted": 6 * (i in (0, 4))} for i, one in enumerate(accepted)]
@@ -103,9 +94,15 @@ def test_turns_of_two_models_cover_every_token_once() -> None:
 
 
 def test_what_did_not_happen_is_not_drawn() -> None:
-    titles = {one.title for one in of_completion(with_rows(*[{"guard_rates": {"stability": 0.0}}] * 5))}
-    assert not titles & {"Drafts accepted", "Which model spoke", "Guards"}
-    assert "Guards" in {one.title for one in of_completion(sample(5))}
+    for row, absent in (
+        ({"guard_rates": {"stability": 0.0}}, ["Drafts accepted", "Which model spoke", "Guards"]),
+        ({"reads": None}, HEAT),
+        ({"reads": ((4, 4),), "blocks_read": 8, "blocks_held": 8}, HEAT),
+    ):
+        assert not {one.title for one in of_completion(with_rows(*[row] * 5))} & set(absent)
+    assert {one.title for one in of_completion(sample(5))} > {"Guards", *HEAT}
+    words = figure("Blocks read", with_rows(*[{"attention_entropy": 0.25}] * 12)).words
+    assert "Entropy of attention, from 0 to 1: " in words and "nats" not in words
 
 
 def test_entropic_time_ends_where_the_run_ended() -> None:

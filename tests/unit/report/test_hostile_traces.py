@@ -1,6 +1,7 @@
 """Whatever stands in a trace, in the output of a batch, or in a completion made by hand: a page, or one sentence."""
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jinja2
 import numpy as np
@@ -17,32 +19,20 @@ from samples import sample, traced, write
 
 from et_jax.errors import UsageError
 from et_jax.report.__main__ import main
-from et_jax.report.batch import is_batch, write_batch_report
+from et_jax.report.batch import write_batch_report
 from et_jax.report.notebook import _Page
 from et_jax.report.page import write_report
 from et_jax.report.plot import plot_trace
 from et_jax.report.trace import read_trace
 from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace
 from et_jax.serve.totals import Totals
+from et_jax.types import replace
 
-DEEP: list[Any] = []
-for _ in range(200):
-    DEEP = [DEEP]
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(200), [])
 NUMBERS = [math.nan, math.inf, -math.inf, 1e308, -1e308, 3e38, 1e-320, 0, -1, 10**30, 10**400, True, 1.5]
 TEXTS = ["", "\ud800", "\x00", "<script>", "</script>"]
-VALUES = [
-    *NUMBERS,
-    *TEXTS,
-    None,
-    [],
-    {},
-    DEEP,
-    [[]],
-    {"\ud800": 1},
-    {"a": math.nan},
-    [[1, 1e308], [2, -1e308]],
-    [[[1]]],
-]
+NESTED = [[], {}, DEEP, [[]], {"\ud800": 1}, {"a": math.nan}, [[1, 1e308], [2, -1e308]], [[[1]]]]
+VALUES = [*NUMBERS, *TEXTS, None, *NESTED]
 
 
 @pytest.fixture(autouse=True)
@@ -166,12 +156,6 @@ def test_an_answer_without_a_token_has_no_efficiency(tmp_path: Path) -> None:
     assert any(said.startswith("2 requests") and "nats a MB" in said for said in words)
 
 
-def test_a_row_that_is_none_is_named_by_its_line(tmp_path: Path) -> None:
-    rows = [batch_row(i, [sample(3)], response=5) for i in range(2)]
-    assert "line 1 is no row of a batch" in outcome(lambda: reported(tmp_path, rows))
-    assert is_batch(tmp_path / "out.jsonl")
-
-
 def by_hand(changes: dict[str, Any], own: dict[str, Any] | None = None) -> Completion:
     """A completion whose last token, and itself, have what no check of types has seen."""
     done = shortened()
@@ -238,6 +222,18 @@ def test_pictures_leave_gaps_and_refuse_what_no_run_has(tmp_path: Path) -> None:
         assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) == "page"
     for changes in ({"text": None}, {"cost": 0.0}, {"entropy": 1e308}, {"blocks_held": 0}, {"top": ((1, 1e4),)}):
         assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) != "page"
+
+
+def test_any_text_is_in_a_picture_and_the_entropy_of_attention_where_it_is_known(tmp_path: Path) -> None:
+    for texts, level in itertools.product(((), (" a\x00\x1bb\x0b", "\ud83d", "$x$ \\$ 中\r\n")), (0.5, None)):
+        done = sample(len(texts))
+        rows = [replace(row, text=text, attention_entropy=level) for row, text in zip(done.trace, texts, strict=True)]
+        done = replace(done, trace=tuple(rows))
+        for name in ("picture.svg", "picture.png")[: 1 + (level is None)]:
+            assert outcome(lambda done=done, name=name: plot_trace(done, tmp_path / name)) == "page"
+        ElementTree.parse(tmp_path / "picture.svg")
+        drawn = "<!-- attention entropy -->" in (tmp_path / "picture.svg").read_text(encoding="utf-8")
+        assert drawn == (level is not None and bool(texts))
 
 
 def test_a_stream_of_anything_is_drawn_or_refused() -> None:

@@ -56,19 +56,14 @@ def test_no_cell_fails_but_the_interrupted_one_which_leaves_the_model_as_it_was(
     assert outputs["after"][0].text == "[True]\n"
 
 
-def test_a_bar_is_one_output_rewritten_in_place(outputs):
+def test_a_bar_and_a_stream_are_one_output_each_and_continuations_stand_below_one_another(outputs):
     [bar] = outputs["generate"]
     assert bar.output_type == "display_data" and '<progress value="3" max="3">' in bar.data["text/html"]
 
-
-def test_a_stream_ends_as_the_completion_it_is_and_is_shown_once(outputs):
     [shown], [completion] = outputs["show"], outputs["completion"]
     html = shown.data["text/html"]
     assert html == completion.data["text/html"] and 'class="et-jax"' in html and "8 tokens (length)" in html
     assert outputs["same"][0].text == "True False\n" and outputs["await"][0].text == "True\n"
-
-
-def test_continuations_stand_below_one_another(outputs):
     [shown] = outputs["two"]
     html = shown.data["text/html"]
     assert 0 < html.index("prompt 1, continuation 1") < html.index("prompt 1, continuation 2")
