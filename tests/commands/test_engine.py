@@ -1,7 +1,6 @@
 """The engine on a real model of 656k weights: what is asked for is what comes."""
 
 import collections
-import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from places import GOLDEN
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration, write_calibration
-from et_jax.serve import engine, loading
+from et_jax.serve import engine
 from et_jax.serve.min_context import MEASURED, told
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import Table
@@ -148,20 +147,6 @@ def test_a_very_large_top_k_is_no_truncation(model):
     assert texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.parametrize("made", [lambda: "certified", lambda: preset("certified", window=16)])
-def test_a_request_sets_the_knobs_of_the_preset_that_serves_it(model, made):
-    """Under their bounds, however the control was named; a share above 1 is a number to the law alone."""
-
-    def laws(**control):
-        request = GenerationRequest(prompt=ONCE, params=SamplingParams(), control=control)
-        return model.sequences(0, request, made())[0].laws
-
-    of_all = model.settings.laws_of(made()).preset
-    assert laws(tolerance=0.5).preset == dataclasses.replace(of_all, tolerance=0.5)
-    with pytest.raises(UsageError, match=r"tolerance is 1\.5; it must be a share of attention"):
-        laws(tolerance=1.5)
-
-
 def calibrated(folder, to, **measured) -> engine.Model:
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
@@ -206,17 +191,3 @@ def test_a_model_describes_what_runs_where(folder, model):
     named, given = (opened(folder, control=one).describe() for one in ("certified", preset("certified")))
     assert f"blocks are chosen {told(MEASURED['cpu']['certified'])}; min_context 0 chooses always" in named
     assert not any("blocks are chosen" in line for line in given)
-
-
-def test_memory_is_measured_before_a_weight_is_read(folder, monkeypatch):
-    """The cache has the pages that memory leaves room for; what does not fit is refused."""
-    monkeypatch.setattr(loading, "usable_memory", lambda fraction: int(fraction * 30_000_000))
-    small = opened(folder, max_num_seqs=16)
-    assert 32 < small.decoder_config.num_pages < 16 * 32 + 1
-    assert any("pages of" in line and "for every sequence at once" in line for line in small.describe())
-    monkeypatch.setattr(loading, "load_checkpoint", None)  # not callable: reading weights would be a TypeError
-    with pytest.raises(UsageError, match="take num_pages"):
-        opened(folder, max_num_seqs=16, num_pages=513)
-    monkeypatch.setattr(loading, "usable_memory", lambda fraction: int(fraction * 2_000_000))
-    with pytest.raises(UsageError, match=r"This needs .* and 1\.8 MB may be used: 2\.\d MB for weights in float32"):
-        opened(folder)

@@ -9,7 +9,6 @@ from et_jax.control.draft import (
     FIRST_CREDIT,
     MOST_CREDIT,
     DraftLength,
-    PastDrafts,
     RooflineLength,
     StepTimes,
     started,
@@ -22,10 +21,6 @@ TIMES = StepTimes(plain=3.0, plain_cached=6e-4, drafted=3.0, drafted_cached=6e-5
 CONTEXT = 60_000
 NO_ENTROPY = jnp.float32(0)
 _updated = jax.jit(updated)
-
-
-def test_nothing_known_is_most_accepted():
-    assert DraftRecord().told() == PastDrafts()
 
 
 def test_shares_and_credit_are_counted():

@@ -102,13 +102,6 @@ def test_each_record_is_of_its_step_and_slot(output):
                 assert top == ((number, -float(number)), (number + 1, -float(number + 1)))
 
 
-def test_the_weights_are_shared_by_those_served(output):
-    served = [burst(output).num_served(step, range(SLOTS)) for step in range(STEPS)]
-    assert served == [3, 2, 1] and burst(output).num_served(0, [1]) == 1
-    costs = [trace(burst(output), 0, 0, slot, sharing=3).cost for slot in range(SLOTS)]
-    assert costs == pytest.approx([6000 / 3 + 10 * (slot + 1) + 2 for slot in range(SLOTS)])
-
-
 def in_one_step(output: StepOutput) -> StepOutput:
     """The steps as positions of one, whose weights are read once."""
     once = tuple(replace(each, passes=each.passes.at[1:].set(0)) for each in output.work)

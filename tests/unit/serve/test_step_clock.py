@@ -69,21 +69,6 @@ def test_no_time_is_below_0():
     assert numbers(fit.times).min() == 0.0 and np.isfinite(fit.covariance).all()
 
 
-def test_what_was_never_done_is_as_it_was_roughly_and_doubted():
-    """Plain steps alone are measured: the others keep their ratio to what the plain ones were taken for."""
-    done = work(SELF, 2, np.zeros((40, 2), int), np.zeros(40, int), np.full((40, 2), [8000, 0]))
-    seconds = done @ numbers(TRUE)
-    fit = fitted(ROUGH, done, seconds)
-    plain, short = (work(SELF, 2, np.array([[n, 0]]), np.array([n]), np.array([[8000, 0]]))[0] for n in (0, 4))
-    assert plain @ numbers(fit.times) == pytest.approx(plain @ numbers(TRUE), rel=1e-3)
-    expected = short @ numbers(ROUGH) / (plain @ numbers(ROUGH))
-    assert short @ numbers(fit.times) / (plain @ numbers(fit.times)) == pytest.approx(expected, rel=1e-3)
-    before = fit.doubt(plain, short)
-    everything = np.concatenate([done, np.tile(short, (20, 1))])
-    after = fitted(ROUGH, everything, everything @ numbers(TRUE)).doubt(plain, short)
-    assert 0.08 < before < 0.3 and after < 0.02
-
-
 def test_laws_are_told_of_sequences_alike_and_a_doubted_speed_has_to_be_greater():
     fit = Fit(times=TRUE, covariance=np.zeros((6, 6)))
     before = Drafting(most=12, length=AcceptanceLength(0.1, widths=(4.0, 8.0, 12.0)), drafter=lookup)
@@ -155,13 +140,6 @@ def test_a_model_drafts_for_itself_once_plain_steps_are_measured_and_waits_when_
     assert waiting == [np.inf, None, *[np.inf] * 3] and known is not None and 1.0 < known < 1.5
     told = [one for one in worths(*[plain] * 5, *[drafting] * (step_clock.REMEMBERED + step_clock.EVERY)) if one]
     assert told[-1] == np.inf and told.count(np.inf) < 8
-
-
-def test_what_is_new_is_told_at_once_and_then_every_few_bursts():
-    _, *told = worths(*[(0, 2, PLAIN_ONE)] * 25, *[(4, 1, WHOLE)] * 25)
-    of_kind = [one is not None for one in told[:25]], [one is not None for one in told[25:]]
-    for found in of_kind:
-        assert found[:9] == [False, *[True] * 8] and sum(found[9:]) == 2
 
 
 def test_a_burst_says_nothing_that_is_the_first_of_a_program_in_so_many_rows_or_only_notes_what_was_read():
