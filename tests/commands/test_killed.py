@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +34,6 @@ def finish(process: subprocess.Popen[bytes]) -> str:
     assert process.returncode == 0, err.decode()
     assert out == b""
     return err.decode()
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[[Path, Path], tuple[int, str]]:
-    """Serve a file by the stand-in within this process; return the exit code and what was said."""
-    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
-
-    def serve(source: Path, output: Path) -> tuple[int, str]:
-        code = main(["-i", str(source), "-o", str(output)])
-        return code, capfd.readouterr().err
-
-    return serve
 
 
 def rows(output: Path) -> dict[str, Any]:
@@ -109,7 +96,7 @@ def test_every_line_is_answered_once_and_as_if_undisturbed(tmp_path, model, coun
     assert "done before" in said and "0 error rows" in said
 
 
-def test_an_interrupt_keeps_what_is_done_and_says_how_to_resume(tmp_path, here):
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_resume(tmp_path, monkeypatch, capfd):
     source, output, metrics = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "metrics.txt"
     write_lines(source, 1000, 8)
     process = start("paper", source, output, "--metrics", str(metrics))
@@ -122,5 +109,6 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_resume(tmp_path, here):
     assert "run the same command again to resume" in err.decode() and "Traceback" not in err.decode()
     assert all(row["response"] for row in rows(output).values())
     assert f'et_jax_requests_finished_total{{reason="length"}} {done}' in metrics.read_text()
-    code, said = here(source, output)
-    assert code == 0 and f"{done} done before" in said and len(rows(output)) == 1000
+    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
+    assert main(["-i", str(source), "-o", str(output)]) == 0 and len(rows(output)) == 1000
+    assert f"{done} done before" in capfd.readouterr().err

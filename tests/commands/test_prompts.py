@@ -156,8 +156,6 @@ def test_a_call_takes_none_for_unset_and_the_knobs_of_its_preset(model):
     for call in (model.generate, model.stream, model.as_completed):
         with pytest.raises(UsageError, match=r'^control "off" has no tolerance; choose one of paper, guarded'):
             call(asked, tolerance=0.1)
-        with pytest.raises(UsageError, match=r'^control "certified" has no tau; it has target_entropy, tolerance,'):
-            call(asked, control="certified", tau=0.1)
     with pytest.raises(UsageError, match=r"^tolerence is no setting; did you mean tolerance[?]$"):
         model.as_completed(asked, tolerence=0.1)
     with pytest.raises(UsageError, match=r"^temperature is given with requests that have settings of their own"):

@@ -1,6 +1,5 @@
 """What a running job says: only what it can know."""
 
-
 import pytest
 
 from et_jax.batch import progress as progresses

@@ -10,11 +10,12 @@ import pytest
 from small_model import configuration
 from timed_world import World
 
-from et_jax.control.draft import AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
+from et_jax.control.draft import FIRST_CREDIT, AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.config import Variant
 from et_jax.decode.draft import Drafting, Pruned, ReadSizes, by_roofline, lookup, rough_times
 from et_jax.decode.output import StepOutput
 from et_jax.serve import step_clock
+from et_jax.serve.past_drafts import FORGOTTEN, MOST_SAVED, DraftRecord
 from et_jax.serve.step_clock import Fit, StepClock, fitted, saved, told, work
 
 SELF = Drafting(most=12, length=RooflineLength(StepTimes(*[1.0] * 6)), drafter=Pruned())
@@ -98,6 +99,17 @@ def test_what_drafts_saved_is_what_they_brought_less_what_they_took():
     assert saved(TRUE, 2, plain, plain, 0.0) == 0.0
 
 
+def test_how_drafts_fared_is_counted_and_forgotten():
+    """Of 6 tried 3 were accepted, beside 3.6 of 4 supposed; after a thousand steps more they count for half."""
+    record = DraftRecord()
+    assert record.told() == PastDrafts()
+    record.note(10, tried=6, accepted=3, saved=-0.5)
+    told = record.told()
+    assert told.acceptance == pytest.approx(6.6 / 10) and told.credit == pytest.approx(FIRST_CREDIT - 0.5 + 0.1)
+    record.note(int(FORGOTTEN), tried=0, accepted=0, saved=0.0)
+    assert record.told().acceptance == pytest.approx(5.1 / 7) and record.told().credit == MOST_SAVED
+
+
 CONFIG = configuration(draft=Drafting(most=12, length=SELF.length, drafter=Pruned(), times=ROUGH))
 WHOLE, PLAIN_ONE = CONFIG.whole, CONFIG.whole._replace(drafts=False)
 
@@ -155,7 +167,8 @@ ON_H200 = StepTimes(
 
 
 @pytest.mark.parametrize(
-    ("context", "rate", "least", "most"), [(32_768, 0.9, 1.1, 1.4), (32_768, 0.45, 0.95, 1.02), (2048, 0.9, 0.95, 1.02)]
+    ("context", "rate", "least", "most"),
+    [(32_768, 0.9, 1.1, 1.4), (32_768, 0.45, 0.95, 1.02), (32_768, 0.0, 0.98, 1.0), (2048, 0.9, 0.95, 1.02)],
 )
 def test_texts_decoded_together_draft_where_that_pays_and_lose_little_where_it_does_not(
     context, rate, least, most, monkeypatch
