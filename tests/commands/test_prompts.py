@@ -3,7 +3,6 @@
 import array
 import asyncio
 import collections
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -126,13 +125,6 @@ def test_settings_that_are_none_are_told(model, prompts, arguments, sentence):
         with pytest.raises(UsageError) as refused:
             way(prompts, **arguments)
         assert sentence in str(refused.value)
-
-
-def test_keywords_change_the_settings_that_are_given(model):
-    params = SamplingParams(max_tokens=7, seed=3, temperature=0.8)
-    [changed] = model.generate("Once", params, max_tokens=2)
-    [expected] = model.generate("Once", dataclasses.replace(params, max_tokens=2))
-    assert changed.token_ids == expected.token_ids and len(changed.token_ids) == 2
 
 
 @pytest.mark.parametrize("requests", [None, 5, "ab", b"ab", REQUEST])

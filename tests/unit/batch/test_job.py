@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,6 @@ def test_the_input_is_read_as_it_is_served(tmp_path):
     source, output, seen = write(tmp_path, *numbered(50)), tmp_path / "out.jsonl", []
     serve(source, PaperModel(ahead=5, before=lambda _: seen.append(output.read_bytes().count(b"\n"))))
     assert all(rows >= drawn - 5 for drawn, rows in enumerate(seen)) and len(seen) == 50
-
-
-class Forgetful(PaperModel):
-    """Serves all requests but the first."""
-
-    def as_completed(self, requests: Iterable[GenerationRequest], **more: Any) -> Iterator[tuple[int, Completion]]:
-        yield from (each for each in super().as_completed(requests, **more) if each[0])
-
-
-def test_a_line_the_engine_forgets_is_no_success(tmp_path):
-    with pytest.raises(RuntimeError, match="1 requests unanswered"):
-        serve(write(tmp_path, *numbered(3)), Forgetful())
 
 
 def test_progress_is_said_now_and_then(tmp_path, capfd, monkeypatch):

@@ -286,13 +286,16 @@ WidePool.TestCase.settings = CompressingPool.TestCase.settings
 TestWidePool = WidePool.TestCase
 
 
-def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning():
+def test_the_least_recently_used_goes_first_its_end_before_its_beginning_and_what_is_locked_never():
     index = PrefixCache(1)
-    assert (index.add([1, 2], [10, 11]), index.add([3], [12])) == ([10, 11], [12])
+    assert (index.add([1, 2], [10, 11]), index.add([3], [12]), index.add([4], [13])) == ([10, 11], [12], [13])
+    index.lock([13])
     assert index.find([1], 9) == [10]
     index.lock([10, 11])
     index.lock([10])
     assert index.num_shared([10, 11]) == 1
     index.unlock([10])
     index.unlock([10, 11])
-    assert [index.evict(1) for _ in range(3)] == [[11], [12], [10]]
+    assert [index.evict(1) for _ in range(4)] == [[11], [12], [10], []]
+    index.unlock([13])
+    assert index.evict(9) == [13]
