@@ -1,7 +1,6 @@
 """The engine on a real model of 656k weights: what is asked for is what comes."""
 
 import collections
-import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -13,9 +12,8 @@ from places import GOLDEN
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration, write_calibration
-from et_jax.serve import engine, loading
+from et_jax.serve import engine
 from et_jax.serve.min_context import MEASURED, told
-from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import Table
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -132,34 +130,9 @@ def test_penalties_count_what_was_written(model):
     assert len({*barred.token_ids, *tokens}) == len(tokens) + 40  # no token of prompt or text comes twice
 
 
-def test_logits_that_overflow_end_their_sequence_and_no_other(model):
-    """No request may ask for so much; were it to come about, it would not draw a token of what is no distribution."""
-    fine, faulty = SamplingParams(max_tokens=12, seed=3), SamplingParams(max_tokens=12, seed=3)
-    object.__setattr__(faulty, "repetition_penalty", 1e-38)
-    alone = model.generate(TOM, fine)[0]
-    other, ended = model.generate([GenerationRequest(prompt=TOM, params=params) for params in (fine, faulty)])
-    assert of(other) == of(alone)
-    assert ended.finish_reason == "error" and "overflow under these penalties or at this temp" in ended.error
-    assert len(ended.token_ids) < 12
-
-
 def test_a_very_large_top_k_is_no_truncation(model):
     texts = [model.generate(ONCE, max_tokens=5, top_k=k)[0].token_ids for k in (0, 2048, 2**40)]
     assert texts[0] == texts[1] == texts[2]
-
-
-@pytest.mark.parametrize("made", [lambda: "certified", lambda: preset("certified", window=16)])
-def test_a_request_sets_the_knobs_of_the_preset_that_serves_it(model, made):
-    """Under their bounds, however the control was named; a share above 1 is a number to the law alone."""
-
-    def laws(**control):
-        request = GenerationRequest(prompt=ONCE, params=SamplingParams(), control=control)
-        return model.sequences(0, request, made())[0].laws
-
-    of_all = model.settings.laws_of(made()).preset
-    assert laws(tolerance=0.5).preset == dataclasses.replace(of_all, tolerance=0.5)
-    with pytest.raises(UsageError, match=r"tolerance is 1\.5; it must be a share of attention"):
-        laws(tolerance=1.5)
 
 
 def calibrated(folder, to, **measured) -> engine.Model:
@@ -206,17 +179,3 @@ def test_a_model_describes_what_runs_where(folder, model):
     named, given = (opened(folder, control=one).describe() for one in ("certified", preset("certified")))
     assert f"blocks are chosen {told(MEASURED['cpu']['certified'])}; min_context 0 chooses always" in named
     assert not any("blocks are chosen" in line for line in given)
-
-
-def test_memory_is_measured_before_a_weight_is_read(folder, monkeypatch):
-    """The cache has the pages that memory leaves room for; what does not fit is refused."""
-    monkeypatch.setattr(loading, "usable_memory", lambda fraction: int(fraction * 30_000_000))
-    small = opened(folder, max_num_seqs=16)
-    assert 32 < small.decoder_config.num_pages < 16 * 32 + 1
-    assert any("pages of" in line and "for every sequence at once" in line for line in small.describe())
-    monkeypatch.setattr(loading, "load_checkpoint", None)  # not callable: reading weights would be a TypeError
-    with pytest.raises(UsageError, match="take num_pages"):
-        opened(folder, max_num_seqs=16, num_pages=513)
-    monkeypatch.setattr(loading, "usable_memory", lambda fraction: int(fraction * 2_000_000))
-    with pytest.raises(UsageError, match=r"This needs .* and 1\.8 MB may be used: 2\.\d MB for weights in float32"):
-        opened(folder)

@@ -121,10 +121,12 @@ def test_the_command_line_writes_answers_and_a_picture(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+TWO = ("--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1")
+
+
 def test_a_signal_after_the_last_answer_loses_none(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(engine, "load", lambda *_, **__: Reader({}))
     monkeypatch.setattr(signals, "_end", lambda *_: pytest.fail("it ended before the files were written"))
-
     about = evaluate._about
 
     def interrupted(args):
@@ -133,27 +135,26 @@ def test_a_signal_after_the_last_answer_loses_none(tmp_path, monkeypatch, capfd)
         return about(args)
 
     monkeypatch.setattr(evaluate, "_about", interrupted)
-    out = tmp_path / "a.json"
-    given = ["--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1", "--json", str(out)]
-    assert evaluate.main([*given, "--plot", str(tmp_path / "a.png")]) == 128 + signal.SIGINT
-    assert len(json.loads(out.read_text())["answers"]) == 2 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    code = evaluate.main([*TWO, "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")])
+    assert code == 128 + signal.SIGINT
+    assert len(json.loads((tmp_path / "a.json").read_text())["answers"]) == 2
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert "0/2" in capfd.readouterr().out
 
 
 def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(engine, "load", lambda *_, **__: Reader({}))
-    given = ["--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1"]
 
     def gone(*_, **__):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe", STANDARD_OUTPUT)
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "table", gone)
-        assert evaluate.main([*given, "--json", str(tmp_path / "a.json")]) == command.READER_GONE
+        assert evaluate.main([*TWO, "--json", str(tmp_path / "a.json")]) == command.READER_GONE
     assert len(json.loads((tmp_path / "a.json").read_text())["answers"]) == 2
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "_write", gone)
-        assert evaluate.main([*given, "--json", "-", "--plot", str(tmp_path / "a.png")]) == command.READER_GONE
+        assert evaluate.main([*TWO, "--json", "-", "--plot", str(tmp_path / "a.png")]) == command.READER_GONE
     assert (tmp_path / "a.png").exists() and "error" not in capfd.readouterr().err
 
 

@@ -5,10 +5,8 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from et_jax.generate import main
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.transformer import initialise
-from et_jax.report import display
 from et_jax.report.trace import VERSION, read_trace
 from scripts.measuring.shapes import SMALL
 
@@ -120,26 +117,6 @@ def test_trace_json_and_plot_agree(folder, tmp_path, capfd):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
 
 
-@pytest.mark.slow
-def test_control_by_name_and_by_knob_is_reported(folder, tmp_path, capfd):
-    """On a model that is sure of itself, so that a tolerance is spent."""
-    sure = shutil.copytree(folder, tmp_path / "sure")
-    changed_norm(sure, lambda norm: 40 * norm)
-    settings = ["--model", str(sure), "-p", "It was a dark and stormy night.", "--max-tokens", "30", "--page-size", "4"]
-    off = run(capfd, *settings, "--json")
-    knobs = ["--tolerance", "5", "--min-blocks", "1", "--window", "4", "--target-entropy", "1", "--min-context", "0"]
-    guarded = run(capfd, *settings, "--json", "--control", "guarded", *knobs)
-    assert off[0] == guarded[0] == 0
-    before, after = (json.loads(out)["entropic"] for _, out, _ in (off, guarded))
-    assert before["share_read"] == 1 and before["guard_rates"] == {}
-    assert after["share_read"] < 1 and 0 < after["least_mass_kept"] < 1
-    assert set(after["guard_rates"]) == {"stability", "temperature_saturation"}
-    assert after["temperature_range"][0] < after["temperature_range"][1] == 1
-    assert after["nats_per_byte"] == pytest.approx(after["entropic_time"] / after["cost_bytes"])
-    for part in ("% of blocks, ", "% of bytes, kept at least", "temperature_saturation", "stability"):
-        assert part in guarded[2] and part not in off[2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -190,22 +167,6 @@ def test_refuses_a_damaged_model(folder, tmp_path, capfd, damage, words):
     code, _, err = run(capfd, "--model", str(broken), "-p", "It was", "--max-tokens", "4")
     complaint = err.splitlines()[-1]
     assert code != 0 and complaint.startswith("error: ") and words in complaint and "Traceback" not in err
-
-
-def test_an_interrupt_keeps_the_text_and_its_trace(folder, tmp_path, capfd, monkeypatch):
-    trace, take = tmp_path / "trace.jsonl", display.Report.take
-
-    def interrupted(report: display.Report, event: Any) -> None:
-        take(report, event)
-        if len(trace.read_text().splitlines()) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # another thread listens
-
-    monkeypatch.setattr(display.Report, "take", interrupted)
-    code, out, err = run(capfd, *("--model", str(folder), "-p", "It was", "--max-tokens", "50", "--trace", str(trace)))
-    _, [completion] = read_trace(trace)
-    assert code == 130 and 3 <= len(completion.trace) < 50 and completion.finish_reason == "abort"
-    assert out == completion.text + "\n" and "(abort)" in err
 
 
 def test_help_needs_no_jax():

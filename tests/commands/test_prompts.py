@@ -3,7 +3,6 @@
 import array
 import asyncio
 import collections
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -128,13 +127,6 @@ def test_settings_that_are_none_are_told(model, prompts, arguments, sentence):
         assert sentence in str(refused.value)
 
 
-def test_keywords_change_the_settings_that_are_given(model):
-    params = SamplingParams(max_tokens=7, seed=3, temperature=0.8)
-    [changed] = model.generate("Once", params, max_tokens=2)
-    [expected] = model.generate("Once", dataclasses.replace(params, max_tokens=2))
-    assert changed.token_ids == expected.token_ids and len(changed.token_ids) == 2
-
-
 @pytest.mark.parametrize("requests", [None, 5, "ab", b"ab", REQUEST])
 def test_what_holds_no_requests_is_refused_at_once(model, requests):
     with pytest.raises(UsageError, match=r"requests is .*; it must be a list of GenerationRequest"):
@@ -156,8 +148,6 @@ def test_a_call_takes_none_for_unset_and_the_knobs_of_its_preset(model):
     for call in (model.generate, model.stream, model.as_completed):
         with pytest.raises(UsageError, match=r'^control "off" has no tolerance; choose one of paper, guarded'):
             call(asked, tolerance=0.1)
-        with pytest.raises(UsageError, match=r'^control "certified" has no tau; it has target_entropy, tolerance,'):
-            call(asked, control="certified", tau=0.1)
     with pytest.raises(UsageError, match=r"^tolerence is no setting; did you mean tolerance[?]$"):
         model.as_completed(asked, tolerence=0.1)
     with pytest.raises(UsageError, match=r"^temperature is given with requests that have settings of their own"):

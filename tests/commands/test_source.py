@@ -7,7 +7,6 @@ import io
 import json
 import lzma
 import os
-import signal
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -158,15 +157,6 @@ def test_a_named_pipe_is_an_input_and_its_copy_goes(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(UsageError, match=r"pipe cannot be copied to .*; point TMPDIR"), spooled(pipe):
         pass
-
-
-def test_an_interrupt_while_a_pipe_is_read(tmp_path, monkeypatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("shutil.copyfileobj", interrupted)
-    with standard_input(""):
-        assert main(["-i", "/dev/stdin", "-o", str(tmp_path / "out.jsonl")]) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize("source", ["/dev/zero", "/dev/tty", "/"])

@@ -70,7 +70,6 @@ class PaperModel:
     ) -> None:
         self.name, self.tokenizer, self.metrics = "paper", Letters(), Metrics()
         self.ahead, self.seconds, self.before = ahead, seconds, before
-        self.most_pending = 0
 
     def warm_up(self) -> None:
         pass
@@ -87,7 +86,6 @@ class PaperModel:
         while True:
             while len(pending) < self.ahead and (following := next(numbered, None)):
                 pending += [(following[0], each) for each in self.continue_(following[1])]
-                self.most_pending = max(self.most_pending, len(pending))
             if not pending:
                 return
             if cancelled():

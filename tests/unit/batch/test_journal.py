@@ -97,16 +97,6 @@ def test_a_second_row_of_a_line_is_refused(tmp_path):
             begin(path)
 
 
-def test_one_job_at_a_time(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with open_journal(path, SETTINGS):
-        before = manifest_path(path).read_bytes()
-        with pytest.raises(UsageError, match="by another job"), open_journal(path, SETTINGS | {"model_files": "def"}):
-            pass
-        assert manifest_path(path).read_bytes() == before
-    begin(path, "a")  # and the lock goes with its job
-
-
 def test_a_refused_job_leaves_its_output_as_it_was(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text("a letter\n")
@@ -124,24 +114,14 @@ def test_a_refused_job_leaves_its_output_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "output", "words"),
-    [
-        ("in.jsonl", "/proc/nowhere/out.jsonl", "cannot be written"),
-        ("in.jsonl", ".", "not a regular file"),
-        ("in.jsonl", "/dev/full", "not a regular file"),
-        ("absent", "out.jsonl", "does not exist"),
-        (".", "out.jsonl", "neither a file nor a pipe"),
-        ("in.jsonl", "in.jsonl", "the input itself"),
-        ("in.jsonl", "link", "the input itself"),
-        ("in.jsonl", "out.parquet", r"name it \.jsonl"),
-    ],
+    ("output", "words"),
+    [(".", "not a regular file"), ("link", "the input itself"), ("out.parquet", r"name it \.jsonl")],
 )
-def test_files_that_cannot_be_what_they_are_named_for(tmp_path, source, output, words):
+def test_what_cannot_be_an_output_is_refused(tmp_path, output, words):
     (tmp_path / "in.jsonl").write_text("{}")
     (tmp_path / "link").symlink_to("in.jsonl")
     with pytest.raises(UsageError, match=words):
-        check_files(tmp_path / source, tmp_path / output)
-        begin(tmp_path / output)
+        check_files(tmp_path / "in.jsonl", tmp_path / output)
 
 
 def test_a_row_the_disk_takes_half_of_is_cut_off(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Lines of an input: numbered, bounded, and named by their content."""
 
-import json
 import sys
 import tracemalloc
 from pathlib import Path
@@ -46,19 +45,6 @@ def test_a_long_line_is_passed_over_in_pieces_and_its_digest_sees_all_of_it(tmp_
         assert peak < 3 * MAX_LINE_BYTES
         digests.append(long.digest)
     assert digests[0] != digests[1]
-
-
-def test_parquet_rows_are_lines(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [{"id": f"r{i}", "prompt": f"It was {i}", "temperature": None if i else 0.5} for i in range(150)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
-    found = list(read_lines(tmp_path / "in.parquet"))
-    assert [line.number for line in found] == list(range(1, 151))
-    assert [json.loads(line.data or b"") for line in found] == rows
-    (tmp_path / "torn.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-10])
-    with pytest.raises(UsageError, match=r"torn\.parquet is not a readable Parquet file"):
-        list(read_lines(tmp_path / "torn.parquet"))
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path, monkeypatch):

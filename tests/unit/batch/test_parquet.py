@@ -34,12 +34,14 @@ TURN = {"role": "user", "content": "Hi", "name": None}
         ("user", [datetime.date(2024, 2, 29), None], ["2024-02-29", None]),
         ("metadata", pyarrow.array([[("day", "x"), ("b", "y")], None], MAP), [{"day": "x", "b": "y"}, None]),
         ("prompt", pyarrow.array(["caf\u00e9".encode(), b""], pyarrow.binary()), ["caf\u00e9", ""]),
+        ("prompt", [f"It was {i}" for i in range(150)], [f"It was {i}" for i in range(150)]),
     ],
 )
 def test_a_value_has_the_form_that_json_has_for_it(tmp_path, name, column, values):
     parquet.write_table(pyarrow.table({name: column}), tmp_path / "in.parquet")
-    found = [json.loads(line.data or b"")[name] for line in read_lines(tmp_path / "in.parquet")]
-    assert repr(found) == repr(values)  # 3 is not 3.0
+    lines = list(read_lines(tmp_path / "in.parquet"))
+    assert [line.number for line in lines] == list(range(1, len(values) + 1))
+    assert repr([json.loads(line.data or b"")[name] for line in lines]) == repr(values)  # 3 is not 3.0
 
 
 def test_columns_without_a_value_ask_for_nothing(tmp_path):
@@ -70,9 +72,12 @@ def test_a_value_that_cannot_be_is_its_line_alone(tmp_path, columns, words):
         read_task(bad, Letters(), Defaults(params=SamplingParams()))
 
 
-@pytest.mark.parametrize("names", [["prompt", "prompt"], ["id", "prompt", "id"]])
-def test_a_column_twice_is_refused(tmp_path, names):
-    columns = [pyarrow.array(["a"]) for _ in names]
-    parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), tmp_path / "in.parquet")
-    with pytest.raises(UsageError, match=f'has the column "{names[0]}" twice; rename one'):
-        list(read_lines(tmp_path / "in.parquet"))
+def test_a_torn_file_and_a_column_twice_are_refused(tmp_path):
+    path = tmp_path / "in.parquet"
+    for names in (["prompt", "prompt"], ["id", "prompt", "id"]):
+        parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"]) for _ in names], names=names), path)
+        with pytest.raises(UsageError, match=f'has the column "{names[0]}" twice; rename one'):
+            list(read_lines(path))
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UsageError, match=r"in\.parquet is not a readable Parquet file"):
+        list(read_lines(path))

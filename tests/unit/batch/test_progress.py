@@ -1,7 +1,5 @@
 """What a running job says: only what it can know."""
 
-import sys
-
 import pytest
 
 from et_jax.batch import progress as progresses
@@ -59,13 +57,3 @@ def test_what_is_said(clock, capfd, monkeypatch, total, before, shown):
             clock.now += seconds
             progress.show(done=done, answered=answered, tokens=tokens)
             assert capfd.readouterr().err.splitlines()[-1] == line
-
-
-def test_a_dumb_terminal_gets_lines(clock, capfd, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress(10, 0) as progress:
-        clock.now += 20
-        progress.show(done=1, answered=1, tokens=8)
-    err = capfd.readouterr().err
-    assert "1 of 10 lines" in err and "\x1b" not in err and "\r" not in err

@@ -1,5 +1,6 @@
 """What a job on Ray finds out by itself: shards and their outputs, room for actors, cores; Ray itself is not needed."""
 
+import asyncio
 import json
 import os
 import sys
@@ -7,15 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stand_in import paper
 
 from et_jax.batch.job import survey
 from et_jax.batch.journal import open_journal
 from et_jax.batch.ray import cluster
-from et_jax.batch.ray.decoder import COLUMNS, Answer, Decoder, rows_of_block
+from et_jax.batch.ray.decoder import Decoder
 from et_jax.batch.ray.folder import Sums, _lines, _record, _Row, shards
-from et_jax.batch.tasks import Entry, read_entries
+from et_jax.batch.tasks import Defaults, Entry, read_entries
 from et_jax.errors import UsageError
 from et_jax.serve.config import EngineConfig
+from et_jax.serve.requests import SamplingParams
 
 
 def test_files_of_a_folder_go_to_files_of_a_folder(tmp_path):
@@ -33,7 +36,6 @@ def test_files_of_a_folder_go_to_files_of_a_folder(tmp_path):
     ("files", "source", "output", "words"),
     [
         ([], "in", "out", "names no file; give --input a folder"),
-        ([], "in/*.jsonl", "out", "names no file"),
         (["in/a"], "in", "file", "is not a folder; name one for the outputs of 1 shards"),
         (["in/a"], "in/*", "in", "is the folder of the input"),
         (["in/a", "in/a.jsonl"], "in", "out", r"two shards whose output is a\.jsonl; rename one"),
@@ -67,7 +69,6 @@ def test_resources_are_amounts_by_name(given, expected, platform):
     ("ask", "given", "said"),
     [
         (cluster.check_resources, [], "must be amounts by name"),
-        (cluster.check_resources, {"CPU": -1}, r"resources\.CPU is -1"),
         (cluster._check_joins, "head", "it must be the host:port of a cluster's head"),
         (cluster._check_joins, "ray://head:10001", "it must be the host:port of a cluster's head"),
         (cluster._check_joins, "head:port", "it must be the host:port of a cluster's head"),
@@ -123,21 +124,50 @@ def test_cores_are_each_actors_own_while_there_are_any(tmp_path, monkeypatch):
     assert cluster.own_cores(9, tmp_path) == [0, 1, 2, 3]
 
 
-def test_rows_make_the_lines_of_batch_files_in_blocks_that_fill_the_slots_many_times_over():
-    assert rows_of_block(EngineConfig(max_num_seqs=1)) == 16
-    assert rows_of_block(EngineConfig(max_num_seqs=32, replicas=2)) == 128
-    decoder = object.__new__(Decoder)  # no engine
-    decoder._prompt, decoder._id = "question", "name"
-    row = {"name": 5, "question": "It was", "seed": 3, "stop": None, "top_k": 4.0, "answer": "x"}
-    entry = decoder._entry(2, row)
-    assert entry == Entry(line=2, custom_id="5", id="2", values={"prompt": "It was", "seed": 3, "top_k": 4})
-    turns = [{"role": "user", "content": "Hello"}]
-    assert decoder._entry(0, {"question": turns}).values == {"messages": turns}
-    assert decoder._entry(0, {"question": [1, 2]}).values == {"prompt": [1, 2]}
-    assert (decoder._entry(0, {"question": "a", "logprobs": 2}).problem or "").startswith("logprobs has no place here")
-    assert decoder._entry(0, {"question": "a", "n": 1}).problem is None
-    refused = decoder._told(Answer(entry=entry, error=("invalid_request", "No.")))
-    assert refused == dict.fromkeys(COLUMNS) | {"error": "5: No."}
+ROWS: list[dict[str, Any]] = [
+    {"name": "text", "question": "It was"},
+    {"name": "none"},
+    {"name": "two", "question": "It was", "n": 2},
+    {"name": "one", "question": "It was", "n": 1, "top_k": 4.0},
+    {"name": "odds", "question": "It was", "logprobs": 2},
+    {"name": "cold", "question": "It was", "temperature": -1.0},
+    {"name": "long", "question": "a" * 101},
+    {"name": "own", "question": "It was", "seed": 7, "control": {"tau": 0.5, "window": None}, "max_tokens": 3},
+]
+
+
+def test_rows_of_every_kind_have_a_text_or_a_reason(monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    context = SimpleNamespace(get_assigned_resources=dict)
+    monkeypatch.setattr(cluster, "ray", lambda: SimpleNamespace(get_runtime_context=lambda: context))
+    monkeypatch.setattr(cluster, "settle", lambda _: None)
+    defaults = Defaults(params=SamplingParams(max_tokens=5))
+    decoder = Decoder(EngineConfig(), prompt="question", id="name", defaults=defaults, load=paper)
+
+    def decoded(table: Any) -> list[dict[str, Any]]:
+        async def all_of() -> list[Any]:
+            return [row async for answered in decoder(table) for row in answered.to_pylist()]
+
+        return asyncio.run(all_of())
+
+    given = arrow.Table.from_pylist([dict.fromkeys(name for row in ROWS for name in row) | row for row in ROWS])
+    found = {row["name"]: row for row in decoded(given)}
+    texts = {name: len(row["text"]) for name, row in found.items() if row["text"] is not None}
+    assert texts == {"text": 5, "one": 5, "own": 3}
+    assert {name: row["error"] for name, row in found.items() if row["error"] is not None} == {
+        "none": "none: prompt is missing; it must be a text that is not empty, or a list of token ids.",
+        "two": "two: n has no place here, for a row has one text alone; rename or drop the column.",
+        "odds": "odds: logprobs has no place here, for a row has one text alone; rename or drop the column.",
+        "cold": "cold: temperature is -1.0; it must be 0 (greedy) or above.",
+        "long": "long: The prompt is too long; shorten it.",
+    }
+    assert (found["own"]["seed"], found["text"]["seed"]) == (7, 0)
+    figures = found["text"]["entropic"]
+    assert (figures["cost_bytes"], figures["mean_entropy"]) == (50.0, 1.0)  # five tokens of 10 bytes and 1 nat
+    [chat] = decoded(arrow.table({"question": [[{"role": "user", "content": "Hello"}]], "kept": [1]}))
+    assert (len(chat["text"]), chat["kept"], chat["prompt_tokens"]) == (5, 1, len("user: Hello\n"))
+    [tokens] = decoded(arrow.table({"question": [[73, 116]], "name": [5]}))
+    assert (tokens["prompt_tokens"], tokens["name"], tokens["error"]) == (2, 5, None)
 
 
 def test_what_has_a_row_is_not_read_again_and_a_changed_shard_is_a_fault(tmp_path):

@@ -42,7 +42,11 @@ def replace(path: Path) -> None:
     os.replace(path.with_name("new"), path)
 
 
-THEN = pytest.mark.parametrize("then", [end, Journal.sync, append])
+def interrupt(_: Journal) -> None:
+    raise KeyboardInterrupt
+
+
+THEN = pytest.mark.parametrize("then", [end, Journal.sync, append, interrupt])
 
 
 @THEN
@@ -118,15 +122,6 @@ def test_a_file_that_another_program_changes_is_reported_and_nothing_is_written_
     said = disturbed(path, lambda: change(path), then)
     assert f"was changed by another program while the job ran (it has {len(left)} bytes, not {size})" in said
     assert path.read_bytes() == left
-
-
-def test_the_loss_is_reported_though_the_job_was_interrupted(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with pytest.raises(UsageError, match="removed"), open_journal(path, SETTINGS) as journal:
-        journal.append(row("a"))
-        path.unlink()
-        raise KeyboardInterrupt
-    assert (tmp_path / "out.jsonl.rescued").read_bytes() == data("a")
 
 
 @pytest.mark.parametrize("then", [end, Journal.sync])

@@ -63,12 +63,14 @@ def test_a_notebook_shows_the_text_its_scale_and_its_figures():
     rows = [
         row(5, text="<b>", entropy=0.5, top=((7, math.log(0.25)),)),
         row(6, text="", entropy=4.0, entropic_time=2.0, drafted=3, accepted=True),
-        row(7, text="\n", temperature=0.25),
+        row(7, text="\n", temperature=0.25, guard_rates={"stability": 0.5}),
     ]
     drawn = completion(rows)._repr_html_()
     assert texts(drawn).startswith("a<b>\nentropy, nats: 0.00") and "to 4.00" in texts(drawn)
     assert "3 tokens (length); entropic time 0.0 nats, cost 0.0 MB moved" in texts(drawn)
-    assert "read 50% of blocks, kept at least 1.000; 1 of 3 drafted tokens accepted" in texts(drawn)
+    assert "read 50% of blocks, kept at least 1.000; 1 of 3 drafted tokens accepted; stability 50% of tokens" in texts(
+        drawn
+    )
     assert re.findall('<span class="([^"]*)" title', drawn) == ["s3", "s9 mark", "s5 mark"]
     titles = [unescape(title).splitlines() for title in re.findall('title="(.*?)"', drawn, re.DOTALL)]
     assert titles[0][:3] == ["entropy 0.500 nats", "surprisal 0.500 nats", "temperature 1"]

@@ -50,16 +50,6 @@ def test_a_program_of_few_rows_is_made_once_its_bursts_took_as_long_as_that_of_a
     assert served.two.made_for == ("weights", "state")
 
 
-def test_more_sequences_run_in_the_next_that_there_is():
-    served = Served()
-    served.burst(5, 2.0)
-    served.made(served.eight)
-    assert [served.burst(running, 0.1) for running in (1, 2, 8, 9, 16)] == [8, 8, 8, 16, 16]
-    assert served.burst(1, 1.9) == 8 and served.few.making
-    served.made(served.two)
-    assert [served.burst(running, 0.1) for running in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, 16]
-
-
 def test_a_program_that_is_kept_is_made_at_once_but_on_an_accelerator_or_for_a_module(monkeypatch):
     served = Served(kept=True)
     served.burst(1, 1e-3)

@@ -1,11 +1,7 @@
 """Counters in the exposition format of Prometheus."""
 
 import re
-from pathlib import Path
 
-import pytest
-
-from et_jax.errors import UsageError
 from et_jax.serve.compilation import Made
 from et_jax.serve.metrics import Metrics
 
@@ -35,15 +31,3 @@ def test_every_counter_is_written_under_its_name():
     expected |= {"programs_compiled": 3, "tracing_seconds": 1.5, "compiling_seconds": 2.5, "loading_seconds": 0.5}
     zeros = ("cached_prompt_tokens", "step_rows", "idle_rows", "preemptions", "programs_compiled_late", "flops")
     assert counted == dict.fromkeys((*zeros, "idle_cost_bytes", "idle_flops", "serving_seconds"), 0) | expected
-
-
-def test_the_file_is_replaced_at_once_where_it_can_be(tmp_path):
-    path = tmp_path / "metrics.txt"
-    Metrics(steps=1).write(path)
-    with path.open() as reader:
-        Metrics(steps=2).write(path)
-        assert "et_jax_steps_total 1\n" in reader.read()  # a reader that was there sees the old file to its end
-    assert "et_jax_steps_total 2\n" in path.read_text() and list(tmp_path.iterdir()) == [path]
-    for where in ("/proc/nowhere/metrics", "/dev/full", "."):
-        with pytest.raises(UsageError, match="choose another file"):
-            Metrics().write(Path(where))

@@ -1,5 +1,6 @@
 """The books of the pool against the table of the device, event by event, and what each of its answers promises."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -11,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from et_jax.control.compression import Compression
 from et_jax.decode import pages
 from et_jax.serve.page_pool import Compressing, PagePool
+from et_jax.serve.prefix_cache import PrefixCache
 
 SIZE, CHUNK, SLOTS, BLOCKS, PAGES = 2, 4, 3, 7, 9  # eight pages for slots that could fill twenty-one
-STEPS, MOST_PER_STEP = 6, 3
+STEPS, MOST_PER_STEP, PER_CHUNK = 6, 3, CHUNK // SIZE
 
 reserve = jax.jit(partial(pages.reserve, most=BLOCKS))
 release, share = jax.jit(pages.release), jax.jit(pages.share)
@@ -29,9 +31,9 @@ def padded(numbers: list[int]) -> tuple[np.ndarray, np.int32]:
     return whole, np.int32(len(numbers))
 
 
-def compressing(room: int, fresh_tokens: int = 2) -> Compressing:
+def compressing(room: int) -> Compressing:
     how = Compression(budget=room, window=2, gap=1, every=2)
-    return Compressing(room=room, point=partial(how.point, region=room), fresh_tokens=fresh_tokens)
+    return Compressing(room=room, point=partial(how.point, region=room), fresh_tokens=2)
 
 
 class Pool(RuleBasedStateMachine):
@@ -56,13 +58,14 @@ class Pool(RuleBasedStateMachine):
         self.written: dict[int, int] = {}  # tokens in the cache, of slots that have begun
         self.running: set[int] = set()
         self.swapped: list[tuple[list[int], int, int, int]] = []
-        self.kept: set[int] = set()
+        self.kept: dict[int, tuple[int, ...]] = {}  # what a prompt began with, up to a page's own last token
 
     # What the device does.
 
     def evict(self, gone: list[int]) -> None:
-        assert set(gone) <= self.kept
-        self.kept -= set(gone)
+        assert (np.asarray(self.table.references)[gone] == 1).all(), "a page is evicted that a slot uses"
+        for page in gone:
+            del self.kept[page]
         self.table = decrement(self.table, *padded(gone))
 
     def grow(self, blocks: dict[int, int]) -> None:
@@ -137,8 +140,11 @@ class Pool(RuleBasedStateMachine):
         if found is None:
             assert any(self.prompt[other][:CHUNK] == self.prompt[slot][:CHUNK] for other in prefilling)
             return
-        assert set(found) <= self.kept and len(found) * SIZE <= len(self.prompt[slot]) - 1
-        assert len(found) % (CHUNK // SIZE) == 0
+        kept = {beginning: page for page, beginning in self.kept.items()}
+        assert len(kept) == len(self.kept)
+        anew = 2 if self.room else 1  # tokens that are computed anew wherever a prompt is served
+        known = list(itertools.takewhile(kept.__contains__, self.beginnings(slot, anew)))
+        assert found == [kept[one] for one in known[: len(known) // PER_CHUNK * PER_CHUNK]]
         if found:
             whole = np.zeros(BLOCKS, np.int32)
             whole[: len(found)] = found
@@ -156,9 +162,15 @@ class Pool(RuleBasedStateMachine):
         self.pool.run(slot)
         self.running.add(slot)
         fresh = self.pool.keep(slot, self.table.pages[slot].tolist())
-        assert not set(fresh) & self.kept and set(fresh) <= set(self.table.pages[slot].tolist())
-        self.kept |= set(fresh)
+        full = dict(zip(self.table.pages[slot].tolist(), self.beginnings(slot, 1), strict=False))
+        assert fresh == [page for page, beginning in full.items() if beginning not in self.kept.values()]
+        self.kept |= {page: full[page] for page in fresh}
         self.table = increment(self.table, *padded(fresh))
+
+    def beginnings(self, slot: int, anew: int) -> list[tuple[int, ...]]:
+        """What the full pages of a prompt stand for, but for so many tokens at its end."""
+        prompt = self.prompt[slot]
+        return [tuple(prompt[: SIZE * (i + 1)]) for i in range(max(len(prompt) - anew, 0) // SIZE)]
 
     @precondition(lambda self: self.running)
     @rule(wanted=st.integers(1, STEPS), victims=st.randoms(use_true_random=False), drafts=st.booleans())
@@ -226,7 +238,7 @@ class Pool(RuleBasedStateMachine):
     def references_are_the_slots_and_the_kept_pages(self):
         held = np.asarray(self.table.pages)
         expected = np.bincount(held[held > 0], minlength=PAGES)
-        expected[sorted(self.kept)] += 1
+        expected[list(self.kept)] += 1
         np.testing.assert_array_equal(self.table.references, expected)
         assert self.pool.num_kept == len(self.kept)
 
@@ -274,29 +286,16 @@ WidePool.TestCase.settings = CompressingPool.TestCase.settings
 TestWidePool = WidePool.TestCase
 
 
-def test_tokens_that_are_to_be_computed_anew_are_not_shared():
-    pool = PagePool(num_pages=21, page_size=2, chunk=2, keep_prefixes=True, compressing=compressing(8, fresh_tokens=4))
-    assert prefilled(pool, 0, [1] * 9, [1, 2, 3, 4, 0]) == [1, 2, 3, 4]
-    pool.admit(1, [1] * 9, most=12)
-    assert pool.begin(1) == [1, 2]
-    pool.admit(2, [1] * 3, most=12)
-    assert pool.begin(2) == []
-
-
-def prefilled(pool: PagePool, slot: int, prompt: list[int], table: list[int], most: int = 9) -> list[int]:
-    """Take a slot through its prompt, on the pages `table`; return those kept anew."""
-    pool.admit(slot, prompt, most)
-    found = pool.begin(slot)
-    assert found is not None
-    pool.write(slot, len(prompt) - 1 - len(found) * 2)
-    pool.run(slot)
-    return pool.keep(slot, table)
-
-
-def test_a_sequence_locks_no_page_that_it_does_not_hold():
-    """It computed anew a page that was kept; were that locked as well, it could lack pages with all others gone."""
-    pool = PagePool(num_pages=11, page_size=2, chunk=4, keep_prefixes=True)
-    assert prefilled(pool, 0, [1, 2, 3], [7, 0, 0]) == [7]
-    pool.release(0)
-    assert prefilled(pool, 1, [1, 2, 3, 4, 5], [8, 9, 0]) == [9]  # [7] is less than a chunk, and is not shared
-    assert pool.num_available == 8 and pool.forget() == [7]
+def test_the_least_recently_used_goes_first_its_end_before_its_beginning_and_what_is_locked_never():
+    index = PrefixCache(1)
+    assert (index.add([1, 2], [10, 11]), index.add([3], [12]), index.add([4], [13])) == ([10, 11], [12], [13])
+    index.lock([13])
+    assert index.find([1], 9) == [10]
+    index.lock([10, 11])
+    index.lock([10])
+    assert index.num_shared([10, 11]) == 1
+    index.unlock([10])
+    index.unlock([10, 11])
+    assert [index.evict(1) for _ in range(4)] == [[11], [12], [10], []]
+    index.unlock([13])
+    assert index.evict(9) == [13]

@@ -1,4 +1,4 @@
-"""A burst as records: each slot's own numbers, the weights shared by those served, work by its formulas."""
+"""A burst as records: what each token is charged, of one model or of two, work by its formulas."""
 
 import dataclasses
 
@@ -79,34 +79,11 @@ def burst(output: StepOutput) -> Burst:
     return Burst((MODEL_COST,), told_of(output), STEPS)
 
 
-def trace(of: Burst, step: int, position: int, slot: int, sharing: int, asked: int = 0) -> TokenTrace:
+def trace(of: Burst, step: int, position: int, slot: int, sharing: int) -> TokenTrace:
     """The record of a token that was produced."""
-    found = of.row(step, position, slot, asked, sharing).trace
+    found = of.row(step, position, slot, 0, sharing).trace
     assert found is not None
     return found
-
-
-def test_each_record_is_of_its_step_and_slot(output):
-    for step in range(STEPS):
-        for slot in range(SLOTS):
-            got, number = burst(output).row(step, 0, slot, 0, 1), step * SLOTS + slot
-            assert (got.trace is not None) == bool(output.produced[step, slot])
-            assert (got.finished, got.fault) == (bool(output.finished[step, slot]), int(output.fault[step, slot]))
-            if got.trace is not None:
-                one = got.trace
-                assert (one.token, one.entropy, one.temperature) == (number + 40, number, number / 4)
-                assert (one.entropic_time, one.guard_rates) == (number / 2, {"stability": number / 8})
-                assert one.blocks_held == -(-(number + 5) // PAGE) * MODEL.num_layers * MODEL.num_kv_heads
-                assert type(one.token) is int and type(one.entropy) is float and one.text == "" and one.top == ()
-                top = trace(burst(output), step, 0, slot, sharing=1, asked=2).top
-                assert top == ((number, -float(number)), (number + 1, -float(number + 1)))
-
-
-def test_the_weights_are_shared_by_those_served(output):
-    served = [burst(output).num_served(step, range(SLOTS)) for step in range(STEPS)]
-    assert served == [3, 2, 1] and burst(output).num_served(0, [1]) == 1
-    costs = [trace(burst(output), 0, 0, slot, sharing=3).cost for slot in range(SLOTS)]
-    assert costs == pytest.approx([6000 / 3 + 10 * (slot + 1) + 2 for slot in range(SLOTS)])
 
 
 def in_one_step(output: StepOutput) -> StepOutput:

@@ -154,6 +154,12 @@ def test_a_setting_that_is_none_is_not_set(field):
     assert requests_of("Once", before, {field: None}, 99) == [GenerationRequest(prompt="Once", params=before)]
 
 
+def test_keywords_change_the_settings_that_are_given():
+    before = SamplingParams(max_tokens=7, seed=3, temperature=0.8)
+    [changed] = requests_of("Once", before, {"max_tokens": 2}, 99)
+    assert changed.params == SamplingParams(max_tokens=2, seed=3, temperature=0.8)
+
+
 def test_a_field_of_a_request_that_is_none_is_not_set():
     fields = ("params", "priority", "deadline", "control", "draft_tokens")
     unset = GenerationRequest(prompt="Once", **dict.fromkeys(fields))

@@ -10,11 +10,12 @@ import pytest
 from small_model import configuration
 from timed_world import World
 
-from et_jax.control.draft import AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
+from et_jax.control.draft import FIRST_CREDIT, AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.config import Variant
 from et_jax.decode.draft import Drafting, Pruned, ReadSizes, by_roofline, lookup, rough_times
 from et_jax.decode.output import StepOutput
 from et_jax.serve import step_clock
+from et_jax.serve.past_drafts import FORGOTTEN, MOST_SAVED, DraftRecord
 from et_jax.serve.step_clock import Fit, StepClock, fitted, saved, told, work
 
 SELF = Drafting(most=12, length=RooflineLength(StepTimes(*[1.0] * 6)), drafter=Pruned())
@@ -69,21 +70,6 @@ def test_no_time_is_below_0():
     assert numbers(fit.times).min() == 0.0 and np.isfinite(fit.covariance).all()
 
 
-def test_what_was_never_done_is_as_it_was_roughly_and_doubted():
-    """Plain steps alone are measured: the others keep their ratio to what the plain ones were taken for."""
-    done = work(SELF, 2, np.zeros((40, 2), int), np.zeros(40, int), np.full((40, 2), [8000, 0]))
-    seconds = done @ numbers(TRUE)
-    fit = fitted(ROUGH, done, seconds)
-    plain, short = (work(SELF, 2, np.array([[n, 0]]), np.array([n]), np.array([[8000, 0]]))[0] for n in (0, 4))
-    assert plain @ numbers(fit.times) == pytest.approx(plain @ numbers(TRUE), rel=1e-3)
-    expected = short @ numbers(ROUGH) / (plain @ numbers(ROUGH))
-    assert short @ numbers(fit.times) / (plain @ numbers(fit.times)) == pytest.approx(expected, rel=1e-3)
-    before = fit.doubt(plain, short)
-    everything = np.concatenate([done, np.tile(short, (20, 1))])
-    after = fitted(ROUGH, everything, everything @ numbers(TRUE)).doubt(plain, short)
-    assert 0.08 < before < 0.3 and after < 0.02
-
-
 def test_laws_are_told_of_sequences_alike_and_a_doubted_speed_has_to_be_greater():
     fit = Fit(times=TRUE, covariance=np.zeros((6, 6)))
     before = Drafting(most=12, length=AcceptanceLength(0.1, widths=(4.0, 8.0, 12.0)), drafter=lookup)
@@ -111,6 +97,17 @@ def test_what_drafts_saved_is_what_they_brought_less_what_they_took():
     expected = 3.0 - took / (0.03 + 1e-5 * 1000.5)
     assert saved(TRUE, 2, done, plain, 3.0) == pytest.approx(expected)
     assert saved(TRUE, 2, plain, plain, 0.0) == 0.0
+
+
+def test_how_drafts_fared_is_counted_and_forgotten():
+    """Of 6 tried 3 were accepted, beside 3.6 of 4 supposed; after a thousand steps more they count for half."""
+    record = DraftRecord()
+    assert record.told() == PastDrafts()
+    record.note(10, tried=6, accepted=3, saved=-0.5)
+    told = record.told()
+    assert told.acceptance == pytest.approx(6.6 / 10) and told.credit == pytest.approx(FIRST_CREDIT - 0.5 + 0.1)
+    record.note(int(FORGOTTEN), tried=0, accepted=0, saved=0.0)
+    assert record.told().acceptance == pytest.approx(5.1 / 7) and record.told().credit == MOST_SAVED
 
 
 CONFIG = configuration(draft=Drafting(most=12, length=SELF.length, drafter=Pruned(), times=ROUGH))
@@ -157,13 +154,6 @@ def test_a_model_drafts_for_itself_once_plain_steps_are_measured_and_waits_when_
     assert told[-1] == np.inf and told.count(np.inf) < 8
 
 
-def test_what_is_new_is_told_at_once_and_then_every_few_bursts():
-    _, *told = worths(*[(0, 2, PLAIN_ONE)] * 25, *[(4, 1, WHOLE)] * 25)
-    of_kind = [one is not None for one in told[:25]], [one is not None for one in told[25:]]
-    for found in of_kind:
-        assert found[:9] == [False, *[True] * 8] and sum(found[9:]) == 2
-
-
 def test_a_burst_says_nothing_that_is_the_first_of_a_program_in_so_many_rows_or_only_notes_what_was_read():
     short, long, noting = (4, 1, WHOLE), (12, 1, WHOLE), (0, 1, WHOLE)
     _, *told = worths(*[(0, 4, PLAIN_ONE)] * 2, short, short, long, noting, noting, long)
@@ -177,7 +167,8 @@ ON_H200 = StepTimes(
 
 
 @pytest.mark.parametrize(
-    ("context", "rate", "least", "most"), [(32_768, 0.9, 1.1, 1.4), (32_768, 0.45, 0.95, 1.02), (2048, 0.9, 0.95, 1.02)]
+    ("context", "rate", "least", "most"),
+    [(32_768, 0.9, 1.1, 1.4), (32_768, 0.45, 0.95, 1.02), (32_768, 0.0, 0.98, 1.0), (2048, 0.9, 0.95, 1.02)],
 )
 def test_texts_decoded_together_draft_where_that_pays_and_lose_little_where_it_does_not(
     context, rate, least, most, monkeypatch

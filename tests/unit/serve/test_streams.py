@@ -5,7 +5,6 @@ import itertools
 import pytest
 from plain_sequences import row, sequence
 
-from et_jax.errors import UsageError
 from et_jax.serve.prompts import refused
 from et_jax.serve.queue import Queue
 from et_jax.serve.replicas import Replicas
@@ -64,22 +63,3 @@ def test_sequences_are_taken_as_they_are_needed(replicas):
     events.close()
     replicas.end_abandoned()
     assert not replicas.queue.waiting
-
-
-def test_a_stream_that_is_closed_is_ended_by_the_next_round_and_takes_no_lock(replicas):
-    events = serve(replicas, asked(3), ahead=9)
-    next(events)
-    with replicas.queue.lock:
-        events.close()
-    assert len(replicas.queue.waiting) == 3
-    later = list(serve(replicas, asked(1), ahead=9))
-    assert len(later) == 3 and later[-1].completion is not None and not replicas.queue.waiting
-
-
-def test_what_is_not_open_takes_nothing_up(replicas):
-    events = serve(replicas, asked(2), ahead=9)
-    assert next(events).text
-    replicas.use.closed = True
-    for stream in (events, serve(replicas, asked(1), ahead=9)):
-        with pytest.raises(UsageError, match=r"^The model paper is closed; load it anew\.$"):
-            list(stream)
