@@ -81,14 +81,6 @@ def test_a_draft_reads_those_the_first_that_each_head_holds_and_what_is_written_
     assert lists(nothing, 1, skipped) == [[2, 15, 16], [0, 15, 16]]
 
 
-def test_where_all_draft_alike_a_step_has_room_for_as_many_of_each():
-    own, looked_up = Drafting(most=12, drafter=Pruned()), Drafting(most=8)
-    assert own.widths(2) == (2, 10, 18, 26) and [own.ahead(width, 2) for width in own.widths(2)] == [0, 4, 8, 12]
-    assert Drafting(most=3, drafter=Pruned()).widths(4) == (4, 16)
-    assert int(own.needed(2, jnp.asarray([0, 5]))) == 12 and int(looked_up.needed(2, jnp.asarray([0, 5]))) == 7
-    assert [looked_up.ahead(width, 2) for width in looked_up.widths(2)] == [0, 4, 8, 8]
-
-
 @pytest.mark.parametrize("wrong", [{"mass": 0.0}, {"share": 0.0}, {"share": 1.1}])
 def test_a_share_is_one(wrong):
     with pytest.raises(ValueError, match="wanted a share above 0, up to 1"):

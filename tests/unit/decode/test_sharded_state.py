@@ -1,6 +1,5 @@
 """What a decoder holds, split by heads as its fields say; what goes with no mesh."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from small_model import MODEL, OTHER, PAGE, configuration
+from small_model import OTHER, PAGE, configuration
 
 from et_jax.control.compression import named
 from et_jax.control.presets import preset
@@ -66,10 +65,3 @@ def test_what_is_not_served_over_a_mesh_is_refused(changes, told):
     configuration(**changes)
     with pytest.raises(ValueError, match=f"mesh: got one beside {told},"):
         configuration(mesh=ALONE, **changes)
-
-
-def test_kernels_are_chosen_for_the_heads_of_a_chip():
-    config = configuration(mesh=ALONE)
-    assert config.of_chip == MODEL and config.plants[0].mesh is ALONE
-    assert configuration().of_chip is MODEL and configuration().plants[0].mesh is None
-    assert dataclasses.replace(config, mesh=None) == configuration()
