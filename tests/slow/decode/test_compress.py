@@ -16,6 +16,7 @@ from small_model import (
     NARROW,
     PAGE,
     configuration,
+    dense_forward,
     prompt,
     run,
     same_bits,
@@ -30,7 +31,6 @@ from et_jax.control.select import Certified, coded_bounds
 from et_jax.decode import decoder as decoding
 from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
-from et_jax.models.transformer import forward
 from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -96,27 +96,6 @@ def decoded(d, params, slot: int, tokens: list[int], steps: int, **asked):
     return state, text[:-1], np.stack(logits)
 
 
-@functools.cache
-def restricted(model):
-    """Logits, queries and keys of a text, of which head k of layer l reads at position i what `reads[l, k, i]` says."""
-
-    def attend_to(reads):
-        def attend(layer, q, k, v, memory, softmax):
-            every = jnp.repeat(reads[layer], model.group_size, axis=0)
-            keys, values = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
-            scores = jnp.einsum("bihd,bjhd->bhij", q, keys) / np.float32(model.head_dim**0.5)
-            mixed = jax.nn.softmax(jnp.where(every, scores, -jnp.inf))
-            return jnp.einsum("bhij,bjhd->bihd", mixed, values), (*memory, (q[0], k[0]))
-
-        return attend
-
-    def whole(params, tokens, reads):
-        positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-        return forward(params, model, tokens[None], positions, attend_to(reads), ())
-
-    return jax.jit(whole)
-
-
 def reference(name: str, model, params, text: list[int], at: list[int], room: int):
     """Of a text that is compressed at these lengths the logits, the keys, and the positions that each head holds then.
 
@@ -125,6 +104,7 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
     layers, heads = model.num_layers, model.num_kv_heads
     causal = np.tril(np.ones((LENGTH, LENGTH), bool))
     reads = np.tile(causal, (layers, heads, 1, 1))
+    of_query_heads = functools.partial(np.repeat, repeats=model.group_size, axis=1)
     padded = jnp.asarray(text + [0] * (LENGTH - len(text)), jnp.int32)
     held = [[list(range(len(text))) for _ in range(heads)] for _ in range(layers)]
     behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
@@ -132,7 +112,7 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
         reads[layer] &= behind < (window or LENGTH)
     blocks = named(name, BUDGET, window=WINDOW).layout(PAGE, model.windows).layers
     for length in at:
-        _, memory = restricted(model)(params, padded, jnp.asarray(reads))
+        _, (_, memory) = dense_forward(model)(params, padded, of_query_heads(reads))
         for layer in range(layers):
             query, key = (np.asarray(x) for x in memory[layer])
             queries = query[length - WINDOW : length].reshape(WINDOW, -1, model.head_dim)
@@ -150,7 +130,7 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
             held[layer] = [[*each, *range(length, len(text))] for each in kept]
             for head, each in enumerate(held[layer]):
                 reads[layer, head, length:] &= np.isin(np.arange(LENGTH), each) | (np.arange(LENGTH) >= len(text))
-    logits, memory = restricted(model)(params, padded, jnp.asarray(reads))
+    logits, (_, memory) = dense_forward(model)(params, padded, of_query_heads(reads))
     return np.asarray(logits[0, : len(text)]), [np.asarray(key) for _, key in memory], held
 
 

@@ -23,7 +23,7 @@ from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
 from et_jax.control.view import needing
 from et_jax.decode import decoder as decoding
-from et_jax.decode.draft import Drafting, Pruned, by_acceptance, lookup
+from et_jax.decode.draft import Drafting, Pruned, lookup
 from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import request
 from et_jax.models.weights import Dense
@@ -56,15 +56,6 @@ def test_a_lookup_finds_the_latest_of_the_longest_matches(texts):
     newest = jnp.asarray([len(text) - 1 for text in texts], jnp.int32)
     got = lookup(jnp.asarray(padded), newest, 5)
     assert got.tolist() == [found_in(text, 5) for text in texts]
-
-
-def test_what_a_drafted_token_costs_hangs_on_how_many_are_drafted_beside_it():
-    """For 16 sequences with a token each 32 rows are paid, for one four: 0.1 each, over 1 + 0.1 a row of the batch."""
-    alone, many = by_acceptance(8, 1, 2), by_acceptance(8, 16, 16)
-    assert alone.widths == (4.0, 8.0, 16.0) and many.widths == (0.5, 2.0, 8.0)
-    assert float(alone.row_cost) == pytest.approx(0.1 / 1.2) and float(many.row_cost) == pytest.approx(1.6 / 2.6)
-    assert (alone.first, many.first) == (4, 2)
-    assert (alone.retry, many.retry) == (33, 123)
 
 
 def garbage(text, newest, most):

@@ -1,20 +1,13 @@
 """A model that drafts for itself: which blocks held the mass, and that those are what it reads."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, configuration
-from small_model import weights as weights_of
 
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.draft import PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.pruned import Noting, heavy, heavy_blocks, heavy_of, log_shares
-from et_jax.decode.state import empty
-from et_jax.decode.step import step
 
 BLOCKS = 40
 
@@ -98,20 +91,3 @@ def test_a_text_wants_a_draft_at_its_first_step_where_its_law_does(context, want
     [law] = drafting.laws
     never = law.told(times, 1.02, 0.0, PastDrafts(acceptance=0.0, credit=8.0))
     assert not drafting.started(jnp.int32(12), (never,), jnp.int32(context)).wanted
-
-
-@pytest.mark.parametrize("draft", [Drafting(drafter=Pruned()), Drafting()])
-def test_without_drafts_a_step_runs_what_a_decoder_runs_that_never_drafts(draft):
-    """No loop more, and no row more of anything that is multiplied: only numbers of the law of lengths are added up."""
-
-    def lines(draft: Drafting | None, what: str) -> list[str]:
-        config = configuration(draft=draft)
-        lowered = jax.jit(functools.partial(step, config, drafts=False)).lower(
-            (weights_of(model=MODEL),), jax.eval_shape(functools.partial(empty, config))
-        )
-        return sorted(line.split(what)[1] for line in lowered.as_text().splitlines() if what in line)
-
-    for what in ("stablehlo.while", "stablehlo.case"):
-        assert len(lines(draft, what)) == len(lines(None, what))
-    shapes = [[line.split(" : ")[-1] for line in lines(one, "stablehlo.dot_general")] for one in (draft, None)]
-    assert shapes[0] == shapes[1] != []
