@@ -86,7 +86,7 @@ def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]
         for position, slot in zip(*np.nonzero(np.asarray(output.produced)), strict=True):
             written[int(slot)].append(int(output.token[position, slot]))
         drafted += 0 if d.config.draft is None else int(output.drafted.sum())
-        if d.config.compression is not None and len(written[2]) == 3:
+        if d.config.compression is not None and len(written[2]) == 16:
             state, granted = d.compress(state, jnp.int32(2))
             assert granted and int(state.num_cached[2]) < int(state.length[2])
     assert state.logits is not None
