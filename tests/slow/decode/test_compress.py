@@ -232,6 +232,7 @@ def test_entries_in_8_bits_are_moved_with_their_scales():
             cached, low, high = known(state).cache.layers[layer], key.min(1), key.max(1)
             box = np.asarray(cached.summaries.key_box[head, table])[:, : 2 * MODEL.head_dim]
             np.testing.assert_array_equal(box, np.concatenate([low, high], axis=-1))
+            assert cached.key_codes is not None
             codes = np.asarray(cached.key_codes[head, table], np.float32).reshape(key.shape)
             step = (high - low)[:, None] / 255
             np.testing.assert_allclose(low[:, None] + (codes + 128) * step, key, atol=1.01 * float(step.max()) / 2)

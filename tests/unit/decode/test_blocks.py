@@ -156,6 +156,7 @@ def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_
 def test_a_certificate_holds_under_sinks_and_what_is_told_was_read_is_a_lower_bound():
     softmax = Softmax(scale=MODEL.head_dim**-0.5, sink_logits=SINKS)
     _, notes, score = read(pruned(Certified(chord_bounds)), softmax)
+    assert notes.looked is not None
     opened = np.asarray(unpack_blocks(notes.block_mask))[:, :, None, :TOKENS]
     mass, sink = np.exp(score), np.exp(np.asarray(SINKS)).reshape(1, MODEL.num_kv_heads, -1)
     unread = np.where(opened, 0.0, mass).sum(-1) / (mass.sum(-1) + sink)
