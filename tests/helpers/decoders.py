@@ -10,7 +10,6 @@ from small_model import PAGE, configuration
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
-from et_jax.control.priority import Aged
 from et_jax.control.select import SinksWindow
 from et_jax.decode import decoder as decoding
 from et_jax.types import replace
@@ -25,10 +24,6 @@ def a_little_warmer(moments_at, signals, state):
     return state.temperature + 0.01 * entropy
 
 
-def first_come(signals, state):
-    return 1000.0 - signals.arrival.astype(jnp.float32)
-
-
 def even_blocks(view):
     return (view.start // PAGE) % 2 == 0
 
@@ -38,17 +33,10 @@ def made(name: str) -> decoding.Decoder:
     """The decoder of this name."""
     own = Controller(law=chain(FallClock(), by_entropy), temperature_rule=a_little_warmer)
     sparse = Controller(selector=(SinksWindow(2, 6), even_blocks))
-    queue = Controller(priority=Aged(first_come, ceiling=1000.0, rate=0.5))
     changes = {
         "plain": {},
         "sparse": {"controller": sparse},
         "own": {"controller": own},
-        "queue": {
-            "num_slots": 5,
-            "batch": 2,
-            "num_pages": 41,
-            "controller": queue,
-        },
     }
     return decoding.decoder(configuration(**changes[name]))
 

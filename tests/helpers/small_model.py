@@ -134,10 +134,14 @@ def same_bits(a, b) -> bool:
 
 @functools.cache
 def dense_forward(model: ModelConfig):
-    """`forward` with plain attention over a whole sequence, reading what it is told."""
+    """`forward` with plain attention over a whole sequence, of which a layer's heads read what `reads[layer]` says.
+
+    It returns logits, the least share over heads of the mass on what is read, and queries and keys of every layer.
+    """
 
     def attend_to(reads):
-        def attend(layer, q, k, v, kept, softmax):
+        def attend(layer, q, k, v, memory, softmax):
+            (kept, others), own = memory, (q[0], k[0])
             k, v = (jnp.repeat(x, model.group_size, axis=2) for x in (k, v))
             scores = jnp.einsum("bihd,bjhd->bhij", q, k) * np.float32(softmax.scale)
             if softmax.soft_cap is not None:
@@ -147,13 +151,13 @@ def dense_forward(model: ModelConfig):
             whole = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
             share = jnp.sum(jnp.where(reads[layer], whole, 0.0), axis=-1)[0].min(axis=0)
             weights = jax.nn.softmax(jnp.where(reads[layer], scores, -jnp.inf))
-            return jnp.einsum("bhij,bjhd->bihd", weights, v), jnp.minimum(kept, share)
+            return jnp.einsum("bhij,bjhd->bihd", weights, v), (jnp.minimum(kept, share), (*others, own))
 
         return attend
 
     def run(params, tokens, reads):
         positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-        return forward(params, model, tokens[None], positions, attend_to(reads), jnp.ones(LENGTH))
+        return forward(params, model, tokens[None], positions, attend_to(reads), (jnp.ones(LENGTH), ()))
 
     return jax.jit(run)
 
@@ -170,7 +174,7 @@ def dense(params, model: ModelConfig, tokens: list[int], opened=None):
         seen = range(i + 1) if opened is None else opened(layer, i)
         reads[layer, i, [j for j in seen if i - window < j <= i]] = True
     padded = jnp.asarray(tokens + [0] * (LENGTH - t), jnp.int32)
-    logits, kept = dense_forward(model)(params, padded, jnp.asarray(reads))
+    logits, (kept, _) = dense_forward(model)(params, padded, jnp.asarray(reads))
     return np.asarray(logits[0, :t], np.float64), np.asarray(kept[:t])
 
 

@@ -233,21 +233,3 @@ def assert_fault_shows(out: Any, shape: Any, place: int) -> None:
     first = max(0, place - shape.starts[0])
     assert np.isnan(out[first:, :group]).any(axis=-1).all()
     assert not np.isnan(out[:first]).any() and not np.isnan(out[:, group:]).any()
-
-
-def listing_every_block(arguments: dict[str, Any], shape: Any) -> dict[str, Any]:
-    """The same arguments of a dense chunk with a list of each block of the row, those of the future too."""
-    b, k, n = len(shape.starts), shape.num_kv_heads, shape.num_blocks
-    every = np.broadcast_to(np.arange(n, dtype=np.int32), (b, k, n))
-    return arguments | {"blocks": every, "counts": np.full((b, k), n, np.int32)}
-
-
-def assert_dense_is_listing_every_block(run: Callable[..., Any], shape: Any) -> None:
-    """Bit for bit by `run`, with block sums and without them."""
-    arguments = prefilled.example(shape)
-    listed = listing_every_block(arguments, shape)
-    asked, unasked = (dataclasses.replace(shape, block_lse=block_lse) for block_lse in (True, False))
-    (out, lse), (listed_out, listed_lse) = run(arguments, asked), run(listed, asked)
-    for other in (listed_out, run(arguments, unasked)[0], run(listed, unasked)[0]):
-        np.testing.assert_array_equal(np.asarray(other).view(np.uint8), np.asarray(out).view(np.uint8))
-    np.testing.assert_array_equal(listed_lse, lse)

@@ -20,22 +20,6 @@ HOPPER, AMPERE = Device("gpu", "9.0"), Device("gpu", "8.0")
 EVERY = ["reference", "xla", "gpu", "tpu"]
 
 
-@pytest.mark.parametrize(
-    ("device", "built", "backend"),
-    [
-        *((platform, ["reference", "xla"], "xla") for platform in ("cpu", "gpu", "tpu")),
-        ("tpu", EVERY, "tpu"),
-        (HOPPER, EVERY, "gpu"),
-        (AMPERE, EVERY, "xla"),
-        ("gpu", EVERY, "xla"),  # of no known capability
-        (HOPPER, ["xla"], "xla"),
-    ],
-    ids=str,
-)
-def test_a_device_gets_its_own_backend_where_it_is_built(device, built, backend):
-    assert pick(device, built) == resolve(None, built, device) == backend
-
-
 def test_a_program_traced_for_an_absent_chip_gets_its_backend():
     absent = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=absent)
@@ -43,6 +27,8 @@ def test_a_program_traced_for_an_absent_chip_gets_its_backend():
         assert pick() == resolve("tpu", EVERY) == "tpu"
     assert pick() == pick(jax.devices()[0]) == "xla"
     assert resolve("reference", ["reference", "xla"]) == "reference"  # only by name
+    assert pick("gpu", EVERY) == resolve(None, EVERY, AMPERE) == resolve(None, ["xla"], HOPPER) == "xla"
+    assert pick(HOPPER, EVERY) == "gpu"
 
 
 @pytest.mark.parametrize(

@@ -37,23 +37,20 @@ def settings_used(monkeypatch):
     return set(groups)
 
 
-def test_an_entry_is_honoured_and_an_unknown_key_falls_to_the_rule(recorded, monkeypatch):
+def test_an_entry_is_honoured_on_its_device_and_an_unknown_key_falls_to_the_rule(recorded, monkeypatch):
     by_rule = settings_used(monkeypatch)
     assert by_rule == {xla.heuristic(16, 64, np.dtype("bfloat16"), "cpu").group}
     recorded({KEY: {"group": 3, "joint": False}})
     assert settings_used(monkeypatch) == {3}
+    rule, facts = xla.Config(group=8, joint=True), {"page_size": 16, "head_dim": 64, "queries": 4, "dtype": "bfloat16"}
+    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
+        assert tuned.settings(rule, "paged_attention/xla", **facts) == rule
     recorded({KEY.replace("queries=4", "queries=5"): {"group": 3, "joint": False}})
     assert settings_used(monkeypatch) == by_rule
 
 
-def test_another_device_has_another_table(recorded):
-    recorded({KEY: {"group": 3, "joint": False}})
-    rule, facts = xla.Config(group=8, joint=True), {"page_size": 16, "head_dim": 64, "queries": 4, "dtype": "bfloat16"}
-    assert tuned.settings(rule, "paged_attention/xla", **facts) == xla.Config(group=3, joint=False)
-    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
-        assert tuned.settings(rule, "paged_attention/xla", **facts) == rule
-    # settings within settings
+def test_settings_within_settings_are_read(recorded):
     recorded({"paged_prefill/tpu page_size=16": {"tile": 32, "ring": {"group": 8, "depth": 4}}})
     found = tuned.settings(Config(tile=16, ring=RingConfig(group=4, depth=3)), "paged_prefill/tpu", page_size=16)
     assert found == Config(tile=32, ring=RingConfig(group=8, depth=4))

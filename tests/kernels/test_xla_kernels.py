@@ -204,21 +204,6 @@ def test_the_scores_of_a_row_have_the_same_bits_alone_and_beside_others(function
 # The programs.
 
 
-@pytest.mark.parametrize(("operation", "name"), [(ATTENTION, "group_4"), (PREFILL, "group_3")], ids=str)
-def test_temporaries_do_not_grow_with_the_pool(operation, name):
-    shape = operation.shapes[name]
-    arguments = operation.example(shape)
-
-    def temporaries(num_pages: int) -> int:
-        pool = jax.ShapeDtypeStruct((shape.num_kv_heads, num_pages, shape.page_size, shape.width), shape.dtype)
-        lowered = compiled(operation.function, backend="xla", **shape.settings).lower(arguments | {"pages": pool})
-        analysis = lowered.compile().memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes
-
-    assert temporaries(100_000) <= temporaries(1_000) + 4096
-
-
 def test_the_number_of_steps_is_read_from_the_counts_and_the_starts():
     """A step count known to the compiler would be that of the list or the table, however little is listed or held.
 

@@ -172,17 +172,3 @@ def test_a_law_and_a_temperature_rule_of_ones_own_set_the_temperature_but_of_a_g
     np.testing.assert_array_equal(rows[2].temperature, 0)
     np.testing.assert_array_equal(rows[2].signals.tempered_entropy, 0)
     assert rows[2].token.tolist() == text_of(made("plain"), params, 2, PROMPTS[2], temperature=0.0)
-
-
-def test_with_aging_every_sequence_is_served():
-    """Arrivals 0 to 4, half a point a step: 8 steps lift the last above one just served, 2 more serve those between."""
-    d, params = made("queue"), weights()
-    state = d.empty()
-    for slot in range(5):
-        state = start(d, params, state, slot, prompt(20 + slot, 3), limit=12, arrival=slot)
-    _, output, ran = d.decode((params,), state, 32)
-    produced = np.asarray(output.produced[: int(ran), 0])
-    assert not produced[:2, 2:].any()
-    assert produced.sum(axis=0).tolist() == [12] * 5
-    for slot in range(5):
-        assert np.diff(np.flatnonzero(produced[:, slot]), prepend=-1).max() <= 8 + 2 + 1

@@ -131,12 +131,6 @@ def test_at_either_end_of_the_bound_one_model_speaks_alone(switch, speaks):
     assert speaks == MODEL or not any(leaf.any() for leaf in jax.tree.leaves(output.work[LARGE]))
 
 
-def test_as_printed_the_small_model_has_the_first_words_whatever_tau():
-    rows, _ = both(AsPrinted(-1.0, 3, 4))
-    for slot in PROMPTS:
-        assert rows[slot][2] == [True] * 4 + [False] * (LIMIT - 4)
-
-
 @pytest.mark.parametrize("name", SWITCHES)
 def test_texts_are_the_same_where_prompts_are_read_late(name):
     expected, _ = both(SWITCHES[name])

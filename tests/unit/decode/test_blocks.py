@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from small_model import MODEL
 
-from et_jax.control.select import SinksWindow
+from et_jax.control.base import unpack_blocks
+from et_jax.control.select import Certified, SinksWindow, chord_bounds
 from et_jax.control.selector import Selection
 from et_jax.decode import cache as kv
 from et_jax.decode.chunk import Chunk
@@ -105,7 +106,7 @@ PLANT = Plant(model=MODEL, page_size=1, backend="xla", scores_backend="xla")
 
 
 def read(reader, softmax: Softmax):
-    """Attention of one token a row to a cache of random keys and values, by a reader."""
+    """Attention of one token a row to random keys and values, what was read, and scores "b k g t" of tokens it sees."""
     rng, c = np.random.default_rng(0), MODEL
     table = jnp.arange(1, ROWS * TOKENS + 1, dtype=jnp.int32).reshape(ROWS, TOKENS)
     key, value = (jnp.asarray(rng.normal(size=(ROWS, TOKENS, c.num_kv_heads, c.head_dim)), jnp.float32) for _ in "kv")
@@ -116,16 +117,19 @@ def read(reader, softmax: Softmax):
     one = jnp.ones(ROWS, jnp.int32)
     token, start = jnp.zeros((ROWS, 1), jnp.int32), length - 1
     chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=one, end=length)
-    return np.asarray(reader.read(PLANT, softmax, query, cached, None, chunk)[0])
+    out, notes = reader.read(PLANT, softmax, query, cached, None, chunk)
+    grouped = np.asarray(query, np.float64).reshape(ROWS, c.num_kv_heads, -1, c.head_dim)
+    score = np.einsum("bkgd,btkd->bkgt", grouped, np.asarray(key, np.float64)) * softmax.scale
+    return np.asarray(out), notes, np.where(np.arange(TOKENS) <= np.reshape(start, (-1, 1, 1, 1)), score, -np.inf)
 
 
-def pruned(residual: bool) -> SelectedOfLayer:
+def pruned(selector, residual: bool = False) -> SelectedOfLayer:
     return SelectedOfLayer(
-        tolerance=jnp.zeros(ROWS),
+        tolerance=jnp.full(ROWS, 0.3),
         fresh=jnp.ones(ROWS, bool),
         last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
         kept_mass=jnp.ones(ROWS),
-        selector=SinksWindow(jnp.full(ROWS, 1), jnp.full(ROWS, 2)),
+        selector=jax.tree.map(lambda number: jnp.full(ROWS, number), selector),
         min_context=None,
         mass=None,
         sensitivity=None,
@@ -136,14 +140,28 @@ def pruned(residual: bool) -> SelectedOfLayer:
     )
 
 
+SINKS = jnp.asarray([1.0, 3.0, -1.0, 2.0])
+
+
 @pytest.mark.parametrize("soft_cap", [None, pytest.param(1.5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
 def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_cap, sinks):
-    logits = jnp.asarray([1.0, 3.0, -1.0, 2.0]) if sinks else None
-    softmax = Softmax(scale=MODEL.head_dim**-0.5, soft_cap=soft_cap, sink_logits=logits)
-    whole = read(AllOfLayer(skipped=None, mass=None, noting=None), softmax)
-    np.testing.assert_allclose(read(pruned(True), softmax), whole, atol=1e-5)
-    assert np.abs(read(pruned(False), softmax) - whole).max() > 0.05
+    softmax = Softmax(scale=MODEL.head_dim**-0.5, soft_cap=soft_cap, sink_logits=sinks)
+    whole, _, _ = read(AllOfLayer(skipped=None, mass=None, noting=None), softmax)
+    left_out, made_up = (read(pruned(SinksWindow(1, 2), residual), softmax)[0] for residual in (False, True))
+    np.testing.assert_allclose(made_up, whole, atol=1e-5)
+    assert np.abs(left_out - whole).max() > 0.05
+
+
+def test_a_certificate_holds_under_sinks_and_what_is_told_was_read_is_a_lower_bound():
+    softmax = Softmax(scale=MODEL.head_dim**-0.5, sink_logits=SINKS)
+    _, notes, score = read(pruned(Certified(chord_bounds)), softmax)
+    assert notes.looked is not None
+    opened = np.asarray(unpack_blocks(notes.block_mask))[:, :, None, :TOKENS]
+    mass, sink = np.exp(score), np.exp(np.asarray(SINKS)).reshape(1, MODEL.num_kv_heads, -1)
+    unread = np.where(opened, 0.0, mass).sum(-1) / (mass.sum(-1) + sink)
+    assert unread.max() <= 0.3 and (unread > 0).mean() > 0.5
+    assert np.all(np.asarray(notes.looked.kept_mass) <= 1 - unread.max((1, 2)) + 1e-6)
 
 
 def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():

@@ -10,21 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense import dense_attend
-from places import GOLDEN
 from stored_tokens import LARGEST, as_stored
 
 from et_jax.control import select
-from et_jax.control.base import unpack_blocks
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.decode import cache as kv
-from et_jax.decode.chunk import Chunk
-from et_jax.decode.plant import Plant
-from et_jax.decode.readers import SelectedOfLayer
 from et_jax.decode.selection import blocks_of, view_of
 from et_jax.decode.selection import select as choose
-from et_jax.models.checkpoint import load
-from et_jax.models.transformer import forward
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -127,74 +119,3 @@ def test_no_head_leaves_more_unread_than_its_own_tolerance(bounds, of_layer, dty
         closed += int((visible.reshape(ROWS, BLOCKS, PAGE).any(-1)[:, None] & ~opened).sum())
     assert closed > 25
     assert worst <= 1.0
-
-
-def test_certificates_hold_under_the_sinks_that_a_model_has_in_its_weights():
-    """Of its own queries, keys and values, through the pages layer by layer; what is told was read is a lower bound."""
-    config, params = load(GOLDEN / "gpt_oss", "float32")
-    tokens = jnp.asarray(np.load(GOLDEN / "gpt_oss" / "golden.npz")["tokens"])
-
-    def noting(layer, q, k, v, memory, softmax):
-        out, _ = dense_attend(config)(layer, q, k, v, None, softmax)
-        return out, (*memory, (q, k, v, softmax))
-
-    @jax.jit
-    def run(params):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        with jax.default_matmul_precision("highest"):
-            return forward(params, config, tokens, positions, noting, ())[1]
-
-    rows = [(text, place) for text in range(len(tokens)) for place in range(9, tokens.shape[1], 2)]
-    text, place = np.array(rows).T
-    count, size, blocks = len(rows), 2, tokens.shape[1] // 2
-    plant = Plant(model=config, page_size=size, backend="xla", scores_backend="xla")
-    table = jnp.arange(1, count * blocks + 1, dtype=jnp.int32).reshape(count, blocks)
-    length, one, zero = jnp.asarray(place + 1, jnp.int32), jnp.ones(count, jnp.int32), jnp.zeros(count, jnp.int32)
-    chunk = Chunk(
-        slot=None,
-        table=table,
-        token=zero[:, None],
-        position=length - 1,
-        start=length - 1,
-        count=one,
-        end=length,
-    )
-    closed, shrunk = 0, 0.0
-    for layer, (q, k, v, softmax) in enumerate(run(params)):
-        sinks = params.layers[layer].sinks
-        np.testing.assert_array_equal(softmax.sink_logits, sinks)
-        assert softmax.window == (8, None, 8)[layer]
-        blank = kv.empty(1, config.num_kv_heads, config.head_dim, count * blocks + 1, size, jnp.float32, key_codes=True)
-        cached = kv.write(blank.layers[0], k[text], v[text], table, zero, length)
-        reader = SelectedOfLayer(
-            tolerance=jnp.full(count, 0.3),
-            fresh=jnp.ones(count, bool),
-            last=jnp.zeros((count, config.num_kv_heads, 1), jnp.uint32),
-            kept_mass=jnp.ones(count),
-            selector=jax.tree.map(lambda x: jnp.full(count, x), select.Certified(select.coded_bounds)),
-            min_context=None,
-            mass=None,
-            sensitivity=None,
-            refresh_every=1,
-            residual=False,
-            noting=None,
-            chooses=True,
-        )
-        _, notes = jax.jit(lambda *given, reader=reader: reader.read(plant, *given))(
-            softmax, q[text, place][:, None], cached, None, chunk
-        )
-        query, key, sink = (np.asarray(x, np.float64) for x in (q[text, place], k[text], sinks))
-        grouped = query.reshape(count, config.num_kv_heads, -1, config.head_dim)
-        score = np.einsum("bkgd,btkd->bkgt", grouped, key) * softmax.scale
-        at = np.arange(tokens.shape[1])
-        visible = (at <= place[:, None]) & (at > place[:, None] - (softmax.window or 1 << 30))
-        mass = np.where(visible[:, None, None], np.exp(score), 0.0)
-        opened = np.repeat(np.asarray(unpack_blocks(notes.block_mask))[..., :blocks], size, axis=-1)[:, :, None]
-        unread = np.where(opened, 0.0, mass).sum(-1)
-        tokens_mass, own = mass.sum(-1), np.exp(sink).reshape(1, config.num_kv_heads, -1)
-        share = unread / (tokens_mass + own)
-        assert share.max() <= 0.3
-        assert np.all(np.asarray(notes.looked.kept_mass) <= 1 - share.max((1, 2)) + 1e-6)
-        closed += int((visible[:, None, None] & ~opened).sum())
-        shrunk = max(shrunk, float((own / (tokens_mass + own)).max()))
-    assert closed > 50 and shrunk > 0.5

@@ -44,6 +44,7 @@ REFUSED = [
     ({"draft": "bundled-small", "control": "guarded"}, "draft guesses tokens ahead"),
     ({"draft": "lookup", "control": SETS_TOLERANCE}, "draft guesses tokens ahead"),
     ({"draft": "lookup", "control": Controller(selector=Quest(2), refresh_every=4)}, "draft guesses tokens ahead"),
+    ({"draft": "lookup", "control": Controller(selector=ActiveSet())}, "draft guesses tokens ahead"),
     ({"draft_tokens": 8}, "draft_tokens is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft_length": "fixed"}, "draft_length is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft": "lookup", "draft_share": 0.1}, "draft_share is for a model that drafts for itself; set draft to self."),

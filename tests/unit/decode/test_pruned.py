@@ -1,20 +1,13 @@
 """A model that drafts for itself: which blocks held the mass, and that those are what it reads."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, configuration
-from small_model import weights as weights_of
 
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.draft import PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.pruned import Noting, heavy, heavy_blocks, heavy_of, log_shares
-from et_jax.decode.state import empty
-from et_jax.decode.step import step
 
 BLOCKS = 40
 
@@ -81,14 +74,6 @@ def test_a_draft_reads_those_the_first_that_each_head_holds_and_what_is_written_
     assert lists(nothing, 1, skipped) == [[2, 15, 16], [0, 15, 16]]
 
 
-def test_where_all_draft_alike_a_step_has_room_for_as_many_of_each():
-    own, looked_up = Drafting(most=12, drafter=Pruned()), Drafting(most=8)
-    assert own.widths(2) == (2, 10, 18, 26) and [own.ahead(width, 2) for width in own.widths(2)] == [0, 4, 8, 12]
-    assert Drafting(most=3, drafter=Pruned()).widths(4) == (4, 16)
-    assert int(own.needed(2, jnp.asarray([0, 5]))) == 12 and int(looked_up.needed(2, jnp.asarray([0, 5]))) == 7
-    assert [looked_up.ahead(width, 2) for width in looked_up.widths(2)] == [0, 4, 8, 8]
-
-
 @pytest.mark.parametrize("wrong", [{"mass": 0.0}, {"share": 0.0}, {"share": 1.1}])
 def test_a_share_is_one(wrong):
     with pytest.raises(ValueError, match="wanted a share above 0, up to 1"):
@@ -106,20 +91,3 @@ def test_a_text_wants_a_draft_at_its_first_step_where_its_law_does(context, want
     [law] = drafting.laws
     never = law.told(times, 1.02, 0.0, PastDrafts(acceptance=0.0, credit=8.0))
     assert not drafting.started(jnp.int32(12), (never,), jnp.int32(context)).wanted
-
-
-@pytest.mark.parametrize("draft", [Drafting(drafter=Pruned()), Drafting()])
-def test_without_drafts_a_step_runs_what_a_decoder_runs_that_never_drafts(draft):
-    """No loop more, and no row more of anything that is multiplied: only numbers of the law of lengths are added up."""
-
-    def lines(draft: Drafting | None, what: str) -> list[str]:
-        config = configuration(draft=draft)
-        lowered = jax.jit(functools.partial(step, config, drafts=False)).lower(
-            (weights_of(model=MODEL),), jax.eval_shape(functools.partial(empty, config))
-        )
-        return sorted(line.split(what)[1] for line in lowered.as_text().splitlines() if what in line)
-
-    for what in ("stablehlo.while", "stablehlo.case"):
-        assert len(lines(draft, what)) == len(lines(None, what))
-    shapes = [[line.split(" : ")[-1] for line in lines(one, "stablehlo.dot_general")] for one in (draft, None)]
-    assert shapes[0] == shapes[1] != []

@@ -1,7 +1,5 @@
 """Rows of one slot read together: each is told of its own blocks alone, whatever the rows beside it read."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,19 +86,3 @@ def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
         close(one, other)
     dense, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
     assert np.abs(dense - apart[0]).max() > 0.1  # so it matters which blocks are read
-
-
-def test_a_device_reads_together_what_its_kernels_can():
-    """Alone rows keep their bits on a CPU: no layer is read together there whose rows have lists of their own."""
-
-    def together(backend: str):
-        plant = dataclasses.replace(PLANT, backend=backend)
-        return [
-            plant.reads_together(plant.model.softmax(layer), chosen=chosen)
-            for layer in (0, 1)
-            for chosen in (False, True)
-        ]
-
-    assert together("xla") == [False, False, True, False]  # the first layer has a window
-    assert together("tpu") == together("gpu") == [True] * 4
-    assert together("reference") == [False] * 4

@@ -2,17 +2,15 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import even_blocks, made
+from decoders import even_blocks
 from small_model import MODEL, configuration
 
 from et_jax.control.controller import Controller
-from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import request
-from et_jax.decode.state import empty, fresh_control
+from et_jax.decode.state import empty
 from et_jax.decode.step import choose
 
 
@@ -40,14 +38,6 @@ def test_a_request_keeps_the_stop_ids_that_can_be_drawn_and_marks_its_prompt():
     assert asked.sampling.key.tolist() == [1, 9]
     with pytest.raises(ValueError, match="stop_ids: got 9, wanted at most num_stop_ids = 8"):
         request(config, [3], limit=4, stop_ids=range(9))
-
-
-def test_every_leaf_of_control_leads_with_the_slots_and_starts_as_one_sequence_does():
-    config = made("own").config
-    control, one = empty(config).control, fresh_control(config, law_numbers(config.controller), jnp.float32(0))
-    for many, single in zip(jax.tree.leaves(control), jax.tree.leaves(one), strict=True):
-        assert many.shape == (config.num_slots, *single.shape)
-        np.testing.assert_array_equal(many, np.broadcast_to(single, many.shape))
 
 
 PRIORITIES = np.asarray([3.0, 1.0, np.nan, 2.0, -np.inf], np.float32)
