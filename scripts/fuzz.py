@@ -1,15 +1,15 @@
-"""Hostile values for everything that comes from strangers: no traceback, no hang, no memory, no neighbour harmed.
+"""Run hostile values against everything that comes from strangers: no traceback, hang, memory or harm to neighbours.
 
     python -m scripts.fuzz [--cases 5000] [--seed 0] [--target config] [--output FILE.json]
     python -m scripts.fuzz --only templates:17
 
 Targets: config.json, the weights' index and headers, tokenizer files, chat templates, batch lines (through the command,
-each file twice), calls of the Python API, snapshots. A case follows from its seed, target and number alone, and runs
-in a worker process that is killed past 10 seconds or 2 GB. Cases that are done are recorded in --work by the digest of
-the code, and the same command continues after the last of them. `--only` runs one case in this process and prints it.
+each file twice), calls of the Python API, snapshots. A case depends on its seed, target and number alone. A worker
+process runs it, and is killed past 10 seconds or 2 GB. `--work` records finished cases by the digest of the code; the
+same command continues after them. `--only` runs one case in this process and prints it.
 
-A case is accepted (it worked), refused (one sentence, or the error row of its line), or a failure. The exit code is 1
-where there are failures.
+A case is accepted, refused (with one sentence, or an error row for its line), or a failure. The exit code is 1 where
+there are failures.
 """
 
 import argparse
@@ -34,24 +34,16 @@ _LIBRARIES = ("et_jax", "tokenizers", "sentencepiece", "safetensors", "orbax-che
 
 def digest() -> str:
     """Return a digest of the package and of the targets, to which verdicts belong."""
-    found = hashlib.sha256()
-    for folder in ("et_jax", "scripts/fuzzing"):
-        for file in sorted((REPOSITORY / folder).rglob("*.py")):
-            found.update(file.read_bytes())
-    return found.hexdigest()[:16]
-
-
-def done_before(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that a file holds; the last is dropped if a kill tore it."""
-    data = path.read_bytes() if path.exists() else b""
-    whole = data[: data.rfind(b"\n") + 1]
-    path.write_bytes(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    files = sorted(file for name in ("et_jax", "scripts/fuzzing") for file in (REPOSITORY / name).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def run(name: str, module: str, seed: int, count: int, path: Path) -> list[dict[str, Any]]:
     """Run those of the first `count` cases of a target that the file lacks, and return the rows of all."""
-    rows = {row["number"]: row for row in done_before(path) if row["number"] < count}
+    recorded = path.read_bytes() if path.exists() else b""
+    recorded = recorded[: recorded.rfind(b"\n") + 1]  # a kill may have torn the last row
+    path.write_bytes(recorded)
+    rows = {row["number"]: row for row in map(json.loads, recorded.splitlines()) if row["number"] < count}
     print(f"{name}: {len(rows)} of {count} done", file=sys.stderr)
     with path.open("a", encoding="utf-8") as file:
         for row in run_cases(module, seed, [number for number in range(count) if number not in rows]):
@@ -64,7 +56,7 @@ def run(name: str, module: str, seed: int, count: int, path: Path) -> list[dict[
 
 
 def one(name: str, number: int, seed: int) -> int:
-    """Run one case here, unwatched, and print it with its outcome."""
+    """Run one case here, without limits, and print it with its outcome."""
     target = importlib.import_module(TARGETS[name])
     case = draw(target, seed, number)
     pprint.pprint(case, width=120)
@@ -86,15 +78,12 @@ def main() -> int:
     parser.add_argument("--cases", type=arguments.count(), default=5000, help="in all, shared by the targets (5000)")
     parser.add_argument("--seed", type=arguments.count(0), default=0)
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="repeatable (default all)")
-    parser.add_argument(
-        "--work", type=Path, default=Path("runs/fuzz"), help="where done cases are recorded (runs/fuzz)"
-    )
+    parser.add_argument("--work", type=Path, default=Path("runs/fuzz"), help="folder of finished cases (runs/fuzz)")
     parser.add_argument("--output", type=arguments.output, help="write the figures here")
     parser.add_argument("--only", metavar="TARGET:NUMBER", type=_case, help="run one case in the foreground")
     args = parser.parse_args()
     if args.only is not None:
-        name, number = args.only
-        return one(name, number, args.seed)
+        return one(*args.only, args.seed)
     names, code, rows = args.target or list(TARGETS), digest(), []
     args.work.mkdir(parents=True, exist_ok=True)
     for place, name in enumerate(names):

@@ -23,11 +23,11 @@ from scripts.fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
 
 
 class Text(str):
-    """A text of a class of its own."""
+    """A string of a class of its own."""
 
 
 class Liar:
-    """A sequence whose length is a lie."""
+    """A sequence whose length is negative."""
 
     def __len__(self) -> int:
         return -1
@@ -72,21 +72,47 @@ _FITTING = {"stop": (_TEXTS, _SEQUENCES), "stop_token_ids": (_SEQUENCES,)}
 SHORT = SamplingParams(max_tokens=3)
 _NAMES = {module.__name__: module for module in (collections, decimal, fractions, math)} | {"np": np, "jnp": jnp}
 _NAMES |= {each.__name__: each for each in (Path, Text, Liar, Unprintable, GenerationRequest)} | {"SHORT": SHORT}
-_NEIGHBOURS = {  # of several bursts, so that they are amid their texts when the call comes
+_NEIGHBOURS = {  # long enough to be still open after the call
     "One day": SamplingParams(max_tokens=70, seed=5, ignore_eos=True),
     "The cat": SamplingParams(max_tokens=80, temperature=0.0, logprobs=2, ignore_eos=True),
 }
-_KINDS = listed("params  params  params  keyword  both  overruled  request  request  prompt  prompts  stream  control")
+
+
+def _requests(model: Model, _: Any, first: Any, second: Any, third: Any) -> list[Completion]:
+    requests = [
+        GenerationRequest(prompt="Once", params=SHORT, priority=second, deadline=third),
+        GenerationRequest(prompt=first, params=SHORT),
+    ]
+    return [completion for _, completion in model.as_completed(requests)]
+
+
+def _streamed(model: Model, fields: dict[str, Any], first: Any, *_: Any) -> list[Completion]:
+    events = [*model.stream(first, SamplingParams(**{"max_tokens": 3} | fields))]
+    return [event.completion for event in events if event.completion is not None]
+
+
+# Of a model, the settings of sampling, and three other values.
+_CALLS: dict[str, Callable[..., list[Completion]]] = {
+    "params": lambda model, fields, *_: model.generate("Once upon", SamplingParams(**{"max_tokens": 3} | fields)),
+    "keyword": lambda model, fields, *_: model.generate("Once upon", **{"max_tokens": 3} | fields),
+    "overruled": lambda model, fields, *_: model.generate("Once", SHORT, **fields | {"max_tokens": 1}),
+    "both": lambda model, _, first, *__: model.generate("Once", first),
+    "request": _requests,
+    "prompt": lambda model, _, first, *__: model.generate(first, SHORT),
+    "prompts": lambda model, _, first, *__: model.generate([first, "Once"], SHORT),
+    "stream": _streamed,
+    "control": lambda model, _, first, *__: model.generate("Once", SHORT, control=first),
+}
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Return a case: a kind of call, the settings of sampling, and the other values that it passes."""
+    """Return a case: a call, the settings of sampling, and the other values that it passes."""
 
     def value(fitting: tuple[list[str], ...]) -> str:
         groups = fitting if random.random() < 0.75 else _ANY  # three in four are of the right kind
         return random.choice(random.choice(groups))
 
-    kind = random.choice(_KINDS)
+    kind = random.choice(("params", "params", "request", *_CALLS))
     names = random.choices([field.name for field in dataclasses.fields(SamplingParams)], k=random.randint(1, 2))
     fields = {name: value(_FITTING.get(name, (_SMALL,))) for name in names}
     values = value((_TEXTS, _SEQUENCES)), value((_NUMBERS,)), value((_NUMBERS,))
@@ -99,7 +125,7 @@ def made(expression: str) -> Any:
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Load a model, have the neighbours answered alone, and return what runs a case."""
+    """Load a model, generate for the neighbours alone, and return the function that runs a case."""
     model = served_model(folder / "model")
     alone = {prompt: model.generate(prompt, params)[0] for prompt, params in _NEIGHBOURS.items()}
 
@@ -107,7 +133,7 @@ def prepare(folder: Path) -> Callable[..., str]:
         streams = {prompt: model.stream(prompt, params) for prompt, params in _NEIGHBOURS.items()}
         begun = {prompt: [next(stream), next(stream)] for prompt, stream in streams.items()}
         try:
-            done = _call(model, kind, {name: made(value) for name, value in fields.items()}, *map(made, values))
+            done = _CALLS[kind](model, {name: made(value) for name, value in fields.items()}, *map(made, values))
         finally:
             for prompt, stream in streams.items():
                 _same(prompt, begun[prompt], stream, alone[prompt])
@@ -118,8 +144,8 @@ def prepare(folder: Path) -> Callable[..., str]:
         if kind == "overruled" and len(done[0].token_ids) > 1:
             raise Fault("silent", "a keyword beside the settings was ignored")
         prompt = made(values[0])
-        numbers = isinstance(prompt, list | tuple) and any(isinstance(id, bool) for id in prompt)
-        if kind in ("prompt", "prompts") and (numbers or (isinstance(prompt, bytes) and prompt)):
+        booleans = isinstance(prompt, list | tuple) and any(isinstance(id, bool) for id in prompt)
+        if kind in ("prompt", "prompts") and (booleans or (isinstance(prompt, bytes) and prompt)):
             raise Fault("silent", "bytes or truth values were taken for ids")
         return ACCEPTED
 
@@ -127,34 +153,10 @@ def prepare(folder: Path) -> Callable[..., str]:
 
 
 def _same(prompt: str, begun: list[Any], stream: Any, alone: Completion) -> None:
+    """Raise Fault unless the rest of a neighbour's stream gives the completion that it has alone."""
     try:
         last = [*begun, *stream][-1].completion
     except Exception as error:
         raise Fault("neighbour", f"the stream of {prompt!r} raises {type(error).__name__}: {error}") from error
     if last is None or (last.text, last.token_ids, last.error) != (alone.text, alone.token_ids, None):
         raise Fault("neighbour", f"{prompt!r} ends as {last and (last.text, last.error)!r}, alone {alone.text!r}")
-
-
-def _call(model: Model, kind: str, fields: dict[str, Any], first: Any, second: Any, third: Any) -> list[Completion]:
-    """Make the call of a case, and return its completions."""
-    match kind:
-        case "params":
-            return model.generate("Once upon a time", SamplingParams(**{"max_tokens": 3} | fields))
-        case "keyword":
-            return model.generate("Once upon a time", **{"max_tokens": 3} | fields)
-        case "overruled":
-            return model.generate("Once", SHORT, **fields | {"max_tokens": 1})
-        case "both":
-            return model.generate("Once", first)
-        case "request":
-            request = GenerationRequest(prompt="Once", params=SHORT, priority=second, deadline=third)
-            other = GenerationRequest(prompt=first, params=SHORT)
-            return [completion for _, completion in model.as_completed([request, other])]
-        case "prompt":
-            return model.generate(first, SHORT)
-        case "prompts":
-            return model.generate([first, "Once"], SHORT)
-        case "stream":
-            events = [*model.stream(first, SamplingParams(**{"max_tokens": 3} | fields))]
-            return [event.completion for event in events if event.completion is not None]
-    return model.generate("Once", SHORT, control=first)

@@ -11,7 +11,14 @@ import numpy as np
 from et_jax.pallas.checks import padded_width
 from et_jax.softmax import Softmax
 
-DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
+DRAWN_PAGES = (
+    1024  # a larger pool repeats these: a benchmark does not depend on its contents, drawing them takes minutes
+)
+# Keyword arguments that several shapes share.
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
+LARGE: dict[str, Any] = BFLOAT16 | {"tested": False}
+INT8, FP8 = ({"in_8_bits": dtype} for dtype in ("int8", "float8_e4m3fn"))
+CAPPED: dict[str, Any] = {"soft_cap": 5.0, "sinks": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +41,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape(Shape):
-    """A case of attention, with what changes its scores.
+    """A case of attention.
 
-    in_8_bits: the dtype of 8 bits that the pool has, with a scale for the key and the value of each token; None for
-        that of the queries.
+    in_8_bits: the dtype of a pool in 8 bits, with a scale for the key and the value of each token; None for that of
+        the queries.
     """
 
     in_8_bits: str | None = None
@@ -47,10 +54,18 @@ class AttentionShape(Shape):
 
     def softmax(self, rng: np.random.Generator | None = None) -> Softmax:
         """Return the settings of the softmax, with random sinks where the shape has some and numbers are drawn."""
-        sinks = None
-        if self.sinks and rng is not None:
-            sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32))
+        sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32)) if self.sinks and rng else None
         return Softmax(scale=self.head_dim**-0.5, soft_cap=self.soft_cap, window=self.window, sink_logits=sinks)
+
+
+def maker[S: Shape](kind: type[S], last: str) -> Callable[..., S]:
+    """Return a function that makes a shape of its name, heads and KV heads, head dim, page size and `last` field."""
+
+    def shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, value: Any, **rest: Any) -> S:
+        sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "page_size": page_size}
+        return kind(name=name, **sizes, **{last: value}, **rest)
+
+    return shape
 
 
 def listed(
