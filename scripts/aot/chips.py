@@ -85,13 +85,14 @@ class Attention:
     kernels: tuple[str, ...] = ("attention", "prefill")
 
 
-def _tpu(kind: str) -> Chip:
-    topology = {"platform": "tpu", "topology_name": f"{kind}:2x2"}
-    return Chip(name=f"TPU {kind}", topology=topology, page_size=128, backend="tpu")
+def tpu(name: str, topology: str) -> Chip:
+    """Return a TPU, or a slice of several."""
+    return Chip(name=name, topology={"platform": "tpu", "topology_name": topology}, page_size=128, backend="tpu")
 
 
 _H200 = {"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"}
-CHIPS = (_tpu("v5e"), _tpu("v6e"), Chip(name="H200", topology=_H200, page_size=64, backend="gpu"))
+_HOPPER = Chip(name="H200", topology=_H200, page_size=64, backend="gpu")
+CHIPS = (tpu("TPU v5e", "v5e:2x2"), tpu("TPU v6e", "v6e:2x2"), _HOPPER)
 SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768}
 SMALL |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 LLAMA3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
