@@ -1,10 +1,6 @@
 """Calls of the Python API with values of any type, while well-formed streams are open."""
 
-import collections
 import dataclasses
-import decimal
-import fractions
-import math
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -21,32 +17,10 @@ from scripts.fuzzing.edits import listed
 from scripts.fuzzing.small_folder import served_model
 from scripts.fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
 
-
-class Text(str):
-    """A string of a class of its own."""
-
-
-class Liar:
-    """A sequence whose length is negative."""
-
-    def __len__(self) -> int:
-        return -1
-
-    def __getitem__(self, place: int) -> int:
-        raise KeyError(place)
-
-
-class Unprintable:
-    """A value that cannot be printed."""
-
-    def __repr__(self) -> str:
-        raise ValueError("no repr")
-
-
 # Expressions, evaluated anew for each case.
 _NUMBERS = listed("""
     True  False  0  1  2  8  -1  100  127  4095  4096  10**6  10**9  2**31  2**32  2**63 - 1  2**63  -(2**63)  10**30
-    0.0  -0.0  0.5  1.0  1.5  -0.5  1e-320  1e30  3e38  1e39  1e300  math.nan  math.inf  -math.inf
+    0.0  -0.0  0.5  1.0  1.5  -0.5  1e-320  1e30  3e38  1e39  1e300  float('nan')  float('inf')  -float('inf')
 """)
 _SMALL = listed("0  1  2  8  100  127  0.5  1.0  1.5  1e-320  True  np.int32(3)")
 _TEXTS = listed(r"""
@@ -55,23 +29,24 @@ _TEXTS = listed(r"""
 _SEQUENCES = listed(r"""
     ()  []  {}  set()  (1,)  [1, 2]  (True, False)  (0.5,)  ('a',)  ['a', 'b']  range(3)  range(0)  range(5, 8)  ('',)
     (None,)  (-1,)  (4096,)  (2**40,)  {1, 2}  {'a': 1}  {'prompt': 'a'}  ((1,), (2,))  [[1, 2]]  [[]]  [['a']]
-    ['a', 1]  [1, 'a']  [None]  ['', 'a']  [b'a']  [1.0, 2.0]  (math.nan,)  ('\ud800',)  ('\0',)  [[[[5]]]]
+    ['a', 1]  [1, 'a']  [None]  ['', 'a']  [b'a']  [1.0, 2.0]  (float('nan'),)  ('\ud800',)  ('\0',)  [[[[5]]]]
 """)
 _OBJECTS = listed(r"""
     None  1j  b'\xff'  int  len  NotImplemented  ...  object  object()  Path('/etc/passwd')  10**5000
     'word ' * 200_000  tuple(f's{i}' for i in range(100_000))  ('x' * 10**6,) * 3  [5] * 100_000  [5] * 127
-    (id for id in (5, 6))  (text for text in ('a', 'b'))  map(int, '56')  collections.deque([5, 6])
+    (id for id in (5, 6))  (text for text in ('a', 'b'))  map(int, '56')  __import__('collections').deque([5, 6])
     np.array([5, 6])  np.ones((2, 3), int)  np.array([0.5])  np.array([])  np.int32(3)  np.float32(0.5)  np.bool_(True)
     np.float64('nan')  np.str_('Once')  np.array(['a', 'b'])  (np.int64(5), np.uint8(6))  jnp.array([5, 6])
-    jnp.float32(0.5)  decimal.Decimal('0.5')  fractions.Fraction(1, 2)  Text('Once')  Liar()  Unprintable()
+    jnp.float32(0.5)  __import__('decimal').Decimal('0.5')  __import__('fractions').Fraction(1, 2)
+    type('Text', (str,), {})('Once')  type('Unprintable', (), {'__repr__': lambda self: 1 / 0})()
+    type('Liar', (), {'__len__': lambda self: -1, '__getitem__': lambda self, place: {}[place]})()
     (lambda: 1)  ValueError('x')  SHORT  GenerationRequest(prompt='Once', params=SHORT)
     [GenerationRequest(prompt=(5,), params=SHORT), 'Once']
 """)
 _ANY = (_NUMBERS, _TEXTS, _SEQUENCES, _OBJECTS)
 _FITTING = {"stop": (_TEXTS, _SEQUENCES), "stop_token_ids": (_SEQUENCES,)}
 SHORT = SamplingParams(max_tokens=3)
-_NAMES = {module.__name__: module for module in (collections, decimal, fractions, math)} | {"np": np, "jnp": jnp}
-_NAMES |= {each.__name__: each for each in (Path, Text, Liar, Unprintable, GenerationRequest)} | {"SHORT": SHORT}
+_NAMES = {each.__name__: each for each in (Path, GenerationRequest)} | {"np": np, "jnp": jnp, "SHORT": SHORT}
 _NEIGHBOURS = {  # long enough to be still open after the call
     "One day": SamplingParams(max_tokens=70, seed=5, ignore_eos=True),
     "The cat": SamplingParams(max_tokens=80, temperature=0.0, logprobs=2, ignore_eos=True),

@@ -12,10 +12,9 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.serve import engine
-from et_jax.text import load_tokenizer
-from scripts.fuzzing import edits, templates
-from scripts.fuzzing.small_folder import overlay, served_model
-from scripts.fuzzing.watch import ACCEPTED, NOISE, REFUSED, SECONDS, Fault, not_a_sentence
+from scripts.fuzzing import edits
+from scripts.fuzzing.small_folder import served_model
+from scripts.fuzzing.watch import ACCEPTED, NOISE, REFUSED, Fault, not_a_sentence
 
 _main = runpy.run_module("et_jax.generate")["main"]  # the command itself
 _NEIGHBOURS: tuple[dict[str, Any], ...] = (
@@ -64,7 +63,7 @@ _RAW = {
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Return a case: one to three hostile lines, damage to the file, whether lines are chats, a hostile template."""
+    """Return a case: one to three hostile lines, damage to the file, whether lines are chats."""
 
     def line() -> tuple[str, Any]:
         raw = random.random() < 1 / 3
@@ -72,15 +71,12 @@ def draw(random: Random) -> dict[str, Any]:
 
     lines = [line() for _ in range(random.randint(1, 3))]
     damages = edits.damages(random) if random.random() < 0.25 else None
-    chat, template = random.random() < 0.3, templates.template(random) if random.random() < 1 / 15 else None
-    seconds = SECONDS if template is None else 60.0  # the limit of a template is that of one conversation
-    return {"lines": lines, "damages": damages, "chat": chat, "template": template, "seconds": seconds}
+    return {"lines": lines, "damages": damages, "chat": random.random() < 0.3}
 
 
 def prepare(folder: Path) -> Callable[..., str]:
     """Load a model, run the neighbours alone, and return the function that runs a case."""
     model = served_model(folder / "model")
-    own = model.tokenizer
     engine.load = lambda *_, **__: model  # the command loads in every run; here the model is loaded already
     valid = [json.dumps(line).encode() for line in _NEIGHBOURS]
     alone: dict[bool, dict[str, Any]] = {False: {}, True: {}}
@@ -90,28 +86,20 @@ def prepare(folder: Path) -> Callable[..., str]:
             raise RuntimeError(f"a well-formed line is refused ({message})")
         alone[chat] |= _choices(rows)
 
-    def run(lines: list[tuple[str, Any]], damages: Any, chat: bool, template: str | None) -> str:
+    def run(lines: list[tuple[str, Any]], damages: Any, chat: bool) -> str:
         hostile = [
             _RAW[name] if changes is None else edits.mutated(json.dumps(_LINES[name]).encode(), changes)
             for name, changes in lines
         ]
         data = b"\n".join(itertools.chain(*zip(valid, [*hostile, b"", b""], strict=False)))
-        expected = alone[chat]
-        try:
-            if template is not None:
-                file = {"chat_template.jinja": template.encode("utf-8", "surrogatepass")}
-                model.tokenizer = load_tokenizer(overlay(folder / "changed", folder / "model", {**file}))
-                expected = {name: each for name, each in expected.items() if not chat and name != "two"}
-            code, message, rows = _job(folder, edits.mutated(data, damages) if damages else data, "out", chat)
-            if code:
-                raise UsageError(message)
-            _check(rows, (folder / "out-in.jsonl").read_bytes().split(b"\n"), None if damages else expected)
-            first = (folder / "out.jsonl").read_bytes()
-            code, message, _ = _job(folder, None, "out", chat)
-            if code or (folder / "out.jsonl").read_bytes() != first:
-                raise Fault("rows", f"the second run changes the output (exit code {code}: {message})")
-        finally:
-            model.tokenizer = own
+        code, message, rows = _job(folder, edits.mutated(data, damages) if damages else data, "out", chat)
+        if code:
+            raise UsageError(message)
+        _check(rows, (folder / "out-in.jsonl").read_bytes().split(b"\n"), None if damages else alone[chat])
+        first = (folder / "out.jsonl").read_bytes()
+        code, message, _ = _job(folder, None, "out", chat)
+        if code or (folder / "out.jsonl").read_bytes() != first:
+            raise Fault("rows", f"the second run changes the output (exit code {code}: {message})")
         return REFUSED if any(row["error"] for row in rows) else ACCEPTED
 
     return run

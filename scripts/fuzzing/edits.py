@@ -38,10 +38,7 @@ _HUGE = {
     "rather deep list": "[" * 500 + "]" * 500,
 }
 _KINDS = (*("replace",) * 6, "alter", "alter", "delete", "duplicate", "rename", "swap", "wrap", "text")
-_ALTERED: tuple[Callable[[Any], Any], ...] = (
-    *(lambda x: x + 1, lambda x: x - 1, lambda x: -x, lambda x: x * 2, lambda x: x / 2),
-    *(lambda x: x * 1000, lambda x: x * 10**6, lambda x: x * 10**9),
-)
+_FACTORS = (-1, 2, 0.5, 1000, 10**6, 10**9)
 _WIDE, _DEPTH = 40, 7  # of a wider object only its ends are edited; nothing below this depth is
 # From the data, a position in them and a few random bytes.
 _DAMAGES: dict[str, Callable[[bytes, int, bytes], bytes]] = {
@@ -147,7 +144,7 @@ def _edit(document: Any, edit: Edit, marked: dict[str, str]) -> None:
         case "text":
             holder[key] = str(value)
         case "alter" if type(value) in (int, float):
-            holder[key] = _ALTERED[edit.other % len(_ALTERED)](value)
+            holder[key] = (value + 1, value - 1, *(value * factor for factor in _FACTORS))[edit.other % 8]
 
 
 def _places(document: Any, depth: int = 0) -> list[tuple[Any, Any]]:

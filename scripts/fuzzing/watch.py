@@ -81,14 +81,13 @@ def _where(error: BaseException) -> str:
 
 def not_a_sentence(message: str) -> str | None:
     """Return why a message is no single printable sentence, None where it is one."""
-    if not message.endswith("."):
-        return "does not end with a full stop"
-    if "\n" in message or "\r" in message:
-        return "has more than one line"
-    if len(message) > LONGEST:
-        return f"has {len(message)} characters"
-    unprintable = any(unicodedata.category(letter) in ("Cc", "Cs") for letter in message)
-    return "cannot be printed" if unprintable else None
+    problems = {
+        "does not end with a full stop": not message.endswith("."),
+        "has more than one line": "\n" in message or "\r" in message,
+        f"has {len(message)} characters": len(message) > LONGEST,
+        "cannot be printed": any(unicodedata.category(letter) in ("Cc", "Cs") for letter in message),
+    }
+    return next((problem for problem, present in problems.items() if present), None)
 
 
 def shortened(text: str) -> str:

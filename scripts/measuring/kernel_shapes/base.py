@@ -11,9 +11,7 @@ import numpy as np
 from et_jax.pallas.checks import padded_width
 from et_jax.softmax import Softmax
 
-DRAWN_PAGES = (
-    1024  # a larger pool repeats these: a benchmark does not depend on its contents, drawing them takes minutes
-)
+DRAWN_PAGES = 1024  # a larger pool repeats these: drawing all takes minutes
 # Keyword arguments that several shapes share.
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 LARGE: dict[str, Any] = BFLOAT16 | {"tested": False}
