@@ -41,14 +41,7 @@ _LINES: dict[str, dict[str, Any]] = {
     "conversation": {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": _CHAT},
 }
 _RAW = {
-    **{
-        "nothing": b"",
-        "blanks": b" \t ",
-        "zeros": bytes(5000),
-        "list": b"[]",
-        "scalar": b"7",
-        "torn": b'{"prompt": "It',
-    },
+    **{"nothing": b"", "blanks": b" \t ", "zeros": bytes(5000), "list": b"[]", "scalar": b"7"},
     **{"two": b'{"prompt": "a"} {"prompt": "b"}', "comment": b'{"prompt": "a"} // b', "quotes": b"{'prompt': 'a'}"},
     **{"taken": b'{"id": "one", "prompt": "a"}', "taken by place": b'{"id": "line-1", "prompt": "a"}'},
     **{"latin": b'{"id": "caf\xe9", "prompt": "caf\xe9"}', "carriage": b'{"id": "c",\r "prompt": "a"}\r'},
@@ -56,6 +49,7 @@ _RAW = {
     "too long": b'{"id": "long", "prompt": "' + b"x" * 9_000_000 + b'"}',
     "stops": json.dumps({"id": "stops", "prompt": "a", "stop": [f"s{i}" for i in range(30_000)]}).encode(),
     "bomb": b'{"prompt": ' + b"[" * 1_000_000,
+    "torn": b'{"prompt": "It',
     "digits": b'{"prompt": "a", "seed": ' + b"1" * 100_000 + b"}",
     "separators": '{"id": "u\u2028", "prompt": "a\u2028b\u0085c"}'.encode(),
     "twice": b'{"id": "d", "id": "e", "prompt": "a", "prompt": "b"}',

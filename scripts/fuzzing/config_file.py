@@ -53,7 +53,7 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write the models, and return what runs a case."""
+    """Write the models, and return the function that runs a case."""
     configs = {name: dataclasses.replace(LLAMA, architecture=name, **fields) for name, fields in _MODELS.items()}
     models = {name: write_model(folder / name, config) for name, config in (configs | {"gpt_oss": GPT_OSS}).items()}
     models["mxfp4"] = write_model(folder / "mxfp4", GPT_OSS, packed=True)

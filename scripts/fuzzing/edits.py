@@ -143,7 +143,7 @@ def _edit(document: Any, edit: Edit, marked: dict[str, str]) -> None:
             holder[key] = [value]
         case "text":
             holder[key] = str(value)
-        case "alter" if type(value) in (int, float):
+        case "alter" if isinstance(value, int | float) and not isinstance(value, bool):
             holder[key] = (value + 1, value - 1, *(value * factor for factor in _FACTORS))[edit.other % 8]
 
 

@@ -29,9 +29,8 @@ _TREES = edits.listed(r"""
     {'a/b': jnp.ones(2), 'a': {'b': jnp.zeros(2)}}  {'': jnp.ones(2), '..': jnp.ones(1), 'a.b': jnp.ones(3)}
     {'\0': jnp.ones(1)}  {'\ud800': jnp.ones(2)}  {'n' * 300: jnp.ones(2)}  jnp.ones(2)
     {1: jnp.ones(2), '1': jnp.zeros(2)}  (jnp.ones(2), [jnp.zeros((0, 3))])  {'a': jnp.zeros((0,))}
-    {'a': jax.random.key(1)}
+    {'a': jax.random.key(1)}  {'a': jax.ShapeDtypeStruct((2,), jnp.float32)}
     __import__('functools').reduce(lambda tree, _: {'a': tree}, range(60), jnp.ones(2))
-     {'a': jax.ShapeDtypeStruct((2,), jnp.float32)}
 """)
 _PATHS = ("new", "new/deeper", "a b é", "n" * 300, "x\0y", "\ud800", "taken", "taken/below", "", "..", "new/../other")
 _CHANGES = ("damage " * 4 + "flip " * 3 + "remove swap folder stray copy bare").split()
@@ -48,7 +47,7 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write a snapshot and converted weights, and return what runs a case."""
+    """Write a snapshot and converted weights, and return the function that runs a case."""
     random = np.random.default_rng(0)
     tree = {
         "cache": (jnp.asarray(random.normal(size=(256, 64)), jnp.bfloat16), jnp.asarray(random.normal(size=(300,)))),

@@ -75,25 +75,20 @@ _CONTENTS = ("Hello", "", "{{ 7 * 7 }}", "<|endoftext|>", "x" * 20_000, "\0", "ð
 _SHOWN = ("<module", "site-packages", "__builtins__", "subprocess", "<frame", "<code object")
 
 
-def template(random: Random) -> str:
-    """Return one to three tags inside one another, each with an expression of its own."""
+def draw(random: Random) -> dict[str, Any]:
+    """Return a case: a template of one to three nested tags, its place in the folder, and a conversation."""
     text = ""
     for _ in range(random.randint(1, 3)):
         tag = random.choice(random.choice((_USUAL, _USUAL, _HOSTILE)))
         body = random.choice(random.choice((_PLAIN, _VALUES, _VALUES, _HUGE, _CURIOUS)))
         text = tag.replace("REST", text).replace("BODY", body + random.choice(("", *_FILTERS)))
-    return text
-
-
-def draw(random: Random) -> dict[str, Any]:
-    """Return a case: a template, where it stands, and the conversation that it writes."""
     pairs = [(random.choice(_ROLES), random.choice(_CONTENTS)) for _ in range(random.randint(1, 3))]
     place = random.choice(("jinja", "jinja", "jinja", "setting", "setting", "list", "named", "number"))
-    return {"text": template(random), "place": place, "messages": pairs}
+    return {"text": text, "place": place, "messages": pairs}
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write a model folder, and return what runs a case."""
+    """Write a model folder, and return the function that runs a case."""
     base = write_model(folder / "base")
     settings = json.loads((base / "tokenizer_config.json").read_text())
 
@@ -111,9 +106,8 @@ def prepare(folder: Path) -> Callable[..., str]:
             if (folder / _MARK).exists() or json.dumps(given) != before:
                 (folder / _MARK).unlink(missing_ok=True)
                 raise Fault("escape", f"the template changed what is outside: {text}")
-        for shown in _SHOWN:
-            if shown in rendered:
-                raise Fault("escape", f"the text shows {shown}: {rendered[:200]}")
+        if shown := [each for each in _SHOWN if each in rendered]:
+            raise Fault("escape", f"the text shows {shown}: {rendered[:200]}")
         return ACCEPTED
 
     return run

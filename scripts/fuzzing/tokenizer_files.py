@@ -48,7 +48,7 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write the tokenizers, and return what runs a case."""
+    """Write the tokenizers, and return the function that runs a case."""
     model = served_model(folder / "json")
     own = model.tokenizer
     document = json.loads((folder / "json/tokenizer.json").read_text())

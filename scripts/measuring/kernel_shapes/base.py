@@ -72,13 +72,11 @@ def listed(
     """Return random lists "b k n" of the blocks that hold so many tokens of each slot, and their lengths "b k"."""
     blocks = np.zeros((len(lengths), shape.num_kv_heads, num_blocks), np.int32)
     counts = np.zeros(blocks.shape[:2], np.int32)
-    for row, length in enumerate(lengths):
-        for head in range(shape.num_kv_heads):
-            open_mask = rng.random(-(-length // shape.page_size)) < open_share
-            open_mask[-1:] = True  # the last block is always listed
-            found = np.flatnonzero(open_mask)
-            blocks[row, head, : len(found)] = found
-            counts[row, head] = len(found)
+    for row, head in np.ndindex(*counts.shape):
+        open_mask = rng.random(-(-lengths[row] // shape.page_size)) < open_share
+        open_mask[-1:] = True  # the last block is always listed
+        counts[row, head] = open_mask.sum()
+        blocks[row, head, : counts[row, head]] = np.flatnonzero(open_mask)
     return jnp.asarray(blocks), jnp.asarray(counts)
 
 
@@ -91,23 +89,16 @@ def normal(shape: Shape, rng: np.random.Generator) -> Callable[..., jax.Array]:
     return draw
 
 
-def pool(shape: Shape, num_pages: int, rng: np.random.Generator) -> jax.Array:
-    """Return random pages "k p s e"; of a large pool those that `repeated` repeats."""
-    return normal(shape, rng)(shape.num_kv_heads, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
-
-
-def scaled(shape: AttentionShape, pages: Any, num_pages: int, rng: np.random.Generator) -> tuple[Any, Any]:
-    """Return the pages in the dtype that the shape has them in and, of 8 bits, scales of so many pages."""
-    if shape.in_8_bits is None:
-        return pages, None
-    pages = jnp.clip(40 * pages.astype(jnp.float32), -127, 127)
-    pages = (jnp.round(pages) if shape.in_8_bits == "int8" else pages).astype(shape.in_8_bits)
-    return pages, jnp.asarray(rng.uniform(0.01, 0.04, (pages.shape[0], num_pages, 2, shape.page_size)), jnp.float32)
-
-
-def repeated(pages: Any, num_pages: int) -> Any:
-    """Return a pool of so many pages."""
-    return pages[:, np.arange(num_pages) % DRAWN_PAGES] if num_pages > DRAWN_PAGES else pages
+def pool(shape: AttentionShape, num_pages: int, rng: np.random.Generator) -> tuple[jax.Array, jax.Array | None]:
+    """Return random pages "k p s e" in the dtype of the pool and, in 8 bits, their scales "k p 2 s"."""
+    scales, drawn = None, min(num_pages, DRAWN_PAGES)
+    pages = normal(shape, rng)(shape.num_kv_heads, drawn, shape.page_size, shape.width)
+    if shape.in_8_bits is not None:
+        pages = jnp.clip(40 * pages.astype(jnp.float32), -127, 127)
+        pages = (jnp.round(pages) if shape.in_8_bits == "int8" else pages).astype(shape.in_8_bits)
+        sizes = shape.num_kv_heads, num_pages, 2, shape.page_size
+        scales = jnp.asarray(rng.uniform(0.01, 0.04, sizes), jnp.float32)
+    return (pages if num_pages <= DRAWN_PAGES else pages[:, np.arange(num_pages) % DRAWN_PAGES]), scales
 
 
 def scattered(num_pages: int, slots: int, rng: np.random.Generator) -> jax.Array:

@@ -27,7 +27,7 @@ class Shape(base.AttentionShape):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks a slot can hold, enough for the longest row."""
+        """Blocks of a slot, enough for the longest row."""
         return max(1, -(-max(self.lengths) // self.page_size))
 
     @property
@@ -48,12 +48,11 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     b, n = len(shape.lengths), shape.num_blocks
     num_pages = 1 + b * n
     blocks, counts = base.listed(shape, n, list(shape.lengths), rng, shape.open_share)
-    normal = base.normal(shape, rng)
-    pages, kv_scales = base.scaled(shape, base.pool(shape, num_pages, rng), num_pages, rng)
+    pages, kv_scales = base.pool(shape, num_pages, rng)
     readers = jnp.asarray(rng.integers(1, 1 << shape.rows, blocks.shape), jnp.int32) if shape.read_apart else None
     return {
-        "q": normal(b * shape.rows, shape.num_heads, shape.head_dim),
-        "pages": base.repeated(pages, num_pages),
+        "q": base.normal(shape, rng)(b * shape.rows, shape.num_heads, shape.head_dim),
+        "pages": pages,
         "page_table": base.scattered(num_pages, b, rng),
         "blocks": blocks,
         "counts": counts,

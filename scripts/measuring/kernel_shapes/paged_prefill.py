@@ -40,15 +40,14 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     b, n = len(shape.starts), shape.num_blocks
     num_pages = 1 + b * n
-    normal = base.normal(shape, rng)
-    pages, kv_scales = base.scaled(shape, base.pool(shape, num_pages, rng), num_pages, rng)
+    pages, kv_scales = base.pool(shape, num_pages, rng)
     blocks = counts = None
     if shape.open_share is not None:
         lengths = [start + shape.chunk for start in shape.starts]
         blocks, counts = base.listed(shape, n, lengths, rng, shape.open_share)
     return {
-        "q": normal(b, shape.chunk, shape.num_heads, shape.head_dim),
-        "pages": base.repeated(pages, num_pages),
+        "q": base.normal(shape, rng)(b, shape.chunk, shape.num_heads, shape.head_dim),
+        "pages": pages,
         "page_table": base.scattered(num_pages, b, rng),
         "starts": jnp.asarray(shape.starts, jnp.int32),
         "blocks": blocks,
