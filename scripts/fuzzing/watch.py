@@ -41,6 +41,7 @@ COMPILING = 120.0  # seconds of a case that compiles programs of its own, on a b
 LONGEST, NOISE, DETAIL = 600, 2000, 400  # characters of a refusal; bytes of other output; characters of a detail
 STARTING = 300.0  # seconds for imports, a small model and its programs
 POLL = 0.05  # seconds between readings of its memory
+DUMP = 1.0  # seconds for a hanging process to write its stack
 PR_SET_PDEATHSIG = 1
 
 
@@ -188,7 +189,7 @@ class Worker:
         while not self._pipe.poll(POLL):
             if time.monotonic() > deadline:
                 os.kill(self._process.pid, signal.SIGUSR1)
-                time.sleep(POLL)
+                time.sleep(DUMP)
                 frames = (self._folder / "hanging.txt").read_text(errors="replace").splitlines()[1:5]
                 raise Fault("hang", shortened(" < ".join(map(str.strip, frames))))
             if (used := sum(map(resident, _family(self._process.pid)))) > most:
