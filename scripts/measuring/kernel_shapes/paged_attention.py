@@ -63,6 +63,7 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     }
 
 
+HOPPER: Any = BFLOAT16 | CAPPED
 APART: Any = {"rows": 3, "read_apart": True}
 shape = base.maker(Shape, "lengths")
 SHAPES = (
@@ -122,19 +123,8 @@ SHAPES = (
     shape("hopper_all_empty", (4, 2), 64, 64, (0, 0), **BFLOAT16),
     shape("hopper_window", (4, 2), 128, 64, (400, 20, 129), window=100, **BFLOAT16),
     shape("hopper_window_of_one", (4, 2), 64, 128, (129, 128), window=1, **BFLOAT16),
-    shape("hopper_all_of_them", (8, 2), 64, 64, (1300, 90), window=900, open_share=0.6, **BFLOAT16, **CAPPED),
-    shape(
-        "hopper_int8_all_of_them",
-        (2, 1),
-        64,
-        128,
-        (3300, 0, 90),
-        window=3200,
-        open_share=0.9,
-        **BFLOAT16,
-        **INT8,
-        **CAPPED,
-    ),
+    shape("hopper_all_of_them", (8, 2), 64, 64, (1300, 90), window=900, open_share=0.6, **HOPPER),
+    shape("hopper_int8_all_of_them", (2, 1), 64, 128, (3300, 0, 90), window=3200, open_share=0.9, **INT8, **HOPPER),
     # several rows a slot, over one list or over the union of theirs
     shape("rows_3", (4, 2), 64, 16, (100, 3), rows=3, **BFLOAT16),
     shape("rows_5", (9, 3), 64, 16, (129, 0, 250), rows=5),
@@ -144,9 +134,7 @@ SHAPES = (
     shape("rows_int8", (8, 2), 128, 32, (200, 90), rows=5, read_apart=True, **BFLOAT16, **INT8),
     shape("hopper_rows", (8, 2), 128, 64, (300, 70), rows=5, **BFLOAT16),
     shape("hopper_rows_split", (8, 1), 128, 128, (300, 20), rows=6, read_apart=True, **BFLOAT16),
-    shape(
-        "hopper_rows_all_of_them", (6, 2), 64, 64, (1300, 90), window=300, open_share=0.7, **APART, **BFLOAT16, **CAPPED
-    ),
+    shape("hopper_rows_all_of_them", (6, 2), 64, 64, (1300, 90), window=300, open_share=0.7, **APART, **HOPPER),
     shape("hopper_rows_int8", (4, 2), 128, 64, (400, 0), rows=2, read_apart=True, **BFLOAT16, **INT8),
     # what is run, on a CPU
     shape("decode_2_at_16k", (32, 8), 128, 64, (16384,) * 2, tested=False),
