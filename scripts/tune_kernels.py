@@ -29,14 +29,11 @@ from scripts.measuring import arguments
 from scripts.measuring.results import RESULTS, write
 from scripts.measuring.timing import Round, in_turns, seconds
 
-FOLDERS = {
-    "paged_attention": "paged_attention",
-    "paged_prefill": "paged_prefill",
-    "block_scores": "block_scores",
-    "code_scores": "block_scores",
+FOLDERS = {name: name for name in ("paged_attention", "paged_prefill", "block_scores")} | {
+    "code_scores": "block_scores"
 }
 NOISE = 0.05  # settings must beat the rule by this share of its time
-LEAST_SECONDS = 0.02  # of a timed run, so that what it costs to start one does not count
+LEAST_SECONDS = 0.02  # of a timed run, so that the cost of a launch does not count
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
@@ -64,16 +61,11 @@ def neighbours(config: Any) -> Iterator[Any]:
 
 def rule_of(kernel: Callable[..., Any], given: dict[str, Any]) -> tuple[str, Any]:
     """Return the table's key that a kernel looks up for these arguments, and the settings of its rule."""
-    seen: list[tuple[str, Any]] = []
-
-    def record(by_rule: Any, name: str, **facts: object) -> Any:
-        seen.append((tuned.key(name, **facts), by_rule))
-        return by_rule
-
-    with mock.patch.object(tuned, "settings", record):
+    with mock.patch.object(tuned, "settings", side_effect=lambda by_rule, *_, **__: by_rule) as looked_up:
         jax.eval_shape(lambda arrays: kernel(**arrays), given)
-    [found] = seen
-    return found
+    [call] = looked_up.call_args_list
+    by_rule, name = call.args
+    return tuned.key(name, **call.kwargs), by_rule
 
 
 def candidate(kernel: Callable[..., Any], config: Any, given: dict[str, Any], wanted: Any) -> Round | None:
@@ -84,11 +76,11 @@ def candidate(kernel: Callable[..., Any], config: Any, given: dict[str, Any], wa
     except Exception as reason:  # each compiler has its own
         print(f"  {config}: refused, {str(reason).splitlines()[0][:160]}")
         return None
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        both = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-        if not np.allclose(*both, rtol=tolerance, atol=tolerance, equal_nan=True):
-            print(f"  {config}: WRONG, not timed")
-            return None
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    both = ([np.asarray(one, np.float64) for one in pair] for pair in pairs)
+    if not all(np.allclose(*pair, rtol=tolerance, atol=tolerance, equal_nan=True) for pair in both):
+        print(f"  {config}: WRONG, not timed")
+        return None
 
     def chain(arrays: dict[str, Any], calls: Any) -> Any:
         def call(_: Any, query: Any) -> Any:
@@ -105,7 +97,7 @@ def candidate(kernel: Callable[..., Any], config: Any, given: dict[str, Any], wa
 
 
 def tune(op: str, backend: str, shape: Any, rounds: int) -> dict[str, Any] | None:
-    """Return the key of a shape, the rule's settings, the best ones, and their figures; None where it is refused."""
+    """Return the key of a shape, the rule's settings, the best ones, and their figures; None where unsupported."""
     kernel = kernel_of(op, backend, shape)
     taken = inspect.signature(kernel).parameters
     example = importlib.import_module(f"scripts.measuring.kernel_shapes.{FOLDERS[op]}").example(shape)
@@ -130,14 +122,9 @@ def tune(op: str, backend: str, shape: Any, rounds: int) -> dict[str, Any] | Non
     for name, ratio in ratios.items():
         print(f"  {np.median(taking[name]):9.3f} ms {ratio:6.3f} of the rule  {name}")
     best = min(ratios, key=lambda name: ratios[name])
-    return {
-        "shape": shape.name,
-        "key": key,
-        "by_rule": dataclasses.asdict(by_rule),
-        "best": dataclasses.asdict(names[best]),
-        "median_ms": float(np.median(taking[best])),
-        "ratio": ratios[best],
-    }
+    settings = {"by_rule": dataclasses.asdict(by_rule), "best": dataclasses.asdict(names[best])}
+    figures = {"median_ms": float(np.median(taking[best])), "ratio": ratios[best]}
+    return {"shape": shape.name, "key": key} | settings | figures
 
 
 def record(results: list[dict[str, Any]]) -> None:
@@ -165,8 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     backend, results = args.backend or pick(), []
     for op in args.op or FOLDERS:
-        shapes = importlib.import_module(f"scripts.measuring.kernel_shapes.{FOLDERS[op]}").SHAPES
-        for shape in shapes:
+        for shape in importlib.import_module(f"scripts.measuring.kernel_shapes.{FOLDERS[op]}").SHAPES:
             chosen = shape.name in args.shape if args.shape else not shape.tested
             if chosen and (result := tune(op, backend, shape, args.rounds)) is not None:
                 results.append(result)

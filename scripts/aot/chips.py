@@ -85,267 +85,117 @@ class Attention:
     kernels: tuple[str, ...] = ("attention", "prefill")
 
 
-CHIPS = (
-    Chip(name="TPU v5e", topology={"platform": "tpu", "topology_name": "v5e:2x2"}, page_size=128, backend="tpu"),
-    Chip(name="TPU v6e", topology={"platform": "tpu", "topology_name": "v6e:2x2"}, page_size=128, backend="tpu"),
-    Chip(
-        name="H200",
-        topology={"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"},
-        page_size=64,
-        backend="gpu",
-    ),
-)
-SMALL = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-}
-LLAMA3_8B = {  # all but its 32 layers
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-}
+def tpu(name: str, topology: str) -> Chip:
+    """Return a TPU, or a slice of several."""
+    return Chip(name=name, topology={"platform": "tpu", "topology_name": topology}, page_size=128, backend="tpu")
+
+
+_H200 = {"platform": "cuda", "topology_name": "h200", "target_config": H200, "topology": "1x1x1"}
+_HOPPER = Chip(name="H200", topology=_H200, page_size=64, backend="gpu")
+CHIPS = (tpu("TPU v5e", "v5e:2x2"), tpu("TPU v6e", "v6e:2x2"), _HOPPER)
+SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768}
+SMALL |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+LLAMA3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA3_8B |= {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 QWEN3_8B = LLAMA3_8B | {"architecture": "qwen3", "qk_norm": True, "vocab_size": 151936, "intermediate_size": 12288}
 LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 GEMMA2_2B = {
-    "architecture": "gemma2",
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 256,
-    "windows": (4096, None) * 13,
-    "norm_offset": 1.0,
-    "norms": "around",
-    "activation": "gelu_tanh",
-    "score_cap": 50.0,
-    "logit_cap": 30.0,
-    "embedding_scale": 48.0,
-    "tie_embeddings": True,
+    **{"architecture": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216},
+    **{"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "windows": (4096, None) * 13},
+    **{"norm_offset": 1.0, "norms": "around", "activation": "gelu_tanh", "score_cap": 50.0, "logit_cap": 30.0},
+    **{"embedding_scale": 48.0, "tie_embeddings": True},
 }
-GEMMA3_4B = GEMMA2_2B | {
-    "architecture": "gemma3",
-    "vocab_size": 262208,
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "windows": tuple(None if layer % 6 == 5 else 1024 for layer in range(34)),
-    "window_rope_theta": 10000.0,
-    "qk_norm": True,
-    "score_cap": None,
-    "logit_cap": None,
-    "embedding_scale": 2560**0.5,
+GEMMA3_4B = {
+    **GEMMA2_2B,
+    **{"architecture": "gemma3", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240},
+    **{"windows": tuple(None if layer % 6 == 5 else 1024 for layer in range(34)), "window_rope_theta": 10000.0},
+    **{"qk_norm": True, "score_cap": None, "logit_cap": None, "embedding_scale": 2560**0.5},
 }
 PHI_4 = {
-    "architecture": "phi3",
-    "vocab_size": 100352,
-    "hidden_size": 5120,
-    "intermediate_size": 17920,
-    "num_heads": 40,
-    "num_kv_heads": 10,
-    "head_dim": 128,
+    **{"architecture": "phi3", "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920},
+    **{"num_heads": 40, "num_kv_heads": 10, "head_dim": 128},
 }
-OLMO2_7B = LLAMA3_8B | {
-    "architecture": "olmo2",
-    "vocab_size": 100352,
-    "intermediate_size": 11008,
-    "num_kv_heads": 32,
-    "norms": "after",
-    "qk_norm": True,
-    "qk_norm_over": "width",
+OLMO2_7B = {
+    **LLAMA3_8B,
+    **{"architecture": "olmo2", "vocab_size": 100352, "intermediate_size": 11008, "num_kv_heads": 32},
+    **{"norms": "after", "qk_norm": True, "qk_norm_over": "width"},
 }
-QWEN3_30B_A3B = QWEN3_8B | {
-    "architecture": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_kv_heads": 4,
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    **{"architecture": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_kv_heads": 4},
     "experts": {"num_experts": 128, "num_per_token": 8, "width": 768, "normalised": True},
 }
-MIXTRAL_8X7B = LLAMA3_8B | {
-    "architecture": "mixtral",
-    "vocab_size": 32000,
+MIXTRAL_8X7B = {
+    **LLAMA3_8B,
+    **{"architecture": "mixtral", "vocab_size": 32000},
     "experts": {"num_experts": 8, "num_per_token": 2, "width": 14336, "normalised": True},
 }
+_CLAMPED_EXPERTS = {"num_experts": 32, "num_per_token": 4, "width": 2880, "normalised": True, "biases": True}
+_CLAMPED_EXPERTS |= {"clamped": {"alpha": 1.702, "limit": 7.0}}
 GPT_OSS_20B = {
-    "architecture": "gpt_oss",
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_heads": 64,
-    "num_kv_heads": 8,
-    "head_dim": 64,
-    "windows": (128, None) * 12,
-    "qkv_bias": True,
-    "o_bias": True,
-    "sinks": True,
-    "experts": {"num_experts": 32, "num_per_token": 4, "width": 2880, "normalised": True, "biases": True}
-    | {"clamped": {"alpha": 1.702, "limit": 7.0}},
+    **{"architecture": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
+    **{"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "windows": (128, None) * 12},
+    **{"qkv_bias": True, "o_bias": True, "sinks": True, "experts": _CLAMPED_EXPERTS},
 }
 
+V5E, V6E, HOPPER = (chip.name for chip in CHIPS)
+BOTH, DECODE = ("decode", "prefill"), ("decode",)
 LARGE = {"num_slots": 16, "max_length": 32768, "prefill_batch": 512, "by_xla": False}  # by XLA as the small one
+MEDIUM = LARGE | {"max_length": 8192}
 FITTING = {  # a Llama-3-8B with a cache for which the chip has memory beside the weights
-    "TPU v5e": {"quantize": "int8", "num_slots": 4, "max_length": 8192},
-    "TPU v6e": {"num_slots": 4, "max_length": 8192},
+    V5E: {"quantize": "int8", "num_slots": 4, "max_length": 8192},
+    V6E: {"num_slots": 4, "max_length": 8192},
 }
 WHOLE = {"model": LLAMA3_8B, "num_layers": 32, "on": FITTING} | LARGE
-DECODINGS = (
-    Decoding(name="small", model=SMALL, num_slots=16, max_length=32768, prefill_batch=256),
-    Decoding(name="llama3_8b, 2 layers", model=LLAMA3_8B, seldom=("TPU v5e", "TPU v6e", "H200"), **LARGE),
-    Decoding(name="llama3_8b, 32 layers", **WHOLE),
-    *(
-        Decoding(
-            name=name,
-            model=model,
-            num_slots=4,
-            max_length=max_length,
-            prefill_batch=512,
-            num_layers=num_layers,
-            functions=("decode",),
-            by_xla=False,
-            seldom=seldom,
-        )
-        for name, model, num_layers, max_length, seldom in (
-            ("gemma2_2b, 26 layers", GEMMA2_2B, 26, 16384, ("TPU v5e", "H200")),
-            ("gemma3_4b, 34 layers", GEMMA3_4B, 34, 16384, ("TPU v5e", "H200")),
-            ("phi_4, 40 layers", PHI_4, 40, 8192, ("TPU v5e", "TPU v6e")),  # whose memories do not hold its weights
-            ("olmo2_7b, 32 layers", OLMO2_7B, 32, 4096, ("TPU v5e", "TPU v6e", "H200")),
-        )
+WHOLE_QWEN = WHOLE | {"model": QWEN3_8B, "num_layers": 36}
+DEEP = LARGE | {"num_slots": 4, "functions": DECODE}
+CERTIFIED_8B = LARGE | {"model": LLAMA3_8B, "control": "certified", "functions": BOTH}
+OF_TWO = LARGE | {"model": LLAMA3_8B, "small": LLAMA3_1B, "functions": DECODE}
+INFER = {"control": "entropyinfer", "functions": ("prefill",)}
+GPT_OSS = MEDIUM | {"model": GPT_OSS_20B, "num_layers": 24, "functions": DECODE}
+# A name, the chips for which it is seldom compiled, and the other settings.
+_ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("small", (), {"model": SMALL, "num_slots": 16, "max_length": 32768, "prefill_batch": 256}),
+    ("llama3_8b, 2 layers", (V5E, V6E, HOPPER), LARGE | {"model": LLAMA3_8B}),
+    ("llama3_8b, 32 layers", (), WHOLE),
+    ("gemma2_2b, 26 layers", (V5E, HOPPER), DEEP | {"model": GEMMA2_2B, "num_layers": 26, "max_length": 16384}),
+    ("gemma3_4b, 34 layers", (V5E, HOPPER), DEEP | {"model": GEMMA3_4B, "num_layers": 34, "max_length": 16384}),
+    # TPUs have too little memory for its weights
+    ("phi_4, 40 layers", (V5E, V6E), DEEP | {"model": PHI_4, "num_layers": 40, "max_length": 8192}),
+    ("olmo2_7b, 32 layers", (V5E, V6E, HOPPER), DEEP | {"model": OLMO2_7B, "num_layers": 32, "max_length": 4096}),
+    ("adaptive", (V6E,), WHOLE | {"control": "adaptive"}),
+    # the two read by one kernel
+    ("entropyinfer llama3_8b", (V6E, V5E), WHOLE | INFER),
+    ("entropyinfer qwen3_8b", (V6E, HOPPER), WHOLE_QWEN | INFER),
+    ("last masses", (V6E, HOPPER), WHOLE | {"control": "paper", "functions": DECODE}),
+    ("compressed", (V6E,), WHOLE | {"control": "certified", "cache_budget": 1024, "functions": ("decode", "compress")}),
+    ("int8 cache", (V6E, HOPPER), CERTIFIED_8B | {"cache_dtype": "int8"}),
+    ("fp8 cache", (V5E, V6E, HOPPER), CERTIFIED_8B | {"cache_dtype": "fp8"}),
+    ("self", (V5E, V6E), WHOLE | {"drafts": 8, "functions": DECODE}),
+    # TPUs have too little memory for its weights
+    ("qwen3_30b_a3b, 48 layers", (V5E, V6E), MEDIUM | {"model": QWEN3_30B_A3B, "num_layers": 48, "functions": DECODE}),
+    ("qwen3_30b_a3b", (V6E, HOPPER), MEDIUM | {"model": QWEN3_30B_A3B, "functions": BOTH}),
+    # only an H200 has the memory for its weights, 42 GB; in int8 they are 21 GB, too much for a TPU v5e
+    ("gpt_oss_20b, 24 layers", (V5E, V6E, HOPPER), GPT_OSS),
+    ("gpt_oss_20b W8A8, 24 layers", (V5E, V6E, HOPPER), GPT_OSS | {"quantize": "int8"}),
+    # two layers, on a TPU v5e alone: the other chips compile the full depth
+    (
+        "gpt_oss_20b",
+        (V6E, HOPPER),
+        GPT_OSS | {"model": GPT_OSS_20B | {"windows": (128, None)}, "num_layers": 2, "functions": BOTH},
     ),
-    Decoding(name="adaptive", control="adaptive", seldom=("TPU v6e",), **WHOLE),
-    *(
-        Decoding(
-            name=f"entropyinfer {name}",
-            control="entropyinfer",
-            functions=("prefill",),
-            seldom=("TPU v6e", other),  # what the two read by is one kernel
-            **WHOLE | {"model": model, "num_layers": num_layers},
-        )
-        for name, model, num_layers, other in (
-            ("llama3_8b", LLAMA3_8B, 32, "TPU v5e"),
-            ("qwen3_8b", QWEN3_8B, 36, "H200"),
-        )
-    ),
-    Decoding(name="last masses", control="paper", functions=("decode",), seldom=("TPU v6e", "H200"), **WHOLE),
-    Decoding(
-        name="compressed",
-        control="certified",
-        cache_budget=1024,
-        functions=("decode", "compress"),
-        seldom=("TPU v6e",),
-        **WHOLE,
-    ),
-    *(
-        Decoding(
-            name=f"{cache_dtype} cache",
-            model=LLAMA3_8B,
-            cache_dtype=cache_dtype,
-            control="certified",
-            functions=("decode", "prefill"),
-            seldom=seldom,
-            **LARGE,
-        )
-        for cache_dtype, seldom in (("int8", ("TPU v6e", "H200")), ("fp8", ("TPU v5e", "TPU v6e", "H200")))
-    ),
-    Decoding(name="self", drafts=8, functions=("decode",), seldom=("TPU v5e", "TPU v6e"), **WHOLE),
-    Decoding(
-        name="qwen3_30b_a3b, 48 layers",
-        model=QWEN3_30B_A3B,
-        num_slots=16,
-        max_length=8192,
-        prefill_batch=512,
-        num_layers=48,
-        functions=("decode",),
-        by_xla=False,
-        seldom=("TPU v5e", "TPU v6e"),  # whose memory does not hold its weights
-    ),
-    Decoding(
-        name="qwen3_30b_a3b",
-        model=QWEN3_30B_A3B,
-        num_slots=16,
-        max_length=8192,
-        prefill_batch=512,
-        functions=("decode", "prefill"),
-        by_xla=False,
-        seldom=("TPU v6e", "H200"),
-    ),
-    Decoding(
-        name="gpt_oss_20b, 24 layers",
-        model=GPT_OSS_20B,
-        num_slots=16,
-        max_length=8192,
-        prefill_batch=512,
-        num_layers=24,
-        functions=("decode",),
-        by_xla=False,
-        seldom=("TPU v5e", "TPU v6e", "H200"),  # of which the last alone holds its weights, 42 GB
-    ),
-    Decoding(
-        name="gpt_oss_20b W8A8, 24 layers",
-        model=GPT_OSS_20B,
-        num_slots=16,
-        max_length=8192,
-        prefill_batch=512,
-        num_layers=24,
-        quantize="int8",
-        functions=("decode",),
-        by_xla=False,
-        seldom=("TPU v5e", "TPU v6e", "H200"),  # of which the first does not hold its 21 GB
-    ),
-    Decoding(
-        name="gpt_oss_20b",
-        model=GPT_OSS_20B | {"windows": (128, None)},
-        num_slots=16,
-        max_length=8192,
-        prefill_batch=512,
-        functions=("decode", "prefill"),
-        by_xla=False,
-        seldom=("TPU v6e", "H200"),  # which take its full depth
-    ),
-    Decoding(
-        name="mixtral_8x7b",
-        model=MIXTRAL_8X7B,
-        num_slots=16,
-        max_length=8192,
-        prefill_batch=512,
-        functions=("decode",),
-        by_xla=False,
-        seldom=("TPU v5e", "TPU v6e"),  # slices of which take its full depth
-    ),
-    *(
-        Decoding(
-            name=name,
-            model=LLAMA3_8B,
-            small=LLAMA3_1B,
-            functions=("decode",),
-            seldom=("TPU v6e", other),
-            **LARGE | of_two,
-        )
-        for name, of_two, other in (  # a step of drafts is compiled for an H200 by "self", in full depth
-            ("drafts", {"drafts": 4}, "H200"),
-            ("turns", {"control": "ead_guarded"}, "TPU v5e"),
-        )
-    ),
+    # slices of TPUs compile the full depth
+    ("mixtral_8x7b", (V5E, V6E), MEDIUM | {"model": MIXTRAL_8X7B, "functions": DECODE}),
+    # a step of drafts is compiled for an H200 by "self", in full depth
+    ("drafts", (V6E, HOPPER), OF_TWO | {"drafts": 4}),
+    ("turns", (V6E, V5E), OF_TWO | {"control": "ead_guarded"}),
 )
+DECODINGS = tuple(Decoding(name=name, seldom=seldom, **settings) for name, seldom, settings in _ROWS)
+_EIGHT_HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+_EVERY = ("attention", "int8 attention", "fp8 attention", "rows", "prefill", "sparse", "int8 sparse")
+_FEW = ("attention", "int8 attention", "prefill", "fp8 prefill")
 ATTENTIONS = (  # to a kernel Qwen3-8B is Llama-3-8B
-    Attention(
-        name="llama3_8b",
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        kernels=("attention", "int8 attention", "fp8 attention", "rows", "prefill", "sparse", "int8 sparse"),
-    ),
-    Attention(name="mistral_7b", num_heads=32, num_kv_heads=8, head_dim=128, window=4096),
-    Attention(
-        name="bundled",
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        kernels=("attention", "int8 attention", "prefill", "fp8 prefill"),
-    ),
+    Attention(name="llama3_8b", kernels=_EVERY, **_EIGHT_HEADS),
+    Attention(name="mistral_7b", window=4096, **_EIGHT_HEADS),
+    Attention(name="bundled", num_heads=4, num_kv_heads=2, head_dim=64, kernels=_FEW),
 )

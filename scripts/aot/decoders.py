@@ -111,10 +111,9 @@ def _mixture(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Return the experts of a model's shape, in every layer, where it has some."""
     if (given := shape.get("experts")) is None:
         return {}
-    given = dict(given)
-    clamped = given.pop("clamped", None)
-    activation = {} if clamped is None else {"activation": ClampedSwish(**clamped)}
-    return {"experts": ExpertConfig(layers=(True,) * num_layers, **given, **activation)}
+    clamped = {"activation": ClampedSwish(**given["clamped"])} if "clamped" in given else {}
+    settings = {name: value for name, value in given.items() if name != "clamped"} | clamped
+    return {"experts": ExpertConfig(layers=(True,) * num_layers, **settings)}
 
 
 def served(config: DecoderConfig, backend: str) -> str:

@@ -13,7 +13,7 @@ from et_jax.models.weights import num_bytes
 from et_jax.pallas import hopper, ring
 from et_jax.pallas.block_scores import gpu as gpu_scores
 from et_jax.pallas.block_scores import tpu as tpu_scores
-from et_jax.pallas.checks import LANES
+from et_jax.pallas.checks import padded_width
 from et_jax.pallas.paged_attention import gpu as gpu_attention
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_attention import tpu as tpu_attention
@@ -60,15 +60,10 @@ def attention_program(attention: Attention, chip: Chip, kernel: str, slots: int,
     decoding = kernel in DECODING
     b, n, rows = (slots if decoding else 1), length // s, ROWS if kernel == "rows" else 1
 
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return on_device(jax.ShapeDtypeStruct(shape, jnp.int32), device)
-
-    def floats(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
-
+    integers, floats = (partial(array_on, device, kind) for kind in (jnp.int32, jnp.bfloat16))
     num_pages = slots * n + 1
-    pages = floats(k, num_pages, s, -(-2 * d // LANES) * LANES, dtype=dtype)
-    scales = {"kv_scales": floats(k, num_pages, 2, s, dtype=jnp.float32)} if bits else {}
+    pages = array_on(device, dtype, k, num_pages, s, padded_width(d))
+    scales = {"kv_scales": array_on(device, jnp.float32, k, num_pages, 2, s)} if bits else {}
     settings = {"softmax": Softmax(scale=d**-0.5, window=attention.window), "backend": chip.backend}
     by_parts = decoding and chip.backend == "gpu"
     share = PARTS * gpu_attention.columns(rows * h // k) / gpu_attention.COLUMNS if by_parts else SHARE
@@ -89,7 +84,6 @@ def attention_program(attention: Attention, chip: Chip, kernel: str, slots: int,
             return paged_prefill(q, pages, table, starts, **lists, **scales, block_lse=bool(lists), **settings)
 
         function = chunk
-
     return Lowering(
         lower=lambda: lower_for(device, jax.jit(function), *arguments),
         pool_bytes=num_bytes(pages),
@@ -104,21 +98,13 @@ def scores_program(attention: Attention, chip: Chip, function: str, slots: int, 
     """Return the pass over the page summaries of every slot, by itself; the pool is the pages that they stand for."""
     device, kernels = device_of(chip), tpu_scores if chip.backend == "tpu" else gpu_scores
     h, k, d, s = attention.num_heads, attention.num_kv_heads, attention.head_dim, chip.page_size
-    n, width = length // s, -(-2 * d // LANES) * LANES
+    n = length // s
     num_pages = slots * n + 1
-
-    def on_chip(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
-
-    box, mean = (on_chip((k, num_pages, width), dtype) for dtype in (jnp.bfloat16, jnp.float32))
-    codes = on_chip((k, num_pages, s * d), jnp.int8)
+    integers, floats = (partial(array_on, device, kind) for kind in (jnp.int32, jnp.bfloat16))
+    box, mean = (array_on(device, kind, k, num_pages, padded_width(d)) for kind in (jnp.bfloat16, jnp.float32))
+    codes = array_on(device, jnp.int8, k, num_pages, s * d)
     read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 2)}[function]
-    arguments = (
-        on_chip((slots, h, d), jnp.bfloat16),
-        *read,
-        on_chip((slots, n), jnp.int32),
-        on_chip((slots,), jnp.int32),
-    )
+    arguments = (floats(slots, h, d), *read, integers(slots, n), integers(slots))
     scores = partial(getattr(kernels, function), page_size=s, scale=d**-0.5)
     taken = ""
     if kernels is tpu_scores:
@@ -131,6 +117,11 @@ def scores_program(attention: Attention, chip: Chip, function: str, slots: int, 
         in_place=False,
         on_chip=taken,
     )
+
+
+def array_on(device: Any, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array that lies on the device."""
+    return on_device(jax.ShapeDtypeStruct(shape, dtype), device)
 
 
 def on_tpu(kernel: str, pages: Any, b: int, h: int, n: int) -> str:

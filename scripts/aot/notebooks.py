@@ -58,23 +58,18 @@ class Run:
 _START = {"max_num_seqs": 4, "max_model_len": 512}
 _LONG = {"max_num_seqs": 4, "max_model_len": 1024, "tell_reads": True}
 _OWN = {"max_num_seqs": 4}
+_THERMOSTAT = Controller(law=chain(FallClock(), Thermostat(2.0, gain=0.05)))
+_CERTIFIED = preset("certified", tolerance=0.05, min_blocks=1, window=16, target_entropy=0.5)
 RUNS = (
     Run(name="quickstart", settings=_START, functions=("decode", "prefill")),
     Run(name="quickstart law", settings=_START | {"control": Controller(law=chain(FallClock(), warm_when_unsure))}),
-    Run(
-        name="control thermostat",
-        settings=_START | {"control": Controller(law=chain(FallClock(), Thermostat(2.0, gain=0.05)))},
-    ),
+    Run(name="control thermostat", settings=_START | {"control": _THERMOSTAT}),
     Run(name="control certified", settings=_START | {"control": preset("certified", tolerance=0.05)}),
     Run(name="long_context off", settings=_LONG),
     Run(name="long_context guarded", settings=_LONG | {"control": "guarded"}),
     Run(name="long_context certified", settings=_LONG | {"control": "certified"}, functions=("decode", "prefill")),
     Run(name="own_model", settings=_OWN, functions=("decode", "prefill"), own=True),
-    Run(
-        name="own_model certified",
-        settings=_OWN | {"control": preset("certified", tolerance=0.05, min_blocks=1, window=16, target_entropy=0.5)},
-        own=True,
-    ),
+    Run(name="own_model certified", settings=_OWN | {"control": _CERTIFIED}, own=True),
     Run(name="own_model drafts", settings=_OWN | {"draft": "lookup"}, own=True),
 )
 
@@ -82,11 +77,7 @@ RUNS = (
 def notebook_programs() -> list[Program]:
     """Return the functions of what notebooks run, for the chip that they ask for."""
     return [
-        Program(
-            name=f"{run.name} {function}",
-            chip=chip.name,
-            build=partial(notebook_program, run, chip, function),
-        )
+        Program(name=f"{run.name} {function}", chip=chip.name, build=partial(notebook_program, run, chip, function))
         for chip in CHIPS
         if chip.name == CHIP
         for run in RUNS
@@ -125,10 +116,9 @@ def configured(run: Run, backend: str) -> tuple[Any, Any]:
 
 def own_module() -> tuple[Any, Any]:
     """Return the module that `own_model` writes, as part of a program, and its weights."""
-    cells = json.loads((Path(__file__).resolve().parents[2] / "notebooks/own_model.ipynb").read_text(encoding="utf-8"))[
-        "cells"
-    ]
-    [source] = [text for text in ("".join(cell["source"]) for cell in cells) if f"class {MODULE_CLASS}(" in text]
+    notebook = Path(__file__).resolve().parents[2] / "notebooks/own_model.ipynb"
+    cells = ["".join(cell["source"]) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]]
+    [source] = [text for text in cells if f"class {MODULE_CLASS}(" in text]
     names: dict[str, Any] = {"jax": jax, "jnp": jax.numpy, "nnx": nnx, "__name__": "own_model"}
     exec(compile(source, "own_model", "exec"), names)
     module = names[MODULE_CLASS](**MODULE_SETTINGS, rngs=nnx.Rngs(0))

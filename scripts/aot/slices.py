@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from aot.chips import MIXTRAL_8X7B, Chip, Decoding
+from aot.chips import MIXTRAL_8X7B, Chip, Decoding, tpu
 from aot.decoders import TEMPORARY_SHARE, arguments_of, decoder_config, served
 from aot.programs import Lowering, Program, by_path
 from jax.experimental import topologies
@@ -30,45 +30,23 @@ class Slice:
 
 
 SLICES = tuple(
-    Slice(
-        chip=Chip(
-            name=f"{kind} 2x4",
-            topology={"platform": "tpu", "topology_name": f"{kind}:2x4"},
-            page_size=128,
-            backend="tpu",
-        ),
-        memory=memory,
-    )
-    for kind, memory in (("v5e", 16e9), ("v6e", 32e9))
+    Slice(chip=tpu(f"{kind} 2x4", f"{kind}:2x4"), memory=memory) for kind, memory in (("v5e", 16e9), ("v6e", 32e9))
 )
-
-DECODINGS = (
-    Decoding(
-        name="mixtral_8x7b, 32 layers",
-        model=MIXTRAL_8X7B,
-        num_layers=32,
-        num_slots=16,
-        max_length=8192,
-        prefill_batch=512,
-        functions=("decode", "prefill"),
-    ),
-)
-
-
+_SIZES: dict[str, Any] = {"num_layers": 32, "num_slots": 16, "max_length": 8192, "prefill_batch": 512}
+DECODING = Decoding(name="mixtral_8x7b, 32 layers", model=MIXTRAL_8X7B, functions=("decode", "prefill"), **_SIZES)
 COLLECTIVES = {"decode": "1 all-gather, 4 all-reduce", "prefill": "3 all-reduce"}  # once for all layers of a loop
 
 
 def slice_programs() -> list[Program]:
-    """Return the functions of every decoder for every slice."""
+    """Return the functions of the decoder for every slice."""
     return [
         Program(
-            name=f"{decoding.name} {function} ({one.chip.backend})",
+            name=f"{DECODING.name} {function} ({one.chip.backend})",
             chip=one.chip.name,
-            build=partial(slice_program, decoding, one, function),
+            build=partial(slice_program, DECODING, one, function),
         )
         for one in SLICES
-        for decoding in DECODINGS
-        for function in decoding.functions
+        for function in DECODING.functions
     ]
 
 
@@ -81,7 +59,6 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
     backend = one.chip.backend
     assert backend is not None
     config = decoder_config(decoding, one.chip, backend, mesh)
-
     everywhere = shardings(mesh, PartitionSpec())
 
     def put(leaf: Any, sharding: Any = everywhere) -> Any:

@@ -12,18 +12,17 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.serve import engine
-from et_jax.text import load_tokenizer
-from scripts.fuzzing import edits, templates
-from scripts.fuzzing.small_folder import overlay, served_model
-from scripts.fuzzing.watch import ACCEPTED, NOISE, REFUSED, SECONDS, Fault, not_a_sentence
+from scripts.fuzzing import edits
+from scripts.fuzzing.small_folder import served_model
+from scripts.fuzzing.watch import ACCEPTED, NOISE, REFUSED, Fault, not_a_sentence
 
-_main = runpy.run_module("et_jax.generate")["main"]  # the command, a layer above this one, as a shell would run it
+_main = runpy.run_module("et_jax.generate")["main"]  # the command itself
 _NEIGHBOURS: tuple[dict[str, Any], ...] = (
     {"id": "one", "prompt": "Once upon a time", "max_tokens": 12, "seed": 3},
     {"custom_id": "two", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 9},
     {"id": "three", "prompt": "The cat", "max_tokens": 20, "temperature": 1.5, "top_p": 0.9},
 )
-_FULL = {
+_FULL: dict[str, Any] = {
     **{"max_tokens": 4, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1, "n": 2, "logprobs": 2},
     **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "stop": ["zz", "y"]},
     **{"stop_token_ids": [5], "ignore_eos": True, "priority": 1.5, "deadline": 9.0, "user": "u", "echo": False},
@@ -42,102 +41,82 @@ _LINES: dict[str, dict[str, Any]] = {
     "conversation": {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": _CHAT},
 }
 _RAW = {
-    **{
-        "nothing": b"",
-        "blanks": b" \t ",
-        "zeros": bytes(5000),
-        "list": b"[]",
-        "scalar": b"7",
-        "torn": b'{"prompt": "It',
-    },
-    "two": b'{"prompt": "a"} {"prompt": "b"}',
-    "single quotes": b"{'prompt': 'a'}",
-    "comment": b'{"prompt": "a"} // b',
+    **{"nothing": b"", "blanks": b" \t ", "zeros": bytes(5000), "list": b"[]", "scalar": b"7"},
+    **{"two": b'{"prompt": "a"} {"prompt": "b"}', "comment": b'{"prompt": "a"} // b', "quotes": b"{'prompt': 'a'}"},
+    **{"taken": b'{"id": "one", "prompt": "a"}', "taken by place": b'{"id": "line-1", "prompt": "a"}'},
+    **{"latin": b'{"id": "caf\xe9", "prompt": "caf\xe9"}', "carriage": b'{"id": "c",\r "prompt": "a"}\r'},
     "huge": b'{"id": "huge", "prompt": "' + b"word " * 300_000 + b'"}',
     "too long": b'{"id": "long", "prompt": "' + b"x" * 9_000_000 + b'"}',
     "stops": json.dumps({"id": "stops", "prompt": "a", "stop": [f"s{i}" for i in range(30_000)]}).encode(),
     "bomb": b'{"prompt": ' + b"[" * 1_000_000,
+    "torn": b'{"prompt": "It',
     "digits": b'{"prompt": "a", "seed": ' + b"1" * 100_000 + b"}",
-    "taken": b'{"id": "one", "prompt": "a"}',
-    "taken by place": b'{"id": "line-1", "prompt": "a"}',
-    "latin": b'{"id": "caf\xe9", "prompt": "caf\xe9"}',
     "separators": '{"id": "u\u2028", "prompt": "a\u2028b\u0085c"}'.encode(),
-    "carriage": b'{"id": "c",\r "prompt": "a"}\r',
     "twice": b'{"id": "d", "id": "e", "prompt": "a", "prompt": "b"}',
 }
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Return a case: one to three hostile lines, damage to the file, how it is read, a hostile chat template."""
+    """Return a case: one to three hostile lines, damage to the file, whether lines are chats."""
 
     def line() -> tuple[str, Any]:
         raw = random.random() < 1 / 3
         return (random.choice(list(_RAW)), None) if raw else (random.choice(list(_LINES)), edits.changes(random))
 
     lines = [line() for _ in range(random.randint(1, 3))]
-    damage = edits.damage(random) if random.random() < 0.25 else None
-    chat, template = random.random() < 0.3, templates.template(random) if random.random() < 1 / 15 else None
-    seconds = SECONDS if template is None else 60.0  # each conversation may take its time
-    return {"lines": lines, "damage": damage, "chat": chat, "template": template, "seconds": seconds}
+    damages = edits.damages(random) if random.random() < 0.25 else None
+    return {"lines": lines, "damages": damages, "chat": random.random() < 0.3}
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Load a model, have the neighbours answered alone, and return what runs a case."""
+    """Load a model, run the neighbours alone, and return the function that runs a case."""
     model = served_model(folder / "model")
-    own = model.tokenizer
-    engine.load = lambda *_, **__: model  # the command loads in every run; here that is done
+    engine.load = lambda *_, **__: model  # the command loads in every run; here the model is loaded already
+    valid = [json.dumps(line).encode() for line in _NEIGHBOURS]
     alone: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-    for line, chat in itertools.product(_NEIGHBOURS, alone):
-        code, said, rows = _job(folder, json.dumps(line).encode(), "alone", chat)
+    for line, chat in itertools.product(valid, alone):
+        code, message, rows = _job(folder, line, "alone", chat)
         if code or len(rows) != 1:
-            raise RuntimeError(f"a well-formed line is refused ({said})")
-        alone[chat] |= _texts(rows)
+            raise RuntimeError(f"a well-formed line is refused ({message})")
+        alone[chat] |= _choices(rows)
 
-    def run(lines: list[tuple[str, Any]], damage: Any, chat: bool, template: str | None) -> str:
-        hostile = [_RAW[name] if how is None else _changed(name, how) for name, how in lines]
-        valid = [json.dumps(line).encode() for line in _NEIGHBOURS]
+    def run(lines: list[tuple[str, Any]], damages: Any, chat: bool) -> str:
+        hostile = [
+            _RAW[name] if changes is None else edits.mutated(json.dumps(_LINES[name]).encode(), changes)
+            for name, changes in lines
+        ]
         data = b"\n".join(itertools.chain(*zip(valid, [*hostile, b"", b""], strict=False)))
-        data = data if damage is None else edits.damaged(data, damage)
-        expected = {} if damage else alone[chat]
-        try:
-            if template is not None:
-                files: dict[str, bytes | None] = {"chat_template.jinja": template.encode("utf-8", "surrogatepass")}
-                model.tokenizer = load_tokenizer(overlay(folder / "changed", folder / "model", files))
-                expected = {name: text for name, text in expected.items() if not chat and name != "two"}
-            return checked(data, damage is None, chat, expected)
-        finally:
-            model.tokenizer = own
-
-    def checked(data: bytes, sound: bool, chat: bool, expected: dict[str, Any]) -> str:
-        code, said, rows = _job(folder, data, "out", chat)
+        code, message, rows = _job(folder, edits.mutated(data, damages) if damages else data, "out", chat)
         if code:
-            raise UsageError(said)
-        first, refused = (folder / "out.jsonl").read_bytes(), [row["error"] for row in rows if row["error"] is not None]
-        for error in refused:
-            if (problem := not_a_sentence(error["message"])) is not None:
-                raise Fault("sentence", f"{problem}: {error['message']}")
-        if sound:
-            names = {row["custom_id"] or row["error"]["line"] for row in rows}
-            wanted = sum(1 for line in data.split(b"\n") if line.strip())
-            if not len(rows) == len(names) == wanted:
-                raise Fault("rows", f"{len(rows)} rows of {len(names)} names for {wanted} lines")
-        texts = _texts(rows)
-        for name, text in expected.items():
-            if texts.get(name) != text:
-                raise Fault("neighbour", f"{name} has {texts.get(name)!r} and alone {text!r}")
-        for number, line in enumerate(data.split(b"\n"), 1):
-            if number not in {error["line"] for error in refused} and _has_twins(line):
-                raise Fault("silent", f"line {number} has a key twice, and an answer")
-        code, said, _ = _job(folder, None, "out", chat)
+            raise UsageError(message)
+        _check(rows, (folder / "out-in.jsonl").read_bytes().split(b"\n"), None if damages else alone[chat])
+        first = (folder / "out.jsonl").read_bytes()
+        code, message, _ = _job(folder, None, "out", chat)
         if code or (folder / "out.jsonl").read_bytes() != first:
-            raise Fault("rows", f"the second run changes the output (exit code {code}: {said})")
-        return REFUSED if refused else ACCEPTED
+            raise Fault("rows", f"the second run changes the output (exit code {code}: {message})")
+        return REFUSED if any(row["error"] for row in rows) else ACCEPTED
 
     return run
 
 
-def _changed(name: str, changes: Any) -> bytes:
-    return edits.mutated(json.dumps(_LINES[name]).encode(), changes)
+def _check(rows: list[dict[str, Any]], lines: list[bytes], expected: dict[str, Any] | None) -> None:
+    """Raise Fault unless rows fit their lines. `expected`: the neighbours' results; None where the file is damaged."""
+    refused = {row["error"]["line"]: row["error"]["message"] for row in rows if row["error"] is not None}
+    for message in refused.values():
+        if (problem := not_a_sentence(message)) is not None:
+            raise Fault("sentence", f"{problem}: {message}")
+    if expected is not None:
+        names = {row["custom_id"] or row["error"]["line"] for row in rows}
+        wanted = sum(1 for line in lines if line.strip())
+        if not len(rows) == len(names) == wanted:
+            raise Fault("rows", f"{len(rows)} rows of {len(names)} names for {wanted} lines")
+    found = _choices(rows)
+    for name, choices in (expected or {}).items():
+        if found.get(name) != choices:
+            raise Fault("neighbour", f"{name} has {found.get(name)!r} and alone {choices!r}")
+    for number, line in enumerate(lines, 1):
+        if number not in refused and _has_twins(line):
+            raise Fault("silent", f"line {number} has a key twice, and no error")
 
 
 def _job(folder: Path, data: bytes | None, name: str, chat: bool) -> tuple[int, str, list[dict[str, Any]]]:
@@ -150,25 +129,24 @@ def _job(folder: Path, data: bytes | None, name: str, chat: bool) -> tuple[int, 
     command += ["--chat", "--system-prompt", "Be brief"] if chat else []
     with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
         code = _main(command)
-    said = errors.getvalue()
-    if len(said) > NOISE:
-        raise Fault("noise", f"{len(said)} characters: {said}")
+    printed = errors.getvalue()
+    if len(printed) > NOISE:
+        raise Fault("noise", f"{len(printed)} characters: {printed}")
     rows = [json.loads(row) for row in output.read_bytes().splitlines()] if output.exists() else []
-    return code, said.partition("error: ")[2].removesuffix("\n"), rows
+    return code, printed.partition("error: ")[2].removesuffix("\n"), rows
 
 
 def _has_twins(line: bytes) -> bool:
     """Return whether a line is JSON in which an object has a key twice."""
     found = []
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         json.loads(line, object_pairs_hook=lambda pairs: found.append(len(dict(pairs)) < len(pairs)))
-    except (ValueError, RecursionError):
-        return False
-    return any(found)
+        return any(found)
+    return False
 
 
-def _texts(rows: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Return the texts of the neighbours' answers, by name."""
+def _choices(rows: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Return the choices of the neighbours' responses, by name."""
     names = {line.get("custom_id", line.get("id")) for line in _NEIGHBOURS}
     bodies = {row["custom_id"]: row["response"] and row["response"]["body"] for row in rows}
     return {name: body and body["choices"] for name, body in bodies.items() if name in names}

@@ -10,32 +10,29 @@ from typing import Any
 import jax
 
 from et_jax.errors import UsageError
-from et_jax.models.config import ExpertConfig
 from scripts.fuzzing import edits
-from scripts.fuzzing.small_folder import GPT_OSS, LENGTH, LLAMA, open_model, overlay, write_model
+from scripts.fuzzing.small_folder import EXPERTS, GPT_OSS, LENGTH, LLAMA, open_model, overlay, write_model
 from scripts.fuzzing.watch import ACCEPTED, COMPILING, SECONDS, Fault
 
-# Fields that a file may hold and those of the small models do not.
-_NEUTRAL = {
-    **{"attention_bias": False, "mlp_bias": False, "sliding_window": None, "use_sliding_window": False},
-    **{"partial_rotary_factor": 1.0, "quantization_config": None},
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+# Fields that a file may have and those of the small models lack.
+_NEUTRAL: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
 }
-_SCALED = {
-    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "original_max_position_embeddings": 64,
-}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}
+_NEUTRAL |= {"partial_rotary_factor": 1.0, "quantization_config": None}
+_NEUTRAL |= {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+_LENGTH = {"original_max_position_embeddings": 64}
+_SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | _LENGTH
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1} | _LENGTH
 _GEMMA2 = {"norm_offset": 1.0, "norms": "around", "activation": "gelu_tanh", "score_cap": 5.0, "logit_cap": 8.0}
-_EXPERTS = ExpertConfig(
-    num_experts=4, num_per_token=2, width=LLAMA.intermediate_size, normalised=True, layers=(True, True)
-)
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"windows": (32, 32)},
     "qwen3": {"windows": (None, 32), "qk_norm": True},
     "gemma2": {"windows": (32, None), "embedding_scale": LLAMA.hidden_size**0.5, **_GEMMA2},
-    "mixtral": {"experts": _EXPERTS},
+    "mixtral": {"experts": EXPERTS},
 }
 # The model, the fields that are changed in its config.json first, and the settings with which it is opened.
 _BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -56,7 +53,7 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write the models, and return what runs a case."""
+    """Write the models, and return the function that runs a case."""
     configs = {name: dataclasses.replace(LLAMA, architecture=name, **fields) for name, fields in _MODELS.items()}
     models = {name: write_model(folder / name, config) for name, config in (configs | {"gpt_oss": GPT_OSS}).items()}
     models["mxfp4"] = write_model(folder / "mxfp4", GPT_OSS, packed=True)

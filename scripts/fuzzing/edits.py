@@ -1,4 +1,4 @@
-"""Edits of a valid document: hostile values at any place, keys doubled, bytes damaged."""
+"""Edits of a valid JSON document, and damage to the bytes of a file."""
 
 import json
 import re
@@ -6,15 +6,13 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
-MANY = 100_000
-
 
 def listed(text: str) -> list[str]:
-    """Return the entries of a text; two spaces or a new line part them."""
+    """Return the entries of a text that two spaces or a new line separate."""
     return re.split(r" *(?:  |\n) *", text.strip())
 
 
-# JSON as it stands in the file, since Python has no value for much of it.
+# As JSON text, since Python has no value for much of it.
 _GROUPS = [
     listed(text)
     for text in (
@@ -30,24 +28,36 @@ _GROUPS = [
 ]
 _HUGE = {
     "5,000 digits": "9" * 5000,
-    "100,000 digits": "9" * MANY,
-    "long text": '"' + "x" * MANY + '"',
-    "long name": '"' + "n" * 5000 + '"',
-    "long list": "[" + "1, " * MANY + "1]",
-    "long list of texts": "[" + '"a", ' * MANY + '"a"]',
-    "hundred ids": json.dumps(list(range(100))),
+    "100,000 digits": "9" * 10**5,
+    "long text": '"' + "x" * 10**5 + '"',
+    "long list": "[" + "1, " * 10**5 + "1]",
+    "long list of texts": "[" + '"a", ' * 10**5 + '"a"]',
     "big object": json.dumps({str(i): i for i in range(20_000)}),
-    "deep list": "[" * MANY + "]" * MANY,
-    "deep object": '{"a":' * MANY + "1" + "}" * MANY,
+    "deep list": "[" * 10**5 + "]" * 10**5,
+    "deep object": '{"a":' * 10**5 + "1" + "}" * 10**5,
     "rather deep list": "[" * 500 + "]" * 500,
 }
 _KINDS = (*("replace",) * 6, "alter", "alter", "delete", "duplicate", "rename", "swap", "wrap", "text")
-_DAMAGES = listed("flip  flip  truncate  cut  insert  empty  bom  utf-16  zeros  append  twice  newlines")
+_FACTORS = (-1, 2, 0.5, 1000, 10**6, 10**9)
 _WIDE, _DEPTH = 40, 7  # of a wider object only its ends are edited; nothing below this depth is
+# From the data, a position in them and a few random bytes.
+_DAMAGES: dict[str, Callable[[bytes, int, bytes], bytes]] = {
+    "flip": lambda data, at, some: data[:at] + bytes([data[at] ^ 1 << some[0] % 8]) + data[at + 1 :],
+    "truncate": lambda data, at, _: data[:at],
+    "cut": lambda data, at, some: data[:at] + data[at + len(some) :],
+    "insert": lambda data, at, some: data[:at] + some + data[at:],
+    "empty": lambda *_: b"",
+    "bom": lambda data, *_: b"\xef\xbb\xbf" + data,
+    "utf-16": lambda data, *_: data.decode("latin-1").encode("utf-16"),
+    "zeros": lambda data, at, _: data[:at] + bytes(len(data) - at),
+    "append": lambda data, _, some: data + some,
+    "twice": lambda data, *_: data + data,
+    "newlines": lambda data, *_: data.replace(b"\n", b"\r"),
+}
 
 
 class Edit(NamedTuple):
-    """One change of a document; places are counted round and round."""
+    """One change of a document; `place` and `other` count its places round and round."""
 
     kind: str
     place: int
@@ -65,7 +75,7 @@ class Damage(NamedTuple):
 
 def place(random: Random) -> int:
     """Return a place: a number to be counted round and round, or millionths."""
-    return random.randint(0, 10**6)
+    return random.randrange(10**6)
 
 
 def edits(random: Random) -> list[Edit]:
@@ -78,96 +88,63 @@ def edits(random: Random) -> list[Edit]:
     return [edit() for _ in range(random.choice((1, 1, 1, 2, 3)))]
 
 
-def damage(random: Random) -> Damage:
-    """Return one damage."""
-    return Damage(random.choice(_DAMAGES), place(random), random.randbytes(random.randint(1, 9)))
-
-
 def damages(random: Random) -> list[Damage]:
     """Return one damage or two."""
-    return [damage(random) for _ in range(random.randint(1, 2))]
+    kinds = random.choices(("flip", *_DAMAGES), k=random.randint(1, 2))
+    return [Damage(kind, place(random), random.randbytes(random.randint(1, 9))) for kind in kinds]
 
 
 def changes(random: Random) -> list[Edit] | list[Damage]:
-    """Return what is done to a JSON document, or to its bytes."""
+    """Return changes of a JSON document, or of its bytes."""
     return random.choice((edits, edits, edits, damages))(random)
 
 
 def mutated(data: bytes, changes: list[Edit] | list[Damage]) -> bytes:
-    """Return a JSON document after its changes."""
-    if isinstance(changes[0], Damage):
-        for change in changes:
-            data = damaged(data, change)
+    """Return a JSON document after its edits, or the bytes of a file after its damages."""
+    document, marked = (json.loads(data) if isinstance(changes[0], Edit) else None), {}
+    for change in changes:
+        if isinstance(change, Edit):
+            _edit(document, change, marked)
+        elif data:
+            data = _DAMAGES[change.kind](data, change.where * len(data) // 10**6, change.bytes)
+    if document is None:
         return data
-    document, raw = json.loads(data), {}
-    for edit in changes:
-        _edit(document, edit, raw)
     text = json.dumps(document)
-    for mark, value in raw.items():
+    for mark, value in marked.items():
         text = text.replace(mark, value)
     return text.encode()
 
 
-def damaged(data: bytes, damage: Damage) -> bytes:
-    """Return bytes after one damage."""
-    at, some = damage.where * len(data) // 10**6, damage.bytes
-    last = min(at, len(data) - 1)
-    made: dict[str, Callable[[], bytes]] = {
-        "flip": lambda: data[:last] + bytes([data[last] ^ (1 << some[0] % 8)]) + data[last + 1 :] if data else some,
-        "truncate": lambda: data[:at],
-        "cut": lambda: data[:at] + data[at + len(some) :],
-        "insert": lambda: data[:at] + some + data[at:],
-        "empty": lambda: b"",
-        "bom": lambda: b"\xef\xbb\xbf" + data,
-        "utf-16": lambda: data.decode("latin-1").encode("utf-16"),
-        "zeros": lambda: data[:at] + bytes(len(data) - at),
-        "append": lambda: data + some,
-        "twice": lambda: data + data,
-        "newlines": lambda: data.replace(b"\n", b"\r"),
-    }
-    return made[damage.kind]()
-
-
-def _edit(document: Any, edit: Edit, raw: dict[str, str]) -> None:
-    """Change a document in place; marks stand for text that is put in when it is written."""
+def _edit(document: Any, edit: Edit, marked: dict[str, str]) -> None:
+    """Change a document in place. Marks stand for text that is inserted when the document is written."""
     top = list(document) if isinstance(document, dict) and edit.other % 2 else []
     places = [(document, key) for key in top] or _places(document)
     if not places:
         return
     holder, key = places[edit.place % len(places)]
-    value = holder[key]
-
-    def mark(text: str) -> str:
-        name = f"@raw{len(raw)}@"
-        raw[f'"{name}"'] = text
-        return name
-
+    other, name = places[edit.other % len(places)]
+    value, mark = holder[key], f"@{len(marked)}@"
     match edit.kind:
-        case "replace":
-            holder[key] = mark(_HUGE.get(edit.value, edit.value))
-        case "delete":
-            del holder[key]
         case "duplicate" if isinstance(holder, list):
             holder.append(value)
-        case "duplicate":
-            twin = f"@twin{len(raw)}@"
-            raw[twin] = ""  # which makes the two keys one
-            holder[f"{key}{twin}"] = mark(_HUGE.get(edit.value, edit.value))
+        case "replace" | "duplicate":
+            marked[f'"{mark}"'] = _HUGE.get(edit.value, edit.value)
+            if edit.kind == "duplicate":
+                marked[f"{mark}twin"] = ""  # two keys of the same text
+                key = f"{key}{mark}twin"
+            holder[key] = mark
+        case "delete":
+            del holder[key]
         case "rename" if isinstance(holder, dict):
             holder[f"{key}_" if edit.other % 3 else key[::-1]] = holder.pop(key)
-        case "swap":
-            other, name = places[edit.other % len(places)]
-            if not isinstance(value, dict | list) and not isinstance(
-                other[name], dict | list
-            ):  # or one holds the other
-                holder[key], other[name] = other[name], value
+        case "swap" if not isinstance(value, dict | list) and not isinstance(other[name], dict | list):
+            holder[key], other[name] = other[name], value
         case "wrap":
             holder[key] = [value]
         case "text":
             holder[key] = str(value)
-        case _ if type(value) in (int, float):
-            altered = (value + 1, value - 1, -value, value * 2, value / 2, value * 1000, value * 10**6, value * 10**9)
-            holder[key] = altered[edit.other % len(altered)]
+        case "alter" if isinstance(value, int | float) and not isinstance(value, bool):
+            holder[key] = (value + 1, value - 1, *(value * factor for factor in _FACTORS))[edit.other % 8]
 
 
 def _places(document: Any, depth: int = 0) -> list[tuple[Any, Any]]:
@@ -175,6 +152,5 @@ def _places(document: Any, depth: int = 0) -> list[tuple[Any, Any]]:
     if depth == _DEPTH or not isinstance(document, dict | list):
         return []
     keys = list(document) if isinstance(document, dict) else list(range(len(document)))
-    if len(keys) > _WIDE:
-        keys = keys[:3] + keys[-3:]
+    keys = keys if len(keys) <= _WIDE else keys[:3] + keys[-3:]
     return [place for key in keys for place in [(document, key), *_places(document[key], depth + 1)]]

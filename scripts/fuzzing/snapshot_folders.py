@@ -23,37 +23,31 @@ from scripts.fuzzing.small_folder import LLAMA, overlay, random_weights
 from scripts.fuzzing.watch import ACCEPTED, Fault
 
 # Trees to save, as expressions.
-_TREES = (
-    *(
-        "{}",
-        "None",
-        "{'a': None, 'b': jnp.ones(2)}",
-        "{'a': 'text'}",
-        "{'a': object()}",
-        "{'a': 1, 'b': 2.5, 'c': True}",
-    ),
-    *("{'a': np.arange(3), 'b': np.float64(2)}", "{'a': np.array(['x', 'y'])}", "{'a': np.array([None, {}], object)}"),
-    *("{'a/b': jnp.ones(2), 'a': {'b': jnp.zeros(2)}}", "{'': jnp.ones(2), '..': jnp.ones(1), 'a.b': jnp.ones(3)}"),
-    *(r"{'\0': jnp.ones(1)}", r"{'\ud800': jnp.ones(2)}", "{'n' * 300: jnp.ones(2)}", "jnp.ones(2)"),
-    *("{1: jnp.ones(2), '1': jnp.zeros(2)}", "(jnp.ones(2), [jnp.zeros((0, 3))])", "{'a': jnp.zeros((0,))}"),
-    *("{'a': jax.random.key(1)}", "nested(60)", "{'a': jax.ShapeDtypeStruct((2,), jnp.float32)}"),
-)
+_TREES = edits.listed(r"""
+    {}  None  {'a': None, 'b': jnp.ones(2)}  {'a': 'text'}  {'a': object()}  {'a': 1, 'b': 2.5, 'c': True}
+    {'a': np.arange(3), 'b': np.float64(2)}  {'a': np.array(['x', 'y'])}  {'a': np.array([None, {}], object)}
+    {'a/b': jnp.ones(2), 'a': {'b': jnp.zeros(2)}}  {'': jnp.ones(2), '..': jnp.ones(1), 'a.b': jnp.ones(3)}
+    {'\0': jnp.ones(1)}  {'\ud800': jnp.ones(2)}  {'n' * 300: jnp.ones(2)}  jnp.ones(2)
+    {1: jnp.ones(2), '1': jnp.zeros(2)}  (jnp.ones(2), [jnp.zeros((0, 3))])  {'a': jnp.zeros((0,))}
+    {'a': jax.random.key(1)}  {'a': jax.ShapeDtypeStruct((2,), jnp.float32)}
+    __import__('functools').reduce(lambda tree, _: {'a': tree}, range(60), jnp.ones(2))
+""")
 _PATHS = ("new", "new/deeper", "a b é", "n" * 300, "x\0y", "\ud800", "taken", "taken/below", "", "..", "new/../other")
 _CHANGES = ("damage " * 4 + "flip " * 3 + "remove swap folder stray copy bare").split()
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Return a case: which folder suffers what, at which of its files; or a tree saved at a path."""
+    """Return a case: a folder and the change of its files, or a tree and the path where it is saved."""
     kind = random.choice(("snapshot", "snapshot", "snapshot", "converted", "save"))
     if kind == "save":
         path = random.choice(("new", random.choice(_PATHS)))
         return {"kind": kind, "tree": random.choice(_TREES), "path": path}
-    change, damages = random.choice(_CHANGES), edits.damages(random)
-    return {"kind": kind, "change": change, "places": (edits.place(random), edits.place(random)), "damages": damages}
+    change, places = random.choice(_CHANGES), (edits.place(random), edits.place(random))
+    return {"kind": kind, "change": change, "places": places, "damages": edits.damages(random)}
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write a snapshot and converted weights, and return what runs a case."""
+    """Write a snapshot and converted weights, and return the function that runs a case."""
     random = np.random.default_rng(0)
     tree = {
         "cache": (jnp.asarray(random.normal(size=(256, 64)), jnp.bfloat16), jnp.asarray(random.normal(size=(300,)))),
@@ -71,23 +65,17 @@ def prepare(folder: Path) -> Callable[..., str]:
     def run(kind: str, **case: Any) -> str:
         if kind == "save":
             return _save(folder / "saved", **case)
-        changed = overlay(folder / "changed", folder / kind, {})
-        _change(changed, **case)
+        changed = overlay(folder / "changed", folder / kind, _changed(folder / kind, **case))
         if kind == "snapshot":
             _compare(snapshots.restore(changed, tree), tree)
-            return ACCEPTED
-        found, restored = restore_converted(changed)
-        if found != config:
-            raise Fault("silent", "config.json came back changed")
-        _compare(restored, weights)
+        else:
+            found, restored = restore_converted(changed)
+            _compare(restored, weights)
+            if found != config:
+                raise Fault("silent", "config.json came back changed")
         return ACCEPTED
 
     return run
-
-
-def nested(depth: int) -> Any:
-    """Return a tree of so many levels."""
-    return {"a": nested(depth - 1)} if depth else jnp.ones(2)
 
 
 def _compare(restored: Any, original: Any) -> None:
@@ -108,50 +96,29 @@ def _save(folder: Path, tree: str, path: str) -> str:
     return ACCEPTED
 
 
-def _change(folder: Path, change: str, places: tuple[int, int], damages: list[edits.Damage]) -> None:
-    """Change the files of a folder; they are links, so none is changed in place."""
+def _changed(folder: Path, change: str, places: tuple[int, int], damages: list[edits.Damage]) -> dict[str, Any]:
+    """Return the files that a change differs in, None for one that is absent."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=_order)
+    if change == "flip":  # of the arrays' files alone
+        files = [file for file in files if file.parent.name == "d"]
     file, other = (files[place % len(files)] for place in places)
-    data, beside = file.read_bytes(), other.read_bytes()
+    name, beside = (str(path.relative_to(folder)) for path in (file, other))
     match change:
         case "damage":
-            _replace(file, edits.mutated(data, damages))
+            return {name: edits.mutated(file.read_bytes(), damages)}
         case "flip":
-            _flip(files, places[0], damages[0].bytes[0])
-        case "remove":
-            file.unlink()
+            return {name: edits.mutated(file.read_bytes(), [damages[0]._replace(kind="flip")])}
         case "swap":
-            _replace(file, beside)
-            _replace(other, data)
+            return {name: other.read_bytes(), beside: file.read_bytes()}
         case "copy":
-            _replace(file, beside)
-        case "folder":
-            file.unlink()
-            file.mkdir()
+            return {name: other.read_bytes()}
         case "stray":
-            (file.parent / f"stray-{places[1]}").write_bytes(damages[0].bytes)
+            return {f"{name}-stray": damages[0].bytes}
         case "bare":
-            shutil.rmtree(file.parent)
-            file.parent.mkdir(parents=True)
+            return {str(path.relative_to(folder)): None for path in files if path.is_relative_to(file.parent)}
+    return {f"{name}/" if change == "folder" else name: None}
 
 
 def _order(file: Path) -> tuple[str, int, str]:
-    """Return a key that is the same for every writing: data files have names of chance."""
+    """Return a key that is the same for every writing: the names of data files are random."""
     return str(file.parent), file.stat().st_size if file.parent.name == "d" else 0, file.name
-
-
-def _flip(files: list[Path], millionths: int, bit: int) -> None:
-    """Flip one bit, every byte of the folder as likely as another."""
-    at = millionths * sum(file.stat().st_size for file in files) // (10**6 + 1)
-    for file in files:
-        data = bytearray(file.read_bytes())
-        if at < len(data):
-            data[at] ^= 1 << bit % 8
-            _replace(file, bytes(data))
-            return
-        at -= len(data)
-
-
-def _replace(file: Path, data: bytes) -> None:
-    file.unlink()
-    file.write_bytes(data)

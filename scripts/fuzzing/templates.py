@@ -1,4 +1,4 @@
-"""Chat templates, which are a stranger's programs: endless, huge, recursive, curious about Python."""
+"""Chat templates, which are programs of strangers: endless, huge, recursive, or reaching into Python."""
 
 import json
 from collections.abc import Callable
@@ -40,78 +40,55 @@ _FILTERS = listed(r"""
     |sort  |unique  |reverse  |dictsort  |safe  |e  |nofilter  |map('upper')  |replace('a','b')  |format  |batch(2)
     |slice(3)  |sum  |wordwrap(0)  |truncate(1)
 """)
-_USUAL = (
-    "{% for m in messages %}{{ m['role'] }}: {{ BODY }}\n{% endfor %}REST",
-    "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content | trim }}{% else %}-{% endfor %}REST",
-    "{%- if messages[0]['role'] == 'system' -%}{% set system = messages[0].content %}{%- endif %}REST",
-    "{% if BODY is defined and BODY is string %}{{ BODY }}{% endif %}REST",
-    "{% set n = namespace(seen=false) %}{% for m in messages %}{% set n.seen = true %}{% endfor %}{{ n.seen }}REST",
-    "{% macro say(m) %}<{{ m.content }}>{% endmacro %}{{ say(messages[0]) }}REST",
-    "{{ strftime_now('%Y') }}{{ messages | tojson }}{{ bos_token }}REST",
-    "{% if add_generation_prompt %}assistant: {% endif %}REST",
-)
-_HOSTILE = (
-    "{% for i in BODY %}REST{% endfor %}",
-    "{% for m in messages %}{{ BODY }}REST{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{{ BODY }}{% endfor %}{% endfor %}REST",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}REST",
-    "{% for i in messages recursive %}{{ loop(messages) }}{% endfor %}REST",
-    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(BODY) }}REST",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}REST",
-    "{% set a = BODY %}{{ a }}REST",
-    "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}REST",
-    "{% set n = namespace(l=[]) %}{% for i in range(9000) %}{% set n.l = [n.l] %}{% endfor %}{{ n.l }}REST",
-    "{% set n = namespace(a=1) %}{% set n.me = n %}{{ n.me.me }}REST",
-    "{% if BODY %}REST{% else %}x{% endif %}",
-    "{% while true %}REST{% endwhile %}",
-    "{% generation %}{{ BODY }}{% endgeneration %}REST",
-    "{% call(x) BODY %}REST{% endcall %}",
-    "{% filter upper %}{{ BODY }}REST{% endfilter %}",
-    "{% include BODY %}REST",
-    "{% import 'os' as os %}REST",
-    "{% extends BODY %}REST",
-    "{% block a %}{{ self.a() }}{% endblock %}REST",
-    "{% raw %}{{ BODY }}{% endraw %}REST",
-    "{{ raise_exception(BODY) }}REST",
-    "{{ BODY(BODY) }}REST",
-    "{{ BODY ~ BODY }}REST",
-    "{{ BODY[BODY] }}REST",
-    "{{ BODY + BODY }}REST",
-    "{# REST",
-    "{{ REST",
-    "{% break %}REST",
-    "a\ud800REST",
-    "a\0b\u2028REST",
-    "{{ '(' }}" + "(" * 3000 + "REST",
-    "{{ " + "-" * 5000 + "1 }}REST",
-    "{{ " + "[" * 200 + "]" * 200 + " }}REST",
-    "{% if 1 %}" * 90 + "{% endif %}" * 90 + "REST",
+_USUAL = listed(r"""
+    {% for m in messages %}{{ m['role'] }}: {{ BODY }}{% endfor %}REST
+    {% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content | trim }}{% else %}-{% endfor %}REST
+    {%- if messages[0]['role'] == 'system' -%}{% set system = messages[0].content %}{%- endif %}REST
+    {% if BODY is defined and BODY is string %}{{ BODY }}{% endif %}REST
+    {% set n = namespace(seen=false) %}{% for m in messages %}{% set n.seen = true %}{% endfor %}{{ n.seen }}REST
+    {% macro say(m) %}<{{ m.content }}>{% endmacro %}{{ say(messages[0]) }}REST
+    {{ strftime_now('%Y') }}{{ messages | tojson }}{{ bos_token }}REST
+    {% if add_generation_prompt %}assistant: {% endif %}REST
+""")
+_HOSTILE = [
+    *listed(r"""
+    {% for i in BODY %}REST{% endfor %}  {% for m in messages %}{{ BODY }}REST{% endfor %}  {{ BODY(BODY) }}REST
+    {% for i in range(99999) %}{% for j in range(99999) %}{{ BODY }}{% endfor %}{% endfor %}REST
+    {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}REST  {{ BODY ~ BODY }}REST
+    {% for i in messages recursive %}{{ loop(messages) }}{% endfor %}REST  {{ BODY[BODY] }}REST
+    {% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(BODY) }}REST  {% set a = BODY %}{{ a }}REST
+    {% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}REST
+    {% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}REST
+    {% set n = namespace(l=[]) %}{% for i in range(9000) %}{% set n.l = [n.l] %}{% endfor %}{{ n.l }}REST
+    {% set n = namespace(a=1) %}{% set n.me = n %}{{ n.me.me }}REST  {% if BODY %}REST{% else %}x{% endif %}
+    {% while true %}REST{% endwhile %}  {% generation %}{{ BODY }}{% endgeneration %}REST  {% include BODY %}REST
+    {% call(x) BODY %}REST{% endcall %}  {% filter upper %}{{ BODY }}REST{% endfilter %}  {% extends BODY %}REST
+    {% import 'os' as os %}REST  {% block a %}{{ self.a() }}{% endblock %}REST  {% raw %}{{ BODY }}{% endraw %}REST
+    {{ raise_exception(BODY) }}REST  {{ BODY + BODY }}REST  {# REST  {{ REST  {% break %}REST
+    """),
+    *("a\ud800REST", "a\0b\u2028REST", "{{ '(' }}" + "(" * 3000 + "REST", "{{ " + "-" * 5000 + "1 }}REST"),
+    *("{{ " + "[" * 200 + "]" * 200 + " }}REST", "{% if 1 %}" * 90 + "{% endif %}" * 90 + "REST"),
     "{{ 'a' if " * 60 + "REST",
-)
+]
 _ROLES = ("user", "assistant", "tool", "", "a\nb", "x" * 500, "{{ 1 }}")
 _CONTENTS = ("Hello", "", "{{ 7 * 7 }}", "<|endoftext|>", "x" * 20_000, "\0", "🙂", "' or 1")
 _SHOWN = ("<module", "site-packages", "__builtins__", "subprocess", "<frame", "<code object")
 
 
-def template(random: Random) -> str:
-    """Return one to three tags inside one another, each with an expression of its own."""
+def draw(random: Random) -> dict[str, Any]:
+    """Return a case: a template of one to three nested tags, its place in the folder, and a conversation."""
     text = ""
     for _ in range(random.randint(1, 3)):
         tag = random.choice(random.choice((_USUAL, _USUAL, _HOSTILE)))
         body = random.choice(random.choice((_PLAIN, _VALUES, _VALUES, _HUGE, _CURIOUS)))
         text = tag.replace("REST", text).replace("BODY", body + random.choice(("", *_FILTERS)))
-    return text
-
-
-def draw(random: Random) -> dict[str, Any]:
-    """Return a case: a template, where it stands, and the conversation that it writes."""
     pairs = [(random.choice(_ROLES), random.choice(_CONTENTS)) for _ in range(random.randint(1, 3))]
     place = random.choice(("jinja", "jinja", "jinja", "setting", "setting", "list", "named", "number"))
-    return {"text": template(random), "place": place, "messages": pairs}
+    return {"text": text, "place": place, "messages": pairs}
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write a model folder, and return what runs a case."""
+    """Write a model folder, and return the function that runs a case."""
     base = write_model(folder / "base")
     settings = json.loads((base / "tokenizer_config.json").read_text())
 
@@ -129,9 +106,8 @@ def prepare(folder: Path) -> Callable[..., str]:
             if (folder / _MARK).exists() or json.dumps(given) != before:
                 (folder / _MARK).unlink(missing_ok=True)
                 raise Fault("escape", f"the template changed what is outside: {text}")
-        for shown in _SHOWN:
-            if shown in rendered:
-                raise Fault("escape", f"the text shows {shown}: {rendered[:200]}")
+        if shown := [each for each in _SHOWN if each in rendered]:
+            raise Fault("escape", f"the text shows {shown}: {rendered[:200]}")
         return ACCEPTED
 
     return run

@@ -23,11 +23,11 @@ _FILES = {"json": ("tokenizer.json", "tokenizer.json", *_BESIDE), "model": ("tok
 _NORMALIZER = {"type": "Replace", "pattern": {"Regex": "  +"}, "content": " "}
 _SPLIT = {"type": "Split", "pattern": {"Regex": "\\d"}, "behavior": "Isolated", "invert": False}
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_PATTERNS = (
-    *("(a+)+$", "(a|a)*b", "(a*)*b", "^(a|aa)+$", "(?:a?){3000}a{3000}", "(.*)*x", "(?=(a+))a*b", "a{1,99999}b"),
-    *("(", "[", "*", "", "\\", "(?P<n>a)(?P=n)", "\\p{Nothing}", "(?<=a+)b", "((((((((((a*)*)*)*)*)*)*)*)*)*b", "\0"),
-    *(".", "a|", "(?i)A", "\\b", "^", "$", "\\G", "[^a]", "(a", "a" * 50_000, "(" * 5000 + ")" * 5000, "(?R)", "(?:)*"),
-)
+_PATTERNS = edits.listed(r"""
+    (a+)+$  (a|a)*b  (a*)*b  ^(a|aa)+$  (?:a?){3000}a{3000}  (.*)*x  (?=(a+))a*b  a{1,99999}b  (  [  *  \  (?:)*  (?R)
+    (?P<n>a)(?P=n)  \p{Nothing}  (?<=a+)b  ((((((((((a*)*)*)*)*)*)*)*)*)*b  .  a|  (?i)A  \b  ^  $  \G  [^a]  (a
+""")
+_PATTERNS += ["", "\0", "a" * 50_000, "(" * 5000 + ")" * 5000]
 _SETTINGS = {
     **{"add_bos_token": True, "legacy": True, "model_max_length": 1000, "clean_up_tokenization_spaces": False},
     **{"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "additional_special_tokens": []},
@@ -48,7 +48,7 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write the tokenizers, and return what runs a case."""
+    """Write the tokenizers, and return the function that runs a case."""
     model = served_model(folder / "json")
     own = model.tokenizer
     document = json.loads((folder / "json/tokenizer.json").read_text())

@@ -1,11 +1,11 @@
-"""A worker process runs the cases of a target; its parent limits its time and memory, and starts it anew."""
+"""A worker process runs the cases of a target; its parent limits its time and memory, and restarts it."""
 
 import contextlib
 import ctypes
 import faulthandler
 import gc
 import importlib
-import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from et_jax.errors import UsageError
 
@@ -36,16 +36,17 @@ FAILURES = {
     "escape": "the case reached something outside its folder",
     "noise": "pages of output besides the sentence",
 }
-SECONDS, MEMORY = 10.0, 2 * 2**30  # limits of a case
+SECONDS, MEMORY = 10.0, 2 * 2**30  # limits of a case, the memory in bytes
 COMPILING = 120.0  # seconds of a case that compiles programs of its own, on a busy machine
 LONGEST, NOISE, DETAIL = 600, 2000, 400  # characters of a refusal; bytes of other output; characters of a detail
 STARTING = 300.0  # seconds for imports, a small model and its programs
-LOOK = 0.05  # seconds between readings of its memory
+POLL = 0.05  # seconds between readings of its memory
+DUMP = 1.0  # seconds for a hanging process to write its stack
 PR_SET_PDEATHSIG = 1
 
 
 class Fault(Exception):
-    """A failure that a target found itself; `outcome` is one of `FAILURES`."""
+    """A failure of a case; `outcome` is one of `FAILURES`."""
 
     def __init__(self, outcome: str, detail: str) -> None:
         super().__init__(detail)
@@ -74,23 +75,20 @@ def verdict(run: Callable[..., str], case: dict[str, Any]) -> tuple[str, str]:
 def _where(error: BaseException) -> str:
     """Return where an exception was raised, and the last place in the package before it."""
     frames = traceback.extract_tb(error.__traceback__)
-    files = [frame.filename.rpartition("/site-packages/")[2] for frame in frames]
-    package = list(itertools.compress(frames, ["/et_jax/" in file for file in files]))
-    names = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in (*package[-1:], frames[-1])]
-    return " < ".join(reversed(dict.fromkeys(names)))
+    package = [frame for frame in frames if "/et_jax/" in frame.filename.rpartition("/site-packages/")[2]]
+    names = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in (frames[-1], *package[-1:])]
+    return " < ".join(dict.fromkeys(names))
 
 
 def not_a_sentence(message: str) -> str | None:
     """Return why a message is no single printable sentence, None where it is one."""
-    if not message.endswith("."):
-        return "does not end with a full stop"
-    if "\n" in message or "\r" in message:
-        return "has more than one line"
-    if len(message) > LONGEST:
-        return f"has {len(message)} characters"
-    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in message):  # they harm a terminal, or the print
-        return "cannot be printed"
-    return None
+    problems = {
+        "does not end with a full stop": not message.endswith("."),
+        "has more than one line": "\n" in message or "\r" in message,
+        f"has {len(message)} characters": len(message) > LONGEST,
+        "cannot be printed": any(unicodedata.category(letter) in ("Cc", "Cs") for letter in message),
+    }
+    return next((problem for problem, present in problems.items() if present), None)
 
 
 def shortened(text: str) -> str:
@@ -109,18 +107,17 @@ def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
 
 
 def _work(pipe: Connection, module: str, seed: int, folder: Path) -> None:
-    """Run the cases whose numbers arrive; what they print goes to a file, which is weighed."""
-    os.setsid()  # Ctrl-C is for the parent; what a case starts ends with the worker
+    """Run the cases whose numbers arrive. Their output goes to a file, whose size is measured."""
+    os.setsid()  # Ctrl-C is for the parent; the processes that a case starts end with the worker
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and the worker with its parent
-    stack = (folder / "hanging.txt").open("w+")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)  # which the parent sends before it kills
+    faulthandler.register(signal.SIGUSR1, file=(folder / "hanging.txt").open("w+"), all_threads=False)
     output = os.open(folder / "output.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     target = importlib.import_module(module)
     run = target.prepare(folder)
     gc.collect()
-    gc.freeze()  # later collections skip what is there now
+    gc.freeze()  # later collections skip the objects that exist now
     pipe.send(None)
     with contextlib.suppress(EOFError):
         while True:
@@ -141,75 +138,76 @@ def _work(pipe: Connection, module: str, seed: int, folder: Path) -> None:
             pipe.send((outcome, detail, peak))
 
 
-class WorkerLost(Exception):
-    """The worker ended or was killed: (outcome of its case, detail)."""
-
-
 class Worker:
-    """One worker process for one target. Raises WorkerLost where a case ends it."""
+    """A worker process of one target, restarted after a case that ends it or exceeds a limit."""
 
     def __init__(self, module: str, seed: int, folder: Path, memory: int) -> None:
-        self._folder, self._memory = folder, memory
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        os.environ["RUST_BACKTRACE"] = "0"
-        self._process = context.Process(target=_work, args=(theirs, module, seed, folder))
-        self._process.start()
-        theirs.close()
-        try:
-            self._answer(STARTING)
-        except WorkerLost as lost:
-            output = (folder / "output.txt").read_text(errors="replace")
-            raise RuntimeError(f"the worker of {module} does not start {lost.args}: {output[-4000:]}") from lost
+        self._given, self._folder, self._memory = (module, seed, folder), folder, memory
+        self._process: Any = None
 
     def run(self, number: int) -> tuple[str, str]:
         """Run one case and return its outcome and detail."""
+        if self._process is None:
+            self._start()
         try:
-            self._pipe.send(number)
-        except BrokenPipeError:
-            raise WorkerLost("crash", "ended between two cases") from None
-        limit, before = self._answer(STARTING)
-        outcome, detail, peak = self._answer(limit, before + self._memory)
+            with contextlib.suppress(BrokenPipeError):  # it ended between two cases
+                self._pipe.send(number)
+            limit, before = self._answer(STARTING)
+            outcome, detail, peak = self._answer(limit, before + self._memory)
+        except Fault as fault:
+            self.close()
+            return fault.outcome, str(fault)
         if outcome in (ACCEPTED, REFUSED) and peak > self._memory:
             return "memory", f"{peak / 1e9:.1f} GB at its peak"
         return outcome, detail
 
-    def end(self) -> None:
-        """End the process, whatever it does."""
-        with contextlib.suppress(ProcessLookupError, TypeError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
-        self._process.join()
-        self._pipe.close()
+    def close(self) -> None:
+        """Kill the process and those that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.join()
+            self._pipe.close()
+            self._process = None
 
-    def _answer(self, seconds: float, most: int | None = None) -> Any:
-        """Wait for an answer; the worker is killed past the seconds or above the most memory."""
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        os.environ["RUST_BACKTRACE"] = "0"
+        self._process = context.Process(target=_work, args=(theirs, *self._given))
+        self._process.start()
+        theirs.close()
+        try:
+            self._answer(STARTING)
+        except Fault as fault:
+            output = (self._folder / "output.txt").read_text(errors="replace")
+            raise RuntimeError(f"the worker does not start, {fault.outcome} ({fault}): {output[-4000:]}") from fault
+
+    def _answer(self, seconds: float, most: float = math.inf) -> Any:
+        """Wait for an answer. Raises Fault past the seconds, above `most` bytes, or where the process ends."""
         deadline = time.monotonic() + seconds
-        while not self._pipe.poll(LOOK):
+        while not self._pipe.poll(POLL):
             if time.monotonic() > deadline:
-                os.kill(self._process.pid or 0, signal.SIGUSR1)
-                time.sleep(LOOK)
+                os.kill(self._process.pid, signal.SIGUSR1)
+                time.sleep(DUMP)
                 frames = (self._folder / "hanging.txt").read_text(errors="replace").splitlines()[1:5]
-                self._lost("hang", shortened(" < ".join(line.strip() for line in frames)))
-            if most is not None and (used := sum(map(resident, _family(self._process.pid)))) > most:
-                self._lost("memory", f"killed at {used / 1e9:.1f} GB")
+                raise Fault("hang", shortened(" < ".join(map(str.strip, frames))))
+            if (used := sum(map(resident, _family(self._process.pid)))) > most:
+                raise Fault("memory", f"killed at {used / 1e9:.1f} GB")
         try:
             return self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
-            self._lost("crash", f"exit code {self._process.exitcode}")
-
-    def _lost(self, outcome: str, detail: str) -> NoReturn:
-        self.end()
-        raise WorkerLost(outcome, detail)
+            raise Fault("crash", f"exit code {self._process.exitcode}") from None
 
 
-def _family(pid: int | None) -> list[int]:
-    """Return a process and those that it has started."""
+def _family(pid: int) -> list[int]:
+    """Return a process and its descendants."""
     try:
         lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended, and its pipe will say so
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return []
-    return [pid or 0, *(each for children in lists for child in children.split() for each in _family(int(child)))]
+    return [pid, *(each for children in lists for child in children.split() for each in _family(int(child)))]
 
 
 def run_cases(module: str, seed: int, numbers: Sequence[int], memory: int = MEMORY) -> Iterator[dict[str, Any]]:
@@ -217,19 +215,15 @@ def run_cases(module: str, seed: int, numbers: Sequence[int], memory: int = MEMO
 
     A case that hangs is run once more in a new worker, since other work on the machine can slow it.
     """
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, contextlib.ExitStack() as stack:
-        worker = None
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
+        contextlib.closing(Worker(module, seed, Path(folder), memory)) as worker,
+    ):
         for number in numbers:
-            for attempt in (1, 2):
-                if worker is None:
-                    worker = Worker(module, seed, Path(folder), memory)
-                    stack.callback(worker.end)
+            began = time.monotonic()
+            outcome, detail = worker.run(number)
+            if outcome == "hang":
                 began = time.monotonic()
-                try:
-                    outcome, detail = worker.run(number)
-                except WorkerLost as lost:
-                    worker, (outcome, detail) = None, lost.args
-                if outcome != "hang" or attempt == 2:
-                    seconds = round(time.monotonic() - began, 3)
-                    yield {"number": number, "outcome": outcome, "detail": detail, "seconds": seconds}
-                    break
+                outcome, detail = worker.run(number)
+            seconds = round(time.monotonic() - began, 3)
+            yield {"number": number, "outcome": outcome, "detail": detail, "seconds": seconds}

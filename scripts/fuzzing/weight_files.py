@@ -1,4 +1,4 @@
-"""The weights' index and the safetensors files: names that lead out, headers that lie, files damaged or absent."""
+"""The index and the safetensors files: names outside the folder, false headers, files damaged or absent."""
 
 import json
 from collections.abc import Callable
@@ -13,40 +13,27 @@ from scripts.fuzzing.small_folder import GPT_OSS, open_model, overlay, write_mod
 from scripts.fuzzing.watch import ACCEPTED, Fault
 
 INDEX, SHARDS = "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-_OUTSIDE = "outside.safetensors"  # beside the folder: a name reaches it only by leaving the folder
+_OUTSIDE = "outside.safetensors"  # beside the folder
 _MODELS: dict[str, dict[str, Any]] = {"llama": {}, "gpt_oss": {"config": GPT_OSS, "packed": True}}
 _LENGTHS = (0, 1, 7, 8, 10**8, 10**8 + 1, 2**31, 2**40, 2**63 - 1, 2**64 - 1)
-_KINDS = ("index", "header", "damage") * 3 + (
-    "header bytes",
-    "length",
-    "absent",
-    "swap",
-    "same",
-    "bin",
-    "folder",
-    "out",
-)
+_KINDS = (*("index", "header", "damage") * 3, "length", "absent", "swap", "bin", "folder", "out")
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Return a case: what is done to which file of which model."""
+    """Return a case: a model, the kind of change, the file, and the edits or damages."""
     kind = random.choice(_KINDS)
-    changes = edits.edits(random) if kind in ("index", "header") else [edits.damage(random)]
     file = random.choice((INDEX, *SHARDS) if kind in ("damage", "absent") else SHARDS)
+    changes = edits.damages(random) if kind == "damage" else edits.changes(random)
     model, place = random.choice(list(_MODELS)), edits.place(random)
     return {"model": model, "kind": kind, "file": file, "changes": changes, "place": place}
 
 
 def prepare(folder: Path) -> Callable[..., str]:
-    """Write models in two files each and one outside, and return what runs a case."""
+    """Write models in two files each and one outside, and return the function that runs a case."""
     bases = {name: _in_two(write_model(folder / name / "base", **settings)) for name, settings in _MODELS.items()}
 
-    def run(model: str, kind: str, **case: Any) -> str:
-        base = bases[model]
-        changed = overlay(folder / model / "changed", base, _changed(base, kind, **case))
-        if kind == "folder":
-            (changed / SHARDS[0]).unlink()
-            (changed / SHARDS[0]).mkdir()
+    def run(model: str, **case: Any) -> str:
+        changed = overlay(folder / model / "changed", bases[model], _changed(bases[model], **case))
         opened, index = open_model(changed), changed / INDEX
         for name in json.loads(index.read_text())["weight_map"].values() if index.exists() else ():
             if not (changed / str(name)).resolve().is_relative_to(changed.resolve()):
@@ -73,27 +60,22 @@ def _in_two(base: Path) -> Path:
 def _changed(base: Path, kind: str, file: str, changes: Any, place: int) -> dict[str, bytes | None]:
     """Return the files of a case that differ from the base, None for one that is absent."""
     data, index = (base / file).read_bytes(), (base / INDEX).read_bytes()
-    first, second = ((base / shard).read_bytes() for shard in SHARDS)
+    begin = 8 + int.from_bytes(data[:8], "little")
+    ways = f"../{_OUTSIDE}", str(base.parent.resolve() / _OUTSIDE), f"./../{_OUTSIDE}", f"x/../../{_OUTSIDE}"
     match kind:
         case "index":
             return {INDEX: edits.mutated(index, changes)}
-        case "header" | "header bytes":
-            length = int.from_bytes(data[:8], "little")
-            header = edits.mutated(data[8 : 8 + length].rstrip(b" "), changes)
-            return {file: len(header).to_bytes(8, "little") + header + data[8 + length :]}
+        case "header":
+            header = edits.mutated(data[8:begin].rstrip(b" "), changes)
+            return {file: len(header).to_bytes(8, "little") + header + data[begin:]}
         case "length":
             return {file: _LENGTHS[place % len(_LENGTHS)].to_bytes(8, "little") + data[8:]}
         case "damage":
             return {file: edits.mutated(data, changes)}
-        case "absent":
-            return {file: None}
         case "swap":
-            return {SHARDS[0]: second, SHARDS[1]: first}
-        case "same":
-            return {SHARDS[0]: second}
+            return dict(zip(SHARDS, [(base / shard).read_bytes() for shard in reversed(SHARDS)], strict=True))
         case "bin":
             return {INDEX: None, SHARDS[0]: None, SHARDS[1]: None, "pytorch_model.bin": b"PK"}
         case "out":
-            ways = f"../{_OUTSIDE}", str(base.parent.resolve() / _OUTSIDE), f"./../{_OUTSIDE}", f"x/../../{_OUTSIDE}"
             return {INDEX: index.replace(f'"{SHARDS[0]}"'.encode(), json.dumps(ways[place % 4]).encode())}
-    return {}
+    return {f"{file}/" if kind == "folder" else file: None}

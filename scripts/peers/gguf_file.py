@@ -14,16 +14,18 @@ import numpy as np
 FORMS = {"float32": "F32", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 """The forms of weights that are written, and what this format calls them."""
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+# This format's names of settings and of tensors, and those of Hugging Face.
+_FIELDS = {
+    **{"vocab_size": "vocab_size", "context_length": "max_position_embeddings", "embedding_length": "hidden_size"},
+    **{"feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers"},
+    **{"head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads"},
+    **{"layer_norm_rms_eps": "rms_norm_eps", "rope_dimension_count": "head_dim", "rope_freq_base": "rope_theta"},
+}
+_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER_TENSORS = {
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"} | {"self_attn.o_proj": "attn_output"},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
 }
 
 
@@ -41,39 +43,28 @@ def write(path: Path, folder: Path, form: str) -> None:
     """Write the weights of `folder`: matrices in a form, norms in float32. It holds no tokens but their number."""
     gguf: Any = importlib.import_module("gguf")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads, head_dim = config["num_attention_heads"], config["head_dim"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config["rope_theta"])
+    for field, name in _FIELDS.items():
+        getattr(writer, f"add_{field}")(config[name])
     kind = gguf.GGMLQuantizationType[FORMS[form]]
     for name, tensor in stored(folder / "model.safetensors").items():
         if "q_proj" in name or "k_proj" in name:
-            tensor = interleaved(tensor, head_dim)
+            tensor = interleaved(tensor, config["head_dim"])
         own = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(named(name), gguf.quants.quantize(tensor, own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
     writer.close()
 
 
 def named(name: str) -> str:
     """Return this format's name of a tensor that Hugging Face calls `name`."""
-    parts = name.removesuffix(".weight").split(".")
-    if parts[:2] == ["model", "layers"]:
-        return f"blk.{parts[2]}.{_NAMES['.'.join(parts[3:])]}.weight"
-    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[
-        ".".join(parts)
-    ] + ".weight"
+    name = name.removesuffix(".weight")
+    if name.startswith("model.layers."):
+        _, _, layer, rest = name.split(".", 3)
+        return f"blk.{layer}.{_LAYER_TENSORS[rest]}.weight"
+    return f"{_TENSORS[name]}.weight"
 
 
 def interleaved(matrix: np.ndarray, head_dim: int) -> np.ndarray:

@@ -121,23 +121,18 @@ class Transformers:
         self.model = loader.from_pretrained(model, dtype=getattr(self.torch, form)).eval()
 
     def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        settings = self.transformers.GenerationConfig(
-            max_new_tokens=tokens, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0
-        )
+        greedy = {"do_sample": False, "use_cache": True, "eos_token_id": None, "pad_token_id": 0}
+        settings = self.transformers.GenerationConfig(max_new_tokens=tokens, **greedy)
         times: list[float] = []
 
-        def note(*_: Any, **__: Any) -> bool:
+        def record(*_: Any, **__: Any) -> bool:
             times.append(time.perf_counter())
             return False
 
         began = time.perf_counter()
-        inputs = self.torch.tensor(prompts)
-        output = self.model.generate(
-            inputs,
-            attention_mask=self.torch.ones_like(inputs),
-            generation_config=settings,
-            stopping_criteria=self.transformers.StoppingCriteriaList([note]),
-        )
+        inputs, criteria = self.torch.tensor(prompts), self.transformers.StoppingCriteriaList([record])
+        given = {"attention_mask": self.torch.ones_like(inputs), "generation_config": settings}
+        output = self.model.generate(inputs, stopping_criteria=criteria, **given)
         return timed(began, times[0], output[:, inputs.shape[1] :].tolist())
 
 

@@ -11,7 +11,12 @@ import numpy as np
 from et_jax.pallas.checks import padded_width
 from et_jax.softmax import Softmax
 
-DRAWN_PAGES = 1024  # a larger pool repeats these: its contents do not matter to a benchmark, drawing them takes minutes
+DRAWN_PAGES = 1024  # a larger pool repeats these: drawing all takes minutes
+# Keyword arguments that several shapes share.
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
+LARGE: dict[str, Any] = BFLOAT16 | {"tested": False}
+INT8, FP8 = ({"in_8_bits": dtype} for dtype in ("int8", "float8_e4m3fn"))
+CAPPED: dict[str, Any] = {"soft_cap": 5.0, "sinks": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +39,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape(Shape):
-    """A case of attention, with what changes its scores.
+    """A case of attention.
 
-    in_8_bits: the dtype of 8 bits that the pool has, with a scale for the key and the value of each token; None for
-        that of the queries.
+    in_8_bits: the dtype of a pool in 8 bits, with a scale for the key and the value of each token; None for that of
+        the queries.
     """
 
     in_8_bits: str | None = None
@@ -47,10 +52,18 @@ class AttentionShape(Shape):
 
     def softmax(self, rng: np.random.Generator | None = None) -> Softmax:
         """Return the settings of the softmax, with random sinks where the shape has some and numbers are drawn."""
-        sinks = None
-        if self.sinks and rng is not None:
-            sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32))
+        sinks = jnp.asarray(rng.standard_normal(self.num_heads, np.float32)) if self.sinks and rng else None
         return Softmax(scale=self.head_dim**-0.5, soft_cap=self.soft_cap, window=self.window, sink_logits=sinks)
+
+
+def maker[S: Shape](kind: type[S], last: str) -> Callable[..., S]:
+    """Return a function that makes a shape of its name, heads and KV heads, head dim, page size and `last` field."""
+
+    def shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, value: Any, **rest: Any) -> S:
+        sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "page_size": page_size}
+        return kind(name=name, **sizes, **{last: value}, **rest)
+
+    return shape
 
 
 def listed(
@@ -59,13 +72,11 @@ def listed(
     """Return random lists "b k n" of the blocks that hold so many tokens of each slot, and their lengths "b k"."""
     blocks = np.zeros((len(lengths), shape.num_kv_heads, num_blocks), np.int32)
     counts = np.zeros(blocks.shape[:2], np.int32)
-    for row, length in enumerate(lengths):
-        for head in range(shape.num_kv_heads):
-            open_mask = rng.random(-(-length // shape.page_size)) < open_share
-            open_mask[-1:] = True  # the last block is always listed
-            found = np.flatnonzero(open_mask)
-            blocks[row, head, : len(found)] = found
-            counts[row, head] = len(found)
+    for row, head in np.ndindex(*counts.shape):
+        open_mask = rng.random(-(-lengths[row] // shape.page_size)) < open_share
+        open_mask[-1:] = True  # the last block is always listed
+        counts[row, head] = open_mask.sum()
+        blocks[row, head, : counts[row, head]] = np.flatnonzero(open_mask)
     return jnp.asarray(blocks), jnp.asarray(counts)
 
 
@@ -78,23 +89,16 @@ def normal(shape: Shape, rng: np.random.Generator) -> Callable[..., jax.Array]:
     return draw
 
 
-def pool(shape: Shape, num_pages: int, rng: np.random.Generator) -> jax.Array:
-    """Return random pages "k p s e"; of a large pool those that `repeated` repeats."""
-    return normal(shape, rng)(shape.num_kv_heads, min(num_pages, DRAWN_PAGES), shape.page_size, shape.width)
-
-
-def scaled(shape: AttentionShape, pages: Any, num_pages: int, rng: np.random.Generator) -> tuple[Any, Any]:
-    """Return the pages in the dtype that the shape has them in and, of 8 bits, scales of so many pages."""
-    if shape.in_8_bits is None:
-        return pages, None
-    pages = jnp.clip(40 * pages.astype(jnp.float32), -127, 127)
-    pages = (jnp.round(pages) if shape.in_8_bits == "int8" else pages).astype(shape.in_8_bits)
-    return pages, jnp.asarray(rng.uniform(0.01, 0.04, (pages.shape[0], num_pages, 2, shape.page_size)), jnp.float32)
-
-
-def repeated(pages: Any, num_pages: int) -> Any:
-    """Return a pool of so many pages."""
-    return pages[:, np.arange(num_pages) % DRAWN_PAGES] if num_pages > DRAWN_PAGES else pages
+def pool(shape: AttentionShape, num_pages: int, rng: np.random.Generator) -> tuple[jax.Array, jax.Array | None]:
+    """Return random pages "k p s e" in the dtype of the pool and, in 8 bits, their scales "k p 2 s"."""
+    scales, drawn = None, min(num_pages, DRAWN_PAGES)
+    pages = normal(shape, rng)(shape.num_kv_heads, drawn, shape.page_size, shape.width)
+    if shape.in_8_bits is not None:
+        pages = jnp.clip(40 * pages.astype(jnp.float32), -127, 127)
+        pages = (jnp.round(pages) if shape.in_8_bits == "int8" else pages).astype(shape.in_8_bits)
+        sizes = shape.num_kv_heads, num_pages, 2, shape.page_size
+        scales = jnp.asarray(rng.uniform(0.01, 0.04, sizes), jnp.float32)
+    return (pages if num_pages <= DRAWN_PAGES else pages[:, np.arange(num_pages) % DRAWN_PAGES]), scales
 
 
 def scattered(num_pages: int, slots: int, rng: np.random.Generator) -> jax.Array:

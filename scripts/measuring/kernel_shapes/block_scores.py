@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scripts.measuring.kernel_shapes import base
+from scripts.measuring.kernel_shapes.base import BFLOAT16, LARGE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,42 +54,37 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, lengths: tuple[int, ...], **rest) -> Shape:
-    num_heads, num_kv_heads = heads
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
-    return Shape(name=name, lengths=lengths, **sizes, **rest)
-
-
+shape = base.maker(Shape, "lengths")
 SHAPES = (
     # query heads a KV head, and KV heads
-    _shape("group_1", (4, 4), 16, 16, (37, 64)),
-    _shape("group_3", (9, 3), 64, 16, (129, 250)),
-    _shape("group_4", (8, 2), 64, 16, (40, 300), dtype="bfloat16"),
-    _shape("group_8", (8, 1), 128, 16, (77, 20)),
-    _shape("heads_8", (32, 8), 128, 16, (90, 33), dtype="bfloat16"),
+    shape("group_1", (4, 4), 16, 16, (37, 64)),
+    shape("group_3", (9, 3), 64, 16, (129, 250)),
+    shape("group_4", (8, 2), 64, 16, (40, 300), **BFLOAT16),
+    shape("group_8", (8, 1), 128, 16, (77, 20)),
+    shape("heads_8", (32, 8), 128, 16, (90, 33), **BFLOAT16),
     # head dims
-    _shape("dim_96", (4, 2), 96, 16, (61, 30)),
-    _shape("dim_256", (2, 1), 256, 16, (45, 17), dtype="bfloat16"),
+    shape("dim_96", (4, 2), 96, 16, (61, 30)),
+    shape("dim_256", (2, 1), 256, 16, (45, 17), **BFLOAT16),
     # page sizes
-    _shape("page_64", (4, 2), 64, 64, (600, 200), dtype="bfloat16"),
-    _shape("page_128", (4, 2), 64, 128, (513, 128)),
+    shape("page_64", (4, 2), 64, 64, (600, 200), **BFLOAT16),
+    shape("page_128", (4, 2), 64, 128, (513, 128)),
     # lengths: one token, empty slots, room to spare, more blocks than a group or a row of lanes
-    _shape("one_token", (6, 2), 64, 16, (1, 1)),
-    _shape("empty_slots", (6, 2), 64, 16, (0, 40, 0)),
-    _shape("all_empty", (6, 2), 64, 16, (0, 0)),
-    _shape("spare", (4, 2), 128, 16, (31, 100), spare=5),
-    _shape("many_blocks", (4, 2), 16, 8, (8 * 150, 1, 8 * 129), dtype="bfloat16"),
-    _shape("hopper_dim_128", (4, 2), 128, 64, (130, 0, 64), dtype="bfloat16"),
+    shape("one_token", (6, 2), 64, 16, (1, 1)),
+    shape("empty_slots", (6, 2), 64, 16, (0, 40, 0)),
+    shape("all_empty", (6, 2), 64, 16, (0, 0)),
+    shape("spare", (4, 2), 128, 16, (31, 100), spare=5),
+    shape("many_blocks", (4, 2), 16, 8, (8 * 150, 1, 8 * 129), **BFLOAT16),
+    shape("hopper_dim_128", (4, 2), 128, 64, (130, 0, 64), **BFLOAT16),
     # KV heads that fill a tile of codes on a TPU: groups, head dims, page sizes, lengths
-    _shape("codes_group_3", (12, 4), 64, 16, (129, 0, 250), dtype="bfloat16"),
-    _shape("codes_dim_96", (4, 4), 96, 16, (61, 30)),
-    _shape("codes_dim_256", (8, 4), 256, 16, (45, 17), dtype="bfloat16"),
-    _shape("codes_page_128", (16, 8), 64, 128, (513, 128)),
-    _shape("codes_many_blocks", (8, 8), 16, 8, (8 * 150, 1, 8 * 129), dtype="bfloat16"),
+    shape("codes_group_3", (12, 4), 64, 16, (129, 0, 250), **BFLOAT16),
+    shape("codes_dim_96", (4, 4), 96, 16, (61, 30)),
+    shape("codes_dim_256", (8, 4), 256, 16, (45, 17), **BFLOAT16),
+    shape("codes_page_128", (16, 8), 64, 128, (513, 128)),
+    shape("codes_many_blocks", (8, 8), 16, 8, (8 * 150, 1, 8 * 129), **BFLOAT16),
     # what is run, on a device
-    _shape("llama3_8b_64_at_32k", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", tested=False),
-    _shape("llama3_8b_8_at_128k", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", tested=False),
-    _shape("bundled_64_at_32k", (4, 2), 64, 128, (32768,) * 64, dtype="bfloat16", tested=False),
-    _shape("bundled_8_at_128k", (4, 2), 64, 128, (131072,) * 8, dtype="bfloat16", tested=False),
+    shape("llama3_8b_64_at_32k", (32, 8), 128, 128, (32768,) * 64, **LARGE),
+    shape("llama3_8b_8_at_128k", (32, 8), 128, 128, (131072,) * 8, **LARGE),
+    shape("bundled_64_at_32k", (4, 2), 64, 128, (32768,) * 64, **LARGE),
+    shape("bundled_8_at_128k", (4, 2), 64, 128, (131072,) * 8, **LARGE),
 )
 TESTED = tuple(shape for shape in SHAPES if shape.tested)

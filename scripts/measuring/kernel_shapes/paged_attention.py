@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scripts.measuring.kernel_shapes import base
+from scripts.measuring.kernel_shapes.base import BFLOAT16, CAPPED, FP8, INT8, LARGE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Shape(base.AttentionShape):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks a slot can hold, enough for the longest row."""
+        """Blocks of a slot, enough for the longest row."""
         return max(1, -(-max(self.lengths) // self.page_size))
 
     @property
@@ -47,14 +48,11 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     b, n = len(shape.lengths), shape.num_blocks
     num_pages = 1 + b * n
     blocks, counts = base.listed(shape, n, list(shape.lengths), rng, shape.open_share)
-    normal = base.normal(shape, rng)
-    pages, kv_scales = base.scaled(shape, base.pool(shape, num_pages, rng), num_pages, rng)
-    readers = None
-    if shape.read_apart:
-        readers = jnp.asarray(rng.integers(1, 1 << shape.rows, blocks.shape), jnp.int32)
+    pages, kv_scales = base.pool(shape, num_pages, rng)
+    readers = jnp.asarray(rng.integers(1, 1 << shape.rows, blocks.shape), jnp.int32) if shape.read_apart else None
     return {
-        "q": normal(b * shape.rows, shape.num_heads, shape.head_dim),
-        "pages": base.repeated(pages, num_pages),
+        "q": base.normal(shape, rng)(b * shape.rows, shape.num_heads, shape.head_dim),
+        "pages": pages,
         "page_table": base.scattered(num_pages, b, rng),
         "blocks": blocks,
         "counts": counts,
@@ -65,149 +63,92 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, lengths: tuple[int, ...], **rest) -> Shape:
-    num_heads, num_kv_heads = heads
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
-    return Shape(name=name, lengths=lengths, **sizes, **rest)
-
-
+HOPPER: Any = BFLOAT16 | CAPPED
+APART: Any = {"rows": 3, "read_apart": True}
+shape = base.maker(Shape, "lengths")
 SHAPES = (
     # the query groups: 1 to 16 query heads a KV head
-    _shape("group_1", (4, 4), 16, 16, (37, 64)),
-    _shape("group_2", (4, 2), 64, 16, (100, 3), dtype="bfloat16"),
-    _shape("group_3", (9, 3), 64, 16, (129, 250)),
-    _shape("group_4", (8, 2), 64, 16, (40, 300), dtype="bfloat16"),
-    _shape("group_7", (14, 2), 64, 32, (33, 65)),
-    _shape("group_8", (8, 1), 128, 16, (77, 20)),
-    _shape("group_16", (16, 1), 64, 16, (50, 49)),
+    shape("group_1", (4, 4), 16, 16, (37, 64)),
+    shape("group_2", (4, 2), 64, 16, (100, 3), **BFLOAT16),
+    shape("group_3", (9, 3), 64, 16, (129, 250)),
+    shape("group_4", (8, 2), 64, 16, (40, 300), **BFLOAT16),
+    shape("group_7", (14, 2), 64, 32, (33, 65)),
+    shape("group_8", (8, 1), 128, 16, (77, 20)),
+    shape("group_16", (16, 1), 64, 16, (50, 49)),
     # head dims, keys gathered with their values and apart
-    _shape("dim_96", (4, 2), 96, 16, (61, 30)),
-    _shape("dim_96_bfloat16", (4, 2), 96, 32, (61, 30), dtype="bfloat16"),
-    _shape("dim_128_bfloat16", (4, 2), 128, 64, (130, 64), dtype="bfloat16"),
-    _shape("dim_256", (2, 1), 256, 16, (45, 17)),
-    _shape("dim_256_bfloat16", (2, 1), 256, 16, (45, 17), dtype="bfloat16"),
+    shape("dim_96", (4, 2), 96, 16, (61, 30)),
+    shape("dim_96_bfloat16", (4, 2), 96, 32, (61, 30), **BFLOAT16),
+    shape("dim_128_bfloat16", (4, 2), 128, 64, (130, 64), **BFLOAT16),
+    shape("dim_256", (2, 1), 256, 16, (45, 17)),
+    shape("dim_256_bfloat16", (2, 1), 256, 16, (45, 17), **BFLOAT16),
     # page sizes
-    _shape("page_32", (4, 2), 64, 32, (257, 31)),
-    _shape("page_64", (4, 2), 64, 64, (600, 200), dtype="bfloat16"),
-    _shape("page_128", (4, 2), 64, 128, (513, 128)),
+    shape("page_32", (4, 2), 64, 32, (257, 31)),
+    shape("page_64", (4, 2), 64, 64, (600, 200), **BFLOAT16),
+    shape("page_128", (4, 2), 64, 128, (513, 128)),
     # lengths: one token, empty slots, whole pages, one row
-    _shape("one_token", (6, 2), 64, 16, (1, 1)),
-    _shape("empty_slots", (6, 2), 64, 16, (0, 40, 0)),
-    _shape("all_empty", (6, 2), 64, 16, (0, 0)),
-    _shape("whole_pages", (6, 2), 64, 16, (256, 512)),
-    _shape("one_row", (6, 2), 64, 16, (300,), dtype="bfloat16"),
+    shape("one_token", (6, 2), 64, 16, (1, 1)),
+    shape("empty_slots", (6, 2), 64, 16, (0, 40, 0)),
+    shape("all_empty", (6, 2), 64, 16, (0, 0)),
+    shape("whole_pages", (6, 2), 64, 16, (256, 512)),
+    shape("one_row", (6, 2), 64, 16, (300,), **BFLOAT16),
     # a list for each KV head, over several steps of the loop
-    _shape("sparse", (9, 3), 64, 16, (1000, 700), open_share=0.3),
-    _shape("sparse_bfloat16", (8, 2), 128, 16, (1000, 700), open_share=0.5, dtype="bfloat16"),
-    _shape("sparse_wide", (8, 4), 128, 32, (900, 30), open_share=0.4),
+    shape("sparse", (9, 3), 64, 16, (1000, 700), open_share=0.3),
+    shape("sparse_bfloat16", (8, 2), 128, 16, (1000, 700), open_share=0.5, **BFLOAT16),
+    shape("sparse_wide", (8, 4), 128, 32, (900, 30), open_share=0.4),
     # what changes the scores
-    _shape("window", (4, 2), 64, 16, (300, 20, 55), window=50),
-    _shape("window_of_one", (4, 2), 128, 16, (33, 16), window=1),
-    _shape("soft_cap", (4, 2), 64, 16, (90, 33), soft_cap=2.0),
-    _shape("sinks", (4, 2), 64, 16, (90, 0, 33), sinks=True),
-    _shape("all_of_them", (8, 2), 64, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, open_share=0.5),
-    _shape("all_of_them_bfloat16", (8, 2), 96, 16, (500, 9), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"),
+    shape("window", (4, 2), 64, 16, (300, 20, 55), window=50),
+    shape("window_of_one", (4, 2), 128, 16, (33, 16), window=1),
+    shape("soft_cap", (4, 2), 64, 16, (90, 33), soft_cap=2.0),
+    shape("sinks", (4, 2), 64, 16, (90, 0, 33), sinks=True),
+    shape("all_of_them", (8, 2), 64, 16, (500, 90), window=200, open_share=0.5, **CAPPED),
+    shape("all_of_them_bfloat16", (8, 2), 96, 16, (500, 9), window=70, **BFLOAT16, **CAPPED),
     # pools in 8 bits
-    _shape("int8", (6, 2), 64, 16, (300, 0, 77), open_share=0.6, in_8_bits="int8"),
-    _shape("int8_bfloat16", (8, 2), 128, 32, (200, 90), dtype="bfloat16", in_8_bits="int8"),
-    _shape("int8_all_of_them", (8, 2), 96, 16, (500, 90), window=200, soft_cap=5.0, sinks=True, in_8_bits="int8"),
-    _shape("int8_page_64", (4, 2), 128, 64, (130, 64), dtype="bfloat16", in_8_bits="int8"),
-    _shape("fp8_dim_96", (4, 2), 96, 32, (61, 300), open_share=0.5, sinks=True, in_8_bits="float8_e4m3fn"),
-    _shape("fp8_page_64", (4, 2), 128, 64, (130, 64), dtype="bfloat16", in_8_bits="float8_e4m3fn"),
+    shape("int8", (6, 2), 64, 16, (300, 0, 77), open_share=0.6, **INT8),
+    shape("int8_bfloat16", (8, 2), 128, 32, (200, 90), **BFLOAT16, **INT8),
+    shape("int8_all_of_them", (8, 2), 96, 16, (500, 90), window=200, **INT8, **CAPPED),
+    shape("int8_page_64", (4, 2), 128, 64, (130, 64), **BFLOAT16, **INT8),
+    shape("fp8_dim_96", (4, 2), 96, 32, (61, 300), open_share=0.5, sinks=True, **FP8),
+    shape("fp8_page_64", (4, 2), 128, 64, (130, 64), **BFLOAT16, **FP8),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several parts, edges
-    _shape("hopper_group_1", (2, 2), 128, 64, (65, 200), dtype="bfloat16"),
-    _shape("hopper_group_3", (6, 2), 64, 128, (129, 250), dtype="bfloat16"),
-    _shape("hopper_group_8", (8, 1), 128, 128, (300, 20), dtype="bfloat16"),
-    _shape("hopper_group_9", (9, 1), 64, 64, (150, 64), dtype="bfloat16"),
-    _shape("hopper_group_16", (16, 1), 64, 128, (300, 1), dtype="bfloat16"),
-    _shape("hopper_dim_256", (4, 2), 256, 64, (150, 64), dtype="bfloat16"),
-    _shape("hopper_parts", (4, 1), 64, 64, (3000, 1025), dtype="bfloat16"),
-    _shape("hopper_parts_128", (2, 1), 128, 128, (2200, 1024), dtype="bfloat16", open_share=0.7),
-    _shape("hopper_sparse", (8, 2), 64, 64, (1500, 700), dtype="bfloat16", open_share=0.4),
-    _shape("hopper_empty_slots", (4, 2), 64, 64, (0, 70, 0), dtype="bfloat16", sinks=True),
-    _shape("hopper_all_empty", (4, 2), 64, 64, (0, 0), dtype="bfloat16"),
-    _shape("hopper_window", (4, 2), 128, 64, (400, 20, 129), dtype="bfloat16", window=100),
-    _shape("hopper_window_of_one", (4, 2), 64, 128, (129, 128), dtype="bfloat16", window=1),
-    _shape(
-        "hopper_all_of_them",
-        (8, 2),
-        64,
-        64,
-        (1300, 90),
-        dtype="bfloat16",
-        window=900,
-        soft_cap=5.0,
-        sinks=True,
-        open_share=0.6,
-    ),
-    _shape(
-        "hopper_int8_all_of_them",
-        (2, 1),
-        64,
-        128,
-        (3300, 0, 90),
-        dtype="bfloat16",
-        window=3200,
-        soft_cap=5.0,
-        sinks=True,
-        open_share=0.9,
-        in_8_bits="int8",
-    ),
+    shape("hopper_group_1", (2, 2), 128, 64, (65, 200), **BFLOAT16),
+    shape("hopper_group_3", (6, 2), 64, 128, (129, 250), **BFLOAT16),
+    shape("hopper_group_8", (8, 1), 128, 128, (300, 20), **BFLOAT16),
+    shape("hopper_group_9", (9, 1), 64, 64, (150, 64), **BFLOAT16),
+    shape("hopper_group_16", (16, 1), 64, 128, (300, 1), **BFLOAT16),
+    shape("hopper_dim_256", (4, 2), 256, 64, (150, 64), **BFLOAT16),
+    shape("hopper_parts", (4, 1), 64, 64, (3000, 1025), **BFLOAT16),
+    shape("hopper_parts_128", (2, 1), 128, 128, (2200, 1024), open_share=0.7, **BFLOAT16),
+    shape("hopper_sparse", (8, 2), 64, 64, (1500, 700), open_share=0.4, **BFLOAT16),
+    shape("hopper_empty_slots", (4, 2), 64, 64, (0, 70, 0), sinks=True, **BFLOAT16),
+    shape("hopper_all_empty", (4, 2), 64, 64, (0, 0), **BFLOAT16),
+    shape("hopper_window", (4, 2), 128, 64, (400, 20, 129), window=100, **BFLOAT16),
+    shape("hopper_window_of_one", (4, 2), 64, 128, (129, 128), window=1, **BFLOAT16),
+    shape("hopper_all_of_them", (8, 2), 64, 64, (1300, 90), window=900, open_share=0.6, **HOPPER),
+    shape("hopper_int8_all_of_them", (2, 1), 64, 128, (3300, 0, 90), window=3200, open_share=0.9, **INT8, **HOPPER),
     # several rows a slot, over one list or over the union of theirs
-    _shape("rows_3", (4, 2), 64, 16, (100, 3), dtype="bfloat16", rows=3),
-    _shape("rows_5", (9, 3), 64, 16, (129, 0, 250), rows=5),
-    _shape("rows_of_one_query", (2, 2), 128, 16, (40, 90), rows=2, read_apart=True),
-    _shape("rows_apart", (8, 2), 64, 16, (500, 90), open_share=0.5, rows=4, read_apart=True),
-    _shape(
-        "rows_all_of_them",
-        (8, 2),
-        96,
-        16,
-        (500, 90, 9),
-        window=70,
-        soft_cap=5.0,
-        sinks=True,
-        open_share=0.6,
-        rows=3,
-        read_apart=True,
-    ),
-    _shape("rows_int8", (8, 2), 128, 32, (200, 90), dtype="bfloat16", in_8_bits="int8", rows=5, read_apart=True),
-    _shape("hopper_rows", (8, 2), 128, 64, (300, 70), dtype="bfloat16", rows=5),
-    _shape("hopper_rows_split", (8, 1), 128, 128, (300, 20), dtype="bfloat16", rows=6, read_apart=True),
-    _shape(
-        "hopper_rows_all_of_them",
-        (6, 2),
-        64,
-        64,
-        (1300, 90),
-        dtype="bfloat16",
-        window=300,
-        soft_cap=5.0,
-        sinks=True,
-        open_share=0.7,
-        rows=3,
-        read_apart=True,
-    ),
-    _shape("hopper_rows_int8", (4, 2), 128, 64, (400, 0), dtype="bfloat16", in_8_bits="int8", rows=2, read_apart=True),
+    shape("rows_3", (4, 2), 64, 16, (100, 3), rows=3, **BFLOAT16),
+    shape("rows_5", (9, 3), 64, 16, (129, 0, 250), rows=5),
+    shape("rows_of_one_query", (2, 2), 128, 16, (40, 90), rows=2, read_apart=True),
+    shape("rows_apart", (8, 2), 64, 16, (500, 90), open_share=0.5, rows=4, read_apart=True),
+    shape("rows_all_of_them", (8, 2), 96, 16, (500, 90, 9), window=70, open_share=0.6, **APART, **CAPPED),
+    shape("rows_int8", (8, 2), 128, 32, (200, 90), rows=5, read_apart=True, **BFLOAT16, **INT8),
+    shape("hopper_rows", (8, 2), 128, 64, (300, 70), rows=5, **BFLOAT16),
+    shape("hopper_rows_split", (8, 1), 128, 128, (300, 20), rows=6, read_apart=True, **BFLOAT16),
+    shape("hopper_rows_all_of_them", (6, 2), 64, 64, (1300, 90), window=300, open_share=0.7, **APART, **HOPPER),
+    shape("hopper_rows_int8", (4, 2), 128, 64, (400, 0), rows=2, read_apart=True, **BFLOAT16, **INT8),
     # what is run, on a CPU
-    _shape("decode_2_at_16k", (32, 8), 128, 64, (16384,) * 2, tested=False),
-    _shape("decode_2_at_16k_page_16", (32, 8), 128, 16, (16384,) * 2, tested=False),
+    shape("decode_2_at_16k", (32, 8), 128, 64, (16384,) * 2, tested=False),
+    shape("decode_2_at_16k_page_16", (32, 8), 128, 16, (16384,) * 2, tested=False),
     # what is run, on a device
-    _shape("smollm_135m", (9, 3), 64, 16, (2048,) * 16, dtype="bfloat16", tested=False),
-    _shape("llama3_8b", (32, 8), 128, 128, (8192,) * 16, dtype="bfloat16", tested=False),
-    _shape("qwen3_8b", (32, 8), 128, 128, (32768,) * 8, dtype="bfloat16", tested=False),
-    _shape("mistral_7b", (32, 8), 128, 128, (8192,) * 16, dtype="bfloat16", window=4096, tested=False),
-    _shape("slots_64_at_32k", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", tested=False),
-    _shape("rows_5_at_32k", (32, 8), 128, 128, (32768,) * 16, dtype="bfloat16", rows=5, tested=False),
-    _shape(
-        "rows_5_apart_at_32k", (32, 8), 128, 128, (32768,) * 16, dtype="bfloat16", rows=5, read_apart=True, tested=False
-    ),
-    _shape("slots_8_at_128k", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", tested=False),
-    _shape(
-        "slots_64_at_32k_eighth", (32, 8), 128, 128, (32768,) * 64, dtype="bfloat16", open_share=0.125, tested=False
-    ),
-    _shape(
-        "slots_8_at_128k_eighth", (32, 8), 128, 128, (131072,) * 8, dtype="bfloat16", open_share=0.125, tested=False
-    ),
+    shape("smollm_135m", (9, 3), 64, 16, (2048,) * 16, **LARGE),
+    shape("llama3_8b", (32, 8), 128, 128, (8192,) * 16, **LARGE),
+    shape("qwen3_8b", (32, 8), 128, 128, (32768,) * 8, **LARGE),
+    shape("mistral_7b", (32, 8), 128, 128, (8192,) * 16, window=4096, **LARGE),
+    shape("slots_64_at_32k", (32, 8), 128, 128, (32768,) * 64, **LARGE),
+    shape("rows_5_at_32k", (32, 8), 128, 128, (32768,) * 16, rows=5, **LARGE),
+    shape("rows_5_apart_at_32k", (32, 8), 128, 128, (32768,) * 16, rows=5, read_apart=True, **LARGE),
+    shape("slots_8_at_128k", (32, 8), 128, 128, (131072,) * 8, **LARGE),
+    shape("slots_64_at_32k_eighth", (32, 8), 128, 128, (32768,) * 64, open_share=0.125, **LARGE),
+    shape("slots_8_at_128k_eighth", (32, 8), 128, 128, (131072,) * 8, open_share=0.125, **LARGE),
 )
 TESTED = tuple(shape for shape in SHAPES if shape.tested)

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from scripts.measuring.kernel_shapes import base
+from scripts.measuring.kernel_shapes.base import BFLOAT16, CAPPED, FP8, INT8, LARGE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,14 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     b, n = len(shape.starts), shape.num_blocks
     num_pages = 1 + b * n
-
-    normal = base.normal(shape, rng)
-    pages, kv_scales = base.scaled(shape, base.pool(shape, num_pages, rng), num_pages, rng)
-    blocks, counts = (None, None) if shape.open_share is None else lists(shape, rng, shape.open_share)
+    pages, kv_scales = base.pool(shape, num_pages, rng)
+    blocks = counts = None
+    if shape.open_share is not None:
+        lengths = [start + shape.chunk for start in shape.starts]
+        blocks, counts = base.listed(shape, n, lengths, rng, shape.open_share)
     return {
-        "q": normal(b, shape.chunk, shape.num_heads, shape.head_dim),
-        "pages": base.repeated(pages, num_pages),
+        "q": base.normal(shape, rng)(b, shape.chunk, shape.num_heads, shape.head_dim),
+        "pages": pages,
         "page_table": base.scattered(num_pages, b, rng),
         "starts": jnp.asarray(shape.starts, jnp.int32),
         "blocks": blocks,
@@ -56,145 +57,62 @@ def example(shape: Shape, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def lists(shape: Shape, rng: np.random.Generator, open_share: float) -> tuple[jax.Array, jax.Array]:
-    """Return random lists "b k n" of the blocks that hold a row's tokens, and their lengths "b k"."""
-    return base.listed(shape, shape.num_blocks, [start + shape.chunk for start in shape.starts], rng, open_share)
-
-
-def _shape(name: str, heads: tuple[int, int], head_dim: int, page_size: int, chunk: int, **rest) -> Shape:
-    num_heads, num_kv_heads = heads
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
-    return Shape(name=name, chunk=chunk, **sizes, **rest)
-
-
+ALL: Any = CAPPED | {"starts": (600, 290), "window": 300}
+shape = base.maker(Shape, "chunk")
 SHAPES = (
     # the query groups, head dims and page sizes
-    _shape("group_1", (2, 2), 16, 16, 32),
-    _shape("group_3", (9, 3), 64, 16, 64, starts=(40,)),
-    _shape("group_4_bfloat16", (8, 2), 64, 16, 64, starts=(300,), dtype="bfloat16"),
-    _shape("group_16", (16, 1), 64, 16, 16, starts=(5,)),
-    _shape("dim_96", (4, 2), 96, 32, 24, starts=(17,)),
-    _shape("dim_96_bfloat16", (4, 2), 96, 16, 24, starts=(17,), dtype="bfloat16"),
-    _shape("dim_128", (4, 1), 128, 64, 48, starts=(100,)),
-    _shape("dim_256", (2, 1), 256, 16, 20),
-    _shape("page_128", (4, 2), 64, 128, 130, starts=(500,)),
+    shape("group_1", (2, 2), 16, 16, 32),
+    shape("group_3", (9, 3), 64, 16, 64, starts=(40,)),
+    shape("group_4_bfloat16", (8, 2), 64, 16, 64, starts=(300,), **BFLOAT16),
+    shape("group_16", (16, 1), 64, 16, 16, starts=(5,)),
+    shape("dim_96", (4, 2), 96, 32, 24, starts=(17,)),
+    shape("dim_96_bfloat16", (4, 2), 96, 16, 24, starts=(17,), **BFLOAT16),
+    shape("dim_128", (4, 1), 128, 64, 48, starts=(100,)),
+    shape("dim_256", (2, 1), 256, 16, 20),
+    shape("page_128", (4, 2), 64, 128, 130, starts=(500,)),
     # rows that begin far apart, one query, a chunk longer than a step of the loop
-    _shape("ragged", (4, 2), 64, 16, 40, starts=(0, 700, 33)),
-    _shape("one_query", (4, 2), 64, 16, 1, starts=(99, 0)),
-    _shape("long_chunk", (4, 2), 64, 16, 300, starts=(10,), dtype="bfloat16"),
+    shape("ragged", (4, 2), 64, 16, 40, starts=(0, 700, 33)),
+    shape("one_query", (4, 2), 64, 16, 1, starts=(99, 0)),
+    shape("long_chunk", (4, 2), 64, 16, 300, starts=(10,), **BFLOAT16),
     # what changes the scores
-    _shape("window", (4, 2), 64, 16, 40, starts=(700, 0), window=50),
-    _shape("window_of_one", (4, 2), 64, 16, 20, starts=(30,), window=1),
-    _shape("soft_cap", (4, 2), 64, 16, 40, starts=(30,), soft_cap=2.0),
-    _shape("sinks", (4, 2), 64, 16, 40, starts=(30,), sinks=True),
-    _shape("all_of_them", (8, 2), 64, 16, 60, starts=(600, 290), window=300, soft_cap=5.0, sinks=True),
-    _shape(
-        "all_of_them_bfloat16", (8, 2), 64, 16, 60, starts=(90,), window=70, soft_cap=5.0, sinks=True, dtype="bfloat16"
-    ),
+    shape("window", (4, 2), 64, 16, 40, starts=(700, 0), window=50),
+    shape("window_of_one", (4, 2), 64, 16, 20, starts=(30,), window=1),
+    shape("soft_cap", (4, 2), 64, 16, 40, starts=(30,), soft_cap=2.0),
+    shape("sinks", (4, 2), 64, 16, 40, starts=(30,), sinks=True),
+    shape("all_of_them", (8, 2), 64, 16, 60, **ALL),
+    shape("all_of_them_bfloat16", (8, 2), 64, 16, 60, starts=(90,), window=70, **BFLOAT16, **CAPPED),
     # lists, over several steps of the loop, and block sums
-    _shape("block_sums", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True),
-    _shape("listed", (4, 2), 96, 32, 24, starts=(300,), open_share=0.4),
-    _shape("sparse", (9, 3), 64, 16, 40, starts=(700, 300), open_share=0.3, block_lse=True),
-    _shape("sparse_bfloat16", (8, 2), 128, 16, 24, starts=(500, 0), open_share=0.5, block_lse=True, dtype="bfloat16"),
-    _shape(
-        "sparse_all_of_them",
-        (8, 2),
-        64,
-        16,
-        60,
-        starts=(600, 290),
-        open_share=0.5,
-        block_lse=True,
-        window=300,
-        soft_cap=5.0,
-        sinks=True,
-    ),
+    shape("block_sums", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True),
+    shape("listed", (4, 2), 96, 32, 24, starts=(300,), open_share=0.4),
+    shape("sparse", (9, 3), 64, 16, 40, starts=(700, 300), open_share=0.3, block_lse=True),
+    shape("sparse_bfloat16", (8, 2), 128, 16, 24, starts=(500, 0), open_share=0.5, block_lse=True, **BFLOAT16),
+    shape("sparse_all_of_them", (8, 2), 64, 16, 60, open_share=0.5, block_lse=True, **ALL),
     # pools in 8 bits
-    _shape("int8", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True, in_8_bits="int8"),
-    _shape(
-        "int8_all_of_them",
-        (8, 2),
-        128,
-        32,
-        60,
-        starts=(600, 290),
-        open_share=0.5,
-        block_lse=True,
-        dtype="bfloat16",
-        window=300,
-        soft_cap=5.0,
-        sinks=True,
-        in_8_bits="int8",
-    ),
-    _shape("fp8_dim_96", (4, 2), 96, 32, 24, starts=(17,), in_8_bits="float8_e4m3fn"),
+    shape("int8", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True, **INT8),
+    shape("int8_all_of_them", (8, 2), 128, 32, 60, open_share=0.5, block_lse=True, **BFLOAT16, **INT8, **ALL),
+    shape("fp8_dim_96", (4, 2), 96, 32, 24, starts=(17,), **FP8),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several blocks, edges
-    _shape("hopper_group_1", (2, 2), 128, 64, 40, starts=(30,), dtype="bfloat16"),
-    _shape("hopper_group_3", (6, 2), 64, 128, 70, starts=(500,), dtype="bfloat16"),
-    _shape("hopper_group_16", (16, 1), 64, 64, 20, starts=(5,), dtype="bfloat16"),
-    _shape("hopper_dim_256", (2, 1), 256, 64, 20, starts=(100,), dtype="bfloat16"),
-    _shape("hopper_ragged", (4, 2), 64, 64, 40, starts=(0, 700, 33), dtype="bfloat16"),
-    _shape("hopper_one_query", (4, 2), 64, 64, 1, starts=(99, 0), dtype="bfloat16"),
-    _shape("hopper_long_chunk", (4, 2), 64, 64, 300, starts=(10,), dtype="bfloat16"),
-    _shape("hopper_window", (4, 2), 64, 64, 40, starts=(700, 0), window=50, dtype="bfloat16"),
-    _shape("hopper_window_of_one", (4, 2), 64, 128, 20, starts=(130,), window=1, dtype="bfloat16"),
-    _shape(
-        "hopper_all_of_them",
-        (8, 2),
-        64,
-        128,
-        60,
-        starts=(600, 290),
-        dtype="bfloat16",
-        window=300,
-        soft_cap=5.0,
-        sinks=True,
-    ),
-    _shape("hopper_block_sums", (4, 2), 64, 64, 40, starts=(100, 0), block_lse=True, dtype="bfloat16"),
-    _shape("hopper_sparse", (8, 2), 64, 64, 40, starts=(700, 90), open_share=0.4, block_lse=True, dtype="bfloat16"),
-    _shape(
-        "hopper_sparse_all_of_them",
-        (4, 1),
-        128,
-        128,
-        60,
-        starts=(600, 290),
-        open_share=0.6,
-        block_lse=True,
-        dtype="bfloat16",
-        window=300,
-        soft_cap=5.0,
-        sinks=True,
-    ),
-    _shape(
-        "hopper_int8",
-        (8, 2),
-        64,
-        64,
-        40,
-        starts=(700, 90),
-        open_share=0.4,
-        block_lse=True,
-        dtype="bfloat16",
-        in_8_bits="int8",
-    ),
-    _shape("hopper_fp8", (4, 1), 128, 128, 90, starts=(110,), dtype="bfloat16", in_8_bits="float8_e4m3fn"),
+    shape("hopper_group_1", (2, 2), 128, 64, 40, starts=(30,), **BFLOAT16),
+    shape("hopper_group_3", (6, 2), 64, 128, 70, starts=(500,), **BFLOAT16),
+    shape("hopper_group_16", (16, 1), 64, 64, 20, starts=(5,), **BFLOAT16),
+    shape("hopper_dim_256", (2, 1), 256, 64, 20, starts=(100,), **BFLOAT16),
+    shape("hopper_ragged", (4, 2), 64, 64, 40, starts=(0, 700, 33), **BFLOAT16),
+    shape("hopper_one_query", (4, 2), 64, 64, 1, starts=(99, 0), **BFLOAT16),
+    shape("hopper_long_chunk", (4, 2), 64, 64, 300, starts=(10,), **BFLOAT16),
+    shape("hopper_window", (4, 2), 64, 64, 40, starts=(700, 0), window=50, **BFLOAT16),
+    shape("hopper_window_of_one", (4, 2), 64, 128, 20, starts=(130,), window=1, **BFLOAT16),
+    shape("hopper_all_of_them", (8, 2), 64, 128, 60, **BFLOAT16, **ALL),
+    shape("hopper_block_sums", (4, 2), 64, 64, 40, starts=(100, 0), block_lse=True, **BFLOAT16),
+    shape("hopper_sparse", (8, 2), 64, 64, 40, starts=(700, 90), open_share=0.4, block_lse=True, **BFLOAT16),
+    shape("hopper_sparse_all_of_them", (4, 1), 128, 128, 60, open_share=0.6, block_lse=True, **BFLOAT16, **ALL),
+    shape("hopper_int8", (8, 2), 64, 64, 40, starts=(700, 90), open_share=0.4, block_lse=True, **BFLOAT16, **INT8),
+    shape("hopper_fp8", (4, 1), 128, 128, 90, starts=(110,), **BFLOAT16, **FP8),
     # what is run, on a device
-    _shape("smollm_135m", (9, 3), 64, 16, 256, starts=(1024,), dtype="bfloat16", tested=False),
-    _shape("llama3_8b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", tested=False),
-    _shape("qwen3_8b", (32, 8), 128, 128, 512, starts=(32256,), dtype="bfloat16", tested=False),
-    _shape("mistral_7b", (32, 8), 128, 128, 512, starts=(7680,), dtype="bfloat16", window=4096, tested=False),
-    _shape("chunk_at_128k", (32, 8), 128, 128, 512, starts=(130560,), dtype="bfloat16", tested=False),
-    _shape(
-        "chunk_at_32k_eighth",
-        (32, 8),
-        128,
-        128,
-        512,
-        starts=(32256,),
-        open_share=0.125,
-        block_lse=True,
-        dtype="bfloat16",
-        tested=False,
-    ),
+    shape("smollm_135m", (9, 3), 64, 16, 256, starts=(1024,), **LARGE),
+    shape("llama3_8b", (32, 8), 128, 128, 512, starts=(7680,), **LARGE),
+    shape("qwen3_8b", (32, 8), 128, 128, 512, starts=(32256,), **LARGE),
+    shape("mistral_7b", (32, 8), 128, 128, 512, starts=(7680,), window=4096, **LARGE),
+    shape("chunk_at_128k", (32, 8), 128, 128, 512, starts=(130560,), **LARGE),
+    shape("chunk_at_32k_eighth", (32, 8), 128, 128, 512, starts=(32256,), open_share=0.125, block_lse=True, **LARGE),
 )
 TESTED = tuple(shape for shape in SHAPES if shape.tested)

@@ -58,11 +58,12 @@ def test_what_chips_tell_each_other_is_counted():
     assert script("aot_check").collectives(TEXT) == ""
 
 
-def test_a_program_of_other_talk_than_is_recorded_fails():
+def test_a_program_of_other_talk_than_is_recorded_fails(monkeypatch):
+    monkeypatch.setenv("ET_JAX_TEST_CACHE", "off")
     aot_check, memory = script("aot_check"), dict.fromkeys(("temp", "argument", "output", "alias"), 0)
     sizes = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in memory.items()})
     compiled = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: TALK)
-    lowered = SimpleNamespace(compile=lambda: compiled)
+    lowered = SimpleNamespace(compile=lambda: compiled, as_text=lambda: "")
 
     def line(recorded: str) -> tuple[str, bool]:
         asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True, "collectives": recorded}
