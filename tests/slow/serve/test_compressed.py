@@ -102,6 +102,7 @@ def test_a_prompt_read_in_part_is_compressed_like_another():
     together = model.generate(requests)
     assert [bits(one) for one in together] == [bits(reopened(model).generate([one])[0]) for one in requests]
     short, longest = together[0].prompt_read, together[-1].prompt_read
+    assert short is not None and longest is not None and longest.mass_kept is not None
     assert short.blocks_read == short.blocks_held and short.mass_kept is None
     assert longest.blocks_read < longest.blocks_held and 0.1 < longest.mass_kept < 1.0
     said = json.loads(json.dumps(together[-1].to_dict()))["entropic"]

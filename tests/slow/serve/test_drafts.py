@@ -64,10 +64,11 @@ def test_completions_and_what_every_head_read_are_those_without_drafts():
     assert not any(row.drafted or row.accepted for row in done[-1].trace)
     heads = [model.config.num_kv_heads] * model.config.num_layers
     for row in rows:
+        assert row.reads is not None
         assert [len(layer) for layer in row.reads] == heads and sum(map(sum, row.reads)) == row.blocks_read
         held = row.blocks_held // sum(heads)
         assert all(type(head) is int and 1 <= head <= held for layer in row.reads for head in layer)
-    assert any(len({head for layer in row.reads for head in layer}) > 1 for row in rows)
+    assert any(len({head for layer in row.reads or () for head in layer}) > 1 for row in rows)
     assert without_drafts(model.generate(asked()[:1])) == without_drafts(expected[:1])  # from cached prefix pages
     assert_balanced(model)
 
@@ -120,4 +121,5 @@ def test_the_clock_sets_laws_that_ask_for_times(for_itself):
     [own] = jax.device_get(replica.device.state.draft_laws)
     assert own.times != before.times and own.worth >= GAIN and own.times.plain > 0
     fixed = EngineConfig(draft="self", draft_length="fixed")
-    assert decoder_config(fixed, model.config, jnp.float32).draft.times is None
+    draft = decoder_config(fixed, model.config, jnp.float32).draft
+    assert draft is not None and draft.times is None

@@ -113,7 +113,7 @@ def test_a_model_closed_while_it_is_compiled_or_by_a_finaliser_in_its_own_round_
     own = reopened(two_slots)
     [replica] = own.replicas().replicas
     decode = replica._decode
-    replica._decode = lambda pending: (own.close(), decode(pending))
+    monkeypatch.setattr(replica, "_decode", lambda pending: (own.close(), decode(pending)))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(UsageError, match=CLOSED):
         own.generate(PROMPTS, max_tokens=60)
