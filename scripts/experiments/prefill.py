@@ -85,5 +85,4 @@ EXPERIMENT = Experiment(
         "loss": Figure(header="loss, nats"),
     },
     document="entropyinfer.md",
-    plot=("share_read", "divergence"),
 )

@@ -4,8 +4,8 @@ Lengths and arrivals are those of a recorded trace (Mooncake, FAST'25), scaled d
 constant factors, time so that requests bring `load` times the tokens that the steps can produce while they arrive. All
 requests that have come are in the cache and every step serves the few of highest priority, so that the rule alone
 decides; time is counted in steps, so that the figures do not depend on the machine. Under every rule each request has
-the same text. Controls know no entropy (`last come`, `by lot`, `round robin`, `least attained`), or give the entropy
-rules the entropies of another text, or their own in another order. `srpt` knows every answer's length.
+the same text. Controls know no entropy (`by lot`, `round robin`, `least attained`), or give the entropy rules the
+entropies of another text. `srpt` knows every answer's length.
 """
 
 import gzip
@@ -33,19 +33,15 @@ from scripts.measuring import experiment, text
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
 
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, spread evenly
-RATE = 0.01  # of aging: of the ceiling, per step waited
 ENTROPY = {"paper_linear": priority.LinearPriority(), "paper_ratio": priority.RatioPriority()}
 RULES: dict[str, PriorityRule] = {
     "fcfs": priority.FCFS(),
-    "last come": lambda signals, state: signals.arrival.astype(state.priority.dtype),
     "by lot": lambda signals, state: signals.arrival.astype(state.priority.dtype) * GOLDEN % 1.0,
     "round robin": priority.Aged(lambda signals, state: jnp.zeros_like(state.priority), 0.0, 1.0),
     "least attained": priority.LeastAttained(),
     "srpt": priority.SRPT(),
     **ENTROPY,
     **{f"{name}, of another": rule for name, rule in ENTROPY.items()},
-    **{f"{name}, reordered": rule for name, rule in ENTROPY.items()},
-    "paper_linear, aged": priority.Aged(ENTROPY["paper_linear"], 1.0, RATE),
 }
 
 
@@ -62,7 +58,7 @@ class Settings(Base):
     prompt: int = setting(256, "tokens of the longest prompt", least=2, quick=16)
     answer: int = setting(200, "tokens of the longest answer", least=1, quick=12)
     rules: tuple[str, ...] = setting(
-        tuple(RULES), "rules", choices=tuple(RULES), quick=("fcfs", "srpt", "paper_linear", "paper_linear, reordered")
+        tuple(RULES), "rules", choices=tuple(RULES), quick=("fcfs", "srpt", "paper_linear", "paper_linear, of another")
     )
 
 
@@ -88,15 +84,11 @@ class Told(Law):
         return updated(self.law, replace(signals, entropy=shown, entropy_low=shown, entropy_high=shown), state)
 
 
-def misplaced(name: str, entropies: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray] | None:
-    """Return what each sequence is shown: the entropies of another one, or its own reordered; None for the truth."""
-    if name.endswith("reordered"):
-        return [rng.permutation(own) for own in entropies]
-    if name.endswith("of another"):
-        order = rng.permutation(len(entropies))  # one circle through all, so that none is shown its own
-        other = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
-        return [entropies[other[index]] for index in range(len(entropies))]
-    return None
+def of_another(entropies: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
+    """Return the entropies of another sequence for each, by one circle through all."""
+    order = rng.permutation(len(entropies))
+    other = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
+    return [entropies[other[index]] for index in range(len(entropies))]
 
 
 def recorded(path: Path, count: int) -> Float[np.ndarray, "3 n"]:
@@ -104,8 +96,7 @@ def recorded(path: Path, count: int) -> Float[np.ndarray, "3 n"]:
     try:
         with gzip.open(path, "rt") as file:
             rows = [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
-        names = ("input_length", "output_length", "timestamp")
-        found = np.array([[row[name] for row in rows] for name in names], float)
+        found = np.array([[row[name] for row in rows] for name in ("input_length", "output_length", "timestamp")])
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"The trace {path} cannot be read ({error}); give a gzipped file of JSON lines.") from error
     if found.shape[1] < count:
@@ -174,13 +165,12 @@ def groups(settings: Settings) -> Iterator[Group]:
     spread = (times - times[0]) / max(times[-1] - times[0], 1.0)
 
     def arm(name: str, load: float) -> dict[str, Any]:
-        shown = misplaced(name, entropies, np.random.default_rng(settings.seed))
+        shown = of_another(entropies, rng) if name.endswith("of another") else None
         return replay(served, RULES[name], asked, shown, spread * lengths / (settings.batch * load))
 
-    for load_ in settings.loads:
-        yield Group(
-            labels={"load": load_}, arms={name: partial(arm, name, load_) for name in settings.rules}, baseline="fcfs"
-        )
+    for times_served in settings.loads:
+        arms = {name: partial(arm, name, times_served) for name in settings.rules}
+        yield Group(labels={"load": times_served}, arms=arms, baseline="fcfs")
 
 
 EXPERIMENT = Experiment(

@@ -83,6 +83,5 @@ EXPERIMENT = Experiment(
     settings=Settings,
     groups=groups,
     figures={"seconds": Figure(header="seconds", against="ratio")},
-    timed=True,
     document="serving.md",
 )

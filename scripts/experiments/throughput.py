@@ -105,5 +105,4 @@ EXPERIMENT = Experiment(
         "share_cached": Figure(header="prompt tokens cached"),
         "programs_compiled_late": Figure(header="programs compiled late"),
     },
-    timed=True,
 )

@@ -1,16 +1,16 @@
 """Tokens a second of two versions of the package: this checkout and the one named.
 
-Each version has a process of its own, which waits while the other runs. With `--alone` above 0 it is one sequence that
-goes on from a prompt of so many tokens, which the engine has cached. Before it is timed each process generates for
+Each version has a process of its own, which waits while the other runs. Before it is timed each process generates for
 `--settle` seconds, since programs for few sequences are compiled once some have been decoded.
 """
 
-import dataclasses
+import itertools
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Settings(Base):
         ("off", "guarded", "certified", "lookup"), "what decodes", choices=CONTROLS, quick=("off",)
     )
     rows: tuple[int, ...] = setting((2, 16), "sequences at once", least=2, quick=(2,))
-    alone: tuple[int, ...] = setting((0,), "tokens of the one prompt, 0 for many short ones", least=0)
     tokens: int = setting(96, "tokens of a sequence", least=1, quick=4)
     settle: float = setting(0.0, "seconds of decoding before", least=0.0)
     rounds: int = setting(7, "rounds in which the versions take turns", least=2, quick=2)
@@ -72,29 +71,21 @@ def groups(settings: Settings) -> Iterator[Group]:
     places = {"before": settings.checkout.resolve(), "now": REPOSITORY}
     words = load("bundled", max_num_seqs=1).tokenizer.encode(PROMPT)
     with tempfile.TemporaryDirectory() as folder:
-        positions = max(SMOLLM_135M.max_positions, 2 * max(settings.alone))
-        shape = dataclasses.replace(SMOLLM_135M, max_positions=positions)
         models = {"bundled": "bundled"}
         if "135M" in settings.models:
-            models["135M"] = str(random_folder(Path(folder), shape, "bfloat16"))
+            models["135M"] = str(random_folder(Path(folder), SMOLLM_135M, "bfloat16"))
         engines = {name: Engine("et_jax", sys.executable, PYTHONPATH=str(place)) for name, place in places.items()}
-        for model in settings.models:
-            for control in settings.controls:
-                for alone in settings.alone:
-                    for rows in (2,) if alone else settings.rows:
-                        prompts = [words[: 2 + number % len(words)] for number in range(2 * rows)]
-                        prompts = [(words * -(-alone // len(words)))[:alone]] if alone else prompts
-                        room = max(map(len, prompts)) + settings.tokens + 16
-                        for engine in engines.values():
-                            given = CONTROLS[control] | {"max_model_len": room}
-                            engine.load(models[model], "bfloat16", rows, room, **given)
-
-                        def arm(name: str, prompts: list[list[int]] = prompts) -> Round:
-                            return started(engines[name], prompts, settings.tokens, settings.settle)
-
-                        labels = {"model": model, "control": control, "rows": rows, "prompt": alone}
-                        arms = {name: lambda name=name, arm=arm: arm(name) for name in engines}
-                        yield Group(labels=labels, arms=arms, baseline="before", rounds=settings.rounds)
+        for model, control, rows in itertools.product(settings.models, settings.controls, settings.rows):
+            prompts = [words[: 2 + number % len(words)] for number in range(2 * rows)]
+            room = max(map(len, prompts)) + settings.tokens + 16
+            for engine in engines.values():
+                engine.load(models[model], "bfloat16", rows, room, max_model_len=room, **CONTROLS[control])
+            arms = {
+                name: partial(started, engine, prompts, settings.tokens, settings.settle)
+                for name, engine in engines.items()
+            }
+            labels = {"model": model, "control": control, "rows": rows}
+            yield Group(labels=labels, arms=arms, baseline="before", rounds=settings.rounds)
         for engine in engines.values():
             engine.end()
 
@@ -104,5 +95,4 @@ EXPERIMENT = Experiment(
     settings=Settings,
     groups=groups,
     figures={"tokens_per_second": Figure(header="tokens a second", against="ratio")},
-    timed=True,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -101,11 +101,3 @@ def interval(rows: Float[np.ndarray, " r"], seed: int = 0) -> tuple[float, float
     drawn = np.random.default_rng(seed).integers(len(rows), size=(RESAMPLES, len(rows)))
     low, high = np.percentile(rows[drawn].mean(1), [2.5, 97.5])
     return float(low), float(high)
-
-
-def p_of_losses(dense: Sequence[bool], found: Sequence[bool]) -> float:
-    """Return the chance that a fair coin gives as many losses among the answers that differ: an exact sign test."""
-    lost = sum(one and not other for one, other in zip(dense, found, strict=True))
-    gained = sum(other and not one for one, other in zip(dense, found, strict=True))
-    differ = lost + gained
-    return sum(math.comb(differ, k) for k in range(lost, differ + 1)) / 2**differ

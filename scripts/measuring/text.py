@@ -50,14 +50,6 @@ def cut(model: Model, name: str, texts: Sequence[str], count: int, length: int) 
     return found
 
 
-def in_a_circle(tokens: tuple[int, ...], longest: int = 8, times: int = 4) -> bool:
-    """Return whether a text ends in so many times the same run of at most `longest` tokens."""
-    return any(
-        len(tokens) >= period * times and tokens[-period * times :] == tokens[-period:] * times
-        for period in range(1, longest + 1)
-    )
-
-
 def causal_attend(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:
     """Return plain causal attention over the window itself."""
     return jax.nn.dot_product_attention(q, k, v, scale=softmax.scale, is_causal=True), memory

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.measuring.experiment import Missed
-from scripts.measuring.paired import at_budget, interval, matched, p_of_losses, saving
+from scripts.measuring.paired import at_budget, interval, matched, saving
 
 
 @pytest.mark.parametrize("near", [None, 0.5, 0.97, 1.1, 1e-9, 1e9])
@@ -58,19 +58,6 @@ def test_an_interval_of_a_mean_is_as_wide_as_its_error():
     half = 1.96 * rows.std() / 60**0.5
     assert (low, high) == pytest.approx((rows.mean() - half, rows.mean() + half), abs=0.05 * half)
     assert interval(np.full(7, 3.0)) == (3.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("dense", "found", "chance"),
-    [
-        ([True] * 5, [False] * 5, 1 / 32),
-        ([True] * 5, [True] * 5, 1.0),
-        ([False] * 3, [True] * 3, 1.0),
-        ([True, True, False, True], [False, False, True, True], 0.5),  # two of three: 4 of 8 ways
-    ],
-)
-def test_the_chance_of_as_many_losses_is_a_coins(dense, found, chance):
-    assert p_of_losses(dense, found) == chance
 
 
 def test_an_arm_at_a_budget_gives_what_it_gave_on_all_rows():
